@@ -11,7 +11,9 @@
 
 #include "check_report.hpp"
 #include "commands.hpp"
+#include "machine_file.hpp"
 #include "output.hpp"
+#include "strict_json.hpp"
 #include "units_file.hpp"
 
 namespace hoist::cli {
@@ -24,22 +26,51 @@ struct CheckArguments {
   int world_size = 0;   // 0: not given
   int local_ranks = 0;  // 0: all of them
   std::string device_memory, pinned_memory;
+  std::string machine;  // a file; empty: the machine that the program runs on
   ModelArguments model;
   bool all_settings = false;
   bool print_keys = false;
   bool print_schema = false;
 };
 
-void add_prediction(const CheckArguments& arguments, const Machine& machine, CheckReport& report) {
+// The machine that is checked against.
+struct CheckedMachine {
+  std::string name = "this machine";
+  Machine node;                                // one of its nodes, with these ranks
+  std::optional<std::uint64_t> drive_bytes{};  // of a node; empty: the file systems say
+  int world_size = 0;                          // 0: not given
+  ChosenOptions chosen;
+};
+
+CheckedMachine checked_machine(const CheckArguments& arguments, RuntimeOptions runtime) {
+  if (arguments.machine.empty()) {
+    runtime.local_ranks = arguments.local_ranks > 0 ? arguments.local_ranks : std::max(1, arguments.world_size);
+    Machine node = this_machine(runtime);
+    ChosenOptions chosen = choose(runtime, node);
+    return {.node = std::move(node), .world_size = arguments.world_size, .chosen = std::move(chosen)};
+  }
+  const MachineSpec spec = about(arguments.machine, [&] { return read_machine(arguments.machine); });
+  const int world_size = arguments.world_size > 0 ? arguments.world_size : largest_world(spec);
+  const RankLayout layout = rank_layout(spec, world_size);
+  return {.name = spec.name,
+          .node = node_of(spec, layout),
+          .drive_bytes = static_cast<std::uint64_t>(drive_bytes(spec, layout) * layout.ranks_per_node),
+          .world_size = world_size,
+          .chosen = choose_on(spec, layout, runtime)};
+}
+
+void add_prediction(const CheckArguments& arguments, const CheckedMachine& machine, CheckReport& report) {
   if (!arguments.model.given()) return;
-  const NamedModel model = read_model(arguments.model, report.config.engine.weights_dtype.value_or(DType::bf16));
+  const NamedModel model = about(arguments.model.units, [&] {
+    return read_model(arguments.model, report.config.engine.weights_dtype.value_or(DType::bf16));
+  });
   report.model = model.name;
   report.program_pinned_bytes = model.program.pinned_bytes;
   EngineOptions engine = report.config.engine;
   engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
   const int ranks = std::max(1, report.world_size);
   report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
-  report.fit = machine_fit(*report.prediction, report.runtime, engine, machine);
+  report.fit = machine_fit(*report.prediction, report.runtime, engine, machine.node, machine.drive_bytes);
   if (!report.prediction->pinned.fits()) return;
   const auto largest = [&](std::optional<double> EngineOptions::*share) {
     return largest_pinned_fraction(report.runtime, engine, model.model, ranks, model.program, share);
@@ -51,18 +82,17 @@ void add_prediction(const CheckArguments& arguments, const Machine& machine, Che
 }
 
 // Problems for which every engine would refuse the options, for any model.
-void check_engine(const Config& config, const RuntimeOptions& runtime, const CheckArguments& arguments) {
+void check_engine(const Config& config, const CheckedMachine& machine) {
   try {
-    hoist::check(config.engine, runtime, std::max(1, arguments.world_size));
+    hoist::check(config.engine, machine.chosen.runtime, std::max(1, machine.world_size));
   } catch (const ConfigError& error) {
     const std::string sentence = error.what();  // the key, a colon, the problem
-    throw ConfigProblems(arguments.config, {{.key = error.key, .problem = sentence.substr(error.key.size() + 2)}});
+    throw ConfigProblems(config.origin(), {{.key = error.key, .problem = sentence.substr(error.key.size() + 2)}});
   }
 }
 
 RuntimeOptions runtime_options(const Config& config, const CheckArguments& arguments) {
   RuntimeOptions runtime = config.runtime;
-  runtime.local_ranks = arguments.local_ranks > 0 ? arguments.local_ranks : std::max(1, arguments.world_size);
   if (!arguments.device_memory.empty())
     runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
   if (!arguments.pinned_memory.empty())
@@ -71,18 +101,17 @@ RuntimeOptions runtime_options(const Config& config, const CheckArguments& argum
 }
 
 int check_config(const CheckArguments& arguments) {
-  const Config config = Config::load(arguments.config);
-  const RuntimeOptions given = runtime_options(config, arguments);
-  const Machine machine = this_machine(given);
-  const ChosenOptions chosen = choose(given, machine);
-  check_engine(config, chosen.runtime, arguments);
+  const Config config = Config::load(arguments.config, RunLength::left_to_the_trainer);
+  const CheckedMachine machine = checked_machine(arguments, runtime_options(config, arguments));
+  check_engine(config, machine);
   CheckReport report{.config = config,
                      .training = config.training,
-                     .world_size = arguments.world_size,
-                     .runtime = chosen.runtime,
-                     .choices = chosen.choices,
+                     .world_size = machine.world_size,
+                     .runtime = machine.chosen.runtime,
+                     .choices = machine.chosen.choices,
+                     .machine = machine.name,
                      .all_settings = arguments.all_settings};
-  if (arguments.world_size > 0) report.training = config.check_world_size(arguments.world_size);
+  if (machine.world_size > 0) report.training = config.check_world_size(machine.world_size);
   add_prediction(arguments, machine, report);
   say("{}", accepted_text(report));
   write_json(arguments.json, accepted_json(report));
@@ -101,23 +130,22 @@ int check(const CheckArguments& arguments) {
   }
   if (arguments.config.empty()) return bad_check_input("which configuration? Run with --help for an example.");
   try {
-    check_json_apart(arguments.json, arguments.config);
-    check_json_apart(arguments.json, arguments.model.units);
+    for (const std::string& input : {arguments.config, arguments.model.units, arguments.machine})
+      check_json_apart(arguments.json, input);
     return check_config(arguments);
   } catch (const ConfigProblems& error) {
     const std::size_t count = error.problems.size() + error.unlisted;
     complain("{}\n{} problem{} in {}\n", error.what(), count, count == 1 ? "" : "s", arguments.config);
     write_json(arguments.json, refused_json(arguments.config, error));
     return kBadInput;
-  } catch (const ConfigError& error) {  // of the units file
-    return bad_check_input(fmt::format("{}: {}", arguments.model.units, error.what()));
   } catch (const UsageError& error) {
     return bad_check_input(error.what());
   } catch (const interchange::SafetensorsError& error) {
     return bad_check_input(error.what());
   } catch (const IoError& error) {
     // A file that cannot be read is bad input; a report that cannot be written is a failure.
-    if (error.where.path != arguments.config && !arguments.model.is_about(error.where.path)) throw;
+    const std::string& path = error.where.path;
+    if (path != arguments.config && path != arguments.machine && !arguments.model.is_about(path)) throw;
     return bad_check_input(error.what());
   }
 }
@@ -131,12 +159,17 @@ Command add_check(CLI::App& app) {
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file");
   command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")
       ->check(CLI::Range(1, 1 << 24));
-  command->add_option("--local-ranks", arguments->local_ranks, "Ranks on this machine (default: all ranks)")
-      ->check(CLI::Range(1, 1 << 16));
+  CLI::Option* const local_ranks =
+      command->add_option("--local-ranks", arguments->local_ranks, "Ranks on this machine (default: all ranks)")
+          ->check(CLI::Range(1, 1 << 16));
   command->add_option("--device-memory", arguments->device_memory,
                       "Budget of each rank, instead of the file's (80GiB)");
   command->add_option("--pinned-memory", arguments->pinned_memory,
                       "Budget of each rank, instead of the file's (200GiB)");
+  command
+      ->add_option("--machine", arguments->machine,
+                   "Check for the machine of this file (machines/*.json), with as many ranks as it has devices")
+      ->excludes(local_ranks);
   add_model_options(*command, arguments->model);
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--all", arguments->all_settings, "Print every setting in effect");
@@ -145,7 +178,7 @@ Command add_check(CLI::App& app) {
   command->footer(
       "A units file: {\"units\": [{\"name\": \"layer.0\", \"parameters\": 7077888}], \"program_device_bytes\": 0, "
       "\"program_pinned_bytes\": 0, \"dtype\": \"bf16\"}\n"
-      "Exit code 2: refused, or too large for this machine.\n"
+      "Exit code 2: refused, or too large for the machine.\n"
       "Example: hoist check offload.json --world 8 --parameters 7e9");
   return {command, [arguments] { return check(*arguments); }};
 }

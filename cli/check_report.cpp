@@ -102,7 +102,7 @@ std::string budget_text(const CheckReport& report) {
   std::string text = "\nbudgets of each rank\n" +
                      columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory" + together},
                               {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory" + together}});
-  if (!report.choices.empty()) text += "\nchosen for this machine\n";
+  if (!report.choices.empty()) text += fmt::format("\nchosen for {}\n", report.machine);
   for (const auto& [key, value, reason] : report.choices)
     text += fmt::format("  {}: {}, because {}\n", key, value, reason);
   return text;
@@ -170,23 +170,27 @@ std::string prediction_text(const CheckReport& report) {
   return text;
 }
 
-std::string fit_text(const MachineFit& fit) {
+std::string fit_text(const MachineFit& fit, const std::string& machine) {
   std::string text =
-      fmt::format("\n{} on this machine hold{}\n", fit.ranks == 1 ? "one rank" : fmt::format("{} ranks", fit.ranks),
+      fmt::format("\n{} on {} hold{}\n", fit.ranks == 1 ? "one rank" : fmt::format("{} ranks", fit.ranks), machine,
                   fit.ranks == 1 ? "s" : " together");
   std::vector<std::vector<std::string>> rows;
   for (const MachineFit::Memory& memory : fit.memories)
     rows.push_back(
         {memory.name, format_bytes(memory.bytes), fmt::format("of {} free", format_bytes(memory.free_bytes))});
   text += columns(rows);
-  if (fit.fits()) return text + "\nfits this machine\n";
-  text += "\nDOES NOT FIT this machine\n";
+  if (fit.fits()) return text + fmt::format("\nfits {}\n", machine);
+  text += fmt::format("\nDOES NOT FIT {}\n", machine);
   for (const std::string& problem : fit.problems) text += fmt::format("  {}\n", problem);
   return text;
 }
 
-Json fit_json(const MachineFit& fit) {
-  Json json{{"fits", fit.fits()}, {"ranks", fit.ranks}, {"problems", fit.problems}, {"memories", Json::array()}};
+Json fit_json(const MachineFit& fit, const std::string& machine) {
+  Json json{{"name", machine},
+            {"fits", fit.fits()},
+            {"ranks", fit.ranks},
+            {"problems", fit.problems},
+            {"memories", Json::array()}};
   for (const MachineFit::Memory& memory : fit.memories) {
     json["memories"].push_back({{"name", memory.name},
                                 {"least_bytes", memory.least_bytes},
@@ -315,7 +319,7 @@ std::string accepted_text(const CheckReport& report) {
   for (const std::string& note : config.notes) text += fmt::format("\nnote: {}\n", note);
   for (const std::string& warning : config.warnings) text += fmt::format("\nwarning: {}\n", warning);
   if (!report.prediction) return text;
-  text += fit_text(report.fit);
+  text += fit_text(report.fit, report.machine);
   if (!report.fit.fits()) return text;
   return text + fmt::format("\nthe same on every machine, in the file:\n  \"hoist\": {}\n",
                             section_to_paste(*report.prediction, report.runtime).dump());
@@ -337,7 +341,7 @@ Json accepted_json(const CheckReport& report) {
                       {"train_micro_batch_size_per_gpu", count(report.training.train_micro_batch_size_per_gpu)},
                       {"gradient_accumulation_steps", count(report.training.gradient_accumulation_steps)}};
   json["prediction"] = report.prediction ? prediction_json(report) : Json(nullptr);
-  json["machine"] = report.prediction ? fit_json(report.fit) : Json(nullptr);
+  json["machine"] = report.prediction ? fit_json(report.fit, report.machine) : Json(nullptr);
   json["section"] =
       report.prediction && report.fit.fits() ? section_to_paste(*report.prediction, report.runtime) : Json(nullptr);
   json["settings"] = Json::array();

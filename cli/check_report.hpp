@@ -21,6 +21,7 @@ struct CheckReport {
   int world_size = 0;        // 0: not given
   RuntimeOptions runtime{};  // what this machine makes of the configuration's
   std::vector<MachineChoice> choices{};
+  std::string machine = "this machine";    // its name in sentences
   std::optional<Prediction> prediction{};  // of one rank; empty: no model given
   MachineFit fit{};                        // if there is a prediction
   // The fraction that the pinned budget allows, if optimizer state is on NVMe; likewise of weights.

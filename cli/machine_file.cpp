@@ -30,6 +30,7 @@ void for_each_number(Spec& spec, const Visit& visit) {
   visit("device.memory_gb_per_s", spec.device.memory_gb_per_s, kTiny, kHuge, Need::always);
   visit("device.host_to_device_gb_per_s", spec.device.host_to_device_gb_per_s, kTiny, kHuge, Need::always);
   visit("device.device_to_host_gb_per_s", spec.device.device_to_host_gb_per_s, kTiny, kHuge, Need::always);
+  visit("device.copy_latency_us", spec.device.copy_latency_us, 0, kHuge, Need::never);
   visit("device.compute_tflops", spec.device.compute_tflops, kTiny, kHuge, Need::always);
   visit("device.power_watts", spec.device.power_watts, 0, kHuge, Need::always);
   visit("host.memory_gib", spec.host.memory_gib, kTiny, kHuge, Need::always);
@@ -40,9 +41,11 @@ void for_each_number(Spec& spec, const Visit& visit) {
   visit("drives.read_gb_per_s", spec.drives.read_gb_per_s, kTiny, kHuge, Need::always);
   visit("drives.write_gb_per_s", spec.drives.write_gb_per_s, kTiny, kHuge, Need::always);
   visit("drives.mixed_gb_per_s", spec.drives.mixed_gb_per_s, kTiny, kHuge, Need::never);
+  visit("drives.latency_us", spec.drives.latency_us, 0, kHuge, Need::never);
   visit("drives.endurance_tb_written", spec.drives.endurance_tb_written, kTiny, kHuge, Need::never);
   visit("network.in_node_gb_per_s", spec.network.in_node_gb_per_s, kTiny, kHuge, Need::never);
   visit("network.between_nodes_gb_per_s", spec.network.between_nodes_gb_per_s, kTiny, kHuge, Need::never);
+  visit("network.latency_us", spec.network.latency_us, 0, kHuge, Need::never);
   visit("rates.node_per_hour", spec.rates.node_per_hour, 0, kHuge, Need::never);
   visit("rates.energy_per_kwh", spec.rates.energy_per_kwh, 0, kHuge, Need::never);
 }

@@ -18,6 +18,7 @@
 #include "plan_report.hpp"
 #include "planner.hpp"
 #include "replace_file.hpp"
+#include "strict_json.hpp"
 #include "this_machine.hpp"
 
 namespace hoist::cli {
@@ -32,21 +33,12 @@ struct PlanArguments {
   std::vector<std::string> paths;
   std::string device_memory, pinned_memory;
   double tokens = 16384;
+  StepDisturbance disturbance;
   std::string write;
   std::string json;
 
   bool is_this_machine() const { return machine == "this"; }
 };
-
-// Errors of a file's content with the file's name.
-template <typename Read>
-auto about(const std::string& path, const Read& read) {
-  try {
-    return read();
-  } catch (const ConfigError& error) {
-    throw UsageError(fmt::format("{}: {}", path, error.what()));
-  }
-}
 
 MachineSpec machine_of(const PlanArguments& arguments) {
   if (arguments.machine.empty()) {
@@ -70,21 +62,20 @@ RuntimeOptions runtime_of(const PlanArguments& arguments, const PlanQuestion& qu
     runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
   if (!arguments.pinned_memory.empty())
     runtime.pinned_memory_bytes = bytes_of("--pinned-memory", arguments.pinned_memory);
+  if (!arguments.is_this_machine()) return choose_on(question.machine, question.layout, runtime).runtime;
   runtime.local_ranks = question.layout.ranks_per_node;
-  if (!runtime.device)
-    runtime.device = question.machine.gpus_per_node > 0 ? platform::DeviceKind::cuda : platform::DeviceKind::host;
-  const Machine machine =
-      arguments.is_this_machine() ? this_machine(runtime) : node_of(question.machine, question.layout);
-  return choose(runtime, machine).runtime;
+  return choose_for_this_machine(runtime).runtime;
 }
 
 PlanQuestion question_of(const PlanArguments& arguments) {
   const bool has_config = !arguments.config.empty();
-  PlanQuestion question{.config = has_config ? Config::load(arguments.config) : Config::parse("{}", "defaults"),
+  PlanQuestion question{.config = has_config ? Config::load(arguments.config, RunLength::left_to_the_trainer)
+                                             : Config::parse("{}", "defaults"),
                         .has_config = has_config,
                         .model = {},
                         .machine = machine_of(arguments),
-                        .tokens = arguments.tokens};
+                        .tokens = arguments.tokens,
+                        .disturbance = arguments.disturbance};
   question.model = about(arguments.model.units, [&] {
     return read_model(arguments.model, question.config.engine.weights_dtype.value_or(DType::bf16));
   });
@@ -106,7 +97,7 @@ int write_config(const PlanArguments& arguments, const PlanQuestion& question, c
   const std::string base =
       question.has_config ? read_file(arguments.config, "name the configuration to start from") : "{}\n";
   const std::string text = planned_config(question, *report.best(), base);
-  static_cast<void>(Config::parse(text, arguments.write));
+  static_cast<void>(Config::parse(text, arguments.write, RunLength::left_to_the_trainer));
   replace_file(arguments.write, text);
   say("\nwritten to {}\n", arguments.write);
   return kOk;
@@ -159,14 +150,27 @@ Command add_plan(CLI::App& app) {
   command->add_option("--path", arguments->paths,
                       "For \"this\": a directory on the drive; again for each further drive");
   // CLI::Range accepts "nan".
-  const CLI::Validator count(
-      [](const std::string& text) {
-        double value = 0;
-        const bool reads = CLI::detail::lexical_cast(text, value) && value >= 1 && value <= 1e12;
-        return reads ? std::string() : text + " is not a number from 1 to 1e12";
-      },
-      "COUNT");
-  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step (16384)")->check(count);
+  const auto number = [](double least, double most, const char* name) {
+    return CLI::Validator(
+        [least, most](const std::string& text) {
+          double value = 0;
+          const bool reads = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+          return reads ? std::string() : fmt::format("{} is not a number from {:g} to {:g}", text, least, most);
+        },
+        name);
+  };
+  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step (16384)")
+      ->check(number(1, 1e12, "COUNT"));
+  StepDisturbance& disturbance = arguments->disturbance;
+  command
+      ->add_option("--slow-drive", disturbance.slow_drive, "Also show a step in which one drive takes N times as long")
+      ->check(number(1, 1e6, "N"));
+  command->add_option("--slow-rank", disturbance.slow_rank, "Also show a step in which one rank takes N times as long")
+      ->check(number(1, 1e6, "N"));
+  command
+      ->add_option("--noise", disturbance.noise,
+                   "Also show a step in which each transfer and kernel takes up to so much longer (0.1: a tenth)")
+      ->check(number(0, 1e3, "SHARE"));
   command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
   command->add_option("--write", arguments->write, "Write the fastest placement that fits as a configuration");

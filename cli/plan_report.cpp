@@ -157,6 +157,32 @@ std::string what_ifs_text(const PlanReport& report, const PlanRow& best) {
   return text;
 }
 
+// "one drive takes 2 times as long, each transfer and kernel takes up to 10 % longer".
+std::string disturbance_name(const StepDisturbance& disturbance) {
+  std::vector<std::string> parts;
+  if (disturbance.slow_drive > 1)
+    parts.push_back(fmt::format("one drive takes {:g} times as long", disturbance.slow_drive));
+  if (disturbance.slow_rank > 1)
+    parts.push_back(fmt::format("one rank takes {:g} times as long", disturbance.slow_rank));
+  if (disturbance.noise > 0)
+    parts.push_back(fmt::format("each transfer and kernel takes up to {:g} % longer", 100 * disturbance.noise));
+  return fmt::format("{}", fmt::join(parts, ", "));
+}
+
+std::string disturbance_text(const PlanReport& report, const PlanRow& best) {
+  if (!best.disturbed) return "";
+  const double planned = best.time.expected_seconds, disturbed = best.disturbed->expected_seconds;
+  return fmt::format("  if {}: {} a step, {:.1f} % more, {} busiest\n", disturbance_name(report.disturbance),
+                     seconds_text(disturbed), 100 * (disturbed / planned - 1), resource_name(best.disturbed->limit));
+}
+
+// How units are fetched, if not as the engine does without being told.
+std::string fetching_text(const PlanRow& best) {
+  return best.engine.prefetch_elements > 0
+             ? ""
+             : "  units are fetched when they are needed: fetching ahead would be slower\n";
+}
+
 std::string best_text(const PlanReport& report, const PlanRow& best) {
   const StepTime& time = best.time;
   std::string text = fmt::format("\nfastest that fits: weights / optimizer state on {}, {} a step, {} busiest\n",
@@ -173,6 +199,7 @@ std::string best_text(const PlanReport& report, const PlanRow& best) {
       "  no schedule of this placement takes less than {} (busiest resource {}, critical path {}): the gap is {:.2f}\n",
       seconds_text(time.least_seconds), seconds_text(time.busy(time.limit)), seconds_text(time.critical_path_seconds),
       time.gap());
+  text += fetching_text(best) + disturbance_text(report, best);
   text += report.overrun.empty() ? "  no budget is exceeded at any instant of these steps\n"
                                  : fmt::format("  a budget is exceeded: {}\n", report.overrun);
   text += report.free_tokens
@@ -209,12 +236,24 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
        {{"least", time.least_seconds},
         {"critical_path", time.critical_path_seconds},
         {"expected", time.expected_seconds},
+        {"disturbed", row.disturbed ? Json(row.disturbed->expected_seconds) : Json(nullptr)},
         {"gap", time.gap()}}},
+      {"prefetch_elements", row.engine.prefetch_elements},
       {"busy_seconds", by_resource(time.busy_seconds)},
       {"wait_seconds", by_resource(time.wait_seconds)},
       {"limit", resource_name(time.limit)},
       {"written_bytes_a_day", PlanReport::written_a_day(row)},
       {"drive_life_days", days ? Json(*days) : Json(nullptr)}};
+}
+
+Json disturbance_json(const PlanReport& report, const PlanRow& best) {
+  if (!best.disturbed) return nullptr;
+  const StepDisturbance& disturbance = report.disturbance;
+  return {{"slow_drive", disturbance.slow_drive},
+          {"slow_rank", disturbance.slow_rank},
+          {"noise", disturbance.noise},
+          {"step_seconds", best.disturbed->expected_seconds},
+          {"limiting_link", resource_name(best.disturbed->limit)}};
 }
 
 // The fastest placement that fits, in a program's words.
@@ -239,6 +278,7 @@ Json best_json(const PlanReport& report, const PlanRow& best) {
       {"step_seconds", time.expected_seconds},
       {"lower_bound_seconds", time.least_seconds},
       {"limiting_link", resource_name(time.limit)},
+      {"disturbance", disturbance_json(report, best)},
       {"links",
        {link(Resource::nvme, p.step.nvme_read + p.step.nvme_write),
         link(Resource::host_to_device, p.step.host_to_device), link(Resource::device_to_host, p.step.device_to_host),
@@ -251,11 +291,8 @@ Json best_json(const PlanReport& report, const PlanRow& best) {
 }
 
 Json nothing_fits_json() {
-  return {{"per_rank", nullptr},
-          {"step_seconds", nullptr},
-          {"lower_bound_seconds", nullptr},
-          {"limiting_link", nullptr},
-          {"links", Json::array()}};
+  return {{"per_rank", nullptr},      {"step_seconds", nullptr}, {"lower_bound_seconds", nullptr},
+          {"limiting_link", nullptr}, {"disturbance", nullptr},  {"links", Json::array()}};
 }
 
 }  // namespace
@@ -276,8 +313,13 @@ std::string plan_text(const PlanReport& report) {
                                  report.rows.front().prediction.parameter_count, report.model, report.world_size,
                                  report.world_size > 1 ? "s" : "");
   text += machine_text(report) + "\n";
+  const bool disturbed = report.rows.front().disturbed.has_value();
   Rows rows{{"", "weights / state", "device", "pinned", "NVMe", "NVMe a step", "a step", "at least", "busiest",
              "kernels wait for", ""}};
+  const auto after_step = [](std::vector<std::string>& row, std::string cell) {
+    row.insert(row.begin() + 7, std::move(cell));
+  };
+  if (disturbed) after_step(rows.front(), "disturbed");
   for (std::size_t i = 0; i < report.rows.size(); ++i) {
     const PlanRow& row = report.rows[i];
     const Prediction& p = row.prediction;
@@ -285,6 +327,7 @@ std::string plan_text(const PlanReport& report) {
                     tier_text(p.pinned), drive_text(row), format_bytes(p.step.nvme_read + p.step.nvme_write),
                     seconds_text(row.time.expected_seconds), seconds_text(row.time.least_seconds),
                     resource_name(row.time.limit), waits_text(row.time), verdict(row)});
+    if (disturbed) after_step(rows.back(), seconds_text(row.disturbed->expected_seconds));
   }
   text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + refusals_text(report);
   const PlanRow* const best = report.best();

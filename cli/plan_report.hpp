@@ -18,9 +18,10 @@ struct PlanRow {
   ProgramMemory program{};
   Prediction prediction{};
   StepTime time{};
-  std::uint64_t drive_bytes = 0;  // the rank's part of the drives
-  bool configured = false;        // the configuration's own placement
-  std::string refusal{};          // why an engine would refuse these options with any budget; empty: it would not
+  std::optional<StepTime> disturbed{};  // if the question has a disturbance
+  std::uint64_t drive_bytes = 0;        // the rank's part of the drives
+  bool configured = false;              // the configuration's own placement
+  std::string refusal{};                // why an engine would refuse these options with any budget; empty: it would not
 
   bool fits_drives() const { return prediction.nvme_bytes <= drive_bytes; }
   bool fits() const { return refusal.empty() && prediction.fits() && fits_drives(); }
@@ -51,6 +52,7 @@ struct PlanReport {
   double tokens = 0;  // of a rank and step
   MachineSpec machine{};
   RankLayout layout{};
+  StepDisturbance disturbance{};
   std::vector<PlanRow> rows{};  // ranked: the fastest that fits first
   std::vector<ZeroRow> zero_table{};
   std::vector<WhatIf> what_ifs{};

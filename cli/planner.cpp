@@ -38,8 +38,9 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   engine.micro_batches_max = static_cast<unsigned>(config.training.gradient_accumulation_steps.value_or(1));
   engine.parameters = parameters;
   engine.optimizer = optimizer;
-  if (!question.has_config) engine.optimizer_pinned_fraction = engine.parameters_pinned_fraction = std::nullopt;
-  if (!question.has_config) engine.gradient_spill_units = std::nullopt;
+  if (!is_given(config, "hoist.optimizer_pinned_fraction")) engine.optimizer_pinned_fraction.reset();
+  if (!is_given(config, "hoist.parameters_pinned_fraction")) engine.parameters_pinned_fraction.reset();
+  if (!is_given(config, "hoist.gradient_spill")) engine.gradient_spill_units.reset();
   if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
   // The default durability of a configuration with this placement, if its own placement needs no store.
   if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
@@ -121,12 +122,21 @@ StepSpeeds speeds_for(const PlanQuestion& question, double tokens) {
   return speeds;
 }
 
+void take(PlannedStep step, PlanRow& row) {
+  row.engine = std::move(step.engine);
+  row.prediction = std::move(step.prediction);
+  row.time = step.time;
+}
+
+StepQuestion step_question(const PlanQuestion& question, const ProgramMemory& program) {
+  return {question.runtime, question.model.model, question.world_size, program, speeds_for(question, question.tokens)};
+}
+
 PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   PlanRow row{.engine = engine};
   row.refusal = refusal_of(engine, question.runtime, question.world_size);
   row.program = program_of(question, engine);
-  row.prediction = predict(question.runtime, engine, question.model.model, question.world_size, row.program);
-  row.time = predict_time(row.prediction, speeds_for(question, question.tokens));
+  take(plan_step(step_question(question, row.program), engine), row);
   row.drive_bytes = static_cast<std::uint64_t>(drive_bytes(question.machine, question.layout));
   const EngineOptions& configured = question.config.engine;
   row.configured =
@@ -140,17 +150,20 @@ auto rank_of(const PlanRow& row) {
                     row.prediction.nvme_bytes);
 }
 
-// The best of a placement's variants.
+// The best of a placement's variants; it is never slower than fetching on demand.
 PlanRow best_row(const PlanQuestion& question, Placement parameters, Placement optimizer) {
   std::optional<PlanRow> best;
   for (const EngineOptions& engine : variants_of(question, placed(question, parameters, optimizer))) {
     PlanRow row = row_of(question, engine);
     if (!best || rank_of(row) < rank_of(*best)) best = std::move(row);
   }
+  take(faster_of_ahead_and_on_demand(step_question(question, best->program),
+                                     {best->engine, best->prediction, best->time}),
+       *best);
   return *best;
 }
 
-// Sorted by the time of a step; placements that do not fit come last.
+// Sorted by the time of an undisturbed step; placements that do not fit come last.
 std::vector<PlanRow> ranked_rows(const PlanQuestion& question) {
   std::vector<PlanRow> rows;
   for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme})
@@ -249,8 +262,12 @@ PlanReport plan_of(const PlanQuestion& question) {
                     .tokens = question.tokens,
                     .machine = question.machine,
                     .layout = question.layout,
+                    .disturbance = question.disturbance,
                     .rows = ranked_rows(question),
                     .zero_table = zero_table(question)};
+  if (question.disturbance != StepDisturbance{})
+    for (PlanRow& row : report.rows)
+      row.disturbed = predict_time(row.prediction, speeds_for(question, question.tokens), question.disturbance);
   if (report.best() == nullptr) return report;
   report.overrun = overrun_of_plan(report.best()->prediction, speeds_for(question, question.tokens));
   report.what_ifs = what_ifs(question);

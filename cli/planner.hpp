@@ -20,6 +20,7 @@ struct PlanQuestion {
   RuntimeOptions runtime{};  // with budgets
   int world_size = 1;
   double tokens = 0;  // for each rank and step
+  StepDisturbance disturbance{};
 };
 
 PlanReport plan_of(const PlanQuestion& question);

@@ -36,6 +36,7 @@ constexpr double kGibibyte = 1024.0 * 1024 * 1024;
 constexpr std::uint64_t kFileBytes = 512 * kMiB;
 constexpr std::uint64_t kCopyBytes = 128 * kMiB;
 constexpr int kCopies = 16;
+constexpr int kSmallCopies = 200;
 
 // Assumed: measuring them takes a model's own kernels, a power meter or a bill.
 constexpr double kTflopsOfCore = 0.03, kTflopsOfGpu = 200;
@@ -69,18 +70,23 @@ void measure_drives(const std::vector<std::string>& directories, const measure::
   check_paths(directories, kFileBytes);
   StorageRig rig(directories, kFileBytes, in_flight);
   rig.fill(stop, ProgressStyle::automatic);
-  const auto drives = rig.drives({.block_bytes = defaults.aio_block_bytes, .queue_depth = defaults.aio_queue_depth});
-  const auto of_drives = pointers(drives);
-  const auto gb_per_s = [&](measure::Pattern pattern) {
+  const auto bytes_per_second = [&](const auto& drives, measure::Pattern pattern) {
     const measure::WorkloadResult result = measure::run_workload(
-        of_drives, {.pattern = pattern, .region = {0, kFileBytes}, .duration = std::chrono::seconds(1), .stop = stop});
-    return result.bytes_per_second() / kGigabyte / static_cast<double>(directories.size());
+        pointers(drives),
+        {.pattern = pattern, .region = {0, kFileBytes}, .duration = std::chrono::seconds(1), .stop = stop});
+    return result.bytes_per_second() / static_cast<double>(directories.size());
   };
+  const auto drives = rig.drives({.block_bytes = defaults.aio_block_bytes, .queue_depth = defaults.aio_queue_depth});
+  const auto gb_per_s = [&](measure::Pattern pattern) { return bytes_per_second(drives, pattern) / kGigabyte; };
   spec.drives.count = static_cast<double>(directories.size());
   spec.drives.directories = directories;
   spec.drives.read_gb_per_s = gb_per_s(measure::Pattern::read);
   spec.drives.write_gb_per_s = gb_per_s(measure::Pattern::write);
   spec.drives.mixed_gb_per_s = gb_per_s(measure::Pattern::mixed);
+  // One small block after the other takes little but latency.
+  const auto one_by_one = rig.drives({.block_bytes = kBlockAlignment, .queue_depth = 1});
+  spec.drives.latency_us =
+      1e6 * static_cast<double>(kBlockAlignment) / bytes_per_second(one_by_one, measure::Pattern::read);
   double smallest = 1e12;
   for (const std::string& directory : directories)
     smallest = std::min(smallest, static_cast<double>(fs::space(directory).available) / kGigabyte);
@@ -94,6 +100,15 @@ double copy_gb_per_s(platform::Stream& stream, std::byte* target, const std::byt
   for (int i = 0; i < kCopies; ++i) stream.copy(target, source, kCopyBytes, kind);
   stream.synchronize();
   return kCopies * static_cast<double>(kCopyBytes) / to_seconds(Clock::now() - begin) / kGigabyte;
+}
+
+double small_copy_us(platform::Stream& stream, std::byte* target, const std::byte* source) {
+  const TimePoint begin = Clock::now();
+  for (int i = 0; i < kSmallCopies; ++i) {
+    stream.copy(target, source, kBlockAlignment, platform::CopyKind::host_to_device);
+    stream.synchronize();
+  }
+  return 1e6 * to_seconds(Clock::now() - begin) / kSmallCopies;
 }
 
 void measure_device(bool is_gpu, MachineSpec& spec) {
@@ -111,6 +126,7 @@ void measure_device(bool is_gpu, MachineSpec& spec) {
       copy_gb_per_s(*stream, on_device, host.bytes().data(), CopyKind::host_to_device);
   spec.device.device_to_host_gb_per_s =
       copy_gb_per_s(*stream, host.bytes().data(), on_device, CopyKind::device_to_host);
+  spec.device.copy_latency_us = small_copy_us(*stream, on_device, host.bytes().data());
   // Read and written.
   spec.device.memory_gb_per_s = 2 * copy_gb_per_s(*stream, on_device + kCopyBytes, on_device, CopyKind::local);
   device->unregister_host(host.bytes());

@@ -90,9 +90,9 @@ std::string to_text(const config::Value& value) {
       value);
 }
 
-Config Config::load(const std::string& path) { return parse(read_file(path), path); }
+Config Config::load(const std::string& path, RunLength run_length) { return parse(read_file(path), path, run_length); }
 
-Config Config::parse(std::string_view json_text, std::string origin) {
+Config Config::parse(std::string_view json_text, std::string origin, RunLength run_length) {
   config::detail::ReadResult read;
   try {
     read = config::detail::read_settings(config::detail::parse_json_text(json_text), json_text);
@@ -102,7 +102,7 @@ Config Config::parse(std::string_view json_text, std::string origin) {
   }
   Draft draft;
   apply_settings(read.settings, draft);
-  config::detail::RuleNotes notes = config::detail::apply_rules(draft, read);
+  config::detail::RuleNotes notes = config::detail::apply_rules(draft, read, run_length);
   if (!read.problems.empty()) {
     std::ranges::stable_sort(read.problems, {}, [](const ConfigProblem& p) { return std::pair(p.line, p.column); });
     if (read.problems.size() > kProblemsMax) {  // rules between keys may have added some

@@ -57,12 +57,17 @@ struct MeasuredBandwidth {
 
 struct ConfigSetting;  // config/setting.hpp
 
+// Who gives the length of the run, which some schedules need, if the file says "auto". A reader that trains needs it in
+// the file. One that only explains or predicts leaves it to the trainer that will read the file: a note says so, and
+// EngineOptions::learning_rate_schedule stays constant.
+enum class RunLength : std::uint8_t { in_the_file, left_to_the_trainer };
+
 class Config {
  public:
   // Errors: ConfigProblems; IoError when the file cannot be read.
-  static Config load(const std::string& path);
+  static Config load(const std::string& path, RunLength run_length = RunLength::in_the_file);
   // `origin` names the text in messages.
-  static Config parse(std::string_view json_text, std::string origin);
+  static Config parse(std::string_view json_text, std::string origin, RunLength run_length = RunLength::in_the_file);
 
   RuntimeOptions runtime;
   EngineOptions engine;

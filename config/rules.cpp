@@ -45,7 +45,7 @@ class Rules {
  public:
   Rules(Draft& draft, ReadResult& read) : draft_(draft), read_(read) {}
 
-  RuleNotes apply() {
+  RuleNotes apply(RunLength run_length) {
     forgive_parameters("optimizer.type", "optimizer.params.");
     forgive_parameters("scheduler.type", "scheduler.params.");
     if (!is_wrong("optimizer.type")) apply_optimizer(draft_, read_, notes_);
@@ -65,7 +65,7 @@ class Rules {
     formats();
     update_mode();
     reports();
-    apply_schedule(draft_, read_, notes_);
+    apply_schedule(draft_, read_, run_length, notes_);
     remarks();
     return std::move(notes_);
   }
@@ -391,6 +391,8 @@ class Rules {
 
 }  // namespace
 
-RuleNotes apply_rules(Draft& draft, ReadResult& read) { return Rules(draft, read).apply(); }
+RuleNotes apply_rules(Draft& draft, ReadResult& read, RunLength run_length) {
+  return Rules(draft, read).apply(run_length);
+}
 
 }  // namespace hoist::config::detail

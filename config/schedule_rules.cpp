@@ -48,7 +48,8 @@ bool contains(const std::vector<std::string_view>& names, std::string_view name)
 
 class ScheduleRules {
  public:
-  ScheduleRules(Draft& draft, ReadResult& read, RuleNotes& notes) : draft_(draft), read_(read), notes_(notes) {}
+  ScheduleRules(Draft& draft, ReadResult& read, RunLength run_length, RuleNotes& notes)
+      : draft_(draft), read_(read), run_length_(run_length), notes_(notes) {}
 
   void apply() {
     const ScheduleKind* kind = nullptr;
@@ -59,8 +60,10 @@ class ScheduleRules {
       without_type();
     } else {
       check_parameters(*kind);
-      draft_.engine.learning_rate_schedule = schedule(kind->type);
-      remarks(kind->type);
+      if (!length_is_missing_) {
+        draft_.engine.learning_rate_schedule = schedule(kind->type);
+        remarks(kind->type);
+      }
     }
     std::erase_if(read_.settings, [&](const ConfigSetting& s) {
       return s.row->path.starts_with(kSchedulerParams) && (kind == nullptr || !counts(*kind, s));
@@ -119,6 +122,13 @@ class ScheduleRules {
     }
     for (const std::string_view name : kind.required) {
       if (is_given(name)) continue;
+      if (is_automatic(name) && run_length_ == RunLength::left_to_the_trainer) {
+        length_is_missing_ = true;
+        notes_.notes.push_back(fmt::format(
+            "{}{} \"auto\" is left to a trainer that knows the run's length; a program without one needs a number",
+            kSchedulerParams, name));
+        continue;
+      }
       problem(
           setting("scheduler.type"), "scheduler.type",
           is_automatic(name)
@@ -168,11 +178,15 @@ class ScheduleRules {
 
   Draft& draft_;
   ReadResult& read_;
+  RunLength run_length_;
+  bool length_is_missing_ = false;  // and left to the trainer
   RuleNotes& notes_;
 };
 
 }  // namespace
 
-void apply_schedule(Draft& draft, ReadResult& read, RuleNotes& notes) { ScheduleRules(draft, read, notes).apply(); }
+void apply_schedule(Draft& draft, ReadResult& read, RunLength run_length, RuleNotes& notes) {
+  ScheduleRules(draft, read, run_length, notes).apply();
+}
 
 }  // namespace hoist::config::detail

@@ -70,6 +70,7 @@ class Planner {
       gathered_before_.push_back(gathered_before_.back() + (gathers ? inputs.items[trace[i].item].elements : 0));
     }
     find_places();
+    find_evictions();
   }
 
   Plan run() {
@@ -103,6 +104,18 @@ class Planner {
       } else if (access.kind == AccessKind::release && places.pinned(access.item)) {
         places.unpin(access.item);
       }
+    }
+  }
+
+  // Which releases evict their item, because its next gather is too far away.
+  void find_evictions() {
+    std::vector<std::size_t> released(inputs_.items.size(), kNever);
+    evicted_at_.assign(plan_.trace.size(), kNever);
+    for (std::size_t i = 0; i < plan_.trace.size(); ++i) {
+      const auto [kind, item] = plan_.trace[i];
+      if (kind == AccessKind::release) released[item] = i;
+      if (kind == AccessKind::gather && released[item] != kNever && !reused_soon(item, released[item]))
+        evicted_at_[i] = released[item];
     }
   }
 
@@ -156,7 +169,13 @@ class Planner {
     });
   }
 
-  // Fetches what comes next, in order of use, while the limits and the places allow.
+  // Whether the item of the gather at `use` will be evicted once more before it.
+  bool leaves_before(std::size_t use, std::size_t now) const {
+    return !has_own_memory(plan_.trace[use].item) && evicted_at_[use] != kNever && evicted_at_[use] >= now;
+  }
+
+  // Fetches what comes next, while the limits and the places allow. In the order of use, so that no item waits on its
+  // way for one that is needed later: a gather whose item has still to leave first ends the search.
   void prefetch(std::size_t from) {
     std::uint64_t ahead = 0;
     for (std::size_t i = from; i < plan_.trace.size() && ahead < inputs_.prefetch_elements; ++i) {
@@ -164,6 +183,7 @@ class Planner {
       const std::uint64_t elements = inputs_.items[plan_.trace[i].item].elements;
       ahead += elements;
       if (ahead > inputs_.prefetch_elements) return;
+      if (leaves_before(i, from)) return;
       if (is_present(i)) continue;
       if (!has_own_memory(plan_.trace[i].item)) {
         if (residency_.live_elements() + elements > inputs_.live_elements_max) return;
@@ -180,6 +200,7 @@ class Planner {
   std::vector<std::vector<std::size_t>> gathers_of_;
   std::vector<std::uint64_t> gathered_before_;  // elements, before each position
   std::vector<Place> place_at_;                 // of the gather at each position
+  std::vector<std::size_t> evicted_at_;         // the release that evicts the item of the gather at each position
   Plan plan_;
 };
 

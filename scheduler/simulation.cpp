@@ -28,12 +28,13 @@ class Simulation {
       if (missing_[task] == 0) becomes_ready(task);
     start_all();
     while (!running_.empty()) {
-      now_ = running_.top().first;
+      now_ = running_.top().seconds;
       // All that ends now, before anything begins: a lane then has its whole choice.
-      while (!running_.empty() && running_.top().first <= now_) {
-        const TaskIndex task = running_.top().second;
+      while (!running_.empty() && running_.top().seconds <= now_) {
+        const Event event = running_.top();
         running_.pop();
-        ends(task);
+        if (event.frees_lane) frees_lane(event.task);
+        if (event.ends) ends(event.task);
       }
       start_all();
     }
@@ -42,6 +43,12 @@ class Simulation {
 
  private:
   using Waiting = std::pair<Urgency, TaskIndex>;
+  struct Event {
+    double seconds;
+    TaskIndex task;
+    bool frees_lane, ends;
+    auto operator<=>(const Event&) const = default;
+  };
   struct Lane {
     std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> ready;
     bool busy = false;
@@ -49,9 +56,7 @@ class Simulation {
   };
 
   double seconds_of(TaskIndex task) const {
-    const TaskGraph::Task& one = graph_.tasks[task];
-    double seconds = one.seconds;
-    if (one.lane < options_.lane_slowdown.size()) seconds *= options_.lane_slowdown[one.lane];
+    const double seconds = graph_.tasks[task].seconds;
     return options_.noise > 0 ? seconds * (1 + options_.noise * random_uniform(options_.seed, task)) : seconds;
   }
 
@@ -73,16 +78,20 @@ class Simulation {
   }
 
   void begins(TaskIndex task) {
-    times_[task] = {now_, now_ + seconds_of(task)};
-    running_.emplace(times_[task].end, task);
+    const double latency = graph_.tasks[task].latency_seconds, free = now_ + seconds_of(task);
+    times_[task] = {now_, free + latency};
+    running_.push({.seconds = free, .task = task, .frees_lane = true, .ends = latency == 0});
+    if (latency > 0) running_.push({.seconds = times_[task].end, .task = task, .frees_lane = false, .ends = true});
+  }
+
+  void frees_lane(TaskIndex task) {
+    const std::uint32_t lane = graph_.tasks[task].lane;
+    if (lane == TaskGraph::kNoLane) return;
+    lanes_[lane].busy = false;
+    changed(lane);
   }
 
   void ends(TaskIndex task) {
-    const std::uint32_t lane = graph_.tasks[task].lane;
-    if (lane != TaskGraph::kNoLane) {
-      lanes_[lane].busy = false;
-      changed(lane);
-    }
     for (const TaskIndex follower : followers_[task])
       if (--missing_[follower] == 0) becomes_ready(follower);
   }
@@ -106,16 +115,16 @@ class Simulation {
   std::vector<std::vector<TaskIndex>> followers_;
   std::vector<Lane> lanes_;
   std::vector<std::uint32_t> changed_;  // lanes that may have something to begin
-  using Running = std::pair<double, TaskIndex>;
-  std::priority_queue<Running, std::vector<Running>, std::greater<>> running_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> running_;
   double now_ = 0;
 };
 
 }  // namespace
 
-TaskIndex TaskGraph::add(std::uint32_t lane, double seconds, std::span<const TaskIndex> after, Urgency urgency) {
+TaskIndex TaskGraph::add(std::uint32_t lane, double seconds, std::span<const TaskIndex> after, Urgency urgency,
+                         double latency_seconds) {
   const auto index = static_cast<TaskIndex>(tasks.size());
-  tasks.push_back({lane, seconds, urgency, static_cast<std::uint32_t>(dependencies.size())});
+  tasks.push_back({lane, seconds, urgency, static_cast<std::uint32_t>(dependencies.size()), latency_seconds});
   for (const TaskIndex before : after) {
     HOIST_ASSERT(before < index, "task {} after {}", index, before);
     dependencies.push_back(before);

@@ -3,7 +3,8 @@
 // checks what the tasks hold against budgets. Pure.
 //
 // A lane is a link, or the processors of one kind. Of the tasks that are ready, a lane takes the most urgent one, then
-// the one that was added first. A task that has begun ends.
+// the one that was added first. A task that has begun ends. Its lane takes the next task before the first one's latency
+// has passed: the messages of a link follow each other.
 //
 // Cost  n log n in the number of tasks: 100,000 in less than a second.
 #pragma once
@@ -22,9 +23,10 @@ enum class Urgency : std::uint8_t { somebody_waits, nobody_waits };
 struct TaskGraph {
   struct Task {
     std::uint32_t lane = 0;  // kNoLane: takes no turn
-    double seconds = 0;
+    double seconds = 0;      // for which it keeps the lane busy
     Urgency urgency = Urgency::somebody_waits;
     std::uint32_t first_dependency = 0;  // in `dependencies`, up to the next task's
+    double latency_seconds = 0;          // after these, until it ends
   };
   // Memory that is taken when one task begins and given back when another one ends.
   struct Hold {
@@ -41,13 +43,12 @@ struct TaskGraph {
 
   // Pre: the dependencies were added before.
   TaskIndex add(std::uint32_t lane, double seconds, std::span<const TaskIndex> after,
-                Urgency urgency = Urgency::somebody_waits);
+                Urgency urgency = Urgency::somebody_waits, double latency_seconds = 0);
   std::span<const TaskIndex> dependencies_of(TaskIndex task) const;
 };
 
 struct SimulationOptions {
-  std::vector<double> lane_slowdown{};  // by lane: 2 takes twice as long; a lane without a number is as planned
-  double noise = 0;                     // each task takes 1 to 1 + noise times as long, at random
+  double noise = 0;  // each task takes 1 to 1 + noise times as long, at random
   std::uint64_t seed = 1;
 };
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The long campaigns: the slow tests, trainers of a year ago, power cuts at every operation, the whole suite under both sanitizers, five minutes of
-# each fuzzer. Several hours; run before each release. A line for each part goes to build/nightly.txt, for the release
-# notes.
+# The long campaigns: the slow tests, random plans, trainers of a year ago, power cuts at every operation, the whole suite
+# under both sanitizers, five minutes of each fuzzer. Several hours; run before each release. A line for each part goes to
+# build/nightly.txt, for the release notes.
 #
 #   scripts/nightly.sh
 set -uo pipefail
@@ -23,6 +23,7 @@ part() {
 part "fast suite" scripts/test.sh dev
 part "slow tests" ctest --test-dir build/dev --label-regex slow --output-on-failure
 part "older trainers" scripts/older-trainers.sh dev
+part "10,000 random plans" env HOIST_TEST_PLANS=10000 build/dev/bin/random_plan_test
 part "power cuts" env HOIST_CRASH_SEEDS=2 build/dev/bin/crash_power_test
 part "address sanitizer" scripts/sanitize.sh asan
 part "thread sanitizer" scripts/sanitize.sh tsan

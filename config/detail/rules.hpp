@@ -16,6 +16,6 @@ struct RuleNotes {
 };
 
 // Completes the draft; problems are appended to read.problems.
-RuleNotes apply_rules(Draft& draft, ReadResult& read);
+RuleNotes apply_rules(Draft& draft, ReadResult& read, RunLength run_length);
 
 }  // namespace hoist::config::detail

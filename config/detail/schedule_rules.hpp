@@ -10,6 +10,6 @@ namespace hoist::config::detail {
 
 // Fills draft.engine.learning_rate_schedule. Parameters that the type does not have, or that are missing, become
 // problems. Settings without effect are removed from read.settings.
-void apply_schedule(Draft& draft, ReadResult& read, RuleNotes& notes);
+void apply_schedule(Draft& draft, ReadResult& read, RunLength run_length, RuleNotes& notes);
 
 }  // namespace hoist::config::detail

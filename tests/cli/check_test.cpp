@@ -299,5 +299,24 @@ TEST_F(Completion, BashCompletes) {
   EXPECT_EQ(test::text_of(path("completed.txt")), "check\n--print-schema\n");
 }
 
+// A run's length of "auto" is the trainer's business; the ranks are as many as the machine has devices.
+TEST_F(Check, ChecksForTheMachineOfAFile) {
+  write("auto.json", R"({"zero_optimization": {"stage": 3}, "scheduler": {"type": "WarmupDecayLR", "params":
+      {"total_num_steps": "auto", "warmup_num_steps": "auto"}}})");
+  const std::string machine = " --machine " HOIST_SOURCE_DIR "/machines/h100-8.json";
+  const auto fits = run("check auto.json --parameters 13e9 --json report.json" + machine);
+  EXPECT_EQ(fits.exit_code, 0) << fits.output << fits.errors;
+  EXPECT_THAT(fits.output, HasSubstr("total_num_steps \"auto\" is left to a trainer"));
+  EXPECT_THAT(fits.output, HasSubstr("8 ranks on a node of 8 H100 hold together"));
+  EXPECT_THAT(fits.output, HasSubstr("fits a node of 8 H100"));
+  EXPECT_EQ(json_of("report.json")["machine"]["name"], "a node of 8 H100");
+  const auto two = run("check auto.json --parameters 13e9 --world 2" + machine);
+  EXPECT_EQ(two.exit_code, 2) << "182 GB of 14 bytes a parameter on two GPUs";
+  EXPECT_THAT(two.output, HasSubstr("DOES NOT FIT a node of 8 H100"));
+  for (const char* wrong : {" --machine missing.json", " --machine auto.json"})
+    EXPECT_THAT(run("check auto.json --parameters 1e9" + std::string(wrong)).exit_code, 2) << wrong;
+  EXPECT_EQ(run("check auto.json --parameters 1e9 --world 9" + machine).exit_code, 2) << "there are 8 GPUs";
+}
+
 }  // namespace
 }  // namespace hoist

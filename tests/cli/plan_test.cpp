@@ -152,6 +152,53 @@ TEST_F(Plan, SaysWhatLimitsWhatItCostsAndWhatMoreWouldBring) {
                                    HasSubstr("kJ of energy"), HasSubstr("EUR a step")));
 }
 
+TEST_F(Plan, ShowsADisturbedStepBesideThePlannedOne) {
+  const std::string question =
+      "plan --parameters 7e9 --device-memory 16GiB --pinned-memory 24GiB --tokens 4096" + std::string(kOneRank);
+  ASSERT_EQ(run(question).exit_code, 0);
+  const auto planned = json_of("plan.json");
+  EXPECT_EQ(planned["disturbance"], nullptr);
+  EXPECT_EQ(best(planned)["seconds"]["disturbed"], nullptr);
+  const auto disturbed = [&](const std::string& options) {
+    const auto result = run(question + options);
+    EXPECT_EQ(result.exit_code, 0) << result.errors;
+    EXPECT_THAT(result.output, HasSubstr("disturbed"));
+    const auto report = json_of("plan.json");
+    // The plan itself stays the same.
+    EXPECT_EQ(report["step_seconds"], planned["step_seconds"]) << options;
+    EXPECT_EQ(report["disturbance"]["step_seconds"], best(report)["seconds"]["disturbed"]) << options;
+    return std::pair(report["disturbance"], result.output);
+  };
+  const double seconds = planned["step_seconds"];
+  // The drives are the busiest.
+  const auto [drive, text] = disturbed(" --slow-drive 2");
+  EXPECT_EQ(drive["slow_drive"], 2);
+  EXPECT_NEAR(drive["step_seconds"].get<double>() / seconds, 2, 0.1);
+  EXPECT_THAT(text, HasSubstr("  if one drive takes 2 times as long: "));
+  EXPECT_GE(disturbed(" --slow-rank 1.5").first["step_seconds"], seconds);
+  const auto [noise, noise_text] = disturbed(" --noise 0.2 --slow-rank 1.1");
+  EXPECT_GT(noise["step_seconds"], 1.05 * seconds);
+  EXPECT_LT(noise["step_seconds"], 1.3 * seconds);
+  EXPECT_THAT(noise_text,
+              HasSubstr("  if one rank takes 1.1 times as long, each transfer and kernel takes up to 20 % longer: "));
+  for (const char* wrong : {"--slow-drive 0.5", "--slow-rank 0", "--noise -1", "--noise nan"})
+    EXPECT_EQ(run(question + " " + wrong).exit_code, 2) << wrong;
+}
+
+TEST_F(Plan, WaitsForLatencies) {
+  const auto seconds = [&](double microseconds) {
+    nlohmann::json machine = kMachine;
+    machine["drives"]["latency_us"] = machine["device"]["copy_latency_us"] = machine["network"]["latency_us"] =
+        microseconds;
+    write("machine.json", machine.dump());
+    EXPECT_EQ(run("plan --parameters 7e9 --tokens 64 --machine machine.json --world 8 --json plan.json").exit_code, 0);
+    return json_of("plan.json")["step_seconds"].get<double>();
+  };
+  const double without = seconds(0);
+  EXPECT_GE(seconds(100), without);
+  EXPECT_GT(seconds(100'000), without + 0.1);
+}
+
 TEST_F(Plan, CountsActivations) {
   const auto device_bytes = [&](const std::string& arguments) {
     EXPECT_EQ(run("plan " + arguments + kOneRank).exit_code, 0);
@@ -172,7 +219,7 @@ TEST_F(Plan, CountsActivations) {
 TEST_F(Plan, FollowsAConfiguration) {
   write("offload.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
             "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
-            "hoist": {"device_memory": "8GiB", "pinned_memory": "8GiB", "update_mode": "step",
+            "hoist": {"device_memory": "8GiB", "pinned_memory": "8GiB", "update_mode": "step", "optimizer_pinned_fraction": 0,
                       "measured": {"read_bytes_per_second": 6000000000, "write_bytes_per_second": 3000000000}}})");
   const auto result = run("plan offload.json --parameters 1e9 --world 2 --json plan.json --machine machine.json");
   ASSERT_EQ(result.exit_code, 0) << result.errors;

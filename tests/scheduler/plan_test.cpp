@@ -96,6 +96,21 @@ void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where
   }
 }
 
+// The gathers that each fetch of a plan serves, and that fetches are issued in their order: one that is needed sooner
+// never waits for one that is needed later.
+void expect_in_order_of_use(const Plan& plan, const PlanInputs& inputs, const std::string& where) {
+  std::vector<std::optional<std::size_t>> serves(inputs.items.size());  // the item's latest fetch
+  std::vector<std::size_t> first_use(plan.fetches.size(), plan.trace.size());
+  for (std::size_t point = 0; point <= plan.trace.size(); ++point) {
+    for (std::size_t i = plan.first[point]; i < plan.first[point + 1]; ++i) serves[plan.fetches[i].item] = i;
+    if (point == 0 || plan.trace[point - 1].kind != AccessKind::gather) continue;
+    const auto fetch = serves[plan.trace[point - 1].item];
+    ASSERT_TRUE(fetch) << where;
+    first_use[*fetch] = std::min(first_use[*fetch], point - 1);
+  }
+  EXPECT_TRUE(std::ranges::is_sorted(first_use)) << where;
+}
+
 TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
   for (std::uint64_t seed = 1; seed <= 1000; ++seed) {
     Rng rng(seed);
@@ -121,6 +136,10 @@ TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
     const Plan made = plan(trace, inputs);
     replay(made, inputs, where);
     if (testing::Test::HasFatalFailure()) return;
+    expect_in_order_of_use(made, inputs, where);
+    PlanInputs on_demand = inputs;
+    on_demand.prefetch_elements = 0;
+    EXPECT_LE(made.fetches.size(), plan(trace, on_demand).fetches.size()) << where << ": fetched in vain";
     const Plan again = plan(trace, inputs);
     EXPECT_EQ(made.fetches, again.fetches) << where;
     EXPECT_EQ(made.first, again.first) << where;

@@ -56,12 +56,27 @@ TEST(Simulation, WaitsAreThoseOfTheTasksThatWereWaitedFor) {
   EXPECT_EQ(waits[2], 2) << "from 4 to 6";
 }
 
-TEST(Simulation, ASlowLaneAndNoiseTakeLonger) {
+// The lane sends the next message while the first one is on its way.
+TEST(Simulation, ALaneDoesNotWaitForALatency) {
+  TaskGraph graph;
+  const TaskIndex first = graph.add(0, 2, {}, Urgency::somebody_waits, 5);
+  const TaskIndex second = graph.add(0, 1, {}, Urgency::somebody_waits, 1);
+  const TaskIndex both = graph.add(1, 1, After{first, second});
+  const auto times = simulate(graph, kLanes);
+  EXPECT_EQ(times[first].end, 7);
+  EXPECT_EQ(times[second].begin, 2);
+  EXPECT_EQ(times[second].end, 4);
+  EXPECT_EQ(times[both].begin, 7);
+  EXPECT_EQ(waits_of_lane(graph, times, 1, kLanes, first, both)[0], 0);
+  const TaskIndex again = graph.add(1, 1, After{graph.add(0, 1, After{both}, Urgency::somebody_waits, 3)});
+  EXPECT_EQ(waits_of_lane(graph, simulate(graph, kLanes), 1, kLanes, both, again)[0], 4) << "the wait is the lane's";
+}
+
+TEST(Simulation, NoiseTakesLonger) {
   TaskGraph graph;
   for (int i = 0; i < 100; ++i) graph.add(0, 1, {});
   const auto end = [&](const SimulationOptions& options) { return simulate(graph, 1, options).back().end; };
   EXPECT_EQ(end({}), 100);
-  EXPECT_EQ(end({.lane_slowdown = {3}}), 300);
   const double noisy = end({.noise = 0.2, .seed = 7});
   EXPECT_NEAR(noisy, 110, 3);
   EXPECT_EQ(noisy, end({.noise = 0.2, .seed = 7}));

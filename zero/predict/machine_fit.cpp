@@ -44,7 +44,7 @@ void add_budget_problem(const char* key, const Prediction::Tier& tier, MachineFi
 }  // namespace
 
 MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const EngineOptions& engine,
-                       const Machine& machine) {
+                       const Machine& machine, std::optional<std::uint64_t> drive_bytes) {
   MachineFit fit{.ranks = machine.processes};
   const auto ranks = static_cast<std::uint64_t>(machine.processes);
   const bool on_gpu = runtime.device == platform::DeviceKind::cuda;
@@ -59,10 +59,12 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           placement_remedy(engine)});
   // A store that is there has its space; scratch is reserved at every start.
-  const std::uint64_t nvme_bytes = has_files(engine.store_directory) ? p.scratch_bytes : p.nvme_bytes;
+  const bool has_store = !drive_bytes && has_files(engine.store_directory);
+  const std::uint64_t nvme_bytes = has_store ? p.scratch_bytes : p.nvme_bytes;
   if (nvme_bytes > 0) {
-    std::uint64_t free = free_space(engine.store_directory);
-    for (const std::string& directory : engine.stripe_directories) free += free_space(directory);
+    std::uint64_t free = drive_bytes ? *drive_bytes : free_space(engine.store_directory);
+    if (!drive_bytes)
+      for (const std::string& directory : engine.stripe_directories) free += free_space(directory);
     fit.memories.push_back({"NVMe at " + engine.store_directory, ranks * nvme_bytes, ranks * nvme_bytes, free,
                             "name a larger drive, or several, in nvme_path"});
   }

@@ -4,6 +4,8 @@
 // Threading  Any thread. Looks at the file systems of the store's directories.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,7 +31,8 @@ struct MachineFit {
 };
 
 // `runtime`: as chosen for `machine`. Where the engine's store has files already, they have their space.
+// `drive_bytes`: of all drives, if this is not the machine that the program runs on. Empty: looks at the file systems.
 MachineFit machine_fit(const Prediction& prediction, const RuntimeOptions& runtime, const EngineOptions& engine,
-                       const Machine& machine);
+                       const Machine& machine, std::optional<std::uint64_t> drive_bytes = std::nullopt);
 
 }  // namespace hoist

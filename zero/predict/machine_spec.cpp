@@ -12,6 +12,7 @@ namespace hoist {
 namespace {
 
 constexpr double kGigabyte = 1e9;
+constexpr double kMicrosecond = 1e-6;
 constexpr double kGibibyte = 1024.0 * 1024 * 1024;
 constexpr double kSecondsAnHour = 3600;
 
@@ -58,6 +59,14 @@ Machine node_of(const MachineSpec& spec, const RankLayout& layout) {
           .processes = layout.ranks_per_node};
 }
 
+ChosenOptions choose_on(const MachineSpec& spec, const RankLayout& layout, RuntimeOptions options) {
+  options.local_ranks = layout.ranks_per_node;
+  if (!options.device)
+    options.device = spec.gpus_per_node > 0 ? platform::DeviceKind::cuda : platform::DeviceKind::host;
+  if (options.update_threads == 0) options.update_threads = 1;  // the file does not say how many processors there are
+  return choose(options, node_of(spec, layout));
+}
+
 StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout) {
   const double share = kGigabyte / layout.ranks_per_node;
   return {.nvme_read = spec.drives.count * spec.drives.read_gb_per_s * share,
@@ -67,7 +76,10 @@ StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout) {
           .device_to_host = spec.device.device_to_host_gb_per_s * kGigabyte,
           .wire = wire_speed(spec.network, layout),
           .host_memory = spec.host.update_gb_per_s * share,
-          .device_memory = spec.device.memory_gb_per_s * kGigabyte};
+          .device_memory = spec.device.memory_gb_per_s * kGigabyte,
+          .nvme_latency = spec.drives.latency_us * kMicrosecond,
+          .copy_latency = spec.device.copy_latency_us * kMicrosecond,
+          .wire_latency = spec.network.latency_us * kMicrosecond};
 }
 
 double drive_bytes(const MachineSpec& spec, const RankLayout& layout) {

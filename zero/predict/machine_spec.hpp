@@ -26,7 +26,8 @@ struct MachineSpec {
     double memory_gb_per_s = 0;
     double host_to_device_gb_per_s = 0;
     double device_to_host_gb_per_s = 0;
-    double compute_tflops = 0;  // in a model's kernels
+    double copy_latency_us = 0;  // latencies: from the end of a transfer's turn on its link until its bytes are there
+    double compute_tflops = 0;   // in a model's kernels
     double power_watts = 0;
   } device;
   struct HostSpec {
@@ -40,13 +41,15 @@ struct MachineSpec {
     double capacity_gb = 0;
     double read_gb_per_s = 0;
     double write_gb_per_s = 0;
-    double mixed_gb_per_s = 0;               // both directions at once, added up; 0: as if one waited for the other
+    double mixed_gb_per_s = 0;  // both directions at once, added up; 0: as if one waited for the other
+    double latency_us = 0;
     double endurance_tb_written = 0;         // in the life of a drive; 0: unknown
     std::vector<std::string> directories{};  // for a store, one for each drive
   } drives;
   struct NetworkSpec {
     double in_node_gb_per_s = 0;  // received by a rank from ranks of its node; 0: there is one rank
     double between_nodes_gb_per_s = 0;
+    double latency_us = 0;
   } network;
   struct RateSpec {
     double node_per_hour = 0;
@@ -68,6 +71,8 @@ int largest_world(const MachineSpec& spec);
 
 // One node of the machine, as choose() in zero/machine.hpp takes it, so that budgets are those of a run there.
 Machine node_of(const MachineSpec& spec, const RankLayout& layout);
+// The options as a run on this node chooses them; `device` too, if they leave it open.
+ChosenOptions choose_on(const MachineSpec& spec, const RankLayout& layout, RuntimeOptions options);
 // The speeds of one rank. `compute_seconds` stays 0.
 StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout);
 // Space and endurance of a rank's part of the drives.

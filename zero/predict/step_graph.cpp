@@ -72,7 +72,12 @@ class Builder {
 
  private:
   TaskIndex add(Resource lane, double seconds, const Tasks& after, Urgency urgency = Urgency::somebody_waits) {
-    return out_.tasks.add(static_cast<std::uint32_t>(lane), seconds, after, urgency);
+    return out_.tasks.add(static_cast<std::uint32_t>(lane), seconds, after, urgency, latency_of(lane));
+  }
+  double latency_of(Resource lane) const {
+    if (lane == Resource::nvme) return speeds_.nvme_latency;
+    if (lane == Resource::wire) return speeds_.wire_latency;
+    return lane == Resource::host_to_device || lane == Resource::device_to_host ? speeds_.copy_latency : 0;
   }
   TaskIndex add_point(const Tasks& after) { return out_.tasks.add(TaskGraph::kNoLane, 0, after); }
   // Appends a task unless it has nothing to do: `after` is then what the next one waits for.
@@ -180,6 +185,15 @@ class Builder {
     update(u, {out_.decided.back()}, reads_after);
   }
 
+  // Adds what ends before the program reaches a slot of this pass.
+  void await_slot(std::uint32_t slot, Tasks& after) const {
+    if (slot > 0) {
+      after.push_back(slot_tasks_[slot - 1]);
+    } else if (pass_begins_) {
+      after.push_back(*pass_begins_);
+    }
+  }
+
   // Reads, copies up and gathers a unit.
   void bring(const PlannedFetch& fetch, std::size_t slots, std::vector<Tasks>& ready) {
     if (fetch.first_use >= slots) return;
@@ -197,11 +211,7 @@ class Builder {
     }
     if (updated_[fetch.unit]) after.push_back(*updated_[fetch.unit]);
     // Its place in the gather memory is free, and the program has come that far.
-    if (fetch.issued_at > 0) {
-      after.push_back(slot_tasks_[fetch.issued_at - 1]);
-    } else if (pass_begins_) {
-      after.push_back(*pass_begins_);
-    }
+    await_slot(fetch.issued_at, after);
     const TaskIndex begins = add_point(after);
     after = {begins};
     chain(Resource::host_to_device, time_of(bytes.host_to_device, speeds_.host_to_device), after);
@@ -266,7 +276,7 @@ class Builder {
       // Reads begin when the program calls step(), which is when it has submitted its last slot.
       Tasks reads_after;
       const std::uint32_t submitted = p_.fetches.empty() ? 0 : p_.fetches.back().issued_at;
-      if (submitted > 0) reads_after.push_back(slot_tasks_[submitted - 1]);
+      await_slot(submitted, reads_after);
       for (std::uint32_t u = 0; u < p_.units.size(); ++u) update(u, {out_.decided.back()}, reads_after);
       for (std::uint32_t u = 0; u < p_.units.size(); ++u)
         if (written_[u]) after.push_back(*written_[u]);
@@ -322,11 +332,16 @@ double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step
   const double alone = bytes / bytes_per_second;
   if (speeds.nvme_mixed <= 0 || speeds.nvme_read <= 0 || speeds.nvme_write <= 0) return alone;
   const auto read = static_cast<double>(step.nvme_read), written = static_cast<double>(step.nvme_write);
-  const double both = std::min(read, written);
   const double in_turn = read / speeds.nvme_read + written / speeds.nvme_write;
-  const double mixed =
-      2 * both / speeds.nvme_mixed + (read - both) / speeds.nvme_read + (written - both) / speeds.nvme_write;
-  return in_turn > 0 ? alone * mixed / in_turn : 0;
+  return in_turn > 0 ? alone * least_nvme_seconds(read, written, speeds) / in_turn : 0;
+}
+
+double least_nvme_seconds(double read, double written, const StepSpeeds& speeds) {
+  const auto time_of = [](double bytes, double speed) { return speed > 0 ? bytes / speed : 0; };
+  const bool mixes = speeds.nvme_mixed > 0 && speeds.nvme_read > 0 && speeds.nvme_write > 0;
+  const double both = mixes ? std::min(read, written) : 0;
+  return time_of(2 * both, speeds.nvme_mixed) + time_of(read - both, speeds.nvme_read) +
+         time_of(written - both, speeds.nvme_write);
 }
 
 }  // namespace hoist::detail

@@ -6,7 +6,7 @@
 // copied down, and written if it is spilled. The update reads, computes and writes a unit's record in pieces, each in
 // an update buffer. The update mode decides when. Updates on the device run after backward and before anything else.
 //
-// Left out: latencies, flushes, and processors that the update and the program share.
+// Left out: flushes, and processors that the update and the program share.
 //
 // Threading  Pure functions.
 #pragma once
@@ -32,8 +32,9 @@ StepGraph step_graph(const Prediction& prediction, const StepSpeeds& speeds, uns
 // The bytes that the memory plan reserves, by HeldIn.
 std::vector<std::uint64_t> reserved_bytes(const Prediction& prediction);
 
-// Seconds of a read or write of so many bytes in a step that reads and writes so many in all. As many bytes as can move
-// in both directions at once do so.
+// Seconds in which the drives read and write so many bytes. As many as can move in both directions at once do so.
+double least_nvme_seconds(double read, double written, const StepSpeeds& speeds);
+// Seconds of a read or write of so many bytes in a step that reads and writes so many in all.
 double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step, const StepSpeeds& speeds);
 
 }  // namespace hoist::detail

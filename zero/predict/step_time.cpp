@@ -25,8 +25,7 @@ Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   Seconds seconds{};
   at(seconds, Resource::compute) = speeds.compute_seconds;
   at(seconds, Resource::nvme) =
-      detail::nvme_seconds(static_cast<double>(p.step.nvme_read), speeds.nvme_read, p.step, speeds) +
-      detail::nvme_seconds(static_cast<double>(p.step.nvme_write), speeds.nvme_write, p.step, speeds);
+      detail::least_nvme_seconds(static_cast<double>(p.step.nvme_read), static_cast<double>(p.step.nvme_write), speeds);
   at(seconds, Resource::host_to_device) = time_of(p.step.host_to_device, speeds.host_to_device);
   at(seconds, Resource::device_to_host) = time_of(p.step.device_to_host, speeds.device_to_host);
   at(seconds, Resource::wire) = time_of(p.step.wire, speeds.wire);
@@ -35,12 +34,13 @@ Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   return seconds;
 }
 
-// A unit's durations on the critical path.
+// A unit's part of the critical path.
 struct UnitSeconds {
   double update = 0, device_update = 0;
-  double up = 0, gathered = 0;  // after the update, in one pass
+  double up = 0, gathered = 0, up_latency = 0;  // after the update, in one pass
   double forward = 0, backward = 0;
-  double reduced = 0, down = 0;
+  double reduced = 0, down = 0, down_latency = 0;
+  double read_bytes = 0, written_bytes = 0;  // of NVMe, by the update
 };
 
 std::vector<UnitSeconds> unit_seconds(const Prediction& p, const StepSpeeds& speeds) {
@@ -59,30 +59,54 @@ std::vector<UnitSeconds> unit_seconds(const Prediction& p, const StepSpeeds& spe
       one.gathered = time_of(unit.bytes.forward_fetch.wire / p.passes, speeds.wire);
       one.reduced = time_of(unit.bytes.gradient.wire / p.passes, speeds.wire);
       one.down = time_of(unit.bytes.gradient.device_to_host / p.passes, speeds.device_to_host);
+      const auto latencies = [&](double copied, double gathered) {
+        return (copied > 0 ? speeds.copy_latency : 0) + (gathered > 0 ? speeds.wire_latency : 0);
+      };
+      one.up_latency = latencies(one.up, one.gathered);
+      one.down_latency = latencies(one.down, one.reduced);
+      one.read_bytes = static_cast<double>(unit.bytes.update.nvme_read);
+      // What lives in memory is also written, but at any time before its next update.
+      one.written_bytes = static_cast<double>(unit.bytes.update.nvme_write - unit.bytes.resident_write_bytes);
     }
     all.push_back(one);
   }
   return all;
 }
 
+// Pinned memory for state on its way from and to NVMe: the buffers, and what the budget has left.
+double transit_bytes(const Prediction& p) {
+  const auto left = [](std::uint64_t all, std::uint64_t taken) { return all > taken ? all - taken : 0; };
+  std::uint64_t unused = left(p.pinned.budget_bytes, p.pinned.bytes);
+  if (p.host_budget_bytes > 0) unused = std::min(unused, left(p.host_budget_bytes, p.device.bytes + p.pinned.bytes));
+  return static_cast<double>(p.update_buffers * p.update_buffer_bytes + p.staging_buffers * p.staging_buffer_bytes +
+                             unused);
+}
+
 // Every unit is updated between two instants at which all gradients are known. Whatever the order, a unit computes only
 // when it and all before it have been updated, have gone up and are gathered, and all gradients from it on come after.
-double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned passes) {
-  double updates = 0, device_updates = 0, up = 0, gathered = 0, computed = 0;
+// Their state has then been read and written, except what the pinned memory for state in transit holds: it may have
+// been read before, and may be written later.
+double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned passes, const StepSpeeds& speeds,
+                              double transit) {
+  double updates = 0, device_updates = 0, up = 0, gathered = 0, computed = 0, read = -transit, written = -transit;
   for (const UnitSeconds& unit : units) {
     updates += unit.update;
     device_updates += unit.device_update;
     up += unit.up;
     gathered += unit.gathered;
-    const double own = unit.update + unit.device_update + unit.up + unit.gathered;
-    computed = std::max({computed, updates, device_updates, up, gathered, own}) + unit.forward;
+    read += unit.read_bytes;
+    written += unit.written_bytes;
+    const double drives = detail::least_nvme_seconds(std::max(read, 0.0), std::max(written, 0.0), speeds);
+    const double own = unit.update + unit.device_update + unit.up + unit.gathered + unit.up_latency;
+    computed = std::max({computed, updates, device_updates, up, gathered, own, drives}) + unit.forward;
   }
   for (const UnitSeconds& unit : units) computed += (passes - 1) * (unit.forward + unit.backward);
   double reduced = 0, down = 0, end = 0;  // of the gradients still to come
   for (const UnitSeconds& unit : units) reduced += unit.reduced, down += unit.down;
   for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
     computed += unit->backward;
-    end = std::max({end, computed + reduced, computed + down, computed + unit->reduced + unit->down});
+    end = std::max(
+        {end, computed + reduced, computed + down, computed + unit->reduced + unit->down + unit->down_latency});
     reduced -= unit->reduced;
     down -= unit->down;
   }
@@ -95,19 +119,18 @@ double path_through_a_unit(const std::vector<UnitSeconds>& units, unsigned passe
   for (const UnitSeconds& unit : units) all += unit.forward + unit.backward;
   for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
     after += unit->forward + unit->backward;
-    most = std::max(most, after + (passes - 1) * all + unit->reduced + unit->down + unit->update + unit->device_update +
-                              unit->up + unit->gathered);
+    most = std::max(most, after + (passes - 1) * all + unit->reduced + unit->down + unit->down_latency + unit->update +
+                              unit->device_update + unit->up + unit->gathered + unit->up_latency);
   }
   return most;
 }
 
-scheduler::SimulationOptions options_of(const StepDisturbance& disturbance) {
-  scheduler::SimulationOptions options{.noise = disturbance.noise, .seed = disturbance.seed};
-  options.lane_slowdown.assign(kResourceCount, 1);
-  options.lane_slowdown[static_cast<std::size_t>(Resource::nvme)] = disturbance.slow_drive;
-  for (const Resource resource : {Resource::compute, Resource::host_memory, Resource::device_memory})
-    options.lane_slowdown[static_cast<std::size_t>(resource)] = disturbance.slow_rank;
-  return options;
+StepSpeeds slowed(StepSpeeds speeds, const StepDisturbance& disturbance) {
+  for (double* const speed : {&speeds.nvme_read, &speeds.nvme_write, &speeds.nvme_mixed})
+    *speed /= disturbance.slow_drive;
+  for (double* const speed : {&speeds.host_memory, &speeds.device_memory}) *speed /= disturbance.slow_rank;
+  speeds.compute_seconds *= disturbance.slow_rank;
+  return speeds;
 }
 
 }  // namespace
@@ -118,17 +141,20 @@ const char* resource_name(Resource resource) {
   return kNames[static_cast<std::size_t>(resource)];
 }
 
-StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance) {
+StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, const StepDisturbance& disturbance) {
+  const StepSpeeds speeds = slowed(planned, disturbance);
   StepTime time{.busy_seconds = busy(prediction, speeds)};
   const auto most = std::ranges::max_element(time.busy_seconds);
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
   const std::vector<UnitSeconds> units = unit_seconds(prediction, speeds);
-  time.critical_path_seconds = prediction.awaits_norm ? path_from_norm_to_norm(units, prediction.passes)
-                                                      : path_through_a_unit(units, prediction.passes);
+  time.critical_path_seconds = prediction.awaits_norm
+                                   ? path_from_norm_to_norm(units, prediction.passes, speeds, transit_bytes(prediction))
+                                   : path_through_a_unit(units, prediction.passes);
   time.least_seconds = std::max(*most, time.critical_path_seconds);
 
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
-  const auto times = scheduler::simulate(graph.tasks, kResourceCount, options_of(disturbance));
+  const auto times =
+      scheduler::simulate(graph.tasks, kResourceCount, {.noise = disturbance.noise, .seed = disturbance.seed});
   const scheduler::TaskIndex from = graph.decided[kSteps - 1 - kTimedSteps], to = graph.decided[kSteps - 1];
   // While writes still pile up behind the steps that are simulated, these are shorter than all later ones.
   time.expected_seconds = std::max((times[to].end - times[from].end) / kTimedSteps, time.least_seconds);
@@ -136,6 +162,22 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, co
                                               kResourceCount, from, to);
   for (std::size_t r = 0; r < kResourceCount; ++r) time.wait_seconds[r] = waits[r] / kTimedSteps;
   return time;
+}
+
+PlannedStep plan_step(const StepQuestion& question, EngineOptions engine) {
+  Prediction prediction = predict(question.runtime, engine, question.model, question.world_size, question.program);
+  const StepTime time = predict_time(prediction, question.speeds);
+  return {std::move(engine), std::move(prediction), time};
+}
+
+PlannedStep faster_of_ahead_and_on_demand(const StepQuestion& question, PlannedStep ahead) {
+  // Fetching on demand moves no fewer bytes, so that no schedule of it takes less than this bound.
+  if (ahead.engine.prefetch_elements == 0 || ahead.time.expected_seconds <= ahead.time.least_seconds) return ahead;
+  EngineOptions engine = ahead.engine;
+  engine.prefetch_elements = 0;
+  PlannedStep on_demand = plan_step(question, std::move(engine));
+  constexpr double kRounding = 1 - 1e-9;  // of sums: such times are equal
+  return on_demand.time.expected_seconds < kRounding * ahead.time.expected_seconds ? on_demand : ahead;
 }
 
 std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds) {

@@ -9,8 +9,11 @@
 //                          weights are updated, go up and are gathered before they are used, units compute one after
 //                          the other, and gradients are reduced and come down. With neither clipping nor loss scaling
 //                          an update needs its own gradient alone, and the path goes through one unit.
+//                          Between the two instants the drives also read and write the state of all units, but for
+//                          what the pinned memory for state in transit holds at each.
 //
 // Threading  Pure functions.
+// Main path  predict -> predict_time, or both as plan_step -> faster_of_ahead_and_on_demand
 #pragma once
 
 #include <array>
@@ -41,9 +44,13 @@ struct StepSpeeds {
   double nvme_mixed = 0;  // both directions at once, added up; 0: as if one waited for the other
   double host_to_device = 0;
   double device_to_host = 0;
-  double wire = 0;             // received
-  double host_memory = 0;      // read and written, by the processors that update
-  double device_memory = 0;    // likewise by a device that updates
+  double wire = 0;           // received
+  double host_memory = 0;    // read and written, by the processors that update
+  double device_memory = 0;  // likewise by a device that updates
+  // Seconds from the end of a transfer's turn on its link until its bytes have arrived.
+  double nvme_latency = 0;
+  double copy_latency = 0;  // between host and device
+  double wire_latency = 0;
   double compute_seconds = 0;  // of forward and backward, when nothing is waited for
   // Forward's part of them: a third, a quarter where backward computes forward once more.
   double forward_share = 1.0 / 3;
@@ -51,10 +58,15 @@ struct StepSpeeds {
 
 // Departures from the plan.
 struct StepDisturbance {
-  double slow_drive = 1;  // so many times slower than the others is one drive; a stripe waits for it
-  double slow_rank = 1;   // likewise one rank's kernels and updates; the others wait for it in every collective
-  double noise = 0;       // every task takes up to so much longer, at random
+  // One drive takes so many times as long as planned. Every unit is striped over all drives, so each waits for this
+  // one.
+  double slow_drive = 1;
+  // One rank's kernels and updates take so many times as long. The other ranks wait for it in every collective.
+  double slow_rank = 1;
+  double noise = 0;  // each transfer and kernel takes 1 to 1 + noise times as long, at random
   std::uint64_t seed = 1;
+
+  friend bool operator==(const StepDisturbance&, const StepDisturbance&) = default;
 };
 
 struct StepTime {
@@ -71,6 +83,25 @@ struct StepTime {
   double gap() const { return least_seconds > 0 ? expected_seconds / least_seconds : 1; }
 };
 StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance = {});
+
+// What a step is planned for.
+struct StepQuestion {
+  const RuntimeOptions& runtime;
+  const Model& model;
+  int world_size = 1;
+  ProgramMemory program{};
+  StepSpeeds speeds{};
+};
+struct PlannedStep {
+  EngineOptions engine;
+  Prediction prediction;
+  StepTime time;
+};
+// As the engine carries it out: units are fetched ahead.
+PlannedStep plan_step(const StepQuestion& question, EngineOptions engine);
+// This step or, if that is faster on these links, the one that fetches each unit when it is needed: `engine` then has
+// prefetch_elements 0. So the result is never slower than fetching on demand.
+PlannedStep faster_of_ahead_and_on_demand(const StepQuestion& question, PlannedStep ahead);
 
 // Whether the plan of a step ever holds more than the memory plan has: a sentence, empty if it does not.
 std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds);
