@@ -36,8 +36,9 @@ aio::File make_file(const std::string& path, std::uint64_t bytes) {
   try {
     file.start_over(bytes);
   } catch (const IoError& error) {
-    if (error.where.code != ENOSPC && error.where.code != EDQUOT) throw;
-    throw no_space(path, detail::free_bytes(directory), bytes);
+    const std::uint64_t free = detail::free_bytes(directory);
+    if (error.where.code == ENOSPC && free < bytes) throw no_space(path, free, bytes);
+    throw;
   }
   return file;
 }

@@ -79,6 +79,27 @@ TEST_P(ReservedSpace, IsThereWhenEverythingElseIsTaken) {
 INSTANTIATE_TEST_SUITE_P(FileSystems, ReservedSpace, testing::Values("ext4", "xfs", "btrfs"),
                          [](const auto& kind) { return std::string(kind.param); });
 
+// Scratch is reserved at each start, beside a store that has its space.
+TEST_F(Space, ThatSpilledGradientsLackIsRefusedAtTheStartAndTheLastCommitIsThere) {
+  LoopVolume volume(directory_, "ext4");
+  HOIST_NEEDS_MOUNTED(volume);
+  constexpr std::uint64_t kCommitted = 6;
+  ToySetup setup = toy(volume / "store");
+  setup.engine.gradient_spill_units = 99;
+  ASSERT_EQ(train(
+                setup, [](std::uint64_t) {}, kCommitted)
+                .error,
+            "");
+  fill_up(volume / "filler");
+  const Life life = train(setup);
+  RecordProperty("error", life.error);
+  EXPECT_THAT(life.error, HasSubstr("hoist.gradient_spill"));
+  EXPECT_THAT(life.error, HasSubstr("hoist.pinned_memory"));
+  EXPECT_FALSE(std::filesystem::exists(volume / "store/rank-00000.scratch"));
+  setup.engine.gradient_spill_units = 0;
+  expect_intact(setup, kCommitted);  // in the space that the store has
+}
+
 // `cp` shares blocks where it can; from then on, each that either side writes needs a new one.
 TEST_F(Space, ThatACopySharesMayBeMissingAndTheLastCommitIsThere) {
   LoopVolume volume(directory_, "xfs");
