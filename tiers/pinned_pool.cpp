@@ -12,30 +12,23 @@
 
 namespace hoist::tiers {
 
-namespace {
-
-using platform::HostMemory;
-
-struct PoolPiece {
-  std::uint64_t offset;
-  std::uint64_t end;
-};
-
-// The position of a piece when `used` bytes are taken: the rule of both plan and pool.
-PoolPiece place(std::uint64_t used, std::uint64_t bytes) {
-  const std::uint64_t rounded = round_up(bytes, kBlockAlignment);
-  const std::uint64_t left_in_slice = HostMemory::kSliceBytes - used % HostMemory::kSliceBytes;
-  const bool fits_a_slice = rounded <= HostMemory::kSliceBytes;
-  const std::uint64_t offset = rounded <= left_in_slice || !fits_a_slice ? used : used + left_in_slice;
-  return {offset, offset + rounded};
+std::uint64_t PinnedPlan::add(std::uint64_t bytes) {
+  constexpr std::uint64_t kSliceBytes = platform::HostMemory::kSliceBytes;
+  const std::uint64_t offset = bytes_;
+  bytes_ += round_up(bytes, kBlockAlignment);
+  if (slice_begins_.empty() || bytes_ - slice_begins_.back() > kSliceBytes) slice_begins_.push_back(offset);
+  while (bytes_ - slice_begins_.back() > kSliceBytes) slice_begins_.push_back(slice_begins_.back() + kSliceBytes);
+  return offset;
 }
 
-}  // namespace
-
-std::uint64_t PinnedPlan::add(std::uint64_t bytes) {
-  const PoolPiece piece = place(bytes_, bytes);
-  bytes_ = piece.end;
-  return piece.offset;
+std::vector<std::span<std::byte>> PinnedPlan::slices(std::span<std::byte> memory) const {
+  HOIST_ASSERT(memory.size() == bytes_, "{} bytes of memory for a plan of {}", memory.size(), bytes_);
+  std::vector<std::span<std::byte>> slices;
+  for (std::size_t i = 0; i < slice_begins_.size(); ++i) {
+    const std::uint64_t end = i + 1 < slice_begins_.size() ? slice_begins_[i + 1] : bytes_;
+    if (end > slice_begins_[i]) slices.push_back(memory.subspan(slice_begins_[i], end - slice_begins_[i]));
+  }
+  return slices;
 }
 
 PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
@@ -46,11 +39,10 @@ PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
                .touch_threads = options.touch_threads}) {}
 
 std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& what) {
-  const PoolPiece piece = place(used_bytes_, bytes);
-  HOIST_ASSERT(piece.end <= memory_.bytes().size(), "{} of {} bytes at {} was not in the plan of {} bytes", what, bytes,
-               piece.offset, memory_.bytes().size());
-  used_bytes_ = piece.end;
-  return memory_.bytes().subspan(piece.offset, bytes);
+  const std::uint64_t offset = carved_.add(bytes);
+  HOIST_ASSERT(carved_.bytes() <= memory_.bytes().size(), "{} of {} bytes at {} was not in the plan of {} bytes", what,
+               bytes, offset, memory_.bytes().size());
+  return memory_.bytes().subspan(offset, bytes);
 }
 
 void PinnedPool::quarantine() {

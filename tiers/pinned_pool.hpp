@@ -2,8 +2,9 @@
 // tiers/pinned_pool.hpp - divides one registered block of host memory into exact pieces.
 //
 // Everything is allocated at start-up: sizes are planned first, then the memory is taken once, in full, and divided.
-// Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. One that fits a registration slice (1 GiB) lies within one, so
-// that all its transfers are registered; of a longer one the block across each boundary is transferred unregistered.
+// Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. io_uring registers memory in slices of at most 1 GiB; a slice
+// ends early where the next piece would not fit it, so that all transfers of a piece are registered. Of a piece longer
+// than a slice, a block across a boundary is transferred unregistered.
 //
 // Threading  carve() during start-up, one thread; the pieces are plain memory afterwards.
 // Errors     BudgetError before anything is allocated, if the plan exceeds the budget.
@@ -27,6 +28,19 @@ struct PinnedPoolOptions {
   unsigned touch_threads = 1;
 };
 
+// Adds up carve() requests as the pool will place them. Requests in the same order.
+class PinnedPlan {
+ public:
+  std::uint64_t add(std::uint64_t bytes);  // returns the offset of the piece
+  std::uint64_t bytes() const { return bytes_; }
+  // The pool's memory, bytes() long, in the slices that io_uring registers as one buffer each.
+  std::vector<std::span<std::byte>> slices(std::span<std::byte> memory) const;
+
+ private:
+  std::uint64_t bytes_ = 0;
+  std::vector<std::uint64_t> slice_begins_;
+};
+
 class PinnedPool {
  public:
   PinnedPool(Budget& budget, const PinnedPoolOptions& options);
@@ -40,17 +54,8 @@ class PinnedPool {
  private:
   Budget::Hold hold_;
   platform::HostMemory memory_;
-  std::uint64_t used_bytes_ = 0;
+  PinnedPlan carved_;
 };
 
-// Adds up carve() requests as the pool will place them (rounding, slice boundaries). Requests in the same order.
-class PinnedPlan {
- public:
-  std::uint64_t add(std::uint64_t bytes);  // returns the offset of the piece
-  std::uint64_t bytes() const { return bytes_; }
-
- private:
-  std::uint64_t bytes_ = 0;
-};
 
 }  // namespace hoist::tiers

@@ -39,25 +39,40 @@ TEST(PinnedPool, CarvesExactlyWhatWasPlanned) {
   }
 }
 
-TEST(PinnedPlan, SkipsToTheNextSliceInsteadOfStraddling) {
-  PinnedPlan plan;
-  plan.add(kGiB - 8192);
-  plan.add(8192);  // fits to the last byte
-  EXPECT_EQ(plan.bytes(), kGiB);
-  plan.add(kGiB - 4096);
-  plan.add(8192);  // 4 KiB are left in the slice
-  EXPECT_EQ(plan.bytes(), 2 * kGiB + 8192);
-  plan.add(kGiB);
-  EXPECT_EQ(plan.bytes(), 4 * kGiB);
+// The lengths of a plan's slices. Nobody touches the memory.
+std::vector<std::uint64_t> slice_lengths(const PinnedPlan& plan) {
+  std::vector<std::uint64_t> lengths;
+  static std::byte anything;
+  for (const auto& slice : plan.slices({&anything, plan.bytes()})) lengths.push_back(slice.size());
+  return lengths;
 }
 
-TEST(PinnedPlan, APieceLongerThanASliceBeginsWhereItMay) {
+// Sixty pieces of 600 MiB need 60 times 600 MiB, not 60 GiB.
+TEST(PinnedPlan, ASliceEndsWhereTheNextPieceWouldNotFit) {
+  PinnedPlan plan;
+  for (std::uint64_t i = 0; i < 60; ++i) EXPECT_EQ(plan.add(600 * kMiB), i * 600 * kMiB);
+  EXPECT_EQ(plan.bytes(), 60 * 600 * kMiB);
+  EXPECT_EQ(slice_lengths(plan), std::vector<std::uint64_t>(60, 600 * kMiB));
+}
+
+TEST(PinnedPlan, ASliceIsFilledToTheLastByte) {
+  PinnedPlan plan;
+  plan.add(kGiB - 8192);
+  plan.add(8191);
+  plan.add(0);
+  plan.add(1);
+  EXPECT_EQ(plan.bytes(), kGiB + 4096);
+  EXPECT_EQ(slice_lengths(plan), (std::vector<std::uint64_t>{kGiB, 4096}));
+}
+
+TEST(PinnedPlan, APieceLongerThanASliceHasSliceAfterSlice) {
   PinnedPlan plan;
   plan.add(4096);
-  plan.add(kGiB + 1);
-  EXPECT_EQ(plan.bytes(), 4096 + kGiB + 4096);
-  plan.add(kGiB);
-  EXPECT_EQ(plan.bytes(), 3 * kGiB);
+  plan.add(2 * kGiB + 1);
+  plan.add(kGiB - 4096);
+  plan.add(4096);
+  EXPECT_EQ(plan.bytes(), 3 * kGiB + 8192);
+  EXPECT_EQ(slice_lengths(plan), (std::vector<std::uint64_t>{4096, kGiB, kGiB, kGiB, 4096}));
 }
 
 TEST(PinnedPool, PiecesLieWithinOneSlice) {
@@ -67,11 +82,12 @@ TEST(PinnedPool, PiecesLieWithinOneSlice) {
   if (platform::host_memory().free_bytes < 2 * plan.bytes()) GTEST_SKIP() << "too little memory is free";
   Budget budget("pinned", "key", 2 * kGiB);
   PinnedPool pool(budget, {.bytes = plan.bytes(), .touch_threads = 2});
-  ASSERT_EQ(pool.memory().slices().size(), 2u);
+  const auto slices = plan.slices(pool.memory().bytes());
+  ASSERT_EQ(slices.size(), 2u);
   for (const std::uint64_t bytes : requests) {
     const auto piece = pool.carve(bytes, "piece");
     bool inside = false;
-    for (const auto& slice : pool.memory().slices()) {
+    for (const auto& slice : slices) {
       inside |= piece.data() >= slice.data() && piece.data() + piece.size() <= slice.data() + slice.size();
     }
     EXPECT_TRUE(inside) << bytes << " bytes";

@@ -83,7 +83,7 @@ class Memory {
   SubGroupMemory place(const SubGroup& sub_group, std::byte* buffer) const;
 
   std::span<std::byte> pinned() const { return pool_->memory().bytes(); }
-  std::vector<std::span<std::byte>> io_slices() const { return pool_->memory().slices(); }  // to be registered
+  std::vector<std::span<std::byte>> io_slices() const { return plan_.pinned().slices(pinned()); }  // to be registered
   std::string describe() const;
   // Pinned memory is never given back to the system: a drive may still write to it.
   void quarantine() { pool_->quarantine(); }

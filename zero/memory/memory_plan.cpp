@@ -25,6 +25,7 @@ MemoryPlan::MemoryPlan(const EngineOptions& options, const UnitTable& table, con
       regions_.push_back({.role = role, .tier = tier, .offset = layout.add(bytes), .bytes = bytes});
     });
     bytes_[static_cast<std::size_t>(tier)] = layout.bytes();
+    if (tier == MemoryTier::pinned) pinned_ = layout.pinned();
   };
   const DeviceBufferChooser device(options, units_);
   const PinnedBufferChooser pinned(options, units_);

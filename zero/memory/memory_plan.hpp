@@ -40,6 +40,7 @@ class MemoryPlan {
   // All regions, those on NVMe included. The tiers' bytes are theirs, with what alignment leaves between them.
   std::span<const MemoryRegion> regions() const { return regions_; }
   std::uint64_t bytes(MemoryTier tier) const { return bytes_[static_cast<std::size_t>(tier)]; }
+  const tiers::PinnedPlan& pinned() const { return pinned_; }
   std::uint64_t buffer_bytes(MemoryRole role) const;  // of the first buffer of that role; 0: there is none
 
  private:
@@ -48,6 +49,7 @@ class MemoryPlan {
   PinnedBuffers pinned_buffers_;
   std::vector<MemoryRegion> regions_;
   std::array<std::uint64_t, kMemoryTierCount> bytes_{};
+  tiers::PinnedPlan pinned_;
 };
 
 // What pinned memory can have beside the device's part, where they are the same memory, with shares that are left open

@@ -82,6 +82,7 @@ class TierLayout {
   explicit TierLayout(MemoryTier tier) : tier_(tier) {}
   std::uint64_t add(std::uint64_t bytes);  // returns the offset
   std::uint64_t bytes() const { return tier_ == MemoryTier::pinned ? pinned_.bytes() : bytes_; }
+  const tiers::PinnedPlan& pinned() const { return pinned_; }
 
  private:
   MemoryTier tier_;
