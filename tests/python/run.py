@@ -2,6 +2,7 @@
 """Runs one file of tests; exit status 77, which ctest shows as skipped, when what it needs is not installed."""
 
 import importlib.util
+import os
 import sys
 import tempfile
 
@@ -11,6 +12,15 @@ def main():
     if missing:
         print(f"skipped: {sys.executable} has no {', '.join(missing)} (pip install {' '.join(missing)})")
         return 77
+
+    if os.environ.get("HOIST_TEST_ACCELERATOR"):
+        import torch.utils.cpp_extension
+
+        import hoist.torch.unit_tensors
+
+        if not (torch.utils.cpp_extension.is_ninja_available() and hoist.torch.unit_tensors.CAN_REFUSE):
+            print("skipped: the test accelerator needs ninja, and PyTorch 2.13 or newer")
+            return 77
 
     import pytest
 

@@ -179,6 +179,7 @@ def initialize(config, seed=0):
     return hoist.torch.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
 
 
+@pytest.mark.cpu_tensors("torch.save cannot copy this device's tensors")
 def test_saved_and_loaded_as_by_deepspeeds_programs(settings, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     engine, optimizer, _, _ = initialize(settings())

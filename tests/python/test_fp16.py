@@ -90,8 +90,8 @@ def movement_apart(engine, reference, before):
     ours = engine.state_dict(torch.float32)
     apart = {}
     for name, value in reference.master.state_dict().items():
-        way = (value - before[name]).norm()
-        apart[name] = ((ours[name] - value).norm() / way).item()
+        way = (value - before[name]).norm().cpu()
+        apart[name] = ((ours[name] - value.cpu()).norm() / way).item()
     return apart
 
 
@@ -196,6 +196,7 @@ def test_a_fixed_scale_and_a_backward_of_ones_own(settings, tmp_path):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.cpu_tensors("the program that is killed computes with CPU tensors")
 def test_killed_and_resumed(settings, tmp_path):
     """kill -9 after skipped steps and some that were not: scale and counters go on, and the end has the bits of a run that
     nobody disturbed. A step that was kept right after a skipped one knows of it."""

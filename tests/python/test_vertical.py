@@ -160,7 +160,7 @@ def test_layers_that_are_no_chain(settings, tmp_path, form):
         weights = engine.state_dict()
     assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
     for name, value in model.state_dict().items():
-        assert torch.allclose(weights[name], value, rtol=1e-4, atol=1e-5), name
+        assert torch.allclose(weights[name], value.cpu(), rtol=1e-4, atol=1e-5), name
 
 
 class Enclosing(nn.Module):
@@ -196,6 +196,7 @@ def test_frozen_layers(settings, tmp_path):
     assert vertical[:2] == horizontal[:2]
 
 
+@pytest.mark.cpu_tensors("it is the CPU's autocast")
 def test_autocast_of_the_caller(settings, tmp_path):
     ends = []
     for order in ("horizontal", "vertical"):

@@ -220,7 +220,8 @@ class Parameters:
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
         known = set(self._number) | set(aliases) | set(buffers) | {name for name, _ in self._empty()}
         unknown = sorted(set(state) - known)
-        missing = sorted((set(self._number) | set(dict(self.persistent_buffers()))) - set(state) - {aliases[a] for a in aliases if a in state})
+        wanted = set(self._number) | {name for name, _ in self.persistent_buffers()}
+        missing = sorted(wanted - set(state) - {aliases[a] for a in aliases if a in state})
         if strict and (unknown or missing):
             raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
         for name, values in state.items():

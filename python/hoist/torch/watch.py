@@ -75,7 +75,8 @@ class Watch(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None:
                 raise _hoist.UsageError(f"{func} changes a weight of shape {list(value.shape)} in forward(), and the change "
-                                        "would be lost with the weight's memory. nn.Embedding does that with max_norm: leave it out")
+                                        "would be lost with the weight's memory. nn.Embedding does that with max_norm: leave it "
+                                        "out")
 
     def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
         try:

@@ -249,6 +249,12 @@ void resize_outputs(const torch::jit::Stack& inferred, const torch::jit::Stack& 
   }
 }
 
+// The CPU's layer norm has its means in the input's type, where other devices, whose results are inferred, have fp32.
+void convert_for_cpu(const c10::OperatorHandle& op, torch::jit::Stack& work) {
+  if (op.schema().name() != "aten::native_layer_norm_backward") return;
+  for (const std::size_t mean : {3, 4}) work[mean] = work[mean].toTensor().to(work[1].toTensor().scalar_type());
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const std::size_t count = schema.arguments().size();
@@ -282,6 +288,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (later) {
     enqueue([op, work = std::move(work), results, aliases]() mutable {
       const at::AutoDispatchBelowADInplaceOrView below;
+      convert_for_cpu(op, work);
       op.callBoxed(&work);
       copy_results(work, results, aliases);
     });
