@@ -47,7 +47,7 @@ std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& w
 
 void PinnedPool::quarantine() {
   static Mutex mutex;
-  static auto* const kept = new std::vector<HostMemory>;  // never destroyed: reachable to the end
+  static auto* const kept = new std::vector<platform::HostMemory>;  // never destroyed: reachable to the end
   const MutexLock lock(mutex);
   kept->push_back(std::move(memory_));
 }

@@ -54,10 +54,21 @@ void bind_config(nb::module_& module) {
       .def_ro("gradient_accumulation_steps", &TrainingOptions::gradient_accumulation_steps);
 
   nb::class_<Config>(module, "Config", "A DeepSpeed JSON file, understood or refused.")
-      .def_static("load", &Config::load, "path"_a, "Errors: ConfigError with every problem of the file.")
       .def_static(
-          "parse", [](const std::string& text, const std::string& origin) { return Config::parse(text, origin); },
-          "text"_a, "origin"_a = "config", "As load; `origin` names the text in messages.")
+          "load",
+          [](const std::string& path, bool trains) {
+            return Config::load(path, trains ? RunLength::in_the_file : RunLength::left_to_the_trainer);
+          },
+          "path"_a, nb::kw_only(), "trains"_a = true,
+          "`trains` False: a run length of \"auto\" is left to the trainer that will read the file. "
+          "Errors: ConfigError with every problem of the file.")
+      .def_static(
+          "parse",
+          [](const std::string& text, const std::string& origin, bool trains) {
+            return Config::parse(text, origin, trains ? RunLength::in_the_file : RunLength::left_to_the_trainer);
+          },
+          "text"_a, "origin"_a = "config", nb::kw_only(), "trains"_a = true,
+          "As load; `origin` names the text in messages.")
       .def_ro("training", &Config::training)
       .def("check_world_size", &Config::check_world_size, "world_size"_a)
       .def("copy", [](const Config& c) { return c; })

@@ -58,6 +58,14 @@ def test_of_a_configuration_of_transformers(tmp_path):
     assert hoist.torch.estimate(tmp_path, plain()).parameters == expected
 
 
+def test_leaves_the_length_of_the_run_to_the_trainer():
+    schedule = {"scheduler": {"type": "WarmupDecayLR", "params": {
+        "total_num_steps": "auto", "warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 2}}}
+    assert hoist.torch.estimate(Gpt(), {**plain(), **schedule}).parameters > 0
+    with pytest.raises(hoist.ConfigError, match="total_num_steps"):
+        hoist.torch.wrap(Gpt(), {**plain(), **schedule})
+
+
 def test_says_what_it_cannot_do():
     with pytest.raises(hoist.UsageError, match="no parameters"):
         hoist.torch.estimate(torch.nn.ReLU(), plain())

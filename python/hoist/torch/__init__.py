@@ -38,13 +38,16 @@ ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 __all__ = ["Engine", "Estimate", "Optimizer", "estimate", "initialize", "load_config", "units_of", "wrap"]
 
 
-def load_config(config: ConfigSource) -> _hoist.Config:
-    """A configuration from a file, a dictionary in the file's form, or itself."""
+def load_config(config: ConfigSource, *, trains: bool = True) -> _hoist.Config:
+    """A configuration from a file, a dictionary in the file's form, or itself.
+
+    `trains` False: a run length of "auto" is left to the trainer that will read the file.
+    """
     if isinstance(config, _hoist.Config):
         return config
     if isinstance(config, dict):
-        return _hoist.Config.parse(json.dumps(config), "config")
-    return _hoist.Config.load(os.fspath(config))
+        return _hoist.Config.parse(json.dumps(config), "config", trains=trains)
+    return _hoist.Config.load(os.fspath(config), trains=trains)
 
 
 def wrap(model: torch.nn.Module, config: ConfigSource, *,
@@ -87,7 +90,8 @@ def estimate(model: Any, config: ConfigSource, *, world_size: int = 1,
     world_size     ranks
     local_ranks    ranks on this machine; by default all of them
     """
-    return estimate_units(model_of(model), load_config(config), unit_classes, world_size, local_ranks or world_size)
+    return estimate_units(model_of(model), load_config(config, trains=False), unit_classes, world_size,
+                          local_ranks or world_size)
 
 
 def initialize(args: Any = None, model: torch.nn.Module | None = None,
