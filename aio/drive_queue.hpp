@@ -57,11 +57,13 @@ struct DriveQueueOptions {
   Nanoseconds answer_timeout = std::chrono::minutes(5);
 };
 
-// Foreground: someone waits for it (a prefetch, a record to update). Background: write-back. The rule: a foreground
-// read never waits behind more than one queue depth of background writes. Blocks that the kernel already has are not
-// recalled; every free place goes to a foreground block as long as there is one. Within a priority, first come, first
-// served. Background transfers get the rest, which may be nothing as long as foreground is busy.
-enum class Priority : std::uint8_t { foreground, background };
+// Foreground: someone waits for it (a prefetch, a record to update). Background: write-back that makes room. Commit:
+// write-back that only a commit waits for. The rule: a foreground read never waits behind more than one queue depth of
+// other transfers. Blocks that the kernel already has are not recalled; every free place goes to a foreground block as
+// long as there is one, then to a background block. Within a priority, first come, first served. The last priority may
+// get nothing as long as the others are busy.
+enum class Priority : std::uint8_t { foreground, background, commit };
+inline constexpr std::size_t kPriorityCount = 3;
 
 // The backend that DriveQueue(options) uses, for tests that wrap it.
 // Errors: Error if io_uring is requested by name and not available.

@@ -93,7 +93,7 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
 
   Mutex mutex_;
   std::vector<std::byte*> free_ HOIST_GUARDED_BY(mutex_);
-  std::array<std::deque<std::shared_ptr<Transfer>>, 2> queues_ HOIST_GUARDED_BY(mutex_);  // by priority
+  std::array<std::deque<std::shared_ptr<Transfer>>, kPriorityCount> queues_ HOIST_GUARDED_BY(mutex_);  // by priority
   std::vector<Sector> claimed_ HOIST_GUARDED_BY(mutex_);
   bool pumping_ HOIST_GUARDED_BY(mutex_) = false;
 };

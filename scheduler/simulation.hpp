@@ -18,7 +18,7 @@ namespace hoist::scheduler {
 
 using TaskIndex = std::uint32_t;
 
-enum class Urgency : std::uint8_t { somebody_waits, nobody_waits };
+enum class Urgency : std::uint8_t { somebody_waits, nobody_waits, only_a_commit_waits };
 
 struct TaskGraph {
   struct Task {

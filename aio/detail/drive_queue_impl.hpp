@@ -33,7 +33,6 @@ class DriveQueue::Impl {
   bool stop() noexcept;
 
  private:
-  static constexpr std::size_t kPriorityCount = 2;
   using Queues = std::array<detail::TransferQueue, kPriorityCount>;
   enum class Direction : std::uint8_t { read, write };
 

@@ -47,6 +47,7 @@ class Builder {
         gradient_buffers_(prediction.gradient_buffers),
         spilled_(prediction.units.size()),
         updated_(prediction.units.size()),
+        readable_(prediction.units.size()),
         written_(prediction.units.size()) {
     for (const UnitWork& unit : p_.units) parameters_ += static_cast<double>(unit.parameters);
     // Pieces of the ring: of all gradients, or of those that are spilled.
@@ -120,7 +121,7 @@ class Builder {
     Tasks old;
     if (written_[u]) old.push_back(*written_[u]);
     if (spilled_[u]) old.push_back(*spilled_[u]);  // likewise its gradient
-    Tasks computed, stored;
+    Tasks computed, stored, readable;
     for (std::uint64_t i = 0; i < pieces; ++i) {
       Tasks after = old;
       after.insert(after.end(), decided.begin(), decided.end());
@@ -135,17 +136,19 @@ class Builder {
       const TaskIndex compute =
           add(Resource::host_memory, time_of(unit.update_memory_bytes, speeds_.host_memory) * share, after);
       computed.push_back(compute);
-      const auto store = [&](std::uint64_t part) {
-        stored.push_back(add(Resource::nvme, write_seconds(part) * share, {compute}, Urgency::nobody_waits));
+      const auto store = [&](std::uint64_t part, Urgency urgency) {
+        stored.push_back(add(Resource::nvme, write_seconds(part) * share, {compute}, urgency));
         return stored.back();
       };
-      const TaskIndex last = buffered_write > 0 ? store(buffered_write) : compute;
-      if (resident_write > 0) store(resident_write);
+      const TaskIndex last = buffered_write > 0 ? store(buffered_write, Urgency::nobody_waits) : compute;
+      readable.push_back(last);
+      if (resident_write > 0) store(resident_write, Urgency::only_a_commit_waits);
       if (!buffered) continue;
       update_buffers_.used(last);
       hold(HeldIn::update_buffers, p_.update_buffers * p_.update_buffer_bytes / buffer_count_, *first, last);
     }
     updated_[u] = add_point(computed);
+    readable_[u] = add_point(readable);
     written_[u] = stored.empty() ? updated_[u] : add_point(stored);
   }
 
@@ -205,7 +208,7 @@ class Builder {
     if (bytes.nvme_read > 0) {
       Tasks before;
       staging_.await(before);
-      if (written_[fetch.unit] && !forward) before.push_back(*written_[fetch.unit]);
+      if (readable_[fetch.unit] && !forward) before.push_back(*readable_[fetch.unit]);
       read = add(Resource::nvme, read_seconds(bytes.nvme_read), before);
       after.push_back(*read);
     }
@@ -284,13 +287,13 @@ class Builder {
     last_compute_ = add_point(after);
   }
 
-  // A commit also writes the units whose state is in device memory; nobody waits for that before the next update.
+  // A commit also writes the units whose state is in device memory.
   void write_device_units(std::uint64_t brought_down, Tasks after) {
     chain(Resource::device_to_host, time_of(brought_down, speeds_.device_to_host), after);
     std::uint64_t written = 0;
     for (const UnitWork& unit : p_.units)
       if (unit.device_update_bytes > 0) written += unit.bytes.update.nvme_write;
-    if (written > 0) after = {add(Resource::nvme, write_seconds(written), after, Urgency::nobody_waits)};
+    if (written > 0) after = {add(Resource::nvme, write_seconds(written), after, Urgency::only_a_commit_waits)};
     device_written_ = after.front();
   }
 
@@ -308,8 +311,9 @@ class Builder {
   std::size_t buffer_count_;
   StepGraph out_;
   Turns update_buffers_, staging_, gradient_buffers_, ring_{0};
-  std::vector<std::optional<TaskIndex>> spilled_;            // by unit: its latest gradient is on NVMe
-  std::vector<std::optional<TaskIndex>> updated_, written_;  // by unit: its latest update is computed, is on NVMe
+  std::vector<std::optional<TaskIndex>> spilled_;  // by unit: its latest gradient is on NVMe
+  // By unit, of its latest update: it is computed; what is only on NVMe can be read again; all of it is on NVMe.
+  std::vector<std::optional<TaskIndex>> updated_, readable_, written_;
   std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
   Tasks slot_tasks_;  // of this pass
   Tasks gradients_;   // of this step

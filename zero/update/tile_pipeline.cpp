@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
 #include <numeric>
 
 #include <hoist/core/assert.hpp>
@@ -12,6 +13,14 @@ namespace hoist::detail {
 
 using tiers::Region;
 using tiers::Tile;
+
+namespace {
+
+bool is_within(const std::byte* byte, std::span<const std::byte> bytes) {
+  return !std::less<>()(byte, bytes.data()) && std::less<>()(byte, bytes.data() + bytes.size());
+}
+
+}  // namespace
 
 TilePipeline::TilePipeline(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
                            RecordIo& record_io, tiers::Store* store, GradientSpill* spill)
@@ -322,27 +331,33 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
   const tiers::Tile& first = tiles(job.sub_group).front();
   const tiers::Tile& last = tiles(job.sub_group).back();
   const auto [writes_weights, writes_state] = writes(job.sub_group, options);
-  std::vector<Completion> started;
+  std::vector<Completion> from_buffer;
+  // What stays in memory does not change before the next step begins, which waits for this step's commit. So only the
+  // commit waits for its write.
   const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes,
                                const std::vector<std::uint64_t>& checksums) {
-    started.push_back(store_->write(*records_.trainable(job.sub_group.unit), region, job.sub_group.first_tile,
-                                    job.sub_group.tile_count, {source, bytes},
-                                    std::span(checksums).first(job.sub_group.tile_count), aio::Priority::background));
-  };
-  if (writes_weights) {
-    start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
+    const bool makes_room = job.buffer != nullptr && is_within(source, job.buffer->bytes);
+    const Completion write =
+        store_->write(*records_.trainable(job.sub_group.unit), region, job.sub_group.first_tile,
+                      job.sub_group.tile_count, {source, bytes}, std::span(checksums).first(job.sub_group.tile_count),
+                      makes_room ? aio::Priority::background : aio::Priority::commit);
+    if (!makes_room) return;
+    from_buffer.push_back(write);
+    if (region != Region::weights) return;
     Completion& written = weights_written_[job.sub_group.unit.index];
-    const std::array parts{written, started.back()};
-    written = written.done() && !written.error() ? started.back() : when_all(parts);
-  }
+    const std::array parts{written, write};
+    written = written.done() && !written.error() ? write : when_all(parts);
+  };
+  if (writes_weights)
+    start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
   if (writes_state) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
   }
   if (memory_.device_only(job.sub_group.unit) && options.change_device_only) {
-    started.push_back(record_io_.start_write(part(job.sub_group, Region::weights), job.weights));
-    started.push_back(record_io_.start_write(part(job.sub_group, Region::state), job.state));
+    from_buffer.push_back(record_io_.start_write(part(job.sub_group, Region::weights), job.weights));
+    from_buffer.push_back(record_io_.start_write(part(job.sub_group, Region::state), job.state));
   }
-  if (job.buffer != nullptr) job.buffer->idle = when_all(started);
+  if (job.buffer != nullptr) job.buffer->idle = when_all(from_buffer);
 }
 
 }  // namespace hoist::detail
