@@ -12,7 +12,7 @@ namespace hoist {
 namespace {
 
 constexpr double kTarget = 1.10;
-constexpr double kWaitTarget = 0.05;
+constexpr double kWaitTarget = 0.05;  // share of a step
 
 struct StandardCase {
   const char* parameters;
@@ -20,11 +20,8 @@ struct StandardCase {
   int tokens;
   const char* order;  // of 4 micro-batches; empty: there is one
   const char *weights, *optimizer;
-  double gap = kTarget;  // at most; above the target: this case misses it, and that is what it reaches
 };
 
-// Writes of state that stays in pinned memory take turns with those that free update buffers. So buffers are free late,
-// and the drives then have nothing to do during backward, because the update waits for the norm of all gradients.
 constexpr StandardCase kCases[] = {
     {"1e9", "laptop", 1024, "", "device", "pinned"},
     {"1e9", "laptop", 1024, "", "pinned", "nvme"},
@@ -39,8 +36,8 @@ constexpr StandardCase kCases[] = {
     {"7e9", "h200-4-drives", 16384, "", "nvme", "nvme"},
     {"30e9", "h200-4-drives", 16384, "", "pinned", "pinned"},
     {"30e9", "h200-4-drives", 16384, "", "pinned", "nvme"},
-    {"70e9", "h200-4-drives", 16384, "", "pinned", "nvme", 1.12},
-    {"70e9", "h200-4-drives", 16384, "", "nvme", "nvme", 1.12},
+    {"70e9", "h200-4-drives", 16384, "", "pinned", "nvme"},
+    {"70e9", "h200-4-drives", 16384, "", "nvme", "nvme"},
     {"70e9", "h100-8", 16384, "", "device", "pinned"},
     {"70e9", "h100-8", 16384, "", "pinned", "nvme"},
     {"70e9", "h100-8", 16384, "", "nvme", "nvme"},
@@ -57,18 +54,17 @@ constexpr StandardCase kCases[] = {
 struct JustFastEnough {
   StandardCase standard;
   double factor;
-  double wait = kWaitTarget;  // share of a step, at most; above the target: what this case reaches
 };
 constexpr JustFastEnough kJustFastEnough[] = {
     {{"1e9", "laptop", 1024, "", "pinned", "nvme"}, 0.234},
-    {{"7e9", "laptop", 512, "", "nvme", "nvme"}, 2.313},
+    {{"7e9", "laptop", 512, "", "nvme", "nvme"}, 2.425},
     {{"7e9", "h200-4-drives", 16384, "", "nvme", "nvme"}, 1.316},
     {{"30e9", "h200-4-drives", 16384, "", "pinned", "nvme"}, 1.321},
-    {{"70e9", "h200-4-drives", 16384, "", "nvme", "nvme"}, 3.321, 0.08},
+    {{"70e9", "h200-4-drives", 16384, "", "nvme", "nvme"}, 3.187},
     {{"70e9", "h100-8", 16384, "", "nvme", "nvme"}, 1.302},
-    {{"175e9", "h100-8", 16384, "", "pinned", "nvme"}, 1.730, 0.26},
+    {{"175e9", "h100-8", 16384, "", "pinned", "nvme"}, 1.415},
     {{"175e9", "h100-8x32", 16384, "", "nvme", "nvme"}, 0.041},
-    {{"70e9", "h200-4-drives", 65536, "vertical", "nvme", "nvme"}, 1.325},
+    {{"70e9", "h200-4-drives", 65536, "vertical", "nvme", "nvme"}, 1.272},
 };
 
 class PlanGap : public test::ProgramTest {
@@ -109,7 +105,7 @@ class PlanGap : public test::ProgramTest {
   nlohmann::json report_;
 };
 
-TEST_F(PlanGap, IsWithinTheTargetOrWhatTheCaseReaches) {
+TEST_F(PlanGap, IsWithinTheTarget) {
   for (const StandardCase& one : kCases) {
     const auto found = row(one, machine_file(one));
     const std::string where =
@@ -120,16 +116,12 @@ TEST_F(PlanGap, IsWithinTheTargetOrWhatTheCaseReaches) {
                 one.weights, one.optimizer, *one.order != '\0' ? ", " : "", one.order,
                 found["seconds"]["expected"].get<double>(), gap);
     EXPECT_GE(gap, 1) << where;
-    EXPECT_LE(gap, one.gap) << where;
-    if (one.gap > kTarget) {
-      EXPECT_GT(gap, kTarget) << where
-                              << ": it does not miss the target any more: say so here and in docs/benchmarks.md";
-    }
+    EXPECT_LE(gap, kTarget) << where;
   }
 }
 
 TEST_F(PlanGap, WithDrivesThatAreJustFastEnoughKernelsHardlyWait) {
-  for (const auto& [one, factor, wait] : kJustFastEnough) {
+  for (const auto& [one, factor] : kJustFastEnough) {
     const std::string where = fmt::format("{} {} {}", one.parameters, one.machine, one.order);
     const auto least = [&](double speed) {
       return row(one, with_drives(one, speed))["seconds"]["least"].get<double>();
@@ -142,11 +134,7 @@ TEST_F(PlanGap, WithDrivesThatAreJustFastEnoughKernelsHardlyWait) {
     const double share = found["wait_seconds"]["nvme"].get<double>() / seconds;
     std::printf("| %s | %s | %d | %s / %s%s%s | %.3f | %.2f s | %.1f %% |\n", one.parameters, one.machine, one.tokens,
                 one.weights, one.optimizer, *one.order != '\0' ? ", " : "", one.order, factor, seconds, 100 * share);
-    EXPECT_LE(share, wait) << where;
-    if (wait > kWaitTarget) {
-      EXPECT_GT(share, kWaitTarget) << where
-                                    << ": it does not miss the target any more: say so here and in docs/benchmarks.md";
-    }
+    EXPECT_LE(share, kWaitTarget) << where;
   }
 }
 

@@ -63,7 +63,7 @@ constexpr PublicCase kCases[] = {
     {"transformers_zero2", "3e9", "h200-4-drives"},            // T5 3B
     {"transformers_zero3_cpu", "11e9", "h200-4-drives"},       // and 11B
     {"transformers_zero3_decay", "11e9", "h100-8"},
-    {"transformers_zero3_nvme", "11e9", "laptop", kHost},
+    {"transformers_zero3_nvme", "11e9", "laptop"},
     {"transformers_zero3_nvme", "7e9", "laptop"},
     {"wizard_math", "70e9", "h100-8"},  // WizardMath 70B
     {"wizard_math", "70e9", "h200-4-drives", kHost},
