@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rule of the two priorities: a foreground read never waits behind more than one queue depth of background writes.
-// Each time against the same traffic at one priority, which waits behind all of them.
+// The rule of the priorities: a foreground read never waits behind more than one queue depth of other transfers, and so
+// on down to what only a commit waits for. Each time against the same traffic at one priority, which waits behind all
+// of them.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -16,24 +17,24 @@
 namespace hoist::aio {
 namespace {
 
-// How many background blocks end between the start of a foreground read and its end, on a drive that answers in order,
-// one block at a time.
-std::size_t blocks_waited_for(unsigned queue_depth, std::uint64_t background_blocks, Priority of_read) {
+// How many blocks of writes end between the start of a read and its end, on a drive that answers in order, one block at
+// a time.
+std::size_t blocks_waited_for(unsigned queue_depth, std::uint64_t blocks, Priority of_writes, Priority of_read) {
   constexpr std::uint64_t kBlock = 4 * kKiB;
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create});
-  const AlignedBuffer memory(background_blocks * kBlock);
+  const AlignedBuffer memory(blocks * kBlock);
   const auto gate = std::make_shared<Gate>();
   DriveQueue engine({.block_bytes = kBlock, .queue_depth = queue_depth}, std::make_unique<GateBackend>(gate));
   std::vector<Completion> writes;
-  for (std::uint64_t i = 0; i < background_blocks; ++i)
-    writes.push_back(engine.write(file, i * kBlock, memory.part(i * kBlock, kBlock), Priority::background));
-  gate->wait_for_blocks(std::min<std::size_t>(queue_depth, background_blocks));
+  for (std::uint64_t i = 0; i < blocks; ++i)
+    writes.push_back(engine.write(file, i * kBlock, memory.part(i * kBlock, kBlock), of_writes));
+  gate->wait_for_blocks(std::min<std::size_t>(queue_depth, blocks));
   const Completion read = engine.read(file, 0, memory.part(0, kBlock), of_read);
   std::size_t ended = 0;
   for (; gate->held_is_write(); ++ended) {  // until the read is the oldest the drive has
     gate->finish_oldest();
-    gate->wait_for_blocks(std::min<std::size_t>(queue_depth + ended + 1, background_blocks + 1));
+    gate->wait_for_blocks(std::min<std::size_t>(queue_depth + ended + 1, blocks + 1));
   }
   gate->open();
   read.wait();
@@ -41,13 +42,18 @@ std::size_t blocks_waited_for(unsigned queue_depth, std::uint64_t background_blo
   return ended;
 }
 
-TEST(Priority, AForegroundReadWaitsForOneQueueDepthAtMost) {
+TEST(Priority, AnUrgentReadWaitsForOneQueueDepthAtMost) {
   for (const unsigned queue_depth : {1u, 2u, 7u, 16u, 64u}) {
-    for (const std::uint64_t background : {1u, 5u, 40u, 200u}) {
-      SCOPED_TRACE(testing::Message() << "depth " << queue_depth << ", background blocks " << background);
-      EXPECT_EQ(blocks_waited_for(queue_depth, background, Priority::foreground),
-                std::min<std::uint64_t>(queue_depth, background));
-      EXPECT_EQ(blocks_waited_for(queue_depth, background, Priority::background), background);
+    for (const std::uint64_t blocks : {1u, 5u, 40u, 200u}) {
+      SCOPED_TRACE(testing::Message() << "depth " << queue_depth << ", blocks of writes " << blocks);
+      const std::uint64_t least = std::min<std::uint64_t>(queue_depth, blocks);
+      using enum Priority;
+      EXPECT_EQ(blocks_waited_for(queue_depth, blocks, background, foreground), least);
+      EXPECT_EQ(blocks_waited_for(queue_depth, blocks, commit, foreground), least);
+      EXPECT_EQ(blocks_waited_for(queue_depth, blocks, commit, background), least);
+      EXPECT_EQ(blocks_waited_for(queue_depth, blocks, background, background), blocks);
+      EXPECT_EQ(blocks_waited_for(queue_depth, blocks, commit, commit), blocks);
+      EXPECT_EQ(blocks_waited_for(queue_depth, blocks, background, commit), blocks);
     }
   }
 }
