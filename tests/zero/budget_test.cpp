@@ -78,6 +78,30 @@ TEST(Budgets, ALeaseTooManyNamesTheKeyAndTheHolders) {
   model.train(1, 1);  // the refusal did no harm
 }
 
+TEST(Budgets, ALeaseTooManyInARoomyDeviceNamesTheKeyThatKeepsItSmall) {
+  const auto lease_three = [](std::uint64_t live_elements_max) -> std::optional<BudgetError::Need> {
+    const TempDirectory directory;
+    ToySetup setup = setup_with(64 * kMiB, 64 * kMiB, (directory / "store"));
+    setup.engine.live_elements_max = live_elements_max;
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine, kShape);
+    Engine& engine = model.initialize();
+    const PassScope scope = engine.begin(Pass::evaluate);
+    try {  // there is always memory for two
+      const Lease first = engine.gather(model.unit(0), model.stream());
+      const Lease second = engine.gather(model.unit(1), model.stream());
+      const Lease third = engine.gather(model.unit(2), model.stream());
+      return {};
+    } catch (const BudgetError& error) {
+      return error.need;
+    }
+  };
+  const auto need = lease_three(1);
+  ASSERT_TRUE(need);
+  EXPECT_EQ(need->key, "zero_optimization.stage3_max_live_parameters, in elements,");
+  EXPECT_FALSE(lease_three(need->need_bytes));
+}
+
 // One gather brings a unit and all it is tied to: a device too small for that is refused at the start, not in a pass.
 TEST(Budgets, TheSmallestDeviceHoldsWhatIsTied) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);

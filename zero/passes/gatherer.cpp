@@ -366,9 +366,18 @@ void Gatherer::no_room(UnitId unit) const {
   std::string holders;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u)
     if (!states_[u].pins.empty()) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
+  const std::string purpose =
+      fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders);
   const tiers::Budget& budget = runtime_.device_budget();
-  throw over_budget(budget, budget.limit_bytes() + round_up(table_.unit(unit).gathered_bytes, kBlockAlignment),
-                    fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders));
+  const std::uint64_t more = round_up(table_.unit(unit).gathered_bytes, kBlockAlignment);
+  if (budget.free_bytes() < more) throw over_budget(budget, budget.limit_bytes() + more, purpose);
+  // The device has room: a key keeps the memory for gathered weights smaller. No element takes less than a byte.
+  const std::uint64_t have = memory_.gather_memory().size();
+  throw BudgetError({.tier = budget.tier(),
+                     .have_bytes = have,
+                     .need_bytes = have + more,
+                     .key = "zero_optimization.stage3_max_live_parameters, in elements,",
+                     .detail = purpose});
 }
 
 }  // namespace hoist::detail
