@@ -57,5 +57,4 @@ class PinnedPool {
   PinnedPlan carved_;
 };
 
-
 }  // namespace hoist::tiers

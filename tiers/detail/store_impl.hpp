@@ -97,8 +97,8 @@ class Store::Impl {
   void make_room(const CommitHeader& newest);
   void give_up(std::vector<Checkpoint>::iterator checkpoint);
   void blank_slot(std::uint32_t slot);
-  void list_checkpoints();                 // into listed_
-  void hold_checkpoint();                  // after a load
+  void list_checkpoints();  // into listed_
+  void hold_checkpoint();   // after a load
   void continue_step(std::uint64_t step) HOIST_REQUIRES(mutex_);
   std::uint32_t free_checkpoint_slot() const;
   void use(Files files);
