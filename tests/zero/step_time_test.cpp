@@ -127,6 +127,22 @@ TEST(StepTime, StateInMemoryIsWrittenBeforeItChangesAgain) {
   EXPECT_GE(time.expected_seconds, 120 - 1e-9) << "writes do not pile up";
 }
 
+// Nothing is updated before the last commit is durable, not even a unit that the commit did not write: each step takes
+// the updates of both units, and then the write of the second.
+TEST(StepTime, UpdatesWaitForTheWholeLastCommit) {
+  for (const bool backward : {false, true}) {
+    UnitStep bytes = kOffloaded;
+    bytes.update = {};
+    Prediction p = of_two(bytes);
+    p.updates_under_forward = !backward;
+    p.updates_under_backward = backward;
+    UnitWork& second = p.units[backward ? 0 : 1];
+    second.bytes.update.nvme_write = second.bytes.resident_write_bytes = p.step.nvme_write = 1200;
+    const StepTime time = predict_time(p, {.nvme_write = 10, .host_memory = 100, .compute_seconds = 0.8});
+    EXPECT_NEAR(time.expected_seconds, 14 + 14 + 120, 1) << (backward ? "backward" : "forward");
+  }
+}
+
 TEST(StepTime, DisturbancesMakeStepsLonger) {
   Prediction p = of_two(kOffloaded);
   p.updates_under_forward = true;

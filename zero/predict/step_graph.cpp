@@ -328,8 +328,8 @@ class Builder {
   std::vector<std::optional<TaskIndex>> updated_, readable_, written_;
   std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
   std::optional<TaskIndex> committed_;  // in mode backward
-  Tasks slot_tasks_;  // of this pass
-  Tasks gradients_;   // of this step
+  Tasks slot_tasks_;                    // of this pass
+  Tasks gradients_;                     // of this step
   std::vector<Gathered> gathered_;
 };
 
