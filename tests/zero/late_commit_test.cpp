@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes of state that stays in memory come last on a drive, behind reads and writes that the step itself waits for.
 // However late they are, nothing overwrites that state before they are done.
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -94,7 +97,7 @@ TEST_P(LateCommit, HoldsUpTheNextStepAndHasItsOwnStepsBits) {
   training.model.close();
   EXPECT_EQ(training.model.restore({.from = "first"}).step, 1u);
   Digests expected = train_once(setup_of(Placement::pinned, ""), {}, 1), found = digests_of(training.model);
-  expected.losses = found.losses;  // a restored model has none
+  expected.losses = found.losses;  // those of both passes
   EXPECT_EQ(found, expected);
   EXPECT_NE(found.master, second.master) << "the second step changed nothing";
 }
@@ -142,11 +145,9 @@ TEST(LateCommit, LetsTheStepsOwnReadsGoFirst) {
     ++from_memory;
     if (i < last_read) ++ahead;
   }
-  std::printf("%zu transfers, last read %zu, %zu writes from memory, %zu ahead\n", transfers.size(), last_read,
-              from_memory, ahead);
   EXPECT_GE(buffers.size(), 4u);
   ASSERT_GE(from_memory, 30u);
-  EXPECT_LT(ahead, from_memory / 2);
+  EXPECT_LT(ahead, from_memory / 2) << "of " << from_memory;
 }
 
 }  // namespace
