@@ -108,7 +108,7 @@ TEST_P(Conformance, ManyTransfersOfSeveralThreadsAtOnce) {
       for (std::uint64_t at = 0; at < kRegionBytes / 2;) {
         const std::uint64_t bytes = std::min(kRegionBytes / 2 - at, (1 + rng.below(100)) * File::kAlignment);
         fill_pattern(region.subspan(half + at, bytes), rng.bits());
-        const auto priority = static_cast<Priority>(rng.below(2));
+        const auto priority = static_cast<Priority>(rng.below(kPriorityCount));
         pending.push_back(engine.write(file, base + half + at, region.subspan(half + at, bytes), priority));
         pending.push_back(engine.read(file, base + other + at, scratch.subspan(other + at, bytes), priority));
         at += bytes;
@@ -143,12 +143,13 @@ TEST_P(Conformance, ThousandsOfTransfersInFlightAtOnce) {
   fill_pattern(memory.part(0, 16 * kMiB), kMaster);
   std::vector<Completion> pending;
   for (const auto& [offset, length] : ranges)
-    pending.push_back(engine.write(file, offset, memory.part(offset, length), static_cast<Priority>(rng.below(2))));
+    pending.push_back(
+        engine.write(file, offset, memory.part(offset, length), static_cast<Priority>(rng.below(kPriorityCount))));
   when_all(pending).wait();
   pending.clear();
   for (const auto& [offset, length] : ranges)
-    pending.push_back(
-        engine.read(file, offset, memory.part(16 * kMiB + offset, length), static_cast<Priority>(rng.below(2))));
+    pending.push_back(engine.read(file, offset, memory.part(16 * kMiB + offset, length),
+                                  static_cast<Priority>(rng.below(kPriorityCount))));
   when_all(pending).wait();
   const std::uint64_t bytes = ranges.back().first + ranges.back().second;
   EXPECT_TRUE(same_bytes(memory.part(0, bytes), memory.part(16 * kMiB, bytes)));

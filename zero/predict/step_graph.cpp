@@ -117,10 +117,11 @@ class Builder {
     const bool buffered = bytes.nvme_read > 0;
     const std::uint64_t resident_write = unit.bytes.resident_write_bytes;
     const std::uint64_t buffered_write = bytes.nvme_write - resident_write;
-    // The last step's record must be on NVMe before it is read again or changed in memory.
+    // What is only on NVMe must be there before it is read again; nothing changes before the last commit is durable.
     Tasks old;
-    if (written_[u]) old.push_back(*written_[u]);
-    if (spilled_[u]) old.push_back(*spilled_[u]);  // likewise its gradient
+    if (readable_[u]) old.push_back(*readable_[u]);
+    if (spilled_[u]) old.push_back(*spilled_[u]);
+    if (committed_) old.push_back(*committed_);
     Tasks computed, stored, readable;
     for (std::uint64_t i = 0; i < pieces; ++i) {
       Tasks after = old;
@@ -268,6 +269,7 @@ class Builder {
     Tasks after = std::move(gradients_);
     gradients_.clear();
     after.push_back(*last_compute_);
+    if (p_.updates_under_forward) await_writes(after);  // step() begins when the last step's commit is durable
     out_.decided.push_back(add_point(after));
     after = {out_.decided.back()};
     std::uint64_t brought_down = 0;
@@ -281,19 +283,29 @@ class Builder {
       const std::uint32_t submitted = p_.fetches.empty() ? 0 : p_.fetches.back().issued_at;
       await_slot(submitted, reads_after);
       for (std::uint32_t u = 0; u < p_.units.size(); ++u) update(u, {out_.decided.back()}, reads_after);
-      for (std::uint32_t u = 0; u < p_.units.size(); ++u)
-        if (written_[u]) after.push_back(*written_[u]);
+      await_writes(after);
     }
     last_compute_ = add_point(after);
+    if (!p_.updates_under_backward) return;
+    Tasks written;  // the program does not wait for this commit, but the next step's updates do
+    await_writes(written);
+    committed_ = add_point(written);
   }
 
-  // A commit also writes the units whose state is in device memory.
+  // Adds all writes of the latest updates.
+  void await_writes(Tasks& after) const {
+    for (const auto& written : written_)
+      if (written) after.push_back(*written);
+    if (device_written_) after.push_back(*device_written_);
+  }
+
+  // A commit also writes the units whose state is in device memory, out of update buffers.
   void write_device_units(std::uint64_t brought_down, Tasks after) {
     chain(Resource::device_to_host, time_of(brought_down, speeds_.device_to_host), after);
     std::uint64_t written = 0;
     for (const UnitWork& unit : p_.units)
       if (unit.device_update_bytes > 0) written += unit.bytes.update.nvme_write;
-    if (written > 0) after = {add(Resource::nvme, write_seconds(written), after, Urgency::only_a_commit_waits)};
+    if (written > 0) after = {add(Resource::nvme, write_seconds(written), after, Urgency::nobody_waits)};
     device_written_ = after.front();
   }
 
@@ -315,8 +327,9 @@ class Builder {
   // By unit, of its latest update: it is computed; what is only on NVMe can be read again; all of it is on NVMe.
   std::vector<std::optional<TaskIndex>> updated_, readable_, written_;
   std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
-  Tasks slot_tasks_;  // of this pass
-  Tasks gradients_;   // of this step
+  std::optional<TaskIndex> committed_;  // in mode backward
+  Tasks slot_tasks_;                    // of this pass
+  Tasks gradients_;                     // of this step
   std::vector<Gathered> gathered_;
 };
 

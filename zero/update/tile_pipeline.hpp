@@ -80,7 +80,7 @@ class TilePipeline {
   // Time spent computing in runs in the background.
   Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
 
-  // Done when the unit's weights of the last walk have reached the store.
+  // Done when those of the unit's weights that do not stay in memory have reached the store, of the last walk.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
 
  private:
