@@ -40,7 +40,7 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   engine.optimizer = optimizer;
   if (!is_given(config, "hoist.optimizer_pinned_fraction")) engine.optimizer_pinned_fraction.reset();
   if (!is_given(config, "hoist.parameters_pinned_fraction")) engine.parameters_pinned_fraction.reset();
-  if (!is_given(config, "hoist.gradient_spill")) engine.gradient_spill_units.reset();
+  if (!question.has_config) engine.gradient_spill_units.reset();  // a file without the key says false
   if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
   // The default durability of a configuration with this placement, if its own placement needs no store.
   if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/scratch.hpp - space on a store's drives for bytes that no commit depends on.
 //
-// One file on each drive, beside the store's data and spread in the same way. It has lost its name before anything is
-// written to it, so that it ends with the process, however that ends. It keeps bytes and nothing else: whoever reads
-// them checks them.
+// One file on each drive, beside the store's data and striped in the same way. Its name is removed before anything is
+// written, so the system frees the space when the process ends, killed or not. The file has no checksums: whoever reads
+// bytes verifies them.
 //
 // Threading  Any thread may start transfers.
 // Memory     A transfer borrows its memory until it is done.
@@ -40,7 +40,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // As in aio::DriveQueue. `name`: of what is transferred, in the trace.
+  // As in aio::DriveQueue. The trace shows the transfer under `name`.
   Completion read(std::uint64_t offset_bytes, std::span<std::byte> target, aio::Priority priority,
                   const std::string& name);
   Completion write(std::uint64_t offset_bytes, std::span<const std::byte> source, aio::Priority priority,

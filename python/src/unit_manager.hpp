@@ -150,7 +150,8 @@ class UnitManager {
   // Someone needs the unit up, whether it is or had to give way.
   bool is_held(std::uint32_t unit) const { return units_[unit].holds > 0; }
   void bring_back(std::uint32_t unit) { load(units_[unit]); }
-  // Units that are up for their backward passes may give way to others, because someone brings back what is read then.
+  // While this is true, a unit that is up for its backward pass may give way to another one: whoever set it brings the
+  // unit back when it is read.
   void watch_backward(bool watched) { watched_ = watched; }
   // Whether one did in this pass, or in the one that ended last.
   bool gave_way() const { return gave_way_; }
@@ -231,6 +232,8 @@ class UnitManager {
   void hide(Unit& unit) noexcept;
   void unbind() noexcept;
   bool may_wait_in_gradient_memory() const;
+  template <typename Use>
+  bool takes_gradient_memory(const Unit& unit, const std::string& name, Use use);
   bool add_up(Unit& unit);
   void add(const Gradient& gradient);
   void note_refusal(const std::string& parameter);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rule of the priorities: a foreground read never waits behind more than one queue depth of other transfers, and so
-// on down to what only a commit waits for. Each time against the same traffic at one priority, which waits behind all
-// of them.
+// The rule of the priorities: a transfer never waits behind more than one queue depth of less urgent ones. Each time
+// the same traffic at one priority is the control: there it waits behind all of them.
 #include <algorithm>
 #include <atomic>
 #include <memory>

@@ -236,6 +236,31 @@ TEST_F(Plan, FollowsAConfiguration) {
   EXPECT_EQ(json_of("check.json")["prediction"]["step"]["nvme_write"], configured["step"]["nvme_write"]);
 }
 
+// A file that does not ask for it gets no scratch space from the engine, so none in the plan. Without a file it is
+// open.
+TEST_F(Plan, SpillsGradientsWhereTheConfigurationSays) {
+  const auto found = [&](const std::string& config) {
+    const auto result =
+        run("plan " + config + " --parameters 7e9 --device-memory 16GiB --pinned-memory 8GiB" + kOneRank);
+    EXPECT_EQ(result.exit_code, 0) << result.errors;
+    return row(json_of("plan.json"), "nvme", "nvme");
+  };
+  const auto config = [&](const char* hoist) {
+    write("spill.json",
+          std::string(R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "hoist": )") +
+              hoist + "}");
+    return "spill.json";
+  };
+  const auto plain = found(config("{}")), asked = found(config(R"({"gradient_spill": true})")), open = found("");
+  EXPECT_EQ(plain["fits"], false);
+  EXPECT_EQ(plain["spilled_gradients"]["units"], 0);
+  EXPECT_EQ(asked["fits"], true);
+  EXPECT_EQ(open["fits"], true);
+  EXPECT_EQ(asked["spilled_gradients"], open["spilled_gradients"]);
+  EXPECT_GT(open["spilled_gradients"]["units"], 0);
+}
+
 TEST_F(Plan, DividesStatesAsTheConfigurationSays) {
   write("ratio.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}},
                           "hoist": {"device": "cuda", "device_memory": "20GiB", "pinned_memory": "20GiB"}})");

@@ -39,7 +39,7 @@ TEST(PinnedPool, CarvesExactlyWhatWasPlanned) {
   }
 }
 
-// The lengths of a plan's slices. Nobody touches the memory.
+// The lengths of a plan's slices, of memory that is not there and is not read.
 std::vector<std::uint64_t> slice_lengths(const PinnedPlan& plan) {
   std::vector<std::uint64_t> lengths;
   static std::byte anything;

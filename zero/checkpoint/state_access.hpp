@@ -39,7 +39,8 @@ class StateAccess {
 
   // Values of elements [first, first + out.size()) of this rank's shard of the parameter's segment.
   void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
-  // The same of a reduced gradient, each element multiplied by `scale`. `gradient`: this rank's shards of the unit.
+  // The same of a reduced gradient, each element multiplied by `scale`. `shards`: this rank's, of the unit; null if its
+  // gradient is spilled.
   void read_gradient(ParameterId parameter, const std::byte* shards, float scale, std::uint64_t first,
                      std::span<float> out);
   // Changes elements of this rank's shard. With state on NVMe the unit's record is rewritten whole, in the step of the

@@ -74,8 +74,8 @@ double largest_pinned_share(EngineOptions options, PinnedShare share, const Unit
                             std::uint64_t free_bytes);
 // Decides what is left open. First which gradients are spilled: those of the last units, as few as leave room for the
 // buffers asked for, as far as these are no more than the default update buffers and two staging buffers, and for two
-// gradients on their way. Then puts the largest in place of open
-// shares, of weights first: a byte of weights saves more reads.
+// gradients on their way. Then puts the largest in place of open shares, of weights first: a byte of weights saves more
+// reads.
 void choose_pinned_shares(EngineOptions& options, const UnitTable& table, DeviceAccess access,
                           std::uint64_t free_bytes);
 

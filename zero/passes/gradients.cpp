@@ -374,19 +374,18 @@ void Gradients::sum_on_host() {
 }
 
 void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
-  runtime_.update_pool().run(end - begin, [&](std::size_t i) {
-    const Chunk& chunk = chunks_[begin + i];
-    partial_sums_[begin + i] =
-        optim::sum_of_squares_chunk(shards_[chunk.unit] + chunk.offset_bytes, chunk.dtype, chunk.count);
-  });
+  runtime_.update_pool().run(end - begin,
+                             [&](std::size_t i) { sum_chunk(begin + i, shards_[chunks_[begin + i].unit]); });
 }
 
 void Gradients::sum_unit(UnitId id, const std::byte* shards) {
   const std::size_t begin = first_chunk_[id.index], end = first_chunk_[id.index + 1];
-  runtime_.update_pool().run(end - begin, [&](std::size_t i) {
-    const Chunk& chunk = chunks_[begin + i];
-    partial_sums_[begin + i] = optim::sum_of_squares_chunk(shards + chunk.offset_bytes, chunk.dtype, chunk.count);
-  });
+  runtime_.update_pool().run(end - begin, [&](std::size_t i) { sum_chunk(begin + i, shards); });
+}
+
+void Gradients::sum_chunk(std::size_t index, const std::byte* shards) {
+  const Chunk& chunk = chunks_[index];
+  partial_sums_[index] = optim::sum_of_squares_chunk(shards + chunk.offset_bytes, chunk.dtype, chunk.count);
 }
 
 double Gradients::sum_of_squares() {

@@ -142,6 +142,7 @@ class Gradients {
   void sum_on_host();
   void sum_chunks(std::size_t begin, std::size_t end);
   void sum_unit(UnitId unit, const std::byte* shards);
+  void sum_chunk(std::size_t index, const std::byte* shards);
   void enqueue_hand_on(UnitId id, Reduction& reduction);
   Completion hand_on_now(UnitId id);
 

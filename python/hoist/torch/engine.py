@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
 from hoist.torch.deepspeed.files import shown
 from hoist.torch.deepspeed_names import DeepSpeedNames
 from hoist.torch.devices import device_of
+from hoist.torch.graphs import refuse_graphs
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule
@@ -71,8 +71,7 @@ class Engine(DeepSpeedNames):
             _log.warning("PyTorch's threads spin while they wait, and take the processors from the optimizer and from "
                          "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
                          "torch), and steps may be several times faster")
-        self._refuse_compiled(model)
-        self._refuse_scripted(model)
+        refuse_graphs(model)
 
         cut = units_of(model, unit_classes)
         if not cut.units:
@@ -150,25 +149,6 @@ class Engine(DeepSpeedNames):
         if optimizer is not None and not isinstance(optimizer, str):
             raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
                                     "the optimizer to hoist.torch.initialize()")
-
-    @staticmethod
-    def _refuse_compiled(model: nn.Module) -> None:
-        if "torch._dynamo" not in sys.modules:
-            return
-        for name, module in model.named_modules():
-            if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
-                raise _hoist.UsageError(
-                    f"module '{name or type(module).__name__}' was compiled before it was wrapped: its graphs know nothing of "
-                    "the hooks that bring weights up. Wrap the model first, and compile it then (torch.compile(model), "
-                    "model.compile(), or compile_units() of the engine)"
-                )
-
-    @staticmethod
-    def _refuse_scripted(model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-                raise _hoist.UsageError(f"module '{name or type(module).__name__}' was made by torch.jit, and has no hooks that "
-                                        "could bring weights up: wrap the module as it is in Python")
 
     def _groups(self, groups: ParamsT | None) -> tuple[list[dict[str, Any]], dict[int, int]]:
         """Parameter groups with all their settings, and the group of each parameter, by its id."""
