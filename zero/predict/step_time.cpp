@@ -86,8 +86,8 @@ double transit_bytes(const Prediction& p) {
 // when it and all before it have been updated, have gone up and are gathered, and all gradients from it on come after.
 // Their state has then been read and written, except what the pinned memory for state in transit holds: it may have
 // been read before, and may be written later.
-double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned passes, const StepSpeeds& speeds,
-                              double transit) {
+double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, const Prediction& p, const StepSpeeds& speeds) {
+  const double transit = transit_bytes(p);
   double updates = 0, device_updates = 0, up = 0, gathered = 0, computed = 0, read = -transit, written = -transit;
   for (const UnitSeconds& unit : units) {
     updates += unit.update;
@@ -96,11 +96,14 @@ double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned pa
     gathered += unit.gathered;
     read += unit.read_bytes;
     written += unit.written_bytes;
-    const double drives = detail::least_nvme_seconds(std::max(read, 0.0), std::max(written, 0.0), speeds);
+    // Each byte takes its share of the step's time, as in the schedule: it may move while any other byte of the step
+    // does.
+    const double drives = detail::nvme_seconds(std::max(read, 0.0), speeds.nvme_read, p.step, speeds) +
+                          detail::nvme_seconds(std::max(written, 0.0), speeds.nvme_write, p.step, speeds);
     const double own = unit.update + unit.device_update + unit.up + unit.gathered + unit.up_latency;
     computed = std::max({computed, updates, device_updates, up, gathered, own, drives}) + unit.forward;
   }
-  for (const UnitSeconds& unit : units) computed += (passes - 1) * (unit.forward + unit.backward);
+  for (const UnitSeconds& unit : units) computed += (p.passes - 1) * (unit.forward + unit.backward);
   double reduced = 0, down = 0, end = 0;  // of the gradients still to come
   for (const UnitSeconds& unit : units) reduced += unit.reduced, down += unit.down;
   for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
@@ -147,9 +150,8 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, c
   const auto most = std::ranges::max_element(time.busy_seconds);
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
   const std::vector<UnitSeconds> units = unit_seconds(prediction, speeds);
-  time.critical_path_seconds = prediction.awaits_norm
-                                   ? path_from_norm_to_norm(units, prediction.passes, speeds, transit_bytes(prediction))
-                                   : path_through_a_unit(units, prediction.passes);
+  time.critical_path_seconds = prediction.awaits_norm ? path_from_norm_to_norm(units, prediction, speeds)
+                                                      : path_through_a_unit(units, prediction.passes);
   time.least_seconds = std::max(*most, time.critical_path_seconds);
 
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
