@@ -21,7 +21,6 @@ constexpr std::uint32_t kAll = 99;  // units
 const ToyShape kPlain{.matrices = {300'000, 500'000, 400'000, 300'000}, .frozen = false, .tied = false};
 
 // --- the same bits
-// -----------------------------------------------------------------------------------------------------
 
 struct Order {
   const char* name;
@@ -109,7 +108,6 @@ TEST_P(SpillIn, GradientsAreReadBack) {
 }
 
 // --- budgets
-// -----------------------------------------------------------------------------------------------------------
 
 ToySetup of_size(std::uint64_t pinned_bytes, const std::string& directory) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
@@ -197,7 +195,6 @@ TEST(GradientSpill, LeavesRoomForTheBuffersAskedFor) {
 }
 
 // --- refusals
-// ----------------------------------------------------------------------------------------------------------
 
 std::string refusal_of(const ToySetup& setup) {
   try {
@@ -239,7 +236,6 @@ TEST(GradientSpill, AFileSystemThatIsTooSmallIsRefusedWithWhatItLacks) {
 }
 
 // --- what goes wrong
-// ---------------------------------------------------------------------------------------------------
 
 class FaultySpill : public testing::TestWithParam<UpdateMode> {
  protected:

@@ -39,9 +39,9 @@ def refuse_graphs(model: nn.Module) -> None:
         name = name or type(module).__name__
         if isinstance(module, compiled) or module._compiled_call_impl is not None:
             raise _hoist.UsageError(
-                f"module '{name}' was compiled before it was wrapped: its graphs know nothing of the hooks that bring weights up. "
-                "Wrap the model first, and compile it then (torch.compile(model), model.compile(), or compile_units() of the "
-                "engine)")
+                f"module '{name}' was compiled before it was wrapped: its graphs know nothing of the hooks that bring weights "
+                "up. Wrap the model first, and compile it then (torch.compile(model), model.compile(), or compile_units() of "
+                "the engine)")
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise _hoist.UsageError(f"module '{name}' was made by torch.jit, and has no hooks that could bring weights up: wrap "
                                     "the module as it is in Python")
