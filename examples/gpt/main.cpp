@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/main.cpp - hoist-gpt: trains a byte-level GPT on one text with three-tier offload.
+#include <sys/resource.h>
+
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -9,13 +11,21 @@
 #include "arguments.hpp"
 #include "run.hpp"
 
+namespace {
+bool memory_is_limited() {
+  rlimit address_space{}, data{};
+  return ::getrlimit(RLIMIT_AS, &address_space) != 0 || ::getrlimit(RLIMIT_DATA, &data) != 0 ||
+         address_space.rlim_cur != RLIM_INFINITY || data.rlim_cur != RLIM_INFINITY;
+}
+}  // namespace
+
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
   hoist::occupy_standard_descriptors();
   const auto parsed = hoist::gpt::parse_arguments(argc, argv);
   if (const int* code = std::get_if<int>(&parsed)) return *code;
   const int code = hoist::gpt::run(std::get<hoist::gpt::Arguments>(parsed));
-  if (code == 0) return 0;
+  if (code == 0 || !memory_is_limited()) return code;
   // Where a limit refuses memory, OpenBLAS's own threads ask for theirs without end, and its destructor would wait for
   // them.
   std::fflush(nullptr);
