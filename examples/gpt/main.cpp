@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/main.cpp - hoist-gpt: trains a byte-level GPT on one text with three-tier offload.
-#include <sys/resource.h>
-
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+
+#include <sys/resource.h>
 
 #include <hoist/core/standard_descriptors.hpp>
 

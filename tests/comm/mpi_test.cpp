@@ -9,7 +9,7 @@
 #include "job.hpp"
 #include "reference.hpp"
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance {
 
 namespace {
 
@@ -71,7 +71,7 @@ TEST(MpiTransportTest, CutsLargeMessages) {
   }
 }
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
@@ -79,7 +79,7 @@ int main(int argc, char** argv) {
   if (communicator->rank() != 0) {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
     delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new hoist::comm::testing::FailuresOnly);
+    listeners.Append(new hoist::comm::conformance::FailuresOnly);
   }
   const int result = RUN_ALL_TESTS();
   communicator->barrier();  // a rank that failed ends the job; the others are done with their tests by then
