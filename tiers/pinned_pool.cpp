@@ -15,7 +15,7 @@ namespace hoist::tiers {
 std::uint64_t PinnedPlan::add(std::uint64_t bytes) {
   constexpr std::uint64_t kSliceBytes = platform::HostMemory::kSliceBytes;
   const std::uint64_t offset = bytes_;
-  bytes_ += round_up(bytes, kBlockAlignment);
+  bytes_ += piece_bytes(bytes);
   if (slice_begins_.empty() || bytes_ - slice_begins_.back() > kSliceBytes) slice_begins_.push_back(offset);
   while (bytes_ - slice_begins_.back() > kSliceBytes) slice_begins_.push_back(slice_begins_.back() + kSliceBytes);
   return offset;

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include <hoist/core/units.hpp>
 #include <hoist/platform/host_memory.hpp>
 #include <hoist/tiers/budget.hpp>
 
@@ -33,6 +34,8 @@ class PinnedPlan {
  public:
   std::uint64_t add(std::uint64_t bytes);  // returns the offset of the piece
   std::uint64_t bytes() const { return bytes_; }
+  // What a piece adds to bytes(), whatever was added before.
+  static std::uint64_t piece_bytes(std::uint64_t bytes) { return round_up(bytes, kBlockAlignment); }
   // The pool's memory, bytes() long, in the slices that io_uring registers as one buffer each.
   std::vector<std::span<std::byte>> slices(std::span<std::byte> memory) const;
 

@@ -14,7 +14,7 @@
 #include "aio_test_support.hpp"
 #include "ways.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::conformance_test {
 namespace {
 
 constexpr std::uint64_t kMaster = 20260;  // seed of every random choice here
@@ -393,4 +393,4 @@ TEST(NullBackend, CompletesEverythingAndTouchesNothing) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::conformance_test

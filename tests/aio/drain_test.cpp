@@ -16,7 +16,7 @@
 #include "aio_test_support.hpp"
 #include "small_file_system.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::drain_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -293,4 +293,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, Drain, testing::Values(BackendKind::automatic
                          [](const auto& way) { return way.param == BackendKind::threads ? "threads" : "automatic"; });
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::drain_test

@@ -11,7 +11,7 @@
 
 #include "aio_test_support.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::drive_queue_test {
 namespace {
 
 using test::Fault;
@@ -325,4 +325,4 @@ TEST_F(FaultyEngine, AFlushIsNeverRetried) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::drive_queue_test

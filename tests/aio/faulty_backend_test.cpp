@@ -12,7 +12,7 @@
 
 #include "aio_test_support.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::faulty_backend_test {
 namespace {
 
 using test::Fault;
@@ -252,4 +252,4 @@ TEST_F(FaultInjection, AFlushDoesNotCoverAnotherFile) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::faulty_backend_test

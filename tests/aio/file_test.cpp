@@ -18,7 +18,7 @@
 #include "aio_test_support.hpp"
 #include "small_file_system.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::file_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -316,4 +316,4 @@ INSTANTIATE_TEST_SUITE_P(FileSystems, Reserve, testing::Values("ext4", "ext2"),
                          [](const auto& way) { return std::string(way.param); });
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::file_test

@@ -27,7 +27,7 @@
 
 #include "aio_test_support.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::io_uring_test {
 namespace {
 
 // Makes a system call fail with `code` for the calling thread and what it starts, when its second argument has all
@@ -274,4 +274,4 @@ TEST(IoUring, DescribesWhatItHas) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::io_uring_test

@@ -12,7 +12,7 @@
 #include "aio_test_support.hpp"
 #include "ways.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::large_transfer_test {
 namespace {
 
 constexpr std::uint64_t kBytes = 4 * kGiB + 3 * kMiB + 12 * kKiB;
@@ -105,4 +105,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, LargeTransfers,
                          name_of_way);
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::large_transfer_test

@@ -13,7 +13,7 @@
 
 #include "aio_test_support.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::priority_test {
 namespace {
 
 // How many blocks of writes end between the start of a read and its end, on a drive that answers in order, one block at
@@ -120,4 +120,4 @@ TEST(Priority, OnARealDriveReadsAreHandedOverBeforeQueuedWrites) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::priority_test

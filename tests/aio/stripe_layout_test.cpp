@@ -10,7 +10,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 
-namespace hoist::aio {
+namespace hoist::aio::stripe_layout_test {
 namespace {
 
 using testing::ElementsAre;
@@ -172,4 +172,4 @@ TEST(StripeLayout, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::stripe_layout_test

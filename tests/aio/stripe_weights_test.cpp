@@ -14,7 +14,7 @@
 
 #include "aio_test_support.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::stripe_weights_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -159,4 +159,4 @@ TEST_F(Measuring, ImpossibleQuestionsAreRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::stripe_weights_test

@@ -12,7 +12,7 @@
 
 #include "aio_test_support.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::striped_file_test {
 namespace {
 
 using test::Fault;
@@ -211,4 +211,4 @@ TEST_F(Striped, ManyTransfersOfSeveralThreadsAtOnce) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::striped_file_test

@@ -13,7 +13,7 @@
 #include "aio_test_support.hpp"
 #include "ways.hpp"
 
-namespace hoist::aio {
+namespace hoist::aio::unaligned_test {
 namespace {
 
 using detail::plan_unaligned;
@@ -273,4 +273,4 @@ TEST(Unaligned, ImpossibleOptionsAreRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::aio
+}  // namespace hoist::aio::unaligned_test

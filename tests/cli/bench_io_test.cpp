@@ -11,7 +11,7 @@
 
 #include "storage_program.hpp"
 
-namespace hoist {
+namespace hoist::bench_io_test {
 namespace {
 
 using ::testing::Contains;
@@ -247,4 +247,4 @@ TEST_P(BenchIoCompare, GivesARatioForEachPairAndAControl) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::bench_io_test

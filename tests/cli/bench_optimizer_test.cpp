@@ -3,7 +3,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::bench_optimizer_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -38,4 +38,4 @@ TEST_F(BenchOptimizer, WithoutTheUsualKernelThereIsNoVerdict) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::bench_optimizer_test

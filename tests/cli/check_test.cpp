@@ -10,7 +10,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::check_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -319,4 +319,4 @@ TEST_F(Check, ChecksForTheMachineOfAFile) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::check_test

@@ -3,7 +3,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::cli_test {
 namespace {
 
 using ::testing::AnyOf;
@@ -162,4 +162,4 @@ TEST_F(Cli, CheckPrintsTheReference) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::cli_test

@@ -10,7 +10,7 @@
 #include "program.hpp"
 #include "stores.hpp"
 
-namespace hoist {
+namespace hoist::copy_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -178,4 +178,4 @@ TEST_F(Copy, AStoreInUseIsLeftAlone) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::copy_test

@@ -14,7 +14,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::doctor_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -260,4 +260,4 @@ TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::doctor_test

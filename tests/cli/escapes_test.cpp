@@ -15,7 +15,7 @@
 #include "program.hpp"
 #include "stores.hpp"
 
-namespace hoist {
+namespace hoist::escapes_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -82,4 +82,4 @@ TEST_F(Escapes, KeysOfAConfigurationAreShownPrintable) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::escapes_test

@@ -15,7 +15,7 @@
 #include "program.hpp"
 #include "stores.hpp"
 
-namespace hoist {
+namespace hoist::export_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -253,4 +253,4 @@ TEST_F(Export, TakesTheSameMemoryForAModelOfAnySize) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::export_test

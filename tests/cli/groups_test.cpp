@@ -11,7 +11,7 @@
 #include "program.hpp"
 #include "stores.hpp"
 
-namespace hoist {
+namespace hoist::groups_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -177,4 +177,4 @@ TEST_F(Groups, StoresThatAreNoJobAreRefused) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::groups_test

@@ -11,7 +11,7 @@
 #include "program.hpp"
 #include "stores.hpp"
 
-namespace hoist {
+namespace hoist::inspect_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -100,4 +100,4 @@ TEST_F(Inspect, RefusesWhatIsNoStore) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::inspect_test

@@ -12,7 +12,7 @@
 
 #include "../../cli/replace_file.hpp"
 
-namespace hoist::cli {
+namespace hoist::cli::json_edit_test {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -112,4 +112,4 @@ TEST_F(ReplaceFile, AFailureLeavesTheOldFile) {
 }
 
 }  // namespace
-}  // namespace hoist::cli
+}  // namespace hoist::cli::json_edit_test

@@ -8,7 +8,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::plan_gap_test {
 namespace {
 
 constexpr double kTarget = 1.10;
@@ -139,4 +139,4 @@ TEST_F(PlanGap, WithDrivesThatAreJustFastEnoughKernelsHardlyWait) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::plan_gap_test

@@ -9,7 +9,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::plan_test {
 namespace {
 
 using ::testing::AllOf;
@@ -517,4 +517,4 @@ TEST_F(Plan, RefusesWhatItCannotUse) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::plan_test

@@ -7,7 +7,7 @@
 
 #include <gmock/gmock.h>
 
-namespace hoist::cli {
+namespace hoist::cli::progress_test {
 namespace {
 
 using ::testing::EndsWith;
@@ -91,4 +91,4 @@ TEST_F(ProgressTest, WithoutATotalThereIsNoBar) {
 }
 
 }  // namespace
-}  // namespace hoist::cli
+}  // namespace hoist::cli::progress_test

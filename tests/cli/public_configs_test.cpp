@@ -13,7 +13,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::public_configs_test {
 namespace {
 
 struct PublicCase {
@@ -104,4 +104,4 @@ TEST_F(PublicConfigs, FitAMachineOrLackMemoryThatIsNamed) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::public_configs_test

@@ -8,7 +8,7 @@
 
 #include "program.hpp"
 
-namespace hoist {
+namespace hoist::scale_test {
 namespace {
 
 class Scale : public test::ProgramTest {
@@ -63,4 +63,4 @@ TEST_F(Scale, ItsClaimsHold) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::scale_test

@@ -3,7 +3,7 @@
 
 #include "storage_program.hpp"
 
-namespace hoist {
+namespace hoist::tune_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -126,4 +126,4 @@ TEST_F(Tune, AnInterruptionWritesNothing) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::tune_test

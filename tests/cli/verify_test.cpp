@@ -12,7 +12,7 @@
 #include "program.hpp"
 #include "stores.hpp"
 
-namespace hoist {
+namespace hoist::verify_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -166,4 +166,4 @@ TEST_F(Verify, NothingOfAStoreIsWaitedForThatIsNoFile) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::verify_test

@@ -13,7 +13,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 
-namespace hoist::comm {
+namespace hoist::comm::communicator_test {
 
 namespace {
 
@@ -196,4 +196,4 @@ TEST(Nccl, RefusesAStreamOfTheHostDevice) {
   EXPECT_THROW(communicator->all_gather({}, *stream), UsageError);
 }
 
-}  // namespace hoist::comm
+}  // namespace hoist::comm::communicator_test

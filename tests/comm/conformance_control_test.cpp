@@ -12,7 +12,7 @@
 #include "job.hpp"
 #include "reference.hpp"
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance {
 
 TEST_P(Conformance, ExchangesBetweenHosts) {
   run([](Rank& rank) {
@@ -138,4 +138,4 @@ TEST_P(Conformance, SplitsIntoGroupsOfConsecutiveRanks) {
   });
 }
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance

@@ -12,7 +12,7 @@
 #include "job.hpp"
 #include "reference.hpp"
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance::conformance_data_test {
 
 namespace {
 
@@ -369,4 +369,4 @@ TEST_P(Conformance, RefusesWhatItCannotDo) {
   });
 }
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance::conformance_data_test

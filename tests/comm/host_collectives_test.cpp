@@ -9,18 +9,18 @@
 
 #include "reference.hpp"
 
-namespace hoist::comm {
+namespace hoist::comm::host_collectives_test {
 
 namespace {
 
-using testing::Source;
+using conformance::Source;
 
 std::vector<std::byte> contributions(std::uint64_t seed, int ranks, DType dtype, std::uint64_t count) {
   std::vector<std::byte> received(static_cast<std::uint64_t>(ranks) * count * dtype_bytes(dtype));
   for (int r = 0; r < ranks; ++r) {
     for (std::uint64_t i = 0; i < count; ++i) {
-      testing::store_at(received.data(), dtype, static_cast<std::uint64_t>(r) * count + i,
-                        testing::encode(dtype, testing::value_at({seed, r, 0}, i)));
+      conformance::store_at(received.data(), dtype, static_cast<std::uint64_t>(r) * count + i,
+                            conformance::encode(dtype, conformance::value_at({seed, r, 0}, i)));
     }
   }
   return received;
@@ -38,8 +38,8 @@ TEST(SumInRankOrder, MatchesThePlainLoop) {
           std::vector<std::byte> target(count * dtype_bytes(dtype));
           sum_in_rank_order(target.data(), received.data(), dtype, ranks, count, scale);
           for (std::uint64_t i = 0; i < count; ++i) {
-            const std::uint32_t expected = testing::reduced_at({seed, 0, 0}, ranks, dtype, i, scale);
-            ASSERT_TRUE(testing::same_bits(dtype, expected, testing::stored_at(target.data(), dtype, i)))
+            const std::uint32_t expected = conformance::reduced_at({seed, 0, 0}, ranks, dtype, i, scale);
+            ASSERT_TRUE(conformance::same_bits(dtype, expected, conformance::stored_at(target.data(), dtype, i)))
                 << dtype_name(dtype) << " ranks " << ranks << " element " << i << " seed " << seed;
           }
         }
@@ -53,10 +53,10 @@ TEST(SumInRankOrder, OneRankChangesNothing) {
   for (const DType dtype : {DType::bf16, DType::fp16}) {
     std::vector<std::byte> values(65536 * 2);
     std::vector<std::byte> target(values.size());
-    for (std::uint32_t bits = 0; bits < 65536; ++bits) testing::store_at(values.data(), dtype, bits, bits);
+    for (std::uint32_t bits = 0; bits < 65536; ++bits) conformance::store_at(values.data(), dtype, bits, bits);
     sum_in_rank_order(target.data(), values.data(), dtype, 1, 65536, 1.0f);
     for (std::uint32_t bits = 0; bits < 65536; ++bits) {
-      ASSERT_TRUE(testing::same_bits(dtype, testing::stored_at(target.data(), dtype, bits), bits)) << bits;
+      ASSERT_TRUE(conformance::same_bits(dtype, conformance::stored_at(target.data(), dtype, bits), bits)) << bits;
     }
   }
 }
@@ -144,7 +144,7 @@ TEST(ScaleSplit, PartsAreExactAndMultiplyToTheScale) {
   for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32}) {
     for (const float scale : scales) {
       const detail::ScaleSplit split = detail::split_scale(dtype, scale);
-      EXPECT_EQ(testing::decode(dtype, testing::encode(dtype, split.before_sum)), split.before_sum) << scale;
+      EXPECT_EQ(conformance::decode(dtype, conformance::encode(dtype, split.before_sum)), split.before_sum) << scale;
       EXPECT_EQ(split.before_sum * split.after_sum, scale) << dtype_name(dtype);
     }
   }
@@ -152,4 +152,4 @@ TEST(ScaleSplit, PartsAreExactAndMultiplyToTheScale) {
   EXPECT_NE(detail::split_scale(DType::bf16, 1.0f / 3).after_sum, 1.0f);
 }
 
-}  // namespace hoist::comm
+}  // namespace hoist::comm::host_collectives_test

@@ -8,7 +8,7 @@
 
 #include <hoist/core/rng.hpp>
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance {
 
 std::span<std::byte> Rank::allocate(std::uint64_t bytes) {
   const std::uint64_t taken = round_up(bytes, 64);
@@ -59,4 +59,4 @@ void run_threads(int size, const JobOptions& options, const Body& body) {
 
 void run_self(int, const JobOptions& options, const Body& body) { run_rank(0, options, make_self, body); }
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance

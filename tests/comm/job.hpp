@@ -13,7 +13,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance {
 
 struct JobOptions {
   std::uint64_t scratch_bytes = 64 * kKiB;
@@ -66,4 +66,4 @@ class Conformance : public ::testing::TestWithParam<Backend> {
   void run(const Body& body) { run({}, body); }
 };
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance

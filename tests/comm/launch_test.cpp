@@ -8,7 +8,7 @@
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 
-namespace hoist::comm {
+namespace hoist::comm::launch_test {
 
 namespace {
 
@@ -131,4 +131,4 @@ TEST(Launch, WhatTorchrunWouldNotSetIsRefusedWithItsValue) {
 
 }  // namespace
 
-}  // namespace hoist::comm
+}  // namespace hoist::comm::launch_test

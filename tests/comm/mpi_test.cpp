@@ -10,7 +10,7 @@
 #include "job.hpp"
 #include "reference.hpp"
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance {
 
 namespace {
 
@@ -86,7 +86,7 @@ INSTANTIATE_TEST_SUITE_P(Cuts, MpiTransportTest,
                                                {1, 1023, 1024, 1025, kMiB + 1024, 2 * kMiB + 1025}}),
                          [](const auto& cut) { return cut.index == 0 ? "small" : "usual"; });
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
@@ -94,7 +94,7 @@ int main(int argc, char** argv) {
   if (communicator->rank() != 0) {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
     delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new hoist::comm::testing::FailuresOnly);
+    listeners.Append(new hoist::comm::conformance::FailuresOnly);
   }
   const int result = RUN_ALL_TESTS();
   communicator->barrier();  // a rank that failed ends the job; the others are done with their tests by then

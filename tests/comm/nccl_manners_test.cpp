@@ -16,7 +16,7 @@
 #include "../platform/fake_cuda_runtime.hpp"
 #include "fake_nccl.hpp"
 
-namespace hoist::comm {
+namespace hoist::comm::nccl_manners_test {
 namespace {
 
 namespace cuda = test::fake_cuda;
@@ -166,4 +166,4 @@ TEST_F(NcclManners, WithoutAnOrdinalItIsTheCardOfTheThreadThatMadeIt) {
 }
 
 }  // namespace
-}  // namespace hoist::comm
+}  // namespace hoist::comm::nccl_manners_test

@@ -10,7 +10,7 @@
 #include <hoist/core/dtype.hpp>
 #include <hoist/core/rng.hpp>
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance {
 
 // Names one buffer of one rank; every rank can make every other's.
 struct Source {
@@ -96,4 +96,4 @@ inline bool same_bits(DType dtype, std::uint32_t a, std::uint32_t b) {
   return a == b || (std::isnan(decode(dtype, a)) && std::isnan(decode(dtype, b)));
 }
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance

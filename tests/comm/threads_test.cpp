@@ -9,7 +9,7 @@
 
 #include "job.hpp"
 
-namespace hoist::comm::testing {
+namespace hoist::comm::conformance {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -241,4 +241,4 @@ TEST(ThreadGroupTest, QueuedWorkOutlivesItsCommunicator) {
   std::jthread second(member, 1);
 }
 
-}  // namespace hoist::comm::testing
+}  // namespace hoist::comm::conformance

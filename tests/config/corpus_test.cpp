@@ -6,7 +6,7 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t count);
 
-namespace hoist {
+namespace hoist::corpus_test {
 namespace {
 
 void run(const std::string& text) {
@@ -25,4 +25,4 @@ TEST(Corpus, EveryFileIsAConfigurationOrRefused) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::corpus_test

@@ -5,7 +5,7 @@
 #include <hoist/config/detail/json_text.hpp>
 #include <hoist/config/plain_json.hpp>
 
-namespace hoist::config::detail {
+namespace hoist::config::detail::json_text_test {
 namespace {
 
 // Every value and key whose text is unique in `text` stands where its text stands.
@@ -93,4 +93,4 @@ TEST(JsonText, DisplayIsShortAndPrintable) {
 }
 
 }  // namespace
-}  // namespace hoist::config::detail
+}  // namespace hoist::config::detail::json_text_test

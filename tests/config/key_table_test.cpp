@@ -12,7 +12,7 @@
 #include <hoist/config/key_table.hpp>
 #include <hoist/config/setting.hpp>
 
-namespace hoist {
+namespace hoist::key_table_test {
 namespace {
 
 using config::KeyRow;
@@ -304,4 +304,4 @@ TEST(Suggestion, FindsSlipsAndMisplacedKeys) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::key_table_test

@@ -9,7 +9,7 @@
 
 #include "samples.hpp"
 
-namespace hoist {
+namespace hoist::mutation_test {
 namespace {
 
 // True when parsing ended in one of the two legal ways.
@@ -84,4 +84,4 @@ TEST(Mutation, RandomDamageIsHandled) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::mutation_test

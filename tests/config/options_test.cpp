@@ -12,7 +12,7 @@
 
 #include "samples.hpp"
 
-namespace hoist {
+namespace hoist::options_test {
 namespace {
 
 using ::testing::Contains;
@@ -566,4 +566,4 @@ TEST(Problems, KeyIsTheFirstOne) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::options_test

@@ -9,7 +9,7 @@
 
 #include "samples.hpp"
 
-namespace hoist::config {
+namespace hoist::config::reference_test {
 namespace {
 
 // HOIST_UPDATE_GOLDEN=1 writes the files anew, as `hoist check --print-keys` and `--print-schema` would.
@@ -37,4 +37,4 @@ TEST(Reference, EveryKeyIsInIt) {
 }
 
 }  // namespace
-}  // namespace hoist::config
+}  // namespace hoist::config::reference_test

@@ -12,7 +12,7 @@
 
 #include <hoist/config/config.hpp>
 
-namespace hoist {
+namespace hoist::samples_test {
 namespace {
 
 TEST(Samples, AcceptedOnesAreAccepted) {
@@ -79,4 +79,4 @@ TEST(Samples, TheExampleIsAccepted) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::samples_test

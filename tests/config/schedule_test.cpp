@@ -6,7 +6,7 @@
 #include <hoist/config/config.hpp>
 #include <hoist/config/setting.hpp>
 
-namespace hoist {
+namespace hoist::schedule_test {
 namespace {
 
 using ::testing::Contains;
@@ -99,4 +99,4 @@ TEST(Schedule, SettingsOfOtherSchedulesAreNotInEffect) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::schedule_test

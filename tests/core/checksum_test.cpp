@@ -14,7 +14,7 @@
 #include <hoist/core/detail/aes_round.hpp>
 #include <hoist/core/rng.hpp>
 
-namespace hoist::test {
+namespace hoist::test::checksum_test {
 namespace {
 
 using detail::aes_round;
@@ -300,4 +300,4 @@ TEST(TileChecksum, LengthsCount) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::checksum_test

@@ -10,7 +10,7 @@
 #include <hoist/core/completion.hpp>
 #include <hoist/core/rng.hpp>
 
-namespace hoist::test {
+namespace hoist::test::completion_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -219,4 +219,4 @@ TEST(PromiseDeathTest, AMovedFromPromiseIsEmptyNotBroken) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::completion_test

@@ -8,7 +8,7 @@
 
 #include <hoist/core/deadline.hpp>
 
-namespace hoist {
+namespace hoist::deadline_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -65,4 +65,4 @@ TEST(Deadline, AStoppedProcessDoesNotWait) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::deadline_test

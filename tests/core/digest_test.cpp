@@ -9,7 +9,7 @@
 #include <hoist/core/digest.hpp>
 #include <hoist/core/rng.hpp>
 
-namespace hoist::test {
+namespace hoist::test::digest_test {
 namespace {
 
 TEST(Digest, OfNothingIsTheKnownValue) {
@@ -64,4 +64,4 @@ TEST(Digest, HexHasSixteenDigits) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::digest_test

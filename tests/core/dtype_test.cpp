@@ -12,7 +12,7 @@
 
 #include "split_rule.hpp"
 
-namespace hoist::test {
+namespace hoist::test::dtype_test {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -164,4 +164,4 @@ static_assert(split_master(1.0f).weight.bits == 0x3F80 && split_master(1.0f).rem
 static_assert(join_master(bf16{0x3F80}, -1) == std::bit_cast<float>(0x3F7FFFFFu));
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::dtype_test

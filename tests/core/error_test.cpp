@@ -7,7 +7,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 
-namespace hoist::test {
+namespace hoist::test::error_test {
 namespace {
 
 using ::testing::AllOf;
@@ -72,4 +72,4 @@ TEST(AssertDeathTest, PrintsExpressionPlaceAndValues) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::error_test

@@ -8,7 +8,7 @@
 
 #include <hoist/core/ledger.hpp>
 
-namespace hoist::test {
+namespace hoist::test::ledger_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -73,4 +73,4 @@ TEST(Ledger, EveryLinkAndCauseHasItsOwnName) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::ledger_test

@@ -12,7 +12,7 @@
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist {
+namespace hoist::open_file_test {
 namespace {
 
 using test::kOtherKinds;
@@ -131,4 +131,4 @@ TEST(OpenFile, OutputGoesToFilesAndToPipesThatAreRead) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::open_file_test

@@ -10,7 +10,7 @@
 #include <hoist/core/owning_process.hpp>
 #include <hoist/tests/support/forked.hpp>
 
-namespace hoist::test {
+namespace hoist::test::owning_process_test {
 namespace {
 
 struct Counted {
@@ -73,4 +73,4 @@ TEST(OwningProcess, AForkedProcessDoesNotWaitForWhatIsPending) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::owning_process_test

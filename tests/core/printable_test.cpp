@@ -10,7 +10,7 @@
 #include <hoist/core/log.hpp>
 #include <hoist/core/printable.hpp>
 
-namespace hoist::test {
+namespace hoist::test::printable_test {
 namespace {
 
 constexpr const char* kEscapes = "a\x1b]0;title\x07\x1b[2Jb";
@@ -75,4 +75,4 @@ TEST(Log, StdoutIsLeftToTheProgram) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::printable_test

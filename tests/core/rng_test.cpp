@@ -8,7 +8,7 @@
 
 #include <hoist/core/rng.hpp>
 
-namespace hoist::test {
+namespace hoist::test::rng_test {
 namespace {
 
 TEST(Rng, IsSplitMix64) {
@@ -71,4 +71,4 @@ TEST(Rng, NormalHasItsMoments) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::rng_test

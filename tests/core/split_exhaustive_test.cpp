@@ -10,7 +10,7 @@
 
 #include "split_rule.hpp"
 
-namespace hoist::test {
+namespace hoist::test::split_exhaustive_test {
 namespace {
 
 TEST(SplitMasterExhaustive, HoldsForAllPatterns) {
@@ -46,4 +46,4 @@ TEST(SplitMasterExhaustive, HoldsForAllPatterns) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::split_exhaustive_test

@@ -8,7 +8,7 @@
 
 #include <hoist/core/standard_descriptors.hpp>
 
-namespace hoist {
+namespace hoist::standard_descriptors_test {
 namespace {
 
 // Runs `work` in a process without standard descriptors; its result is the exit code.
@@ -58,4 +58,4 @@ TEST(StandardDescriptors, FilesAreMovedBeyondThem) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::standard_descriptors_test

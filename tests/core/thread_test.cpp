@@ -11,7 +11,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/thread.hpp>
 
-namespace hoist::test {
+namespace hoist::test::thread_test {
 namespace {
 
 std::string name_of(std::thread& thread) {
@@ -67,4 +67,4 @@ TEST(Thread, ThatWouldGetTooSmallAStackIsAnErrorWithItsName) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::thread_test

@@ -13,7 +13,7 @@
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist {
+namespace hoist::trace_test {
 namespace {
 
 using hoist::test::TempDirectory;
@@ -128,4 +128,4 @@ TEST(Trace, APlaceThatCannotBeWrittenIsNamed) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::trace_test

@@ -9,7 +9,7 @@
 #include <hoist/core/strong_id.hpp>
 #include <hoist/core/units.hpp>
 
-namespace hoist::test {
+namespace hoist::test::units_test {
 namespace {
 
 TEST(ParseBytes, WhatPeopleWrite) {
@@ -163,4 +163,4 @@ static_assert(!std::is_convertible_v<UnitId, GroupId>);
 static_assert(!std::is_convertible_v<UnitId, std::uint32_t>);
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::units_test

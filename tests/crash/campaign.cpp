@@ -26,7 +26,6 @@ constexpr std::uint64_t kStepsToMoment = 2, kStepsToMomentMirrored = 12;
 constexpr unsigned kStepsToCopy = 2;
 constexpr std::uint64_t kLossesOneIn = 3;  // kills after which there is a copy to go on from
 constexpr Nanoseconds kRivalsTimeout = std::chrono::milliseconds(300);  // of two that have a rank's lock each
-constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3);
 
 }  // namespace
 
@@ -119,7 +118,7 @@ std::string Campaign::train(const Life& life, KillSwitch& kills) const {
   SystemCallObserver* const before = observe_system_calls(&calls);
   const auto train = [&](int group, int index, const Runtime::Groups& joins) {
     WatchedRank watched(kills, setup_.update_mode != UpdateMode::step);
-    if (index == life.slow_rank) watched.manifest_delay = kSlowManifest;
+    if (index == life.slow_rank) watched.manifest_delay = kSlowManifestDelay;
     LifeTerms terms = life.terms;
     terms.seed += static_cast<std::uint64_t>(group);
     const std::string store = store_of_group(store_, setup_.groups, group);

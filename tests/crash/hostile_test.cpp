@@ -33,7 +33,7 @@
 
 #include "volumes.hpp"
 
-namespace hoist::test {
+namespace hoist::test::hostile_test {
 namespace {
 
 // As after `umount -f` of a network drive, or when a controller is gone: every operation fails from one moment on.
@@ -252,4 +252,4 @@ TEST_F(Hostile, TwoProcessesRacingForAStoreTakeTurns) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::hostile_test

@@ -7,7 +7,7 @@
 
 #include "campaign.hpp"
 
-namespace hoist::test {
+namespace hoist::test::kill_test {
 namespace {
 
 class Kills : public testing::TestWithParam<CrashSetup> {};
@@ -54,4 +54,4 @@ INSTANTIATE_TEST_SUITE_P(Groups, Kills, testing::ValuesIn(group_crash_setups()),
                          [](const auto& c) { return c.param.name(); });
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::kill_test

@@ -4,7 +4,7 @@
 
 #include "mpi_campaign.hpp"
 
-namespace hoist::test {
+namespace hoist::test::mpi_kill_test {
 namespace {
 
 class MpiKills : public testing::TestWithParam<MpiCrashSetup> {};
@@ -27,4 +27,4 @@ INSTANTIATE_TEST_SUITE_P(Setups, MpiKills,
                          [](const auto& c) { return c.param.name(); });
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::mpi_kill_test

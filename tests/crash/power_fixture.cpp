@@ -28,7 +28,7 @@ std::string digests_without_losses(ToyModel& model) {
 
 }  // namespace
 
-std::string name_of(const testing::TestParamInfo<PowerSetup>& info) {
+std::string setup_name(const testing::TestParamInfo<PowerSetup>& info) {
   const PowerSetup& setup = info.param;
   const char* const ranks = setup.groups > 1 ? "2_groups" : setup.ranks == 1 ? "1_rank" : "2_ranks";
   std::string name = fmt::format("{}_{}_{}", setup.parameters == Placement::nvme ? "nvme" : "memory",

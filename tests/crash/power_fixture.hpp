@@ -49,7 +49,7 @@ struct History {
   std::atomic<bool> went_back{false};        // a rank's restore() of a named checkpoint returned
 };
 
-std::string name_of(const testing::TestParamInfo<PowerSetup>& info);
+std::string setup_name(const testing::TestParamInfo<PowerSetup>& info);
 
 class Power : public testing::TestWithParam<PowerSetup> {
  protected:

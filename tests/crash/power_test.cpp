@@ -9,7 +9,7 @@
 
 #include "power_fixture.hpp"
 
-namespace hoist::test {
+namespace hoist::test::power_test {
 namespace {
 
 TEST_P(Power, CutAtEveryOperationOfThreeSteps) {
@@ -78,13 +78,13 @@ INSTANTIATE_TEST_SUITE_P(
                     PowerSetup{Placement::nvme, UpdateMode::backward},
                     PowerSetup{Placement::pinned, UpdateMode::backward, 1, true},
                     PowerSetup{Placement::pinned, UpdateMode::backward, 1, false, 2}),
-    name_of);
+    setup_name);
 INSTANTIATE_TEST_SUITE_P(TwoRanks, Power,
                          testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2},
                                          PowerSetup{Placement::nvme, UpdateMode::forward, 2, true},
                                          PowerSetup{Placement::nvme, UpdateMode::backward, 2}),
-                         name_of);
-INSTANTIATE_TEST_SUITE_P(TwoGroups, Power, testing::Values(PowerSetup{.keeps = true, .groups = 2}), name_of);
+                         setup_name);
+INSTANTIATE_TEST_SUITE_P(TwoGroups, Power, testing::Values(PowerSetup{.keeps = true, .groups = 2}), setup_name);
 
 class PowerMutation : public Power {
  protected:
@@ -120,20 +120,20 @@ TEST_P(PowerAgreement, WithoutItOnNamedCheckpointsTheJudgeObjects) {
   EXPECT_NE(found({.no_keep_barrier = true, .slow_manifest = true}), "");
 }
 
-INSTANTIATE_TEST_SUITE_P(OneRank, PowerMutation, testing::Values(PowerSetup{}), name_of);
+INSTANTIATE_TEST_SUITE_P(OneRank, PowerMutation, testing::Values(PowerSetup{}), setup_name);
 INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerMutation,
                          testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2},
                                          PowerSetup{Placement::pinned, UpdateMode::step, 2, true}),
-                         name_of);
+                         setup_name);
 INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerAgreement,
                          testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2},
                                          PowerSetup{Placement::pinned, UpdateMode::step, 2, true}),
-                         name_of);
+                         setup_name);
 INSTANTIATE_TEST_SUITE_P(
     TwoGroups, PowerAgreement,
     testing::Values(PowerSetup{
         .parameters = Placement::pinned, .update_mode = UpdateMode::step, .keeps = true, .groups = 2}),
-    name_of);
+    setup_name);
 
 // Two ranks go back to a named checkpoint. Until both have adopted it, the step they came from is what they have in
 // common.
@@ -162,8 +162,8 @@ TEST_P(PowerGoingBack, WhenAStepBeginsBeforeAllHaveAdoptedTheJudgeObjects) {
 INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerGoingBack,
                          testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2},
                                          PowerSetup{Placement::pinned, UpdateMode::step, 2}),
-                         name_of);
-INSTANTIATE_TEST_SUITE_P(TwoGroups, PowerGoingBack, testing::Values(PowerSetup{.groups = 2}), name_of);
+                         setup_name);
+INSTANTIATE_TEST_SUITE_P(TwoGroups, PowerGoingBack, testing::Values(PowerSetup{.groups = 2}), setup_name);
 
 // The state is dealt out to another number of ranks, into a store of its own; then the old store is removed. The judge
 // comes with the new number, or with the old one.
@@ -195,10 +195,10 @@ INSTANTIATE_TEST_SUITE_P(
                     PowerSetup{.parameters = Placement::pinned, .ranks = 1, .cut_ranks = 2, .judge_ranks = 1},
                     PowerSetup{.parameters = Placement::pinned, .ranks = 2, .cut_ranks = 1, .judge_ranks = 2},
                     PowerSetup{.update_mode = UpdateMode::step, .ranks = 2, .cut_ranks = 4, .judge_ranks = 1}),
-    name_of);
+    setup_name);
 INSTANTIATE_TEST_SUITE_P(TwoGroups, PowerResharding,
                          testing::Values(PowerSetup{.ranks = 1, .cut_ranks = 2, .judge_ranks = 1, .groups = 2}),
-                         name_of);
+                         setup_name);
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::power_test

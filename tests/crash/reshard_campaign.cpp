@@ -18,7 +18,6 @@ namespace {
 constexpr std::uint64_t kLastStep = 24;
 constexpr std::uint64_t kStepsBetweenChanges = 3;
 constexpr int kChanges = 5;
-constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3);
 constexpr std::array kPhases{Phase::create,        Phase::initialize, Phase::reshard,
                              Phase::between_ranks, Phase::remove,     Phase::manifest};
 
@@ -47,7 +46,7 @@ std::string ReshardCampaign::train(const Life& life, KillSwitch& kills) const {
     setup.engine.gradient_clipping = 0;  // the norm's last bits depend on the partition
     WatchedRank watched(kills, mode_ == UpdateMode::forward);
     watched.reshards = life.reshards;
-    if (index == life.slow_rank) watched.manifest_delay = kSlowManifest;
+    if (index == life.slow_rank) watched.manifest_delay = kSlowManifestDelay;
     LifeTerms terms = life.terms;
     terms.seed += static_cast<std::uint64_t>(group);
     return train_rank(setup, joins, watched, terms);

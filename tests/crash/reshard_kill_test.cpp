@@ -4,7 +4,7 @@
 
 #include "reshard_campaign.hpp"
 
-namespace hoist::test {
+namespace hoist::test::reshard_kill_test {
 namespace {
 
 struct Cell {
@@ -35,4 +35,4 @@ INSTANTIATE_TEST_SUITE_P(Parameters, ReshardKills,
                          [](const auto& c) { return c.param.name; });
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::reshard_kill_test

@@ -16,7 +16,7 @@
 #include "hostile.hpp"
 #include "volumes.hpp"
 
-namespace hoist::test {
+namespace hoist::test::space_test {
 namespace {
 
 using testing::HasSubstr;
@@ -173,4 +173,4 @@ TEST_F(Quota, ThatIsLoweredUnderATrainingLeavesTheLastCommit) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::space_test

@@ -21,6 +21,9 @@ namespace hoist::test {
 
 enum class Stage : std::uint8_t { creating, restoring, forward, backward, stepping, ended };
 
+// Of a slow rank among threads: another rank's manifest is durable first.
+inline constexpr std::chrono::milliseconds kSlowManifestDelay{3};
+
 struct WatchedRank {
   // `defers_updates`: step() leaves work to the next forward.
   WatchedRank(KillSwitch& kill_switch, bool defers_updates) : kills(kill_switch), defers(defers_updates) {}

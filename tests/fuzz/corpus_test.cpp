@@ -17,7 +17,7 @@ int fuzz_slot(const std::uint8_t* data, std::size_t count);
 int fuzz_label(const std::uint8_t* data, std::size_t count);
 }
 
-namespace hoist {
+namespace hoist::corpus_test {
 namespace {
 
 struct Target {
@@ -61,4 +61,4 @@ INSTANTIATE_TEST_SUITE_P(Targets, StoreCorpus,
                          [](const auto& c) { return std::string(c.param.name); });
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::corpus_test

@@ -6,7 +6,7 @@
 
 #include "run_state.hpp"
 
-namespace hoist::gpt {
+namespace hoist::gpt::arguments_test {
 namespace {
 
 using testing::ElementsAre;
@@ -202,4 +202,4 @@ TEST(RunState, NamesWhatDiffers) {
 }
 
 }  // namespace
-}  // namespace hoist::gpt
+}  // namespace hoist::gpt::arguments_test

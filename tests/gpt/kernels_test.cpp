@@ -12,7 +12,7 @@
 
 #include <hoist/core/rng.hpp>
 
-namespace hoist::gpt {
+namespace hoist::gpt::kernels_test {
 namespace {
 
 using Floats = std::vector<float>;
@@ -427,4 +427,4 @@ TEST(KernelThreads, NumberOfThreadsChangesNoBit) {
 }
 
 }  // namespace
-}  // namespace hoist::gpt
+}  // namespace hoist::gpt::kernels_test

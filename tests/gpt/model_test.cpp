@@ -14,7 +14,7 @@
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/rng.hpp>
 
-namespace hoist::gpt {
+namespace hoist::gpt::model_test {
 namespace {
 
 constexpr std::uint64_t kSeed = 4;
@@ -501,4 +501,4 @@ TEST(ModelRanks, TwoRanksSeeTheBatchOfOne) {
 }
 
 }  // namespace
-}  // namespace hoist::gpt
+}  // namespace hoist::gpt::model_test

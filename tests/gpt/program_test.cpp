@@ -21,7 +21,7 @@
 #include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
-namespace hoist::gpt {
+namespace hoist::gpt::program_test {
 namespace {
 
 using nlohmann::json;
@@ -560,4 +560,4 @@ TEST_F(Program, UnderASmallLimitOfStacksItRefusesAtTheStart) {
 #endif
 
 }  // namespace
-}  // namespace hoist::gpt
+}  // namespace hoist::gpt::program_test

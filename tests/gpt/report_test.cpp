@@ -16,7 +16,7 @@
 #include "progress.hpp"
 #include "text.hpp"
 
-namespace hoist::gpt {
+namespace hoist::gpt::report_test {
 namespace {
 
 using testing::HasSubstr;
@@ -190,4 +190,4 @@ TEST(Progress, ElsewhereALineEveryFewSecondsAndAtBothEnds) {
 }
 
 }  // namespace
-}  // namespace hoist::gpt
+}  // namespace hoist::gpt::report_test

@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-namespace hoist::gpt {
+namespace hoist::gpt::text_test {
 namespace {
 
 using testing::HasSubstr;
@@ -112,4 +112,4 @@ TEST_F(TextTest, FingerprintTellsTextsApart) {
 }
 
 }  // namespace
-}  // namespace hoist::gpt
+}  // namespace hoist::gpt::text_test

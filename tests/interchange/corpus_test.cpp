@@ -10,7 +10,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/interchange/safetensors.hpp>
 
-namespace hoist::interchange {
+namespace hoist::interchange::corpus_test {
 namespace {
 
 // As tests/fuzz/safetensors does it.
@@ -57,4 +57,4 @@ TEST(SafetensorsCorpus, SmallChangesDoNoHarm) {
 }
 
 }  // namespace
-}  // namespace hoist::interchange
+}  // namespace hoist::interchange::corpus_test

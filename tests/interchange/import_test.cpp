@@ -11,7 +11,7 @@
 
 #include "safetensors_files.hpp"
 
-namespace hoist::interchange {
+namespace hoist::interchange::import_test {
 namespace {
 
 using test::save;
@@ -174,4 +174,4 @@ TEST(ImportEngine, MastersSurviveAChangeOfWorldSize) {
 }
 
 }  // namespace
-}  // namespace hoist::interchange
+}  // namespace hoist::interchange::import_test

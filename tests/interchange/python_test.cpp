@@ -8,7 +8,7 @@
 
 #include "safetensors_files.hpp"
 
-namespace hoist::interchange {
+namespace hoist::interchange::python_test {
 namespace {
 
 using test::tensor;
@@ -79,4 +79,4 @@ save_file({"w": np.arange(12, dtype=np.float32).reshape(3, 4) / 7, "h": np.arang
 }
 
 }  // namespace
-}  // namespace hoist::interchange
+}  // namespace hoist::interchange::python_test

@@ -10,7 +10,7 @@
 
 #include "safetensors_files.hpp"
 
-namespace hoist::interchange {
+namespace hoist::interchange::reader_test {
 namespace {
 
 using test::save;
@@ -133,4 +133,4 @@ TEST(SafetensorsReader, RefusesWhatIsNoFile) {
 }
 
 }  // namespace
-}  // namespace hoist::interchange
+}  // namespace hoist::interchange::reader_test

@@ -6,7 +6,7 @@
 
 #include <hoist/interchange/safetensors.hpp>
 
-namespace hoist::interchange {
+namespace hoist::interchange::safetensors_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -171,4 +171,4 @@ TEST(SafetensorsHeader, NamesTheFormatCannotHoldAreNotEncoded) {
 }
 
 }  // namespace
-}  // namespace hoist::interchange
+}  // namespace hoist::interchange::safetensors_test

@@ -30,7 +30,7 @@ extern "C" int flock(int descriptor, int operation) noexcept {
   return next(descriptor, operation);
 }
 
-namespace hoist::interchange {
+namespace hoist::interchange::writer_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -217,4 +217,4 @@ TEST(SafetensorsWriter, ADirectoryThatCannotBeMadeIsAnIoError) {
 }
 
 }  // namespace
-}  // namespace hoist::interchange
+}  // namespace hoist::interchange::writer_test

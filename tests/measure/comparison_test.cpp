@@ -5,7 +5,7 @@
 #include <hoist/measure/comparison.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist::measure {
+namespace hoist::measure::comparison_test {
 namespace {
 
 // Says how fast it was without doing anything, and keeps a list of its legs.
@@ -95,4 +95,4 @@ TEST_F(ComparisonTest, LibaioMovesItsBytes) {
 }
 
 }  // namespace
-}  // namespace hoist::measure
+}  // namespace hoist::measure::comparison_test

@@ -15,7 +15,7 @@
 #include <hoist/platform/update_arrays.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist::measure {
+namespace hoist::measure::kernels_test {
 namespace {
 
 using Bytes = std::vector<unsigned char>;
@@ -181,4 +181,4 @@ TEST(StreamedStep, IsComparedWithTransfersOfAnotherSetting) {
 }
 
 }  // namespace
-}  // namespace hoist::measure
+}  // namespace hoist::measure::kernels_test

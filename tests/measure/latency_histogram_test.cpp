@@ -8,7 +8,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/measure/latency_histogram.hpp>
 
-namespace hoist::measure {
+namespace hoist::measure::latency_histogram_test {
 namespace {
 
 TEST(LatencyHistogram, EmptyIsZero) {
@@ -60,4 +60,4 @@ TEST(LatencyHistogram, AddingIsRecordingBoth) {
 }
 
 }  // namespace
-}  // namespace hoist::measure
+}  // namespace hoist::measure::latency_histogram_test

@@ -12,7 +12,7 @@
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist::measure {
+namespace hoist::measure::scratch_file_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -128,4 +128,4 @@ TEST_F(ScratchFileTest, DirectoriesAreCheckedFirst) {
 }
 
 }  // namespace
-}  // namespace hoist::measure
+}  // namespace hoist::measure::scratch_file_test

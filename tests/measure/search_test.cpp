@@ -7,7 +7,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/measure/search.hpp>
 
-namespace hoist::measure {
+namespace hoist::measure::search_test {
 namespace {
 
 // A drive with a saturating queue, a price for each block and one for a large footprint; its speed drifts by a third
@@ -120,4 +120,4 @@ TEST(Search, SettingsStayWithinTheirFootprint) {
 }
 
 }  // namespace
-}  // namespace hoist::measure
+}  // namespace hoist::measure::search_test

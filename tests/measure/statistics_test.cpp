@@ -4,7 +4,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/measure/statistics.hpp>
 
-namespace hoist::measure {
+namespace hoist::measure::statistics_test {
 namespace {
 
 TEST(Statistics, MedianOfOddEvenAndNone) {
@@ -30,4 +30,4 @@ TEST(Statistics, IntervalCoversTheMedian) {
 }
 
 }  // namespace
-}  // namespace hoist::measure
+}  // namespace hoist::measure::statistics_test

@@ -10,7 +10,7 @@
 #include <hoist/measure/workload.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist::measure {
+namespace hoist::measure::workload_test {
 namespace {
 
 constexpr std::uint64_t kFileBytes = 8 * kMiB;
@@ -113,4 +113,4 @@ TEST(Initializer, ContentDoesNotRepeat) {
 }
 
 }  // namespace
-}  // namespace hoist::measure
+}  // namespace hoist::measure::workload_test

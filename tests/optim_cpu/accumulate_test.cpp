@@ -3,7 +3,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::accumulate_test {
 namespace {
 
 TEST(Accumulate, EveryInstructionSetTypeAndCountIsTheSumInFloat) {
@@ -36,4 +36,4 @@ TEST(Accumulate, EveryInstructionSetTypeAndCountIsTheSumInFloat) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::accumulate_test

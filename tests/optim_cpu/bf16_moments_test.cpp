@@ -4,7 +4,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::bf16_moments_test {
 namespace {
 
 // A tile's state with bf16 moments.
@@ -186,4 +186,4 @@ TEST(HalfMomentsAverage, SecondMomentFollowsASmallChange) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::bf16_moments_test

@@ -8,7 +8,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::block_fp8_test {
 namespace {
 
 using Values = std::array<float, kMomentBlock>;
@@ -212,4 +212,4 @@ TEST(Master24, IsTheNearest) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::block_fp8_test

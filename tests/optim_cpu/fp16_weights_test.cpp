@@ -7,7 +7,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::fp16_weights_test {
 namespace {
 
 // A tile's state with fp16 weights, whose moments are fp32 or bf16.
@@ -237,4 +237,4 @@ TEST(Fp16Committable, WhatIsNotFiniteIsRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::fp16_weights_test

@@ -7,7 +7,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::norm_test {
 namespace {
 
 // norm.hpp's order in plain C++.
@@ -94,4 +94,4 @@ TEST(NormDeathTest, TooLongAChunkOrTooFewSumsAreBugs) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::norm_test

@@ -7,7 +7,7 @@
 
 #include "packed_tile.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::packed_average_test {
 namespace {
 
 // What stochastic rounding is for: a second moment over a thousand steps changes by a sixtieth of a step at a time.
@@ -134,4 +134,4 @@ TEST(RoundingWord, IsEvenOverIndicesAndKeys) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::packed_average_test

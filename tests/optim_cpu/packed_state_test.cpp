@@ -10,7 +10,7 @@
 
 #include "packed_tile.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::packed_state_test {
 namespace {
 
 // --- against the scalar text -----------------------------------------------------------------------------------------
@@ -354,4 +354,4 @@ TEST(PackedStateLimits, AMasterRoundedToTheLimitIsRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::packed_state_test

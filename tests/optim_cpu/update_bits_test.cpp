@@ -8,7 +8,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::update_bits_test {
 namespace {
 
 // The state after `steps` steps from `seed`, split or whole.
@@ -156,4 +156,4 @@ INSTANTIATE_TEST_SUITE_P(All, Tails,
                                             ::testing::Bool()));
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::update_bits_test

@@ -8,7 +8,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::update_edges_test {
 namespace {
 
 constexpr float kSmallestNormal = std::numeric_limits<float>::min();
@@ -240,4 +240,4 @@ TEST(Gradients, EveryPatternArrivesExactly) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::update_edges_test

@@ -17,7 +17,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::update_pool_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -178,4 +178,4 @@ TEST(UpdatePool, ThreadCountNeverChangesTheResult) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::update_pool_test

@@ -6,7 +6,7 @@
 
 #include "tiles.hpp"
 
-namespace hoist::optim::test {
+namespace hoist::optim::test::update_test {
 namespace {
 
 // The order of update.hpp in plain C++; must agree to the bit.
@@ -357,4 +357,4 @@ TEST(Variants, DecayEntersWhereItShould) {
 }
 
 }  // namespace
-}  // namespace hoist::optim::test
+}  // namespace hoist::optim::test::update_test

@@ -5,7 +5,7 @@
 
 #include <hoist/platform/device.hpp>
 
-namespace hoist::platform {
+namespace hoist::platform::cuda_device_test {
 namespace {
 
 TEST(CudaDevice, KnowsThatAStreamIsBeingCaptured) {
@@ -27,4 +27,4 @@ TEST(CudaDevice, KnowsThatAStreamIsBeingCaptured) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::cuda_device_test

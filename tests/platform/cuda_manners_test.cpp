@@ -12,7 +12,7 @@
 
 #include "fake_cuda_runtime.hpp"
 
-namespace hoist::platform {
+namespace hoist::platform::cuda_manners_test {
 namespace {
 
 namespace cuda = test::fake_cuda;
@@ -118,4 +118,4 @@ TEST_F(CudaManners, AThreadKeepsItsCardItsModeAndItsErrors) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::cuda_manners_test

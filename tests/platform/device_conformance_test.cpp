@@ -10,7 +10,7 @@
 
 #include "device_fixture.hpp"
 
-namespace hoist::platform {
+namespace hoist::platform::device_conformance_test {
 namespace {
 
 using DeviceConformance = DeviceTest;
@@ -227,4 +227,4 @@ TEST_P(DeviceConformance, LaunchRunsInOrderOrIsRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::device_conformance_test

@@ -16,7 +16,7 @@
 
 #include "device_fixture.hpp"
 
-namespace hoist::platform {
+namespace hoist::platform::host_device_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -317,4 +317,4 @@ TEST(HostDeviceDeathTest, AddressSanitizerSeesUseAfterRelease) {
 #endif
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::host_device_test

@@ -15,7 +15,7 @@
 #include <hoist/platform/host_memory.hpp>
 #include <hoist/platform/topology.hpp>
 
-namespace hoist::platform {
+namespace hoist::platform::host_memory_test {
 namespace {
 
 bool all_zero_and_writable(std::span<std::byte> bytes) {
@@ -159,4 +159,4 @@ TEST(AvailableMemory, IsPlausible) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::host_memory_test

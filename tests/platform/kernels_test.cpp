@@ -18,7 +18,7 @@
 
 #include "kernel_launches.hpp"
 
-namespace hoist::platform {
+namespace hoist::platform::kernels_test {
 namespace {
 
 // --- packs -----------------------------------------------------------------------------------------------------------
@@ -215,4 +215,4 @@ TEST_P(DeviceKernels, SumsOfSquaresAreTheCpus) {
   }
 }
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::kernels_test

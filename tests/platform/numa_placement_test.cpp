@@ -7,7 +7,7 @@
 
 #include <hoist/platform/numa_placement.hpp>
 
-namespace hoist::platform {
+namespace hoist::platform::numa_placement_test {
 namespace {
 
 using Gpus = std::vector<std::optional<int>>;
@@ -127,4 +127,4 @@ TEST(NumaPlacement, NoCoreIsIdleAndNoneIsShared) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::numa_placement_test

@@ -12,7 +12,7 @@
 
 #include "device_fixture.hpp"
 
-namespace hoist::platform {
+namespace hoist::platform::scale_test {
 namespace {
 
 float load(DType dtype, const std::byte* at) {
@@ -151,4 +151,4 @@ TEST_P(ScaleInto, ScalesInPlaceAndKeepsTheSignOfZero) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::scale_test

@@ -12,7 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/platform/topology.hpp>
 
-namespace hoist::platform {
+namespace hoist::platform::topology_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -171,4 +171,4 @@ TEST(BindThread, RefusalChangesNothing) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::topology_test

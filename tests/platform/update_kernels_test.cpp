@@ -13,7 +13,7 @@
 
 #include "kernel_launches.hpp"
 
-namespace hoist::platform {
+namespace hoist::platform::update_kernels_test {
 namespace {
 
 struct NamedOptions {
@@ -343,4 +343,4 @@ TEST_P(DeviceUpdates, NothingToDoIsNothing) {
 }
 
 }  // namespace
-}  // namespace hoist::platform
+}  // namespace hoist::platform::update_kernels_test

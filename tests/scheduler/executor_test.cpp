@@ -7,7 +7,7 @@
 
 #include <hoist/scheduler/executor.hpp>
 
-namespace hoist::scheduler {
+namespace hoist::scheduler::executor_test {
 namespace {
 
 TEST(Executor, RunsTasksInOrderOnOneThread) {
@@ -38,4 +38,4 @@ TEST(Executor, AFailureFailsEverythingAfterIt) {
 }
 
 }  // namespace
-}  // namespace hoist::scheduler
+}  // namespace hoist::scheduler::executor_test

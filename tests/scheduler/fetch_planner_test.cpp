@@ -9,7 +9,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/scheduler/fetch_planner.hpp>
 
-namespace hoist::scheduler {
+namespace hoist::scheduler::fetch_planner_test {
 namespace {
 
 constexpr std::uint64_t kItemBytes = 10;
@@ -163,4 +163,4 @@ TEST(FetchPlanner, PlansWithItemsThatMove) {
 }
 
 }  // namespace
-}  // namespace hoist::scheduler
+}  // namespace hoist::scheduler::fetch_planner_test

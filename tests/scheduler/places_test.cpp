@@ -5,7 +5,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/scheduler/places.hpp>
 
-namespace hoist::scheduler {
+namespace hoist::scheduler::places_test {
 namespace {
 
 std::vector<ItemRoom> rooms(const std::vector<std::uint64_t>& bytes) {
@@ -98,4 +98,4 @@ TEST(Places, AnItemMovesOnlyWhenAPinnedOneIsInTheWay) {
 }
 
 }  // namespace
-}  // namespace hoist::scheduler
+}  // namespace hoist::scheduler::places_test

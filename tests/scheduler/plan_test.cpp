@@ -10,7 +10,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/scheduler/plan.hpp>
 
-namespace hoist::scheduler {
+namespace hoist::scheduler::plan_test {
 namespace {
 
 constexpr std::uint64_t kNoLimit = 1'000'000'000;
@@ -247,4 +247,4 @@ TEST(Plan, HashesTellTracesApart) {
 }
 
 }  // namespace
-}  // namespace hoist::scheduler
+}  // namespace hoist::scheduler::plan_test

@@ -10,7 +10,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/scheduler/simulation.hpp>
 
-namespace hoist::scheduler {
+namespace hoist::scheduler::simulation_test {
 namespace {
 
 using After = std::vector<TaskIndex>;
@@ -165,4 +165,4 @@ TEST(Simulation, IsNeverBetterThanTheBestOfAllOrdersAndSeldomMuchWorse) {
 }
 
 }  // namespace
-}  // namespace hoist::scheduler
+}  // namespace hoist::scheduler::simulation_test

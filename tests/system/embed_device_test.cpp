@@ -6,7 +6,7 @@
 #include <hoist/examples/embed/autoencoder.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist {
+namespace hoist::embed_device_test {
 namespace {
 
 embed::Outcome trained(platform::DeviceKind device, const platform::HostDeviceOptions& host) {
@@ -43,4 +43,4 @@ TEST(CudaEmbed, AGpuEndsInTheSameBits) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::embed_device_test

@@ -20,7 +20,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-namespace hoist::test {
+namespace hoist::test::program_test {
 namespace {
 
 std::string read_file(const std::string& path) {
@@ -175,4 +175,4 @@ TEST(ProgramMemory, StaysWithinBudgetsPlusAQuarterGibibyte) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::program_test

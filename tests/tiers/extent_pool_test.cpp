@@ -8,7 +8,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/extent_pool.hpp>
 
-namespace hoist::tiers {
+namespace hoist::tiers::extent_pool_test {
 namespace {
 
 constexpr std::uint64_t k4 = kBlockAlignment;
@@ -103,4 +103,4 @@ TEST(ExtentPoolDeathTest, TakingMoreThanThereIsIsABug) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers
+}  // namespace hoist::tiers::extent_pool_test

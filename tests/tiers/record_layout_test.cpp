@@ -8,7 +8,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/tiers/record_layout.hpp>
 
-namespace hoist::tiers {
+namespace hoist::tiers::record_layout_test {
 namespace {
 
 std::uint64_t master_bytes(DType dtype, RemainderType remainder = RemainderType::int16) {
@@ -180,4 +180,4 @@ TEST(RecordLayoutDeathTest, ShardsAreMultiplesOf32) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers
+}  // namespace hoist::tiers::record_layout_test

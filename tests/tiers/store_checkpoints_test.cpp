@@ -14,7 +14,7 @@
 #include <hoist/tests/tiers/store_harness.hpp>
 #include <hoist/tiers/store_reader.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_checkpoints_test {
 namespace {
 
 using hoist::test::Fault;
@@ -357,4 +357,4 @@ TEST_F(StoreCheckpointsTest, StepsWithoutACommitBetweenThemAreCommittedTogether)
 }
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_checkpoints_test

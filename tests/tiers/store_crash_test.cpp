@@ -19,7 +19,7 @@
 #include <hoist/tests/support/observed_backend.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_crash_test {
 namespace {
 
 using hoist::test::Fault;
@@ -335,4 +335,4 @@ INSTANTIATE_TEST_SUITE_P(Drives, StoreMutationTest, testing::Values(1u, 2u));
 INSTANTIATE_TEST_SUITE_P(Drives, StoreNamesTest, testing::Values(1u, 2u));
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_crash_test

@@ -12,7 +12,7 @@
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/store_reader.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_drives_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -264,4 +264,4 @@ TEST_F(StoreDrivesTest, OptionsThatMakeNoSenseAreRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_drives_test

@@ -11,7 +11,7 @@
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_fault_test {
 namespace {
 
 using hoist::test::Fault;
@@ -407,4 +407,4 @@ TEST_F(StoreDamageTest, TenThousandTimesNoticed) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_fault_test

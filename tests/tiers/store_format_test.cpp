@@ -10,7 +10,7 @@
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/store_format.hpp>
 
-namespace hoist::tiers {
+namespace hoist::tiers::store_format_test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -247,4 +247,4 @@ TEST(StoreFormat, FirstDifferenceShowsBothLines) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers
+}  // namespace hoist::tiers::store_format_test

@@ -10,7 +10,7 @@
 
 #include <hoist/tests/tiers/store_harness.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_golden_test {
 namespace {
 
 using hoist::test::TempDirectory;
@@ -79,4 +79,4 @@ TEST_F(StoreGoldenTest, TheManifestOfThatFileIsRead) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_golden_test

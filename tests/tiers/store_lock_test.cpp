@@ -17,7 +17,7 @@
 #include <hoist/tests/tiers/store_open_fixture.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_lock_test {
 namespace {
 
 using testing::HasSubstr;
@@ -183,4 +183,4 @@ TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_lock_test

@@ -22,7 +22,7 @@
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/tiers/store_format.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_open_test {
 namespace {
 
 using hoist::test::Fault;
@@ -435,4 +435,4 @@ TEST_F(StoreOpenTest, AnOlderIncarnationsLaterStepIsNotListed) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_open_test

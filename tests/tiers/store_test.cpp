@@ -12,7 +12,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
-namespace hoist::tiers::test {
+namespace hoist::tiers::test::store_test {
 namespace {
 
 using hoist::test::TempDirectory;
@@ -388,4 +388,4 @@ TEST_F(StoreDeathTest, MisuseIsABug) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers::test
+}  // namespace hoist::tiers::test::store_test

@@ -10,7 +10,7 @@
 #include <hoist/tiers/activation_offload.hpp>
 #include <hoist/tiers/budget.hpp>
 
-namespace hoist::tiers {
+namespace hoist::tiers::activation_offload_test {
 namespace {
 
 using platform::CopyKind;
@@ -95,4 +95,4 @@ INSTANTIATE_TEST_SUITE_P(All, ActivationOffloadTest,
                          [](const auto& one) { return std::string(one.param.name); });
 
 }  // namespace
-}  // namespace hoist::tiers
+}  // namespace hoist::tiers::activation_offload_test

@@ -11,7 +11,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/tiers/budget.hpp>
 
-namespace hoist::tiers {
+namespace hoist::tiers::budget_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -121,4 +121,4 @@ TEST(BudgetDeathTest, AHoldMustNotOutliveItsBudget) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers
+}  // namespace hoist::tiers::budget_test

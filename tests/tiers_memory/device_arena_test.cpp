@@ -15,7 +15,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/device_arena.hpp>
 
-namespace hoist::tiers {
+namespace hoist::tiers::device_arena_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -195,4 +195,4 @@ TEST(DeviceArenaDeathTest, ABlockMustNotOutliveItsArena) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers
+}  // namespace hoist::tiers::device_arena_test

@@ -10,7 +10,7 @@
 #include <hoist/platform/free_memory.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
-namespace hoist::tiers {
+namespace hoist::tiers::pinned_pool_test {
 namespace {
 
 TEST(PinnedPool, CarvesExactlyWhatWasPlanned) {
@@ -127,4 +127,4 @@ TEST(PinnedPoolDeathTest, GoingBeyondThePlanIsABug) {
 }
 
 }  // namespace
-}  // namespace hoist::tiers
+}  // namespace hoist::tiers::pinned_pool_test

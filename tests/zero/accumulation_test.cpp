@@ -6,7 +6,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::accumulation_test {
 namespace {
 
 constexpr int kMicroBatches = 3;
@@ -139,4 +139,4 @@ TEST(Accumulation, AMicroBatchThatIsNotFiniteSkipsTheWholeStep) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::accumulation_test

@@ -6,7 +6,7 @@
 #include "counting_new.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::allocation_test {
 namespace {
 
 constexpr int kWarmPasses = 6;  // lists reach their capacity, and passes are planned
@@ -121,4 +121,4 @@ TEST(Allocations, OfAStep) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::allocation_test

@@ -15,7 +15,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::backward_mode_test {
 namespace {
 
 constexpr Placement kDevice = Placement::device, kPinned = Placement::pinned, kNvme = Placement::nvme;
@@ -475,4 +475,4 @@ TEST(GradientRing, KeepsPiecesApartAndWaitsForTheOldest) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::backward_mode_test

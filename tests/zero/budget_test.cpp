@@ -9,7 +9,7 @@
 
 #include "toy_model.hpp"
 
-namespace hoist::test {
+namespace hoist::test::budget_test {
 namespace {
 
 const ToyShape kShape{.matrices = {300000, 500000, 400000, 300000}, .norm = 64, .tied = false};
@@ -264,4 +264,4 @@ INSTANTIATE_TEST_SUITE_P(Spills, ByteTest, testing::ValuesIn(spills()),
                          [](const auto& c) { return std::string(c.param.name); });
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::budget_test

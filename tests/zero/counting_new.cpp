@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A file of its own: GCC warns of memory from operator new that is freed by free(), where it sees both.
+// Compiled by itself: GCC warns of memory from operator new that is freed by free(), where it sees both.
 #include "counting_new.hpp"
 
 #include <atomic>

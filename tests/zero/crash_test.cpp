@@ -18,7 +18,7 @@
 #include "toy_model.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::crash_test {
 namespace {
 
 constexpr std::uint64_t kSteps = 2500;
@@ -170,4 +170,4 @@ TEST_F(HalfAFirstCommit, IsNotWhatIsLeftOfATraining) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::crash_test

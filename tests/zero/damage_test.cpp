@@ -14,7 +14,7 @@
 
 #include "toy_model.hpp"
 
-namespace hoist::test {
+namespace hoist::test::damage_test {
 namespace {
 
 void flip_bit(const std::string& path, std::uint64_t offset) {
@@ -203,4 +203,4 @@ TEST(Ownership, UnwritablePathAndMissingStoreAreErrors) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::damage_test

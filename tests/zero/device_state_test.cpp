@@ -14,7 +14,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::device_state_test {
 namespace {
 
 using optim::OptimizerKind;
@@ -313,4 +313,4 @@ TEST_P(EveryDevice, EveryPlacementEndsInTheSameBits) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::device_state_test

@@ -10,7 +10,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::drives_test {
 namespace {
 
 // Large enough that every drive holds some of it: stripes are cut in units of 1 MiB.
@@ -85,4 +85,4 @@ TEST(Drives, FewerAtTheNextStartAreRefusedAndNothingIsLost) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::drives_test

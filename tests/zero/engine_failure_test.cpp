@@ -29,7 +29,7 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
   return threads_are_refused ? EAGAIN : next(thread, attributes, body, argument);
 }
 
-namespace hoist::test {
+namespace hoist::test::engine_failure_test {
 namespace {
 
 std::uint64_t held_bytes(Runtime& runtime) {
@@ -224,4 +224,4 @@ TEST(EngineFailure, WithoutThreadsAnEngineIsRefusedAndHoldsNothing) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::engine_failure_test

@@ -11,7 +11,7 @@
 
 #include "toy_program.hpp"
 
-namespace hoist::test {
+namespace hoist::test::engine_test {
 namespace {
 
 struct Fixture : ToyTraining {
@@ -533,4 +533,4 @@ TEST(Engine, UnsupportedOptionsAreRefusedByName) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::engine_test

@@ -15,7 +15,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::failing_rank_test {
 namespace {
 
 using testing::AllOf;
@@ -382,4 +382,4 @@ TEST(FailingGroup, AStepThatCannotBeTakenIsOneDecisionOfTheNormGroup) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::failing_rank_test

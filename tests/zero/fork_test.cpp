@@ -12,7 +12,7 @@
 
 #include "toy_program.hpp"
 
-namespace hoist::test {
+namespace hoist::test::fork_test {
 namespace {
 
 template <typename Call>
@@ -89,4 +89,4 @@ TEST_F(Fork, TheRuntimesDestructorDoesNothingEither) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::fork_test

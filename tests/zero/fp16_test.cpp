@@ -14,7 +14,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::fp16_test {
 namespace {
 
 using testing::HasSubstr;
@@ -556,4 +556,4 @@ TEST(Fp16Bytes, AreTheFormulas) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::fp16_test

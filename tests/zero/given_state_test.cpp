@@ -13,7 +13,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::given_state_test {
 namespace {
 
 ToySetup reduced(Placement placement, const std::string& directory = "") {
@@ -217,4 +217,4 @@ TEST_P(GivenState, IsCommittedWithItsCallerStateAndLossScale) {
 INSTANTIATE_TEST_SUITE_P(Places, GivenState, testing::Values(Placement::pinned, Placement::nvme));
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::given_state_test

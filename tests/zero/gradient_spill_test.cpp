@@ -14,7 +14,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::gradient_spill_test {
 namespace {
 
 constexpr std::uint32_t kAll = 99;  // units
@@ -317,4 +317,4 @@ TEST_P(FaultySpill, AnErrorOfTheDriveIsReported) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::gradient_spill_test

@@ -17,7 +17,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::group_commit_test {
 namespace {
 
 using testing::AllOf;
@@ -451,4 +451,4 @@ INSTANTIATE_TEST_SUITE_P(Cells, GroupCommit, testing::ValuesIn(kCells), name_of)
 INSTANTIATE_TEST_SUITE_P(Cells, GroupReshard, testing::ValuesIn(kCells), name_of);
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::group_commit_test

@@ -17,7 +17,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::initial_state_test {
 namespace {
 
 using testing::HasSubstr;
@@ -210,4 +210,4 @@ TEST_P(InitialStateTest, RefusesMomentsThatCannotBeCommitted) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::initial_state_test

@@ -19,7 +19,7 @@
 
 #include "toy_program.hpp"
 
-namespace hoist::test {
+namespace hoist::test::late_commit_test {
 namespace {
 
 // A drive that starts no write while it is closed.
@@ -151,4 +151,4 @@ TEST(LateCommit, LetsTheStepsOwnReadsGoFirst) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::late_commit_test

@@ -12,7 +12,7 @@
 
 #include "learning_rate_golden.hpp"
 
-namespace hoist {
+namespace hoist::learning_rate_test {
 namespace {
 
 constexpr auto kLinear = WarmupShape::linear;
@@ -162,4 +162,4 @@ TEST(LearningRate, ValuesWithoutMeaningAreRefusedByKey) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::learning_rate_test

@@ -12,7 +12,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::lifetime_test {
 namespace {
 
 ToySetup in_memory() { return toy_setup(Placement::pinned, Placement::pinned); }
@@ -238,4 +238,4 @@ TEST(Lifetime, RanksFailTogetherWhenOneCannotStart) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::lifetime_test

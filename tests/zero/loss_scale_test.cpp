@@ -12,7 +12,7 @@
 
 #include "loss_scale_golden.hpp"
 
-namespace hoist::test {
+namespace hoist::test::loss_scale_test {
 namespace {
 
 class GoldenScaleTest : public testing::TestWithParam<GoldenScales> {};
@@ -167,4 +167,4 @@ TEST(CommitState, DamagedScalersAreNotBelieved) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::loss_scale_test

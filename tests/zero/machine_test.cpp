@@ -13,7 +13,7 @@
 
 #include "toy_program.hpp"
 
-namespace hoist::test {
+namespace hoist::test::machine_test {
 namespace {
 
 using platform::DeviceKind;
@@ -245,4 +245,4 @@ TEST(HostBudget, AnAddressSpaceThatIsLimitedHoldsBothMemories) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::machine_test

@@ -18,7 +18,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::mirror_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -428,4 +428,4 @@ TEST(MirrorOptions, AreChecked) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::mirror_test

@@ -16,7 +16,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::named_checkpoint_test {
 namespace {
 
 using testing::HasSubstr;
@@ -318,4 +318,4 @@ TEST(CommitEvery, ImpossibleOptionsAreRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::named_checkpoint_test

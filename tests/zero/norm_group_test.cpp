@@ -12,7 +12,7 @@
 
 #include "sliced_model.hpp"
 
-namespace hoist::test {
+namespace hoist::test::norm_group_test {
 namespace {
 
 constexpr int kSlices = 2;
@@ -93,4 +93,4 @@ TEST(NormGroup, MustHoldTheShardingGroup) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::norm_group_test

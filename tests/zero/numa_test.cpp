@@ -15,7 +15,7 @@
 
 #include "toy_program.hpp"
 
-namespace hoist::test {
+namespace hoist::test::numa_test {
 namespace {
 
 using platform::Topology;
@@ -83,4 +83,4 @@ TEST(NumaTraining, MemoryAndUpdateThreadsAreWhereTheOptionsSay) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::numa_test

@@ -12,7 +12,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::observation_test {
 namespace {
 
 using Json = nlohmann::json;
@@ -115,4 +115,4 @@ TEST(TraceOfARun, HasARowForEveryLinkItUsed) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::observation_test

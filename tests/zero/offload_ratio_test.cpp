@@ -15,7 +15,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::offload_ratio_test {
 namespace {
 
 using detail::UnitRegions;
@@ -456,4 +456,4 @@ TEST(OffloadRatio, IsSaidWithWhatCameOfIt) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::offload_ratio_test

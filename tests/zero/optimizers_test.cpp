@@ -17,7 +17,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::optimizers_test {
 namespace {
 
 using optim::OptimizerKind;
@@ -391,4 +391,4 @@ TEST(OptimizerSettings, AreChecked) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::optimizers_test

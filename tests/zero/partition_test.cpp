@@ -6,7 +6,7 @@
 
 #include <hoist/zero/layout/unit_table.hpp>
 
-namespace hoist {
+namespace hoist::partition_test {
 namespace {
 
 TEST(Partition, EveryElementHasOneOwnerAndShardsAreEqual) {
@@ -88,4 +88,4 @@ TEST(UnitTable, IdentityNamesEveryParameterAndNotTheWorld) {
 }
 
 }  // namespace
-}  // namespace hoist
+}  // namespace hoist::partition_test

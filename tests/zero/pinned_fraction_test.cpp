@@ -16,7 +16,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::pinned_fraction_test {
 namespace {
 
 using detail::DeviceAccess;
@@ -459,4 +459,4 @@ TEST(PinnedFraction, OutOfRangeIsRefused) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::pinned_fraction_test

@@ -11,7 +11,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::pinned_weights_test {
 namespace {
 
 using detail::DeviceAccess;
@@ -255,4 +255,4 @@ TEST(PinnedWeights, ReadsAndWritesCrossTheBoundary) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::pinned_weights_test

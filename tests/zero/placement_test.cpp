@@ -9,7 +9,7 @@
 
 #include "toy_model.hpp"
 
-namespace hoist::test {
+namespace hoist::test::placement_test {
 namespace {
 
 struct Cell {
@@ -274,4 +274,4 @@ TEST(PlacementReference, TheRoundingModeOfTheProgramIsItsOwn) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::placement_test

@@ -9,7 +9,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::prediction_test {
 namespace {
 
 constexpr std::array kPlacements{Placement::device, Placement::pinned, Placement::nvme};
@@ -156,4 +156,4 @@ TEST(Prediction, OfAModelOnlyItsSizeIsKnown) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::prediction_test

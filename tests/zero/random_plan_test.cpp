@@ -17,7 +17,7 @@
 #include <hoist/zero/predict/step_graph.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
-namespace hoist::test {
+namespace hoist::test::random_plan_test {
 namespace {
 
 constexpr std::uint64_t kPlansOfShortRun = 400;
@@ -189,4 +189,4 @@ TEST(RandomPlan, IsValidAndNotSlowerThanFetchingOnDemand) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::random_plan_test

@@ -32,7 +32,7 @@
 #include "random_player.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::random_program_test {
 namespace {
 
 std::optional<std::uint64_t> number_in_environment(const char* name) {
@@ -176,4 +176,4 @@ TEST(RandomProgram, EndsInTheSameBitsEverywhere) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::random_program_test

@@ -15,7 +15,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::ranks_test {
 namespace {
 
 class RanksTest : public testing::TestWithParam<int> {};
@@ -319,4 +319,4 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::ranks_test

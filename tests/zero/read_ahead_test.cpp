@@ -12,7 +12,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::read_ahead_test {
 namespace {
 
 constexpr std::uint64_t kElements = 3 << 20;
@@ -146,4 +146,4 @@ TEST_P(ReadAhead, EndsWithTheEngine) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::read_ahead_test

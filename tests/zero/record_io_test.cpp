@@ -10,7 +10,7 @@
 
 #include "toy_program.hpp"
 
-namespace hoist::test {
+namespace hoist::test::record_io_test {
 namespace {
 
 // With half of the optimizer offloaded, units 0 and 1 are on the device and units 2 and 3 on NVMe.
@@ -191,4 +191,4 @@ TEST(DeviceOnly, IsCommittedAsItWasWritten) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::record_io_test

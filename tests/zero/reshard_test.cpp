@@ -15,7 +15,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::reshard_test {
 namespace {
 
 using testing::HasSubstr;
@@ -302,4 +302,4 @@ INSTANTIATE_TEST_SUITE_P(Placements, ReshardTest,
                          placement_names);
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::reshard_test

@@ -9,7 +9,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::secondary_shard_test {
 namespace {
 
 const ToyShape kShape{.matrices = {20000, 30001, 16384, 9973}};
@@ -203,4 +203,4 @@ TEST(SecondaryShards, AreRefusedWhereTheyCannotBe) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::secondary_shard_test

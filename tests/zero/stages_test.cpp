@@ -8,7 +8,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::stages_test {
 namespace {
 
 constexpr std::uint64_t kSteps = 5;
@@ -136,4 +136,4 @@ TEST(Stages, BelowStage3WeightsAreNotOffloaded) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::stages_test

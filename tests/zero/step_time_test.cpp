@@ -11,7 +11,7 @@
 #include <hoist/zero/predict/prediction.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
-namespace hoist::test {
+namespace hoist::test::step_time_test {
 namespace {
 
 // Two equal units; each has the bytes that are given, and its forward a quarter of the computation.
@@ -226,4 +226,4 @@ TEST_P(StepTimeOf, NoStepBeatsThePredictionAndNoTimeIsLost) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::step_time_test

@@ -20,7 +20,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::stored_model_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -342,4 +342,4 @@ TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::stored_model_test

@@ -11,7 +11,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::update_mode_test {
 namespace {
 
 struct Where {
@@ -233,4 +233,4 @@ TEST(ForwardModeOptions, IsRefusedWhereNothingIsOffloaded) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::update_mode_test

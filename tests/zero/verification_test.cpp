@@ -19,7 +19,7 @@
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::verification_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -203,4 +203,4 @@ INSTANTIATE_TEST_SUITE_P(Placements, VerificationTest, testing::Values(Placement
                          [](const auto& c) { return c.param == Placement::nvme ? "all_on_nvme" : "states_on_nvme"; });
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::verification_test

@@ -11,7 +11,7 @@
 
 #include "toy_ranks.hpp"
 
-namespace hoist::test {
+namespace hoist::test::vertical_test {
 namespace {
 
 constexpr int kMicroBatches = 3;
@@ -337,4 +337,4 @@ TEST(Vertical, RanksThatHoldDifferentNumbersAreNamed) {
 }
 
 }  // namespace
-}  // namespace hoist::test
+}  // namespace hoist::test::vertical_test

@@ -35,9 +35,15 @@ PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const Uni
 }
 
 std::uint64_t PinnedBufferChooser::bytes(const PinnedBuffers& buffers) const {
-  TierLayout layout = regions_.layout(MemoryTier::pinned);
-  for_each(buffers, [&](MemoryRole, std::uint64_t bytes) { layout.add(bytes); });
-  return layout.bytes();
+  std::uint64_t sum = regions_.layout(MemoryTier::pinned).bytes();
+  for_each(buffers, [&](MemoryRole, std::uint64_t bytes) { sum += tiers::PinnedPlan::piece_bytes(bytes); });
+  return sum;
+}
+
+std::uint64_t PinnedBufferChooser::update_buffer_bytes(const PinnedBuffers& buffers) const {
+  const auto [entry, is_new] = update_buffer_bytes_.try_emplace(buffers.sub_group_tiles);
+  if (is_new) entry->second = regions_.update_buffer_bytes(buffers.sub_group_tiles);
+  return entry->second;
 }
 
 std::uint64_t PinnedBufferChooser::ring_bytes(std::uint64_t gradients) const {

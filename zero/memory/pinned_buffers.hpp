@@ -2,10 +2,11 @@
 // zero/memory/pinned_buffers.hpp - how many buffers an engine has in pinned memory beside its units' regions, and how
 // large they are.
 //
-// Threading  Pure functions on constant data. Borrows the regions.
+// Threading  A chooser is for one thread; the rest are pure functions. Borrows the regions.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 
 #include <hoist/zero/memory/unit_regions.hpp>
@@ -42,9 +43,7 @@ class PinnedBufferChooser {
     visit(MemoryRole::results_copy, regions_.device_results_bytes());
     visit(MemoryRole::copy_buffer, kCopyBufferBytes);
   }
-  std::uint64_t update_buffer_bytes(const PinnedBuffers& buffers) const {
-    return regions_.update_buffer_bytes(buffers.sub_group_tiles);
-  }
+  std::uint64_t update_buffer_bytes(const PinnedBuffers& buffers) const;
 
   // If a step has several micro-batches, so many of their gradients are on their way to fp32 sums at once.
   static constexpr unsigned kSumBuffers = 2;
@@ -64,6 +63,7 @@ class PinnedBufferChooser {
   std::uint64_t staging_bytes_ = 0;                                    // the most weights of a unit on NVMe
   std::uint64_t sum_bytes_ = 0;                                        // 0: gradients are not summed in memory
   PinnedBuffers wanted_;
+  mutable std::map<std::uint64_t, std::uint64_t> update_buffer_bytes_;  // by tiles, as far as asked for
 };
 
 // A share of what is on NVMe that lives in pinned memory nevertheless, empty where it is left open.
