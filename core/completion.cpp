@@ -15,7 +15,9 @@ struct detail::CompletionState {
   ConditionVariable changed;
   std::atomic<bool> done{false};  // written under the mutex; read without it by done()
   std::exception_ptr error;       // constant once done
-  std::vector<Completion::Continuation> continuations HOIST_GUARDED_BY(mutex);
+  // Hardly any operation has a second one.
+  Completion::Continuation first_continuation HOIST_GUARDED_BY(mutex);
+  std::vector<Completion::Continuation> more_continuations HOIST_GUARDED_BY(mutex);
 };
 
 Completion Completion::failed(std::exception_ptr error) {
@@ -54,7 +56,11 @@ void Completion::then(Continuation continuation) const {
   if (state_) {
     MutexLock lock(state_->mutex);
     if (!state_->done.load(std::memory_order_relaxed)) {
-      state_->continuations.push_back(std::move(continuation));
+      if (!state_->first_continuation) {
+        state_->first_continuation = std::move(continuation);
+      } else {
+        state_->more_continuations.push_back(std::move(continuation));
+      }
       return;
     }
   }
@@ -73,17 +79,20 @@ Promise::~Promise() { HOIST_ASSERT(!state_ || state_->done, "a promise was destr
 
 void Promise::settle(std::exception_ptr error) noexcept {
   HOIST_ASSERT(state_ != nullptr, "a promise was fulfilled after it had been moved away");
-  std::vector<Completion::Continuation> continuations;
+  Completion::Continuation first;
+  std::vector<Completion::Continuation> more;
   const std::shared_ptr<detail::CompletionState> state = state_;  // outlives a continuation that drops this promise
   {
     MutexLock lock(state->mutex);
     HOIST_ASSERT(!state->done.load(std::memory_order_relaxed), "a promise was fulfilled twice");
     state->error = error;
     state->done.store(true, std::memory_order_release);
-    continuations.swap(state->continuations);
+    first.swap(state->first_continuation);
+    more.swap(state->more_continuations);
     state->changed.notify_all();
   }
-  for (auto& continuation : continuations) continuation(error);
+  if (first) first(error);
+  for (auto& continuation : more) continuation(error);
 }
 
 namespace {
@@ -98,7 +107,16 @@ struct Join {
 }  // namespace
 
 Completion when_all(std::span<const Completion> parts) {
-  if (parts.empty()) return {};
+  // Most often all but one have succeeded already, or there is no more than one.
+  const Completion* undecided = nullptr;
+  std::size_t undecided_count = 0;
+  for (const Completion& part : parts) {
+    if (part.done() && !part.error()) continue;
+    undecided = &part;
+    ++undecided_count;
+  }
+  if (undecided_count == 0) return {};
+  if (undecided_count == 1) return *undecided;
   auto join = std::make_shared<Join>(parts.size());
   const Completion result = join->promise.completion();
   for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -114,7 +132,7 @@ Completion when_all(std::span<const Completion> parts) {
   return result;
 }
 
-Completion followed_by(const Completion& first, std::function<Completion()> next) {
+Completion detail::followed_by_pending(const Completion& first, std::function<Completion()> next) {
   const auto promise = std::make_shared<Promise>();
   const auto settle = [promise](std::exception_ptr error) {
     error ? promise->fail(std::move(error)) : promise->complete();
