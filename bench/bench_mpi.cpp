@@ -149,16 +149,20 @@ class Bench {
                  const Hoist& hoist) {
     Figure figure{operation, shard * static_cast<std::uint64_t>(size()), {}, {}, {}};
     const std::uint64_t calls = late.count() > 0 ? 1 : std::max<std::uint64_t>(1, kLegBytes / figure.unit_bytes);
+    // As a program does: the calls follow each other in stream order.
+    const auto repeated = [&] {
+      for (std::uint64_t i = 0; i < calls; ++i) blocking();
+    };
     const auto streamed = [&] {
-      hoist();
+      for (std::uint64_t i = 0; i < calls; ++i) hoist();
       stream_->synchronize();
     };
-    leg(calls, late, blocking);
-    leg(calls, late, streamed);
+    leg(late, repeated);
+    leg(late, streamed);
     for (unsigned pair = 0; pair < arguments_.pairs; ++pair) {
-      const double first = leg(calls, late, blocking);
-      const double ours = leg(calls, late, streamed);
-      const double again = leg(calls, late, blocking);
+      const double first = leg(late, repeated);
+      const double ours = leg(late, streamed);
+      const double again = leg(late, repeated);
       figure.ratios.push_back(2 * ours / (first + again));
       figure.control.push_back(first / again);
       figure.gigabytes_per_second.push_back(static_cast<double>(calls * figure.unit_bytes) / ours / 1e9);
@@ -167,13 +171,13 @@ class Bench {
   }
 
   // Seconds of the slowest rank, from the time on at which the last one begins.
-  template <typename Call>
-  double leg(std::uint64_t calls, std::chrono::milliseconds late, const Call& call) {
+  template <typename Calls>
+  double leg(std::chrono::milliseconds late, const Calls& calls) {
     MPI_Barrier(theirs_);
     const TimePoint begin = Clock::now();
     if (late.count() > 0 && rank() == size() - 1) std::this_thread::sleep_for(late);
     const Nanoseconds slept = Clock::now() - begin;
-    for (std::uint64_t i = 0; i < calls; ++i) call();
+    calls();
     return slowest(to_seconds(Clock::now() - begin)) - slowest(to_seconds(slept));
   }
 
