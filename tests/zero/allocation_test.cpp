@@ -90,6 +90,8 @@ Cost cost(Placement parameters, Placement optimizer, int ranks, const Once& once
   return {per_unit, found[0] - kFew * per_unit};
 }
 
+// A tenth above what was measured: 7.1, 9.8 and 13.1. The fetch, its promise and events, and its place in the lists of
+// others are objects of their own.
 TEST(Allocations, OfAFetch) {
   struct Cell {
     const char* name;
@@ -98,22 +100,23 @@ TEST(Allocations, OfAFetch) {
     double per_unit_max, per_pass_max;
   };
   for (const Cell& cell :
-       {Cell{"from pinned memory", Placement::pinned, 1, 0, 0}, Cell{"from NVMe", Placement::nvme, 1, 0, 0},
-        Cell{"from pinned memory on two ranks", Placement::pinned, 2, 0, 0}}) {
+       {Cell{"from pinned memory", Placement::pinned, 1, 8, 4}, Cell{"from NVMe", Placement::nvme, 1, 11, 9},
+        Cell{"from pinned memory on two ranks", Placement::pinned, 2, 14, 7}}) {
     const Cost found = cost(cell.parameters, Placement::pinned, cell.ranks, evaluate);
     EXPECT_LE(found.per_unit, cell.per_unit_max) << cell.name;
     EXPECT_LE(found.per_pass, cell.per_pass_max) << cell.name;
   }
 }
 
+// Two fetches, a gradient and an update a unit: 21.5, and with 3 sub-groups on NVMe 63.
 TEST(Allocations, OfAStep) {
   struct Cell {
     const char* name;
     Placement parameters, optimizer;
     double per_unit_max, per_pass_max;
   };
-  for (const Cell& cell : {Cell{"in pinned memory", Placement::pinned, Placement::pinned, 0, 0},
-                           Cell{"on NVMe", Placement::nvme, Placement::nvme, 0, 0}}) {
+  for (const Cell& cell : {Cell{"in pinned memory", Placement::pinned, Placement::pinned, 23, 37},
+                           Cell{"on NVMe", Placement::nvme, Placement::nvme, 67, 90}}) {
     const Cost found = cost(cell.parameters, cell.optimizer, 1, train);
     EXPECT_LE(found.per_unit, cell.per_unit_max) << cell.name;
     EXPECT_LE(found.per_pass, cell.per_pass_max) << cell.name;
