@@ -149,13 +149,19 @@ class Bench {
                  const Hoist& hoist) {
     Figure figure{operation, shard * static_cast<std::uint64_t>(size()), {}, {}, {}};
     const std::uint64_t calls = late.count() > 0 ? 1 : std::max<std::uint64_t>(1, kLegBytes / figure.unit_bytes);
-    // As a program does: the calls follow each other in stream order.
+    // Each leg returns when its last call ended.
     const auto repeated = [&] {
       for (std::uint64_t i = 0; i < calls; ++i) blocking();
+      return Clock::now();
     };
+    // The calls follow each other in stream order, and so does the reading of the clock: a rank that is done waits for
+    // the others on a core, and the thread that waits for the stream may have to wait for that core.
     const auto streamed = [&] {
+      TimePoint end;
       for (std::uint64_t i = 0; i < calls; ++i) hoist();
+      stream_->launch("the clock", [&] { end = Clock::now(); });
       stream_->synchronize();
+      return end;
     };
     leg(late, repeated);
     leg(late, streamed);
@@ -177,8 +183,8 @@ class Bench {
     const TimePoint begin = Clock::now();
     if (late.count() > 0 && rank() == size() - 1) std::this_thread::sleep_for(late);
     const Nanoseconds slept = Clock::now() - begin;
-    calls();
-    return slowest(to_seconds(Clock::now() - begin)) - slowest(to_seconds(slept));
+    const TimePoint end = calls();
+    return slowest(to_seconds(end - begin)) - slowest(to_seconds(slept));
   }
 
   double slowest(double mine) {

@@ -29,8 +29,6 @@ std::string_view moment_type_name(MomentType type) {
   return "?";
 }
 
-std::string_view remainder_type_name(RemainderType type) { return type == RemainderType::int16 ? "int16" : "int8"; }
-
 float fp16_to_float(std::uint16_t bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
   const std::uint32_t exponent = (bits >> 10) & 0x1Fu;

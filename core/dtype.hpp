@@ -62,7 +62,6 @@ constexpr std::uint64_t moment_bytes(MomentType type, std::uint64_t elements) {
 
 // The remainder of the fp32 master beside a bf16 weight: complete, or 8 bits shorter.
 enum class RemainderType : std::uint8_t { int16 = 0, int8 = 1 };
-std::string_view remainder_type_name(RemainderType type);
 constexpr std::uint64_t remainder_bytes(RemainderType type) { return type == RemainderType::int16 ? 2 : 1; }
 
 // The same rounding without a remainder, for gradients and activations. NaN stays NaN (a payload only in the low half

@@ -145,7 +145,6 @@ class UnitRegions {
   const UnitPlacement& unit(UnitId id) const { return units_[id.index]; }
   HostPieces host_pieces(UnitId id) const;
   bool has_device_only() const { return has_device_only_; }       // whether any unit is
-  bool rings_gradients() const { return rings_gradients_; }       // of units whose state is not on the device
   std::uint64_t scratch_bytes() const { return scratch_bytes_; }  // of all spilled gradients
   // How many consecutive ranks' shards of each segment a secondary shard holds. Together the group has the unit in its
   // gathered layout.
