@@ -97,3 +97,12 @@ function(hoist_test name)
       SKIP_RETURN_CODE 77 ENVIRONMENT "${environment}")
   endforeach()
 endfunction()
+
+# hoist_mpi_run(TEST RANKS PROGRAM ARGS...): more ranks than cores, unbound, and as root where that is who runs the
+# tests (the variables mean nothing to anyone else). Containers forbid the single-copy system calls; without the
+# setting every rank warns of it.
+function(hoist_mpi_run test ranks program)
+  add_test(NAME ${test} COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${program}> ${ARGN})
+  set_tests_properties(${test} PROPERTIES LABELS mpi TIMEOUT 300 PROCESSORS 2
+    ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;OMPI_MCA_hwloc_base_binding_policy=none;OMPI_MCA_btl_vader_single_copy_mechanism=none")
+endfunction()

@@ -7,8 +7,8 @@
 // Threading  One thread at a time per plane and communicator; duplicate() gives an independent one for another thread.
 //            Operations keep their order when they are enqueued on different streams. abort() and broken() from any
 //            thread.
-// Memory     `scratch` is handed in at creation (it counts against the device budget); nothing else is allocated per
-//            call on the data plane.
+// Memory     `scratch` is handed in at creation (it counts against the device budget). A call on the data plane
+//            allocates a few small objects (tests/zero/allocation_test.cpp counts them).
 // Errors     CommError naming rank, operation, its subject and the missing ranks; on the data plane through the
 //            stream's error. Afterwards the communicator can only be destroyed. A call that breaks the contract throws
 //            UsageError and changes nothing.

@@ -111,8 +111,8 @@ HostCommunicator::HostCommunicator(std::string_view name, std::shared_ptr<Transp
   }
 }
 
-void HostCommunicator::enqueue(std::string_view what, platform::Stream& stream, std::uint64_t sent_bytes,
-                               std::function<void(Transport&)> work) {
+template <typename Work>
+void HostCommunicator::enqueue(std::string_view what, platform::Stream& stream, std::uint64_t sent_bytes, Work work) {
   // Peers pair operations by their order on the channel, so operations on two streams must not overtake each other.
   if (last_stream_ != nullptr && last_stream_ != &stream) stream.wait(last_, WaitCause::comm);
   stream.launch(what, [data = data_, ledger = options_.ledger, sent = sent_bytes_, sent_bytes, work = std::move(work)] {

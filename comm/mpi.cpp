@@ -7,7 +7,7 @@
 // (detail/mpi_process.hpp).
 //
 // Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
-// Memory     One list of requests per transport, reused.
+// Memory     The lists of an operation's messages and requests are kept for the next one.
 // Errors     Return codes become CommError (MPI_ERRORS_RETURN on every communicator of hoist).
 #include <algorithm>
 #include <cstring>
@@ -25,6 +25,7 @@
 #include <hoist/comm/mpi.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist::comm {
 
@@ -65,23 +66,18 @@ struct Doing {
   }
 };
 
-// How long to stay away between two polls. MPI moves data only while it is called: sleeping up to 500 us after the
-// first 2000 polls made a 64 MiB exchange between two ranks about 3 times slower than this does. A late rank should not
-// cost its peers a core, though, so long waits end in sleep. Yielding lets ranks that outnumber the cores take turns.
-class Backoff {
- public:
-  void pause(Nanoseconds waited) const {
-    if (waited < kEager) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(waited < kLong ? std::chrono::microseconds(50) : std::chrono::microseconds(500));
-    }
-  }
-
- private:
-  static constexpr std::chrono::milliseconds kEager{50};
-  static constexpr std::chrono::milliseconds kLong{2000};
-};
+// What to do between polls, `quiet` after the last message. MPI moves data only while it is called, about 100 KiB a
+// call: with pauses of 50 us an exchange of 8 MiB between two ranks takes 20 times as long. So a rank does not pause
+// while messages come. Later it lets others have the core, and then sleeps a thousandth of the time it has waited.
+void pause(Nanoseconds quiet) {
+  constexpr std::chrono::milliseconds kSpin{1};   // a message of 1 MiB takes 0.1 ms at 10 GB/s
+  constexpr std::chrono::milliseconds kYield{5};  // a rank that computes elsewhere is later than this
+  constexpr Nanoseconds kSleepMin = std::chrono::microseconds(50);
+  constexpr Nanoseconds kSleepMax = std::chrono::microseconds(500);
+  if (quiet < kSpin) return;
+  if (quiet < kYield) return std::this_thread::yield();
+  std::this_thread::sleep_for(std::clamp(quiet / 1000, kSleepMin, kSleepMax));
+}
 
 class MpiTransport final : public Transport {
  public:
@@ -102,35 +98,18 @@ class MpiTransport final : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
+  // In place: what a rank receives lies where its own shard does.
   void all_gather(std::span<const GatherPiece> pieces) override {
-    const Doing doing{"all_gather", subject_of(pieces)};
-    refuse_if_broken(doing);
+    parts_.clear();
     for (const GatherPiece& piece : pieces) {
-      for (std::uint64_t first = 0; first < piece.shard_bytes; first += options_.message_bytes_max) {
-        const std::uint64_t bytes = std::min(options_.message_bytes_max, piece.shard_bytes - first);
-        start_all_gather(piece, first, bytes);
-      }
+      const std::byte* const own = piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_bytes;
+      parts_.push_back({own, /*stride_bytes=*/0, piece.shard_bytes, piece.data, piece.what});
     }
-    finish(doing);
+    exchange({"all_gather", subject_of(pieces)}, parts_);
   }
 
   void exchange_shards(std::span<const ShardExchange> parts) override {
-    const Doing doing{"exchange", subject_of(parts)};
-    refuse_if_broken(doing);
-    // Messages between two ranks on one communicator arrive in the order sent, so one tag is enough. All receives
-    // stand before the first send: nothing arrives unexpected at this rank because of its own order.
-    for_each_message(parts, [&](int peer, const std::byte*, std::byte* target, int bytes) {
-      check(MPI_Irecv(target, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), doing);
-    });
-    for_each_message(parts, [&](int peer, const std::byte* source, std::byte*, int bytes) {
-      check(MPI_Isend(source, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), doing);
-    });
-    const auto me = static_cast<std::uint64_t>(rank_);
-    for (const ShardExchange& part : parts) {
-      if (part.chunk_bytes == 0) continue;
-      std::memmove(part.received + me * part.chunk_bytes, part.source + me * part.stride_bytes, part.chunk_bytes);
-    }
-    finish(doing);
+    exchange({"exchange", subject_of(parts)}, parts);
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
@@ -195,65 +174,97 @@ class MpiTransport final : public Transport {
 
  private:
   static constexpr int kTag = 0;
-  static constexpr std::chrono::milliseconds kQuiet{50};  // others are late for their own reasons
-  static constexpr std::chrono::seconds kAnswerTime{5};   // for ranks that poll at least every 500 us
+  static constexpr std::uint64_t kFirstBytes = 1 * kKiB;    // sent at once, without a handshake
+  static constexpr std::uint64_t kMessageBytes = 1 * kMiB;  // shorter ones cost more than 5 %
+  static constexpr std::size_t kUnderWay = 2;               // messages to a rank, and from it: one always moves
+  static constexpr int kPollsAPause = 4;                    // a message is complete some calls after it has come
+  static constexpr std::chrono::milliseconds kQuiet{50};    // others are late for their own reasons
+  static constexpr std::chrono::seconds kAnswerTime{5};     // for ranks that poll at least every 500 us
 
   MPI_Request* new_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 
-  // Bytes [first, first + bytes) of every rank's shard, in place. The shards lie shard_bytes apart, which an element
-  // type of that extent says in 64 bits where counts and displacements are int.
-  void start_all_gather(const GatherPiece& piece, std::uint64_t first, std::uint64_t bytes) {
-    const Doing doing{"all_gather", piece.what};
-    if (bytes == piece.shard_bytes) {
-      check(MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, piece.data, static_cast<int>(bytes), MPI_BYTE,
-                           communicator_, new_request()),
-            doing);
-      return;
+  // One direction of an exchange with one rank: messages in the order of the parts, a few of which are under way.
+  // Messages between two ranks on one communicator arrive in the order sent, so one tag is enough.
+  struct Lane {
+    int peer = 0;
+    bool sends = false;
+    bool begun = false;
+    std::size_t part = 0;
+    std::uint64_t first = 0;  // in its chunk
+  };
+
+  // Receives stand before the first send, nearest higher rank first, so that not all ranks send to rank 0 at once.
+  void exchange(const Doing& doing, std::span<const ShardExchange> parts) {
+    refuse_if_broken(doing);
+    lanes_.clear();
+    for (const bool sends : {false, true})
+      for (int step = 1; step < size_; ++step) lanes_.push_back({.peer = (rank_ + step) % size_, .sends = sends});
+    requests_.assign(lanes_.size() * kUnderWay, MPI_REQUEST_NULL);
+    const auto start = [&](std::size_t request) {
+      return start_next(lanes_[request / kUnderWay], parts, requests_[request], doing);
+    };
+    std::size_t started = 0;
+    for (std::size_t i = 0; i < requests_.size(); ++i)
+      if (start(i)) ++started;
+    const auto me = static_cast<std::uint64_t>(rank_);
+    for (const ShardExchange& part : parts) {
+      const std::byte* const source = part.source + me * part.stride_bytes;
+      std::byte* const target = part.received + me * part.chunk_bytes;
+      if (part.chunk_bytes > 0 && source != target) std::memmove(target, source, part.chunk_bytes);
     }
-    MPI_Datatype run = MPI_DATATYPE_NULL;
-    MPI_Datatype spaced = MPI_DATATYPE_NULL;
-    check(MPI_Type_contiguous(static_cast<int>(bytes), MPI_BYTE, &run), doing);
-    check(MPI_Type_create_resized(run, 0, static_cast<MPI_Aint>(piece.shard_bytes), &spaced), doing);
-    check(MPI_Type_commit(&spaced), doing);
-    check(
-        MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, piece.data + first, 1, spaced, communicator_, new_request()),
-        doing);
-    MPI_Type_free(&spaced);  // really freed when the operation has ended
-    MPI_Type_free(&run);
+    finish(doing, started, start);
   }
 
-  // message(peer, source, target, bytes) for every message to and from another rank, nearest higher rank first, so that
-  // not all ranks send to rank 0 at once. `source` is for `peer`, `target` is where the bytes from `peer` go.
-  template <typename Message>
-  void for_each_message(std::span<const ShardExchange> parts, const Message& message) {
-    for (int step = 1; step < size_; ++step) {
-      const int peer = (rank_ + step) % size_;
-      const auto p = static_cast<std::uint64_t>(peer);
-      for (const ShardExchange& part : parts) {
-        for (std::uint64_t first = 0; first < part.chunk_bytes; first += options_.message_bytes_max) {
-          message(peer, part.source + p * part.stride_bytes + first, part.received + p * part.chunk_bytes + first,
-                  static_cast<int>(std::min(options_.message_bytes_max, part.chunk_bytes - first)));
-        }
-      }
-    }
+  // Starts the lane's next message; false if there is none. The first is short: when it arrives, the rank has come, and
+  // this one stops sleeping.
+  bool start_next(Lane& lane, std::span<const ShardExchange> parts, MPI_Request& request, const Doing& doing) {
+    for (; lane.part < parts.size() && lane.first == parts[lane.part].chunk_bytes; ++lane.part) lane.first = 0;
+    if (lane.part == parts.size()) return false;
+    const ShardExchange& part = parts[lane.part];
+    const auto peer = static_cast<std::uint64_t>(lane.peer);
+    const std::uint64_t longest = std::min(lane.begun ? kMessageBytes : kFirstBytes, options_.message_bytes_max);
+    const auto bytes = static_cast<int>(std::min(longest, part.chunk_bytes - lane.first));
+    const std::byte* const source = part.source + peer * part.stride_bytes + lane.first;
+    std::byte* const target = part.received + peer * part.chunk_bytes + lane.first;
+    check(lane.sends ? MPI_Isend(source, bytes, MPI_BYTE, lane.peer, kTag, communicator_, &request)
+                     : MPI_Irecv(target, bytes, MPI_BYTE, lane.peer, kTag, communicator_, &request),
+          doing);
+    lane.first += static_cast<std::uint64_t>(bytes);
+    lane.begun = true;
+    return true;
   }
 
-  // Polls until all started requests have ended.
+  // All started requests, and none after them.
   void finish(const Doing& doing) {
+    finish(doing, requests_.size(), [](std::size_t) { return false; });
+  }
+
+  // Polls until `left` requests have ended, and those that start_again(its index) starts in their places. The time-out
+  // counts from the last end on.
+  template <typename StartAgain>
+  void finish(const Doing& doing, std::size_t left, const StartAgain& start_again) {
     Deadline deadline(options_.timeout);
     const Nanoseconds quiet = std::min<Nanoseconds>(kQuiet, options_.timeout / 4);
     statuses_.resize(requests_.size());
-    const Backoff backoff;
-    int done = 0;
-    while (true) {
+    ended_.resize(requests_.size());
+    for (int polls = 1; left > 0; ++polls) {
       if (breakage().there()) refuse_if_broken(doing);
-      const int code = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses_.data());
-      if (code == MPI_ERR_IN_STATUS) check_statuses(doing);
+      int count = 0;
+      const int code =
+          MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count, ended_.data(), statuses_.data());
+      const auto ended = static_cast<std::size_t>(std::max(count, 0));
+      if (code == MPI_ERR_IN_STATUS) check_statuses(std::span(statuses_).first(ended), doing);
       check(code, doing);
-      if (done != 0) break;
-      const Nanoseconds waited = deadline.waited();
-      if (waited > quiet) look_around(doing, waited);
-      backoff.pause(waited);
+      if (ended > 0) {
+        left -= ended;
+        for (const int request : std::span(ended_).first(ended))
+          if (start_again(static_cast<std::size_t>(request))) ++left;
+        deadline.restart();
+      } else if (polls % kPollsAPause == 0) {
+        const Nanoseconds waited = deadline.waited();
+        if (waited > quiet) look_around(doing, waited);
+        pause(waited);
+      }
     }
     requests_.clear();
   }
@@ -275,10 +286,8 @@ class MpiTransport final : public Transport {
     give_up(doing, findings);
   }
 
-  void check_statuses(const Doing& doing) {
-    for (const MPI_Status& status : statuses_) {
-      if (status.MPI_ERROR != MPI_ERR_PENDING) check(status.MPI_ERROR, doing);
-    }
+  void check_statuses(std::span<const MPI_Status> statuses, const Doing& doing) {
+    for (const MPI_Status& status : statuses) check(status.MPI_ERROR, doing);
   }
 
   void check(int code, const Doing& doing) {
@@ -308,8 +317,12 @@ class MpiTransport final : public Transport {
   const detail::MpiTransportOptions options_;
   int rank_ = 0;
   int size_ = 1;
+  // Of the operation under way.
+  std::vector<ShardExchange> parts_;
+  std::vector<Lane> lanes_;
   std::vector<MPI_Request> requests_;
   std::vector<MPI_Status> statuses_;
+  std::vector<int> ended_;
 };
 
 }  // namespace

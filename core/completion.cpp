@@ -15,7 +15,9 @@ struct detail::CompletionState {
   ConditionVariable changed;
   std::atomic<bool> done{false};  // written under the mutex; read without it by done()
   std::exception_ptr error;       // constant once done
-  std::vector<Completion::Continuation> continuations HOIST_GUARDED_BY(mutex);
+  // Hardly any operation has a second one.
+  Completion::Continuation first_continuation HOIST_GUARDED_BY(mutex);
+  std::vector<Completion::Continuation> more_continuations HOIST_GUARDED_BY(mutex);
 };
 
 Completion Completion::failed(std::exception_ptr error) {
@@ -54,7 +56,11 @@ void Completion::then(Continuation continuation) const {
   if (state_) {
     MutexLock lock(state_->mutex);
     if (!state_->done.load(std::memory_order_relaxed)) {
-      state_->continuations.push_back(std::move(continuation));
+      if (!state_->first_continuation) {
+        state_->first_continuation = std::move(continuation);
+      } else {
+        state_->more_continuations.push_back(std::move(continuation));
+      }
       return;
     }
   }
@@ -73,61 +79,99 @@ Promise::~Promise() { HOIST_ASSERT(!state_ || state_->done, "a promise was destr
 
 void Promise::settle(std::exception_ptr error) noexcept {
   HOIST_ASSERT(state_ != nullptr, "a promise was fulfilled after it had been moved away");
-  std::vector<Completion::Continuation> continuations;
+  Completion::Continuation first;
+  std::vector<Completion::Continuation> more;
   const std::shared_ptr<detail::CompletionState> state = state_;  // outlives a continuation that drops this promise
   {
     MutexLock lock(state->mutex);
     HOIST_ASSERT(!state->done.load(std::memory_order_relaxed), "a promise was fulfilled twice");
     state->error = error;
     state->done.store(true, std::memory_order_release);
-    continuations.swap(state->continuations);
+    first.swap(state->first_continuation);
+    more.swap(state->more_continuations);
     state->changed.notify_all();
   }
-  for (auto& continuation : continuations) continuation(error);
+  if (first) first(error);
+  for (auto& continuation : more) continuation(error);
 }
 
 namespace {
 
-struct Join {
-  explicit Join(std::size_t count) : errors(count), pending(count) {}
-  Promise promise;
-  std::vector<std::exception_ptr> errors;
-  std::atomic<std::size_t> pending;
+// What parts end in. Deleted by the last one: a plain pointer fits into a continuation without memory of its own.
+class Join {
+ public:
+  explicit Join(std::size_t count) : pending_(count), first_(count) {}
+  Completion completion() const { return promise_.completion(); }
+  void ended(std::size_t part, std::exception_ptr error) {
+    {
+      const MutexLock lock(mutex_);
+      if (error && part < first_) {
+        error_ = std::move(error);
+        first_ = part;
+      }
+      if (--pending_ > 0) return;
+    }
+    error_ ? promise_.fail(error_) : promise_.complete();
+    delete this;
+  }
+
+ private:
+  Promise promise_;
+  Mutex mutex_;
+  std::size_t pending_ HOIST_GUARDED_BY(mutex_);
+  std::size_t first_ HOIST_GUARDED_BY(mutex_);  // part that failed
+  std::exception_ptr error_;                    // its error; constant when none is pending
+};
+
+// One operation after another. Deleted when the second has ended, or is not begun.
+class Sequence {
+ public:
+  explicit Sequence(std::function<Completion()> next) : next_(std::move(next)) {}
+  Completion completion() const { return promise_.completion(); }
+  void begin_next(std::exception_ptr error) {
+    if (error) return end(std::move(error));
+    try {
+      next_().then([this](std::exception_ptr of_next) { end(std::move(of_next)); });
+    } catch (...) {
+      end(std::current_exception());
+    }
+  }
+
+ private:
+  void end(std::exception_ptr error) {
+    error ? promise_.fail(std::move(error)) : promise_.complete();
+    delete this;
+  }
+
+  Promise promise_;
+  std::function<Completion()> next_;
 };
 
 }  // namespace
 
 Completion when_all(std::span<const Completion> parts) {
-  if (parts.empty()) return {};
-  auto join = std::make_shared<Join>(parts.size());
-  const Completion result = join->promise.completion();
-  for (std::size_t i = 0; i < parts.size(); ++i) {
-    parts[i].then([join, i](std::exception_ptr error) {
-      join->errors[i] = std::move(error);
-      if (join->pending.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      for (auto& first : join->errors) {
-        if (first) return join->promise.fail(first);
-      }
-      join->promise.complete();
-    });
+  // Most often all but one have succeeded already, or there is no more than one.
+  const Completion* undecided = nullptr;
+  std::size_t undecided_count = 0;
+  for (const Completion& part : parts) {
+    if (part.done() && !part.error()) continue;
+    undecided = &part;
+    ++undecided_count;
   }
+  if (undecided_count == 0) return {};
+  if (undecided_count == 1) return *undecided;
+  auto* const join = new Join(parts.size());
+  const Completion result = join->completion();
+  for (std::size_t i = 0; i < parts.size(); ++i)
+    parts[i].then([join, i](std::exception_ptr error) { join->ended(i, std::move(error)); });
   return result;
 }
 
-Completion followed_by(const Completion& first, std::function<Completion()> next) {
-  const auto promise = std::make_shared<Promise>();
-  const auto settle = [promise](std::exception_ptr error) {
-    error ? promise->fail(std::move(error)) : promise->complete();
-  };
-  first.then([settle, next = std::move(next)](std::exception_ptr error) {
-    if (error) return settle(std::move(error));
-    try {
-      next().then(settle);
-    } catch (...) {
-      settle(std::current_exception());
-    }
-  });
-  return promise->completion();
+Completion detail::followed_by_pending(const Completion& first, std::function<Completion()> next) {
+  auto* const sequence = new Sequence(std::move(next));
+  const Completion result = sequence->completion();
+  first.then([sequence](std::exception_ptr error) { sequence->begin_next(std::move(error)); });
+  return result;
 }
 
 }  // namespace hoist

@@ -2,7 +2,7 @@
 // core/completion.hpp - something the host can see finish: a disk transfer, a CPU task, a polled event.
 //
 // Threading  Any thread may wait, test, or attach a continuation; exactly one thread fulfils a Promise, once.
-// Memory     One small shared block per promise; handles are reference counted.
+// Memory     One small shared block per promise; handles are reference counted. The first continuation is in it.
 // Errors     A failed operation stores its exception; every wait() rethrows it. UsageError from waiting for a pending
 //            operation of the process that this one was forked from.
 // Main path  Promise::complete -> continuations, in the order they were attached, on the completing thread.
@@ -65,8 +65,22 @@ class Promise {
 // Done when all are done; fails with the first error in the order of `parts`.
 Completion when_all(std::span<const Completion> parts);
 
-// Done when what `next` starts is done; `next` runs when `first` is done, as a continuation of it. If `first` fails, it
+namespace detail {
+Completion followed_by_pending(const Completion& first, std::function<Completion()> next);
+}
+
+// Done when what `next` starts is done; `next` runs when `first` is done, as a continuation of it,
+// or at once. If `first` fails, it
 // does not run, and the result fails with the same error.
-Completion followed_by(const Completion& first, std::function<Completion()> next);
+template <typename Next>  // Completion()
+Completion followed_by(const Completion& first, Next next) {
+  if (!first.done()) return detail::followed_by_pending(first, std::move(next));
+  if (first.error()) return first;
+  try {
+    return next();
+  } catch (...) {
+    return Completion::failed(std::current_exception());
+  }
+}
 
 }  // namespace hoist

@@ -86,9 +86,9 @@ void CudaStream::measured(std::variant<Measure::Transfer, WaitCause> what, Enque
 }
 
 void CudaStream::wait(const StreamEvent& event, WaitCause cause) {
-  if (event.state() == nullptr) return;
   const auto* point = dynamic_cast<const CudaEvent*>(event.state().get());
   if (point == nullptr) {
+    if (event.reached() && !event.completion().error()) return;
     throw UsageError(
         fmt::format("CUDA stream '{}' cannot wait for an event of a host stream; let the host wait for it "
                     "(event.completion()) and enqueue afterwards",

@@ -48,13 +48,14 @@ HostStream::~HostStream() {
 }
 
 StreamEvent HostStream::record() {
-  auto event = std::make_shared<HostEvent>();
-  enqueue(Record{event});
-  return StreamEvent(std::move(event));
+  Promise passed;
+  StreamEvent event(passed.completion());
+  enqueue(Record{std::move(passed)});
+  return event;
 }
 
 void HostStream::wait(const StreamEvent& event, WaitCause cause) {
-  if (event.state() == nullptr) return;
+  if (event.reached() && !event.completion().error()) return;
   enqueue(Wait{event, cause});
 }
 
@@ -140,9 +141,9 @@ void HostStream::execute(Operation& operation) {
   if (auto* record = std::get_if<Record>(&operation)) {
     error_delivered_ = error_ != nullptr;
     if (error_) {
-      record->event->promise_.fail(error_);
+      record->passed.fail(error_);
     } else {
-      record->event->promise_.complete();
+      record->passed.complete();
     }
     return;
   }

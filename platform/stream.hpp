@@ -34,25 +34,25 @@ enum class CopyKind : std::uint8_t { host_to_device, device_to_host, local };
 // A default-constructed event has been reached.
 class StreamEvent {
  public:
-  class State {  // one per implementation
+  class State {  // of a device that has events of its own
    public:
     virtual ~State() = default;
     virtual bool reached() const = 0;
     virtual void wait() const = 0;              // blocks the host; rethrows an error of the stream's work
-    virtual Completion completion() const = 0;  // host device: fulfilled by the worker; CUDA: by the polling thread
+    virtual Completion completion() const = 0;  // fulfilled by the polling thread
   };
 
   StreamEvent() = default;
   explicit StreamEvent(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  bool reached() const { return !state_ || state_->reached(); }
-  void wait() const {
-    if (state_) state_->wait();
-  }
-  Completion completion() const { return state_ ? state_->completion() : Completion(); }
+  explicit StreamEvent(Completion passed) : passed_(std::move(passed)) {}  // host device: fulfilled by the worker
+  bool reached() const { return state_ ? state_->reached() : passed_.done(); }
+  void wait() const { state_ ? state_->wait() : passed_.wait(); }
+  Completion completion() const { return state_ ? state_->completion() : passed_; }
   const std::shared_ptr<State>& state() const { return state_; }
 
  private:
   std::shared_ptr<State> state_;
+  Completion passed_;
 };
 
 class Stream {

@@ -181,6 +181,14 @@ std::vector<Place> choose_homes(std::span<const ItemRoom> items, std::uint64_t t
   return (ring.cost() <= ends.cost() ? std::move(ring) : std::move(ends)).take();
 }
 
+ItemRanges::Iterator ItemRanges::from(std::uint64_t offset) const {
+  return std::ranges::lower_bound(ranges_, offset, {}, &Range::begin);
+}
+
+void ItemRanges::add(const Range& range) { ranges_.insert(from(range.begin), range); }
+
+void ItemRanges::remove(std::uint64_t begin) { ranges_.erase(from(begin)); }
+
 Places::Places(std::vector<ItemRoom> items, std::uint64_t total_bytes)
     : items_(std::move(items)),
       total_bytes_(total_bytes),
@@ -201,8 +209,8 @@ void Places::reset() {
 }
 
 bool Places::is_free(const Place& place) const {
-  const auto after = pinned_ranges_.lower_bound(place.end());
-  return after == pinned_ranges_.begin() || places_[std::prev(after)->second].end() <= place.begin;
+  const auto after = pinned_ranges_.from(place.end());
+  return after == pinned_ranges_.begin() || places_[std::prev(after)->item].end() <= place.begin;
 }
 
 // To the first gap between pinned items that is large enough.
@@ -223,14 +231,14 @@ bool Places::pin(Item item) {
   HOIST_ASSERT(items_[item].bytes > 0 && !pinned_[item], "item {}", item);
   if (!is_free(places_[item]) && !move(item)) return false;
   pinned_[item] = used_[item] = true;
-  pinned_ranges_.emplace(places_[item].begin, item);
+  pinned_ranges_.add({places_[item].begin, item});
   return true;
 }
 
 void Places::unpin(Item item) {
   HOIST_ASSERT(pinned_[item], "item {}", item);
   pinned_[item] = false;
-  pinned_ranges_.erase(places_[item].begin);
+  pinned_ranges_.remove(places_[item].begin);
 }
 
 }  // namespace hoist::scheduler

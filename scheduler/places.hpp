@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <span>
 #include <vector>
 
@@ -45,6 +44,27 @@ std::uint64_t most_room_bytes(std::span<const ItemRoom> items);
 // expected to be used in this order, or in the reverse one. Pre: total_bytes >= least_room_bytes(items).
 std::vector<Place> choose_homes(std::span<const ItemRoom> items, std::uint64_t total_bytes);
 
+// Items whose ranges do not overlap, by where they begin. Allocates only while it grows.
+class ItemRanges {
+ public:
+  struct Range {
+    std::uint64_t begin;
+    Item item;
+  };
+  using Iterator = std::vector<Range>::const_iterator;
+
+  Iterator begin() const { return ranges_.begin(); }
+  Iterator end() const { return ranges_.end(); }
+  // The first that begins at `offset` or later.
+  Iterator from(std::uint64_t offset) const;
+  void add(const Range& range);
+  void remove(std::uint64_t begin);
+  void clear() { ranges_.clear(); }
+
+ private:
+  std::vector<Range> ranges_;
+};
+
 // The places of a pass.
 class Places {
  public:
@@ -72,8 +92,8 @@ class Places {
   bool all_fit_ = true;
   std::vector<Place> places_;
   std::vector<bool> pinned_;
-  std::vector<bool> used_;                       // in this pass
-  std::map<std::uint64_t, Item> pinned_ranges_;  // by where they begin
+  std::vector<bool> used_;  // in this pass
+  ItemRanges pinned_ranges_;
 };
 
 }  // namespace hoist::scheduler

@@ -17,31 +17,37 @@ std::uint64_t trace_hash(std::span<const Access> trace) {
   return hash;
 }
 
+// Of those that overlap it; otherwise the first after its beginning.
+ItemRanges::Iterator Residency::first_within(const Place& range) const {
+  const auto after = ranges_.from(range.begin + 1);
+  const bool overlaps = after != ranges_.begin() && places_[std::prev(after)->item]->overlaps(range);
+  return overlaps ? std::prev(after) : after;
+}
+
 std::vector<Item> Residency::within(const Place& range) const {
   std::vector<Item> items;
-  auto at = ranges_.upper_bound(range.begin);
-  if (at != ranges_.begin() && places_[std::prev(at)->second]->overlaps(range)) --at;
-  for (; at != ranges_.end() && at->first < range.end(); ++at) items.push_back(at->second);
+  for (auto at = first_within(range); at != ranges_.end() && at->begin < range.end(); ++at) items.push_back(at->item);
   return items;
 }
 
 void Residency::place(Item item, const Place& place) {
   if (holds(item)) evict(item);
-  for (const Item other : within(place)) evict(other);
+  for (auto at = first_within(place); at != ranges_.end() && at->begin < place.end(); at = first_within(place))
+    evict(at->item);
   places_[item] = place;
-  ranges_.emplace(place.begin, item);
+  ranges_.add({place.begin, item});
   live_elements_ += items_[item].elements;
 }
 
 void Residency::evict(Item item) {
   HOIST_ASSERT(holds(item), "item {}", item);
-  ranges_.erase(places_[item]->begin);
+  ranges_.remove(places_[item]->begin);
   places_[item].reset();
   live_elements_ -= items_[item].elements;
 }
 
 void Residency::clear() {
-  while (!ranges_.empty()) evict(ranges_.begin()->second);
+  while (ranges_.begin() != ranges_.end()) evict(std::prev(ranges_.end())->item);
 }
 
 namespace {

@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <span>
 #include <vector>
@@ -85,9 +84,11 @@ class Residency {
   void clear();
 
  private:
+  ItemRanges::Iterator first_within(const Place& range) const;
+
   std::span<const ItemShape> items_;
   std::vector<std::optional<Place>> places_;
-  std::map<std::uint64_t, Item> ranges_;  // by where they begin
+  ItemRanges ranges_;
   std::uint64_t live_elements_ = 0;
 };
 

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <string_view>
 
@@ -43,8 +42,8 @@ class HostCommunicator final : public Communicator {
 
  private:
   // Launches `work` after everything this communicator has enqueued so far, on whichever streams that was.
-  void enqueue(std::string_view what, platform::Stream& stream, std::uint64_t sent_bytes,
-               std::function<void(Transport&)> work);
+  template <typename Work>  // void(Transport&)
+  void enqueue(std::string_view what, platform::Stream& stream, std::uint64_t sent_bytes, Work work);
   std::uint64_t peers() const { return static_cast<std::uint64_t>(size() - 1); }
   void require_scratch(std::string_view what) const;
 

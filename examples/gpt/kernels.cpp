@@ -181,107 +181,123 @@ void take_product_memory(unsigned threads) {
 
 // --- linear --------------------------------------------------------------------------------------------------------
 
-void linear_forward(UpdatePool& pool, const LinearForward& a) {
-  const Index in = a.weight.columns;
-  const Index out = a.weight.rows;
-  for_chunks(pool, out, kOutputChunk, [&](Index first, Index count) {
-    float* panel = a.panel + first * in;
-    widen(a.weight, {.row = first, .rows = count, .column = 0, .columns = in}, panel);
-    for (Index r = 0; r < a.rows; ++r) {
+void linear_forward(const KernelContext& context, const LinearForward& a) {
+  const Index in = a.layer.weight.columns;
+  const Index out = a.layer.weight.rows;
+  const float* const bias = a.layer.bias;
+  for_chunks(context.pool, out, kOutputChunk, [&](Index first, Index count) {
+    float* panel = context.panel + first * in;
+    widen(a.layer.weight, {.row = first, .rows = count, .column = 0, .columns = in}, panel);
+    for (Index r = 0; r < context.rows; ++r) {
       float* y = a.y + r * out + first;
-      for (Index c = 0; c < count; ++c) y[c] = a.bias != nullptr ? a.bias[first + c] : 0.0f;
+      for (Index c = 0; c < count; ++c) y[c] = bias != nullptr ? bias[first + c] : 0.0f;
       if (a.residual == nullptr) continue;
       const float* residual = a.residual + r * out + first;
       for (Index c = 0; c < count; ++c) y[c] += residual[c];
     }
-    sgemm({.m = a.rows, .n = count, .k = in, .beta = 1.0f}, {a.x, in}, {panel, in, CblasTrans}, a.y + first, out);
+    sgemm({.m = context.rows, .n = count, .k = in, .beta = 1.0f}, {a.x, in}, {panel, in, CblasTrans}, a.y + first, out);
   });
 }
 
-void linear_backward_input(UpdatePool& pool, const LinearBackwardInput& a) {
-  const Index in = a.weight.columns;
-  const Index out = a.weight.rows;
-  for_chunks(pool, in, kOutputChunk, [&](Index first, Index count) {
-    float* panel = a.panel + first * out;
-    widen(a.weight, {.row = 0, .rows = out, .column = first, .columns = count}, panel);
-    sgemm({.m = a.rows, .n = count, .k = out}, {a.dy, out}, {panel, count}, a.dx + first, in);
-  });
-}
+namespace {
 
-void linear_backward_weight(UpdatePool& pool, const LinearBackwardWeight& a) {
-  const Index in = a.gradient.columns;
-  const Index out = a.gradient.rows;
-  for_chunks(pool, out, kOutputChunk, [&](Index first, Index count) {
-    float* panel = a.panel + first * in;
-    sgemm({.m = count, .n = in, .k = a.rows}, {a.dy + first, out, CblasTrans}, {a.x, in}, panel, in);
-    add_rounded(a.gradient, {.row = first, .rows = count, .column = 0, .columns = in}, panel);
-    if (a.bias_gradient == nullptr) return;
+void add_weight_gradient(const KernelContext& context, const LinearBackward& a) {
+  const Index in = a.layer.weight.columns;
+  const Index out = a.layer.weight.rows;
+  for_chunks(context.pool, out, kOutputChunk, [&](Index first, Index count) {
+    float* panel = context.panel + first * in;
+    sgemm({.m = count, .n = in, .k = context.rows}, {a.dy + first, out, CblasTrans}, {a.x, in}, panel, in);
+    add_rounded(a.gradient.weight, {.row = first, .rows = count, .column = 0, .columns = in}, panel);
+    if (a.gradient.bias == nullptr) return;
     float sum[kOutputChunk] = {};
-    for (Index r = 0; r < a.rows; ++r) {
+    for (Index r = 0; r < context.rows; ++r) {
       const float* dy = a.dy + r * out + first;
       for (Index c = 0; c < count; ++c) sum[c] += dy[c];
     }
-    for (Index c = 0; c < count; ++c) a.bias_gradient[first + c] += sum[c];
+    for (Index c = 0; c < count; ++c) a.gradient.bias[first + c] += sum[c];
   });
+}
+
+void linear_input_gradient(const KernelContext& context, const LinearBackward& a) {
+  const Index in = a.layer.weight.columns;
+  const Index out = a.layer.weight.rows;
+  for_chunks(context.pool, in, kOutputChunk, [&](Index first, Index count) {
+    float* panel = context.panel + first * out;
+    widen(a.layer.weight, {.row = 0, .rows = out, .column = first, .columns = count}, panel);
+    sgemm({.m = context.rows, .n = count, .k = out}, {a.dy, out}, {panel, count}, a.dx + first, in);
+  });
+}
+
+}  // namespace
+
+void linear_backward(const KernelContext& context, const LinearBackward& a) {
+  add_weight_gradient(context, a);
+  linear_input_gradient(context, a);
 }
 
 // --- layer norm ----------------------------------------------------------------------------------------------------
 
-void layer_norm_forward(UpdatePool& pool, const LayerNormForward& a) {
-  const float inverse_width = 1.0f / static_cast<float>(a.width);
-  for_chunks(pool, a.rows, kRowChunk, [&](Index first, Index count) {
+void norm_forward(const KernelContext& context, const NormForward& a) {
+  const Index width = a.layer.width;
+  const float inverse_width = 1.0f / static_cast<float>(width);
+  for_chunks(context.pool, context.rows, kRowChunk, [&](Index first, Index count) {
     for (Index r = first; r < first + count; ++r) {
-      const float* x = a.x + r * a.width;
-      float* y = a.y + r * a.width;
-      const float mean = lane_sum(a.width, [&](Index i) { return x[i]; }) * inverse_width;
-      const float variance = lane_sum(a.width, [&](Index i) { return (x[i] - mean) * (x[i] - mean); }) * inverse_width;
+      const float* x = a.x + r * width;
+      float* y = a.y + r * width;
+      const float mean = lane_sum(width, [&](Index i) { return x[i]; }) * inverse_width;
+      const float variance = lane_sum(width, [&](Index i) { return (x[i] - mean) * (x[i] - mean); }) * inverse_width;
       const float inverse_dev = 1.0f / std::sqrt(variance + kNormEpsilon);
-      for (Index i = 0; i < a.width; ++i) y[i] = (x[i] - mean) * inverse_dev * a.weight[i] + a.bias[i];
-      a.mean[r] = mean;
-      a.inverse_dev[r] = inverse_dev;
+      for (Index i = 0; i < width; ++i) y[i] = (x[i] - mean) * inverse_dev * a.layer.weight[i] + a.layer.bias[i];
+      a.statistics.mean[r] = mean;
+      a.statistics.inverse_dev[r] = inverse_dev;
     }
   });
 }
 
 namespace {
 
-void layer_norm_backward_row(const LayerNormBackward& a, Index r) {
-  const float inverse_width = 1.0f / static_cast<float>(a.width);
-  const float* x = a.x + r * a.width;
-  const float* dy = a.dy + r * a.width;
-  float* dx = a.dx + r * a.width;
-  const float mean = a.mean[r];
-  const float inverse_dev = a.inverse_dev[r];
-  const float mean_dy = lane_sum(a.width, [&](Index i) { return dy[i] * a.weight[i]; }) * inverse_width;
+void norm_backward_row(const NormBackward& a, Index r) {
+  const Index width = a.layer.width;
+  const float* weight = a.layer.weight;
+  const float inverse_width = 1.0f / static_cast<float>(width);
+  const float* x = a.x + r * width;
+  const float* dy = a.dy + r * width;
+  float* dx = a.dx + r * width;
+  const float mean = a.statistics.mean[r];
+  const float inverse_dev = a.statistics.inverse_dev[r];
+  const float mean_dy = lane_sum(width, [&](Index i) { return dy[i] * weight[i]; }) * inverse_width;
   const float mean_dy_x =
-      lane_sum(a.width, [&](Index i) { return dy[i] * a.weight[i] * ((x[i] - mean) * inverse_dev); }) * inverse_width;
-  for (Index i = 0; i < a.width; ++i) {
+      lane_sum(width, [&](Index i) { return dy[i] * weight[i] * ((x[i] - mean) * inverse_dev); }) * inverse_width;
+  for (Index i = 0; i < width; ++i) {
     const float normalized = (x[i] - mean) * inverse_dev;
-    dx[i] += (dy[i] * a.weight[i] - mean_dy - normalized * mean_dy_x) * inverse_dev;
+    dx[i] += (dy[i] * weight[i] - mean_dy - normalized * mean_dy_x) * inverse_dev;
   }
 }
 
 }  // namespace
 
-void layer_norm_backward(UpdatePool& pool, const LayerNormBackward& a) {
-  for_chunks(pool, a.width, kColumnChunk, [&](Index first, Index count) {
+void norm_backward(const KernelContext& context, const NormBackward& a) {
+  const Index width = a.layer.width;
+  for_chunks(context.pool, width, kColumnChunk, [&](Index first, Index count) {
     float weight_sum[kColumnChunk] = {};
     float bias_sum[kColumnChunk] = {};
-    for (Index r = 0; r < a.rows; ++r) {
-      const float* x = a.x + r * a.width + first;
-      const float* dy = a.dy + r * a.width + first;
+    for (Index r = 0; r < context.rows; ++r) {
+      const float* x = a.x + r * width + first;
+      const float* dy = a.dy + r * width + first;
+      const float mean = a.statistics.mean[r];
+      const float inverse_dev = a.statistics.inverse_dev[r];
       for (Index c = 0; c < count; ++c) {
-        weight_sum[c] += dy[c] * ((x[c] - a.mean[r]) * a.inverse_dev[r]);
+        weight_sum[c] += dy[c] * ((x[c] - mean) * inverse_dev);
         bias_sum[c] += dy[c];
       }
     }
     for (Index c = 0; c < count; ++c) {
-      a.weight_gradient[first + c] += weight_sum[c];
-      a.bias_gradient[first + c] += bias_sum[c];
+      a.gradient.weight[first + c] += weight_sum[c];
+      a.gradient.bias[first + c] += bias_sum[c];
     }
   });
-  for_chunks(pool, a.rows, kRowChunk, [&](Index first, Index count) {
-    for (Index r = first; r < first + count; ++r) layer_norm_backward_row(a, r);
+  for_chunks(context.pool, context.rows, kRowChunk, [&](Index first, Index count) {
+    for (Index r = first; r < first + count; ++r) norm_backward_row(a, r);
   });
 }
 

@@ -44,66 +44,78 @@ struct GradientMatrix {
   Index columns = 0;
 };
 
-// y[rows, out] = x[rows, in] W[out, in]^T (+ bias[out]) (+ residual[rows, out]). panel: out * in floats.
-struct LinearForward {
-  Index rows = 0;
-  const float* x = nullptr;
-  Matrix weight;
+// What the calls of a pass share.
+struct KernelContext {
+  UpdatePool& pool;
+  Index rows = 0;          // of activations
+  float* panel = nullptr;  // as many floats as the largest weight matrix has elements
+};
+
+// A linear layer's parameters, and their gradients; the bias may be null.
+struct Linear {
+  Matrix weight;  // [out, in]
   const float* bias = nullptr;
+};
+struct LinearGradient {
+  GradientMatrix weight;
+  float* bias = nullptr;
+};
+
+// y[rows, out] = x[rows, in] W^T (+ bias[out]) (+ residual[rows, out]).
+struct LinearForward {
+  const float* x = nullptr;
+  Linear layer;
   const float* residual = nullptr;
-  float* panel = nullptr;
   float* y = nullptr;
 };
-void linear_forward(UpdatePool& pool, const LinearForward& a);
+void linear_forward(const KernelContext& context, const LinearForward& a);
 
-// dx[rows, in] = dy[rows, out] W[out, in]. panel: out * in floats.
-struct LinearBackwardInput {
-  Index rows = 0;
+// dW += dy[rows, out]^T x[rows, in]; dbias += the column sums of dy; then dx[rows, in] = dy W. x and dx may be the same
+// memory.
+struct LinearBackward {
+  const float* x = nullptr;
   const float* dy = nullptr;
-  Matrix weight;
-  float* panel = nullptr;
+  Linear layer;
+  LinearGradient gradient;
   float* dx = nullptr;
 };
-void linear_backward_input(UpdatePool& pool, const LinearBackwardInput& a);
+void linear_backward(const KernelContext& context, const LinearBackward& a);
 
-// dW[out, in] += dy[rows, out]^T x[rows, in]; dbias[out] += the column sums of dy. panel: out * in floats.
-struct LinearBackwardWeight {
-  Index rows = 0;
-  const float* dy = nullptr;
-  const float* x = nullptr;
-  GradientMatrix gradient;
-  float* bias_gradient = nullptr;  // may be null
-  float* panel = nullptr;
-};
-void linear_backward_weight(UpdatePool& pool, const LinearBackwardWeight& a);
-
-// y = (x - mean) / sqrt(variance + 1e-5) * weight + bias, per row; mean and reciprocal deviation are kept.
-struct LayerNormForward {
-  Index rows = 0;
-  Index width = 0;
-  const float* x = nullptr;
+// A layer norm's parameters, and their gradients: [width] each.
+struct Norm {
   const float* weight = nullptr;
   const float* bias = nullptr;
-  float* mean = nullptr;         // [rows]
-  float* inverse_dev = nullptr;  // [rows]
+  Index width = 0;
+};
+struct NormGradient {
+  float* weight = nullptr;
+  float* bias = nullptr;
+};
+// Of each row of its input; the way back needs them.
+struct NormStatistics {
+  float* mean = nullptr;
+  float* inverse_dev = nullptr;
+};
+
+// y = (x - mean) / sqrt(variance + 1e-5) * weight + bias, per row.
+struct NormForward {
+  const float* x = nullptr;
+  Norm layer;
+  NormStatistics statistics;
   float* y = nullptr;
 };
-void layer_norm_forward(UpdatePool& pool, const LayerNormForward& a);
+void norm_forward(const KernelContext& context, const NormForward& a);
 
 // dx += the derivative with respect to x (the residual's gradient is already there); gradients are added to.
-struct LayerNormBackward {
-  Index rows = 0;
-  Index width = 0;
-  const float* dy = nullptr;
+struct NormBackward {
   const float* x = nullptr;
-  const float* weight = nullptr;
-  const float* mean = nullptr;
-  const float* inverse_dev = nullptr;
+  const float* dy = nullptr;
+  Norm layer;
+  NormStatistics statistics;
+  NormGradient gradient;
   float* dx = nullptr;
-  float* weight_gradient = nullptr;
-  float* bias_gradient = nullptr;
 };
-void layer_norm_backward(UpdatePool& pool, const LayerNormBackward& a);
+void norm_backward(const KernelContext& context, const NormBackward& a);
 
 // GELU, tanh form (Hendrycks & Gimpel, arXiv 1606.08415). dx = dy * gelu'(x); dy and dx may be the same memory.
 void gelu_forward(UpdatePool& pool, const float* x, Index count, float* y);

@@ -46,17 +46,26 @@ class Gpt::UnitBuilder {
  public:
   UnitBuilder(Gpt& gpt, std::string unit) : gpt_(gpt), unit_(std::move(unit)) {}
 
-  void matrix(const char* name, std::int64_t out, std::int64_t in) {
+  void matrix(const std::string& name, std::int64_t out, std::int64_t in) {
     specs_.push_back({.name = full(name), .shape = {out, in}, .dtype = gpt_.options_.matrix_dtype});
   }
-  void vector(const char* name, std::int64_t count) {
-    specs_.push_back({.name = full(name), .shape = {count}, .dtype = DType::fp32, .group = gpt_.no_decay_});
+  void linear(const std::string& name, std::int64_t out, std::int64_t in) {
+    matrix(name + ".weight", out, in);
+    vector(name + ".bias", out);
+  }
+  void norm(const std::string& name) {
+    vector(name + ".weight", gpt_.width());
+    vector(name + ".bias", gpt_.width());
   }
   UnitId add() { return gpt_.model_.add_unit(unit_, specs_); }
-  ParameterId id(const char* name) const { return gpt_.model_.parameter(full(name)); }
+  ParameterId id(const std::string& name) const { return gpt_.model_.parameter(full(name)); }
+  Layer layer(const std::string& name) const { return {id(name + ".weight"), id(name + ".bias")}; }
 
  private:
-  std::string full(const char* name) const { return fmt::format("{}.{}", unit_, name); }
+  void vector(const std::string& name, std::int64_t count) {
+    specs_.push_back({.name = full(name), .shape = {count}, .dtype = DType::fp32, .group = gpt_.no_decay_});
+  }
+  std::string full(const std::string& name) const { return fmt::format("{}.{}", unit_, name); }
   Gpt& gpt_;
   const std::string unit_;
   std::vector<ParameterSpec> specs_;
@@ -77,42 +86,28 @@ void Gpt::declare(const GroupOptions& defaults) {
   for (int layer = 0; layer < options_.layers; ++layer) blocks_.push_back(declare_block(layer));
 
   UnitBuilder last(*this, "head");
-  last.vector("norm.weight", options_.width);
-  last.vector("norm.bias", options_.width);
+  last.norm("norm");
   head_ = last.add();
-  norm_weight_ = last.id("norm.weight");
-  norm_bias_ = last.id("norm.bias");
+  head_norm_ = std::make_unique<Layer>(last.layer("norm"));
   model_.tie(head_, token_embedding_);
 }
 
 Gpt::Block Gpt::declare_block(int layer) {
   const std::int64_t d = options_.width;
   UnitBuilder unit(*this, fmt::format("block.{}", layer));
-  unit.vector("norm1.weight", d);
-  unit.vector("norm1.bias", d);
-  unit.matrix("qkv.weight", 3 * d, d);
-  unit.vector("qkv.bias", 3 * d);
-  unit.matrix("out.weight", d, d);
-  unit.vector("out.bias", d);
-  unit.vector("norm2.weight", d);
-  unit.vector("norm2.bias", d);
-  unit.matrix("up.weight", 4 * d, d);
-  unit.vector("up.bias", 4 * d);
-  unit.matrix("down.weight", d, 4 * d);
-  unit.vector("down.bias", d);
+  unit.norm("norm1");
+  unit.linear("qkv", 3 * d, d);
+  unit.linear("out", d, d);
+  unit.norm("norm2");
+  unit.linear("up", 4 * d, d);
+  unit.linear("down", d, 4 * d);
   return {.unit = unit.add(),
-          .norm1_weight = unit.id("norm1.weight"),
-          .norm1_bias = unit.id("norm1.bias"),
-          .qkv_weight = unit.id("qkv.weight"),
-          .qkv_bias = unit.id("qkv.bias"),
-          .out_weight = unit.id("out.weight"),
-          .out_bias = unit.id("out.bias"),
-          .norm2_weight = unit.id("norm2.weight"),
-          .norm2_bias = unit.id("norm2.bias"),
-          .up_weight = unit.id("up.weight"),
-          .up_bias = unit.id("up.bias"),
-          .down_weight = unit.id("down.weight"),
-          .down_bias = unit.id("down.bias")};
+          .norm1 = unit.layer("norm1"),
+          .qkv = unit.layer("qkv"),
+          .out = unit.layer("out"),
+          .norm2 = unit.layer("norm2"),
+          .up = unit.layer("up"),
+          .down = unit.layer("down")};
 }
 
 // Called once with a null base to learn the bytes, and once to place the buffers.
@@ -131,10 +126,8 @@ Gpt::Workspace Gpt::carve(std::byte* base, std::uint64_t& bytes) const {
                             .mixed = take(d),
                             .middle = take(d),
                             .hidden = take(4 * d),
-                            .mean1 = take(1),
-                            .inverse_dev1 = take(1),
-                            .mean2 = take(1),
-                            .inverse_dev2 = take(1)};
+                            .norm1 = {take(1), take(1)},
+                            .norm2 = {take(1), take(1)}};
   };
   Workspace w;
   for (std::size_t i = 0; i < BlockInputs::buffer_count(input_options()); ++i) w.inputs.push_back(take(d));
@@ -150,7 +143,8 @@ Gpt::Workspace Gpt::carve(std::byte* base, std::uint64_t& bytes) const {
   w.normed = take(d);
   w.wide = take(4 * d);
   w.gradient_part = take(d);
-  for (float** vector : {&w.mean, &w.inverse_dev, &w.row_loss}) *vector = take(1);
+  w.head_norm = {take(1), take(1)};
+  w.row_loss = take(1);
   w.logits = take(kVocabulary);
   w.attention_scratch = floats(probabilities);
   w.panel = floats(std::max({4 * d * d, kVocabulary * d, options_.context * d}));
@@ -164,6 +158,8 @@ void Gpt::enqueue(const char* what, std::function<void()> work) {
     compute_time_ += Clock::now() - begin;
   });
 }
+
+KernelContext Gpt::context() { return {.pool = pool_, .rows = rows(), .panel = work_->panel}; }
 
 AttentionShape Gpt::attention_shape() const {
   return {.batch = options_.batch,

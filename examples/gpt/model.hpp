@@ -89,13 +89,10 @@ class Gpt {
 
  private:
   class UnitBuilder;
-  struct Block;  // the ids of one block's parameters
-  template <typename Floats, typename MatrixView>
-  struct BlockViews;  // where they were gathered, or their gradients are
-  using BlockWeights = BlockViews<const float*, Matrix>;
-  using BlockGradients = BlockViews<float*, GradientMatrix>;
-  struct HeadWeights;
-  struct HeadGradients;
+  struct Layer;             // the ids of a layer's parameters
+  struct Block;             // those of one block
+  struct BlockWeights;      // where they were gathered
+  struct BlockGradients;    // where their gradients are
   struct BlockActivations;  // what the way back needs of a block
   struct Workspace;         // pointers into memory_
   struct Kept;              // of them, what each micro-batch keeps
@@ -118,17 +115,14 @@ class Gpt {
 
   // In enqueued work: between buffers of the workspace.
   void compute_to_wide(const float* input, const BlockActivations& block, const BlockWeights& weights);
-  void first_norm(const float* input, const BlockActivations& block, const BlockWeights& weights);
-  void second_norm(const BlockActivations& block, const BlockWeights& weights);
   void feed_forward_backward(float* gradient, const BlockActivations& block, const BlockWeights& weights,
                              const BlockGradients& gradients);
   void attention_branch_backward(const float* input, float* gradient, const BlockActivations& block,
                                  const BlockWeights& weights, const BlockGradients& gradients);
-  void head_norm(const float* input, const HeadWeights& weights);
-  void head_backward(const float* input, float* gradient, const HeadWeights& weights, const HeadGradients& gradients);
 
   Index rows() const { return static_cast<Index>(options_.batch) * options_.context; }
   Index width() const { return options_.width; }
+  KernelContext context();
   EmbeddingShape embedding_shape() const { return {.batch = options_.batch, .context = options_.context}; }
   AttentionShape attention_shape() const;
   BlockInputsOptions input_options() const;
@@ -138,8 +132,9 @@ class Gpt {
   Engine* engine_ = nullptr;
   GroupId no_decay_{};
   UnitId embed_{}, head_{};
-  ParameterId token_embedding_{}, position_embedding_{}, norm_weight_{}, norm_bias_{};
+  ParameterId token_embedding_{}, position_embedding_{};
   std::vector<Block> blocks_;
+  std::unique_ptr<Layer> head_norm_;
   std::uint64_t device_bytes_ = 0;
   std::uint64_t offloaded_bytes_ = 0;
   tiers::DeviceBlock memory_;

@@ -13,43 +13,52 @@
 
 namespace hoist::gpt {
 
+// Where a gathered parameter is, or its gradient.
 template <typename MatrixView>
 MatrixView matrix_of(const TensorView& view) {
   return {view.data, view.dtype, view.shape[0], view.shape[1]};
 }
 inline float* floats_of(const TensorView& view) { return static_cast<float*>(view.data); }
 
-struct Gpt::Block {
-  UnitId unit{};
-  ParameterId norm1_weight{}, norm1_bias{};
-  ParameterId qkv_weight{}, qkv_bias{};  // [3 * width, width]
-  ParameterId out_weight{}, out_bias{};  // [width, width]
-  ParameterId norm2_weight{}, norm2_bias{};
-  ParameterId up_weight{}, up_bias{};      // [4 * width, width]
-  ParameterId down_weight{}, down_bias{};  // [width, 4 * width]
+// The parameters of a linear layer or of a norm.
+struct Gpt::Layer {
+  ParameterId weight{}, bias{};
+
+  Linear linear(const Lease& lease) const {
+    return {matrix_of<Matrix>(lease.view(weight)), floats_of(lease.view(bias))};
+  }
+  LinearGradient linear(const GradientLease& lease) const {
+    return {matrix_of<GradientMatrix>(lease.view(weight)), floats_of(lease.view(bias))};
+  }
+  Norm norm(const Lease& lease) const {
+    const TensorView view = lease.view(weight);
+    return {floats_of(view), floats_of(lease.view(bias)), view.shape[0]};
+  }
+  NormGradient norm(const GradientLease& lease) const {
+    return {floats_of(lease.view(weight)), floats_of(lease.view(bias))};
+  }
 };
 
-// A block's parameters where they were gathered (const float*, Matrix), or their gradients (float*, GradientMatrix).
-template <typename Floats, typename MatrixView>
-struct Gpt::BlockViews {
-  template <typename AnyLease>
-  BlockViews(const Block& block, const AnyLease& lease)
-      : norm1_weight(floats_of(lease.view(block.norm1_weight))),
-        norm1_bias(floats_of(lease.view(block.norm1_bias))),
-        norm2_weight(floats_of(lease.view(block.norm2_weight))),
-        norm2_bias(floats_of(lease.view(block.norm2_bias))),
-        qkv(matrix_of<MatrixView>(lease.view(block.qkv_weight))),
-        out(matrix_of<MatrixView>(lease.view(block.out_weight))),
-        up(matrix_of<MatrixView>(lease.view(block.up_weight))),
-        down(matrix_of<MatrixView>(lease.view(block.down_weight))),
-        qkv_bias(floats_of(lease.view(block.qkv_bias))),
-        out_bias(floats_of(lease.view(block.out_bias))),
-        up_bias(floats_of(lease.view(block.up_bias))),
-        down_bias(floats_of(lease.view(block.down_bias))) {}
+struct Gpt::BlockWeights {
+  Norm norm1, norm2;
+  Linear qkv, out, up, down;
+};
+struct Gpt::BlockGradients {
+  NormGradient norm1, norm2;
+  LinearGradient qkv, out, up, down;
+};
 
-  Floats norm1_weight, norm1_bias, norm2_weight, norm2_bias;
-  MatrixView qkv, out, up, down;
-  Floats qkv_bias, out_bias, up_bias, down_bias;
+struct Gpt::Block {
+  UnitId unit{};
+  Layer norm1, qkv, out;  // qkv [3 * width, width], out [width, width]
+  Layer norm2, up, down;  // up [4 * width, width], down [width, 4 * width]
+
+  // BlockWeights of a Lease, BlockGradients of a GradientLease.
+  template <typename Views, typename AnyLease>
+  Views of(const AnyLease& lease) const {
+    return {norm1.norm(lease), norm2.norm(lease), qkv.linear(lease),
+            out.linear(lease), up.linear(lease),  down.linear(lease)};
+  }
 };
 
 struct Gpt::BlockActivations {
@@ -58,10 +67,7 @@ struct Gpt::BlockActivations {
   float* mixed = nullptr;          // [rows, width]: attention's output
   float* middle = nullptr;         // [rows, width]: after attention and its residual
   float* hidden = nullptr;         // [rows, 4 * width]: before GELU
-  float* mean1 = nullptr;          // [rows], as are the next three
-  float* inverse_dev1 = nullptr;
-  float* mean2 = nullptr;
-  float* inverse_dev2 = nullptr;
+  NormStatistics norm1, norm2;
 };
 
 struct Gpt::Kept {
@@ -77,8 +83,7 @@ struct Gpt::Workspace {
   float* normed = nullptr;         // width
   float* wide = nullptr;           // 4 * width: after GELU; on the way back its gradient, then that of qkv
   float* gradient_part = nullptr;  // width: of one branch
-  float* mean = nullptr;           // 1: of the head's norm, as the next one
-  float* inverse_dev = nullptr;
+  NormStatistics head_norm;
   float* row_loss = nullptr;           // 1
   float* logits = nullptr;             // kVocabulary; then their gradient
   float* attention_scratch = nullptr;  // [batch, heads, context, context]

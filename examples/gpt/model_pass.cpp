@@ -87,79 +87,45 @@ void Gpt::embed_backward(std::size_t count) {
   engine_->finish(embed_, *stream_);
 }
 
-// --- the head ------------------------------------------------------------------------------------------------------
-
-struct Gpt::HeadWeights {
-  const float* norm_weight;
-  const float* norm_bias;
-  Matrix tokens;  // tied: the embedding's
-};
-
-struct Gpt::HeadGradients {
-  float* norm_weight;
-  float* norm_bias;
-  GradientMatrix tokens;
-};
-
+// The final norm and the logits, with the loss, and in a train pass their way back.
 void Gpt::head(std::span<const Batch> micro_batches, Pass pass) {
   Lease lease = engine_->gather(head_, *stream_);
-  const HeadWeights weights{floats_of(lease.view(norm_weight_)), floats_of(lease.view(norm_bias_)),
-                            matrix_of<Matrix>(lease.view(token_embedding_))};
-  const float loss_scale = engine_->loss_scale();
-  HeadGradients gradients{};
+  const Norm norm = head_norm_->norm(lease);
+  const Linear tokens{.weight = matrix_of<Matrix>(lease.view(token_embedding_))};  // tied: the embedding's
+  NormGradient norm_gradient;
+  LinearGradient token_gradient;
   if (pass == Pass::train) {
-    const GradientLease own = engine_->gradients(head_, *stream_);
-    const GradientLease tied = engine_->gradients(embed_, *stream_);
-    gradients = {floats_of(own.view(norm_weight_)), floats_of(own.view(norm_bias_)),
-                 matrix_of<GradientMatrix>(tied.view(token_embedding_))};
+    norm_gradient = head_norm_->norm(engine_->gradients(head_, *stream_));
+    token_gradient.weight = matrix_of<GradientMatrix>(engine_->gradients(embed_, *stream_).view(token_embedding_));
   }
+  const float loss_scale = engine_->loss_scale();
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
     const std::uint8_t* targets = micro_batches[m].targets.data();
     const float* const input = inputs_->forward_input(static_cast<std::size_t>(options_.layers), m);
-    enqueue("head", [this, m, targets, input, weights, loss_scale] {
+    enqueue("head", [this, m, targets, input, norm, tokens, loss_scale] {
       const Workspace& w = *work_;
-      head_norm(input, weights);
-      linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.tokens, .panel = w.panel, .y = w.logits});
+      norm_forward(context(), {.x = input, .layer = norm, .statistics = w.head_norm, .y = w.normed});
+      linear_forward(context(), {.x = w.normed, .layer = tokens, .y = w.logits});
       losses_[m] = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss, loss_scale);
     });
     if (pass != Pass::train) continue;
-    enqueue("head backward", [this, m, input, weights, gradients] {
-      head_backward(input, work_->kept[m].gradient, weights, gradients);
+    enqueue("head backward", [this, m, input, norm, tokens, norm_gradient, token_gradient] {
+      const Workspace& w = *work_;
+      float* const gradient = w.kept[m].gradient;
+      linear_backward(
+          context(),
+          {.x = w.normed, .dy = w.logits, .layer = tokens, .gradient = token_gradient, .dx = w.gradient_part});
+      std::fill_n(gradient, rows() * width(), 0.0f);  // nothing flows past the head
+      norm_backward(context(), {.x = input,
+                                .dy = w.gradient_part,
+                                .layer = norm,
+                                .statistics = w.head_norm,
+                                .gradient = norm_gradient,
+                                .dx = gradient});
     });
   }
   lease.release(*stream_);
   if (pass == Pass::train) engine_->finish(head_, *stream_);
-}
-
-void Gpt::head_norm(const float* input, const HeadWeights& weights) {
-  layer_norm_forward(pool_, {.rows = rows(),
-                             .width = width(),
-                             .x = input,
-                             .weight = weights.norm_weight,
-                             .bias = weights.norm_bias,
-                             .mean = work_->mean,
-                             .inverse_dev = work_->inverse_dev,
-                             .y = work_->normed});
-}
-
-void Gpt::head_backward(const float* input, float* gradient, const HeadWeights& weights,
-                        const HeadGradients& gradients) {
-  const Workspace& w = *work_;
-  linear_backward_weight(
-      pool_, {.rows = rows(), .dy = w.logits, .x = w.normed, .gradient = gradients.tokens, .panel = w.panel});
-  linear_backward_input(
-      pool_, {.rows = rows(), .dy = w.logits, .weight = weights.tokens, .panel = w.panel, .dx = w.gradient_part});
-  std::fill_n(gradient, rows() * width(), 0.0f);  // nothing flows past the head
-  layer_norm_backward(pool_, {.rows = rows(),
-                              .width = width(),
-                              .dy = w.gradient_part,
-                              .x = input,
-                              .weight = weights.norm_weight,
-                              .mean = w.mean,
-                              .inverse_dev = w.inverse_dev,
-                              .dx = gradient,
-                              .weight_gradient = gradients.norm_weight,
-                              .bias_gradient = gradients.norm_bias});
 }
 
 }  // namespace hoist::gpt

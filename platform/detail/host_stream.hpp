@@ -23,19 +23,6 @@
 
 namespace hoist::platform::detail {
 
-// A point in a host stream, fulfilled when the worker passes it.
-class HostEvent final : public StreamEvent::State {
- public:
-  bool reached() const override { return completion_.done(); }
-  void wait() const override { completion_.wait(); }
-  Completion completion() const override { return completion_; }
-
- private:
-  friend class HostStream;
-  Promise promise_;
-  const Completion completion_ = promise_.completion();
-};
-
 struct HostStreamOptions {
   std::string name;
   Ledger* ledger = nullptr;
@@ -66,7 +53,7 @@ class HostStream final : public Stream {
 
  private:
   struct Record {
-    std::shared_ptr<HostEvent> event;
+    Promise passed;
   };
   struct Wait {
     StreamEvent event;

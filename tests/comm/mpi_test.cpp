@@ -5,6 +5,7 @@
 
 #include <hoist/comm/detail/mpi_transport.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 
 #include "job.hpp"
 #include "reference.hpp"
@@ -34,15 +35,23 @@ class FailuresOnly : public ::testing::EmptyTestEventListener {
 INSTANTIATE_TEST_SUITE_P(Mpi, Conformance, ::testing::Values(Backend{"mpi", launch_size(), run_mpi}),
                          backend_test_name);
 
-// Messages are cut where a count would not fit an int; a small limit stands for the large one.
-TEST(MpiTransportTest, CutsLargeMessages) {
+// Messages are cut so that some arrive all the time, and where a count would not fit an int: a small limit stands for
+// that one.
+struct Cut {
+  std::uint64_t message_bytes_max;
+  std::vector<std::uint64_t> bytes;
+};
+
+class MpiTransportTest : public ::testing::TestWithParam<Cut> {};
+
+TEST_P(MpiTransportTest, CutsLargeMessages) {
   detail::MpiTransportOptions options;
   options.timeout = std::chrono::seconds(60);
-  options.message_bytes_max = 100;
+  options.message_bytes_max = GetParam().message_bytes_max;
   const auto transport = detail::make_mpi_transport(options);
   const int rank = transport->rank();
   const auto size = static_cast<std::uint64_t>(transport->size());
-  for (const std::uint64_t bytes : {1u, 99u, 100u, 101u, 200u, 1234u}) {
+  for (const std::uint64_t bytes : GetParam().bytes) {
     std::vector<std::byte> gathered(size * bytes);
     for (std::uint64_t i = 0; i < bytes; ++i) {
       gathered[static_cast<std::uint64_t>(rank) * bytes + i] = byte_at({bytes, rank, 0}, i);
@@ -70,6 +79,12 @@ TEST(MpiTransportTest, CutsLargeMessages) {
     for (std::uint64_t i = 0; i < bytes; ++i) ASSERT_EQ(sent[i], byte_at({bytes, transport->size() - 1, 2}, i));
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Cuts, MpiTransportTest,
+                         ::testing::Values(Cut{100, {1, 99, 100, 101, 200, 1234}},
+                                           Cut{detail::MpiTransportOptions().message_bytes_max,
+                                               {1, 1023, 1024, 1025, kMiB + 1024, 2 * kMiB + 1025}}),
+                         [](const auto& cut) { return cut.index == 0 ? "small" : "usual"; });
 
 }  // namespace hoist::comm::conformance
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
@@ -162,6 +163,68 @@ TEST(WhenAll, WaitsForAllAndReportsTheFirstErrorOfTheList) {
   promises[2].complete();
   EXPECT_TRUE(all.done());
   EXPECT_EQ(text_of(all.error()), "one");
+}
+
+TEST(WhenAll, OfWhichOneIsPendingEndsWithIt) {
+  for (const bool fails : {false, true}) {
+    Promise last;
+    const std::array parts{Completion(), last.completion(), Completion()};
+    const Completion all = when_all(parts);
+    EXPECT_FALSE(all.done());
+    fails ? last.fail(error_of("last")) : last.complete();
+    EXPECT_TRUE(all.done());
+    EXPECT_EQ(all.error() != nullptr, fails);
+  }
+  // One has failed already: the others are waited for all the same.
+  Promise pending;
+  const std::array parts{pending.completion(), Completion::failed(error_of("early"))};
+  const Completion all = when_all(parts);
+  EXPECT_FALSE(all.done());
+  pending.complete();
+  EXPECT_THROW(all.wait(), std::runtime_error);
+}
+
+TEST(FollowedBy, BeginsTheSecondWhenTheFirstHasEnded) {
+  for (const bool first_is_done : {false, true}) {
+    SCOPED_TRACE(first_is_done);
+    Promise first, second;
+    bool begun = false;
+    if (first_is_done) first.complete();
+    const Completion both = followed_by(first.completion(), [&] {
+      begun = true;
+      return second.completion();
+    });
+    EXPECT_EQ(begun, first_is_done);
+    if (!first_is_done) first.complete();
+    EXPECT_TRUE(begun);
+    EXPECT_FALSE(both.done());
+    second.complete();
+    EXPECT_TRUE(both.done());
+    both.wait();
+  }
+}
+
+TEST(FollowedBy, FailsWithTheFirstOrWithWhatBeginsTheSecond) {
+  for (const bool first_is_done : {false, true}) {
+    SCOPED_TRACE(first_is_done);
+    Promise failing, good;
+    if (first_is_done) {
+      failing.fail(error_of("first"));
+      good.complete();
+    }
+    const Completion after_failure = followed_by(failing.completion(), []() -> Completion {
+      ADD_FAILURE() << "the second was begun";
+      return {};
+    });
+    const Completion thrown =
+        followed_by(good.completion(), []() -> Completion { throw std::runtime_error("cannot begin"); });
+    if (!first_is_done) {
+      failing.fail(error_of("first"));
+      good.complete();
+    }
+    EXPECT_THROW(after_failure.wait(), std::runtime_error);
+    EXPECT_THROW(thrown.wait(), std::runtime_error);
+  }
 }
 
 TEST(WhenAll, FromManyThreads) {

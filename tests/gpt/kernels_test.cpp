@@ -98,13 +98,10 @@ TEST_P(LinearTest, ForwardMatchesReference) {
   const Floats bias = random_floats(out, 3);
   const Floats residual = random_floats(rows * out, 4);
   Floats panel(at(out * in)), y(at(rows * out), NAN);
-  linear_forward(pool_, {.rows = rows,
-                         .x = x.data(),
-                         .weight = {weight.data(), DType::fp32, out, in},
-                         .bias = bias.data(),
-                         .residual = residual.data(),
-                         .panel = panel.data(),
-                         .y = y.data()});
+  linear_forward({pool_, rows, panel.data()}, {.x = x.data(),
+                                               .layer = {{weight.data(), DType::fp32, out, in}, bias.data()},
+                                               .residual = residual.data(),
+                                               .y = y.data()});
   Doubles expected = linear_reference(rows, to_doubles(x), to_doubles(weight), to_doubles(bias), out);
   for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += static_cast<double>(residual[i]);
   expect_close(y, expected, 1e-5, "y");
@@ -130,17 +127,12 @@ TEST_P(LinearTest, BackwardMatchesDifferences) {
   }
   Floats panel(at(out * in)), found_dx(at(rows * in), NAN), found_dweight(at(out * in), 0.5f),
       found_dbias(at(out), 2.0f);
-  linear_backward_input(pool_, {.rows = rows,
-                                .dy = dy.data(),
-                                .weight = {weight.data(), DType::fp32, out, in},
-                                .panel = panel.data(),
-                                .dx = found_dx.data()});
-  linear_backward_weight(pool_, {.rows = rows,
-                                 .dy = dy.data(),
-                                 .x = x.data(),
-                                 .gradient = {found_dweight.data(), DType::fp32, out, in},
-                                 .bias_gradient = found_dbias.data(),
-                                 .panel = panel.data()});
+  linear_backward({pool_, rows, panel.data()},
+                  {.x = x.data(),
+                   .dy = dy.data(),
+                   .layer = {{weight.data(), DType::fp32, out, in}},
+                   .gradient = {{found_dweight.data(), DType::fp32, out, in}, found_dbias.data()},
+                   .dx = found_dx.data()});
   for (double& d : dweight) d += 0.5;  // kernels add to what is there
   for (double& d : dbias) d += 2.0;
   expect_close(found_dx, dx, 1e-5, "dx");
@@ -159,15 +151,9 @@ TEST_F(KernelTest, Bf16WeightsAreWidenedExactly) {
   Floats widened;
   for (const bf16 w : weight) widened.push_back(to_float(w));
   Floats panel(at(out * in)), from_bf16(at(rows * out)), from_fp32(at(rows * out));
-  LinearForward a{.rows = rows,
-                  .x = x.data(),
-                  .weight = {weight.data(), DType::bf16, out, in},
-                  .panel = panel.data(),
-                  .y = from_bf16.data()};
-  linear_forward(pool_, a);
-  a.weight = {widened.data(), DType::fp32, out, in};
-  a.y = from_fp32.data();
-  linear_forward(pool_, a);
+  const KernelContext context{pool_, rows, panel.data()};
+  linear_forward(context, {.x = x.data(), .layer = {{weight.data(), DType::bf16, out, in}}, .y = from_bf16.data()});
+  linear_forward(context, {.x = x.data(), .layer = {{widened.data(), DType::fp32, out, in}}, .y = from_fp32.data()});
   EXPECT_EQ(from_bf16, from_fp32);
 }
 
@@ -177,15 +163,16 @@ TEST_F(KernelTest, Bf16GradientIsRoundedOncePerAddition) {
   const Floats dy = random_floats(rows * out, 2);
   const std::vector<bf16> before = to_bf16s(random_floats(out * in, 3));
   std::vector<bf16> found = before;
-  Floats exact(at(out * in), 0.0f), panel(at(out * in));
-  LinearBackwardWeight a{.rows = rows,
-                         .dy = dy.data(),
-                         .x = x.data(),
-                         .gradient = {found.data(), DType::bf16, out, in},
-                         .panel = panel.data()};
-  linear_backward_weight(pool_, a);
-  a.gradient = {exact.data(), DType::fp32, out, in};
-  linear_backward_weight(pool_, a);
+  const Floats weight(at(out * in));
+  Floats exact(at(out * in), 0.0f), panel(at(out * in)), dx(x.size());
+  LinearBackward a{.x = x.data(),
+                   .dy = dy.data(),
+                   .layer = {{weight.data(), DType::fp32, out, in}},
+                   .gradient = {{found.data(), DType::bf16, out, in}},
+                   .dx = dx.data()};
+  linear_backward({pool_, rows, panel.data()}, a);
+  a.gradient = {{exact.data(), DType::fp32, out, in}};
+  linear_backward({pool_, rows, panel.data()}, a);
   for (std::size_t i = 0; i < found.size(); ++i) ASSERT_EQ(found[i], to_bf16(to_float(before[i]) + exact[i])) << i;
 }
 
@@ -211,14 +198,10 @@ TEST_F(KernelTest, LayerNorm) {
     const Floats x = random_floats(rows * width, 1, 3.0);
     const Floats weight = random_floats(width, 2), bias = random_floats(width, 3), dy = random_floats(rows * width, 4);
     Floats mean(at(rows)), inverse_dev(at(rows)), y(x.size());
-    layer_norm_forward(pool_, {.rows = rows,
-                               .width = width,
-                               .x = x.data(),
-                               .weight = weight.data(),
-                               .bias = bias.data(),
-                               .mean = mean.data(),
-                               .inverse_dev = inverse_dev.data(),
-                               .y = y.data()});
+    const KernelContext context{pool_, rows};
+    const Norm layer{weight.data(), bias.data(), width};
+    const NormStatistics statistics{mean.data(), inverse_dev.data()};
+    norm_forward(context, {.x = x.data(), .layer = layer, .statistics = statistics, .y = y.data()});
     const auto reference = [&](const Doubles& a, const Doubles& b, const Doubles& c) {
       return norm_reference(a, width, b, c);
     };
@@ -226,16 +209,12 @@ TEST_F(KernelTest, LayerNorm) {
     expect_close(y, reference(dx0, dw0, db0), 1e-5, "y");
 
     Floats dx(x.size(), 1.0f), weight_gradient(at(width), 2.0f), bias_gradient(at(width), 3.0f);
-    layer_norm_backward(pool_, {.rows = rows,
-                                .width = width,
-                                .dy = dy.data(),
-                                .x = x.data(),
-                                .weight = weight.data(),
-                                .mean = mean.data(),
-                                .inverse_dev = inverse_dev.data(),
-                                .dx = dx.data(),
-                                .weight_gradient = weight_gradient.data(),
-                                .bias_gradient = bias_gradient.data()});
+    norm_backward(context, {.x = x.data(),
+                            .dy = dy.data(),
+                            .layer = layer,
+                            .statistics = statistics,
+                            .gradient = {weight_gradient.data(), bias_gradient.data()},
+                            .dx = dx.data()});
     Doubles expected_dx = differences(dx0, [&](const Doubles& v) { return dot(reference(v, dw0, db0), dy); });
     Doubles expected_dw = differences(dw0, [&](const Doubles& v) { return dot(reference(dx0, v, db0), dy); });
     Doubles expected_db = differences(db0, [&](const Doubles& v) { return dot(reference(dx0, dw0, v), dy); });
@@ -421,15 +400,13 @@ TEST(KernelThreads, NumberOfThreadsChangesNoBit) {
     UpdatePool pool({.threads = threads});
     Floats panel(at(out * in)), y(at(rows * out)), dx(x.size()), dw(at(out * in)), db(at(out)), result;
     const Matrix matrix{weight.data(), DType::bf16, out, in};
-    linear_forward(pool, {.rows = rows, .x = x.data(), .weight = matrix, .panel = panel.data(), .y = y.data()});
-    linear_backward_input(pool,
-                          {.rows = rows, .dy = dy.data(), .weight = matrix, .panel = panel.data(), .dx = dx.data()});
-    linear_backward_weight(pool, {.rows = rows,
-                                  .dy = dy.data(),
-                                  .x = x.data(),
-                                  .gradient = {dw.data(), DType::fp32, out, in},
-                                  .bias_gradient = db.data(),
-                                  .panel = panel.data()});
+    const KernelContext context{pool, rows, panel.data()};
+    linear_forward(context, {.x = x.data(), .layer = {matrix}, .y = y.data()});
+    linear_backward(context, {.x = x.data(),
+                              .dy = dy.data(),
+                              .layer = {matrix},
+                              .gradient = {{dw.data(), DType::fp32, out, in}, db.data()},
+                              .dx = dx.data()});
     Floats probabilities(at(shape.probability_count())), mixed(x.size()), scratch(probabilities.size()),
         dqkv(qkv.size());
     attention_forward(pool, shape, qkv.data(), probabilities.data(), mixed.data());

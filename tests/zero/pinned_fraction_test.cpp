@@ -252,6 +252,44 @@ TEST(PinnedFraction, LeftOpenItIsTheLargest) {
   }
 }
 
+// A refused start chose shares for the memory that was free then. The next start chooses its own, as a new process
+// does.
+TEST(PinnedFraction, LeftOpenItIsFoundAnewAfterARefusedStart) {
+  const ToyShape shape{.matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+  const auto not_a_number = [](ParameterId, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, std::numeric_limits<float>::quiet_NaN());
+  };
+  // Of 128 MiB everything could be in memory; the program takes some of it before the last start.
+  const auto hold = [](Runtime& runtime, std::uint64_t bytes) {
+    return runtime.pinned_budget().take(bytes, "the program's own");
+  };
+  for (const Placement parameters : {Placement::nvme, Placement::pinned}) {
+    std::vector<std::string> found[2];
+    for (const bool refused_before : {false, true}) {
+      const TempDirectory directory;
+      ToySetup setup = toy_setup(parameters, Placement::nvme, directory / "store");
+      setup.runtime.pinned_memory_bytes = 128 * kMiB;
+      setup.engine.sub_group_elements = 100000;
+      setup.engine.optimizer_pinned_fraction.reset();
+      if (parameters == Placement::nvme) setup.engine.parameters_pinned_fraction.reset();
+      Runtime runtime(setup.runtime);
+      ToyModel model(runtime, setup.engine, shape);
+      if (refused_before) {
+        EXPECT_THROW(model.initialize(not_a_number), UsageError);  // its fractions were 1
+        const auto most = hold(runtime, 127 * kMiB);
+        EXPECT_THROW(model.initialize(), BudgetError);
+      }
+      const auto some = hold(runtime, 100 * kMiB);
+      found[refused_before ? 1 : 0] = {model.initialize().describe().front(),
+                                       std::to_string(runtime.pinned_budget().held_bytes())};
+      model.train(1, 2);
+    }
+    EXPECT_EQ(found[0], found[1]);
+    EXPECT_THAT(found[0].front(), testing::HasSubstr("% of them pinned"));
+    EXPECT_THAT(found[0].front(), testing::Not(testing::HasSubstr("optimizer states in NVMe (100 %")));
+  }
+}
+
 // The ring of update mode `backward` takes what is left of the budget: a larger fraction is not to be had by making it
 // smaller than two gradients.
 TEST(PinnedFraction, TheLargestThatIsNamedLeavesTheGradientRingRoomForTwo) {

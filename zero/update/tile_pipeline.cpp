@@ -288,7 +288,7 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
   const std::optional<tiers::RecordId> record = records_.trainable(job.sub_group.unit);
   const Tile& first = job_tiles.front();
   const auto written = writes(job.sub_group, options);
-  runtime_.update_pool().run(job_tiles.size(), [&](std::size_t i) {
+  const auto update_one = [&](std::size_t i) {
     const Tile& tile = job_tiles[i];
     const auto index = job.sub_group.first_tile + static_cast<std::uint32_t>(i);
     const std::span<std::byte> weights(job.weights + (tile.w_offset - first.w_offset), tile.w_bytes);
@@ -314,7 +314,8 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
     if (job.target != nullptr) std::memcpy(job.target + (tile.w_offset - first.w_offset), weights.data(), tile.w_bytes);
     if (written.weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
     if (written.state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
-  });
+  };
+  runtime_.update_pool().run(job_tiles.size(), std::cref(update_one));  // a reference: it is not copied to the heap
   const TimePoint end = Clock::now();
   if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);
   busy_ns_.fetch_add((end - begin).count(), std::memory_order_relaxed);
@@ -331,7 +332,8 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
   const tiers::Tile& first = tiles(job.sub_group).front();
   const tiers::Tile& last = tiles(job.sub_group).back();
   const auto [writes_weights, writes_state] = writes(job.sub_group, options);
-  std::vector<Completion> from_buffer;
+  std::array<Completion, 4> from_buffer;
+  std::size_t count = 0;
   // What stays in memory does not change before the next step begins, which waits for this step's commit. So only the
   // commit waits for its write.
   const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes,
@@ -342,11 +344,11 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
                       job.sub_group.tile_count, {source, bytes}, std::span(checksums).first(job.sub_group.tile_count),
                       makes_room ? aio::Priority::background : aio::Priority::commit);
     if (!makes_room) return;
-    from_buffer.push_back(write);
+    from_buffer[count++] = write;
     if (region != Region::weights) return;
     Completion& written = weights_written_[job.sub_group.unit.index];
     const std::array parts{written, write};
-    written = written.done() && !written.error() ? write : when_all(parts);
+    written = when_all(parts);
   };
   if (writes_weights)
     start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
@@ -354,8 +356,8 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
   }
   if (memory_.device_only(job.sub_group.unit) && options.change_device_only) {
-    from_buffer.push_back(record_io_.start_write(part(job.sub_group, Region::weights), job.weights));
-    from_buffer.push_back(record_io_.start_write(part(job.sub_group, Region::state), job.state));
+    from_buffer[count++] = record_io_.start_write(part(job.sub_group, Region::weights), job.weights);
+    from_buffer[count++] = record_io_.start_write(part(job.sub_group, Region::state), job.state);
   }
   if (job.buffer != nullptr) job.buffer->idle = when_all(from_buffer);
 }
