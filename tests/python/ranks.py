@@ -16,6 +16,8 @@ import tempfile
 import textwrap
 import threading
 
+import accelerator
+
 _forks = multiprocessing.get_context("forkserver")
 # DistributedDataParallel imports torch._dynamo when it is made.
 _forks.set_forkserver_preload(["torch", "torch._dynamo", "hoist.torch", "hoist.optim_offload", "hoist.store"])
@@ -67,6 +69,7 @@ def _run(text, arguments, environment, said):
         with open(os.path.join(said, str(stream)), "w") as file:
             os.dup2(file.fileno(), stream)
     os.environ.update(environment)
+    accelerator.use_if_asked()
     sys.argv = ["-c", *arguments]
     code = 0
     try:

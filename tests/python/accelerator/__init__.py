@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A PyTorch device for tests, called "slate": see accelerator.cpp. use() makes it the default device of PyTorch and of hoist."""
 
+import atexit
+import contextlib
 import os
 import pathlib
 import tempfile
@@ -15,17 +17,32 @@ from hoist import _hoist
 NAME = "slate"
 
 
+STREAMS = 4  # the default one, and those that torch.Stream() takes in turn
+
+
+def use_if_asked():
+    """For programs that tests start."""
+    if os.environ.get("HOIST_TEST_ACCELERATOR"):
+        use()
+
+
 def use():
     folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}")
     os.makedirs(folder, exist_ok=True)
     extension = torch.utils.cpp_extension.load(
         "hoist_test_accelerator", [str(pathlib.Path(__file__).with_name("accelerator.cpp"))],
         extra_cflags=["-O1", "-std=c++20"], build_directory=folder)
-    stream = _hoist.HostStream()
-    extension.start(*stream.functions(), int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))
+    streams = [_hoist.HostStream() for _ in range(STREAMS)]
+    extension.start(_hoist.HostStream.functions(), [stream.address for stream in streams],
+                    int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))
+    atexit.register(extension.end)
     module = types.ModuleType(f"torch.{NAME}")
-    module.hoist_stream = lambda: stream
+    module.hoist_stream = lambda: streams[extension.current_stream()]
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.stream = lambda stream: stream  # which is a context
+    module.device = lambda device: contextlib.nullcontext()
     module.synchronize = extension.synchronize
+    module._sleep = extension.sleep  # (milliseconds): of the current stream
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A PyTorch device for tests: CPU memory, and operators that run later, on a stream of hoist's host device.
+// A PyTorch device for tests: CPU memory, and operators that run later, on streams of hoist's host device.
 //
-// As on a GPU, an operator returns before it has run, and autograd runs the backward pass on a thread of its own. The
-// stream delays its work at random. Memory is filled with NaN when it is taken and when it is freed, and freed in the
-// stream's order. So a missing wait in hoist shows in a result.
+// As on a GPU, an operator returns before it has run, on the calling thread's current stream; streams know nothing of each
+// other but what events say; and autograd runs the backward pass on a thread of its own. Streams delay their work at
+// random. Memory is filled with NaN when it is taken and when it is freed, and freed in the order of the stream that it
+// was taken on. So a missing wait in hoist shows in a result.
 //
 // Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors
 // over the same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught
 // up.
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -20,6 +23,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include <pthread.h>
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
@@ -35,49 +40,73 @@ namespace {
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
-// --- the stream ------------------------------------------------------------------------------------------------------
+// --- streams ---------------------------------------------------------------------------------------------------------
 
-struct StreamFunctions {
-  void* stream = nullptr;
+// HostStream's, by address.
+struct Functions {
   void (*launch)(void* stream, void (*run)(void* work), void* work) = nullptr;
   void (*synchronize)(void* stream) = nullptr;
+  void* (*record)(void* stream) = nullptr;
+  void (*wait)(void* stream, const void* event) = nullptr;
+  bool (*reached)(const void* event) = nullptr;
+  void (*forget)(void* event) = nullptr;
 };
-StreamFunctions functions;
+Functions functions;
+
+struct Lane {
+  void* stream = nullptr;
+  std::mt19937_64 delays;  // of the stream's thread
+};
+std::vector<Lane> lanes;  // by a stream's number in PyTorch; 0 is the default stream
+thread_local c10::StreamId current = 0;
+std::atomic<std::size_t> next_of_pool{0};
+// The program is about to end, or was forked and has no streams: from now on all is done at once.
+std::atomic<bool> ended{false};
+
 std::mutex error_mutex;
 std::exception_ptr error;  // the first of an operator, for the next call that waits
 
-std::mt19937_64 delays;  // of the stream's thread
+Lane& lane(c10::StreamId number) { return lanes.at(static_cast<std::size_t>(number)); }
 
-void delay_at_times() {
-  if (delays() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(delays() % 1000));
+void delay_at_times(Lane& here) {
+  if (here.delays() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(here.delays() % 1000));
 }
 
-void enqueue(std::function<void()> work) {
-  auto* owned = new std::function<void()>(std::move(work));
+void enqueue(c10::StreamId number, std::function<void()> work) {
+  struct Task {
+    Lane* lane;
+    std::function<void()> work;
+  };
+  if (ended) return work();
   functions.launch(
-      functions.stream,
+      lane(number).stream,
       [](void* p) {
-        const std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(p));
-        delay_at_times();
+        const std::unique_ptr<Task> task(static_cast<Task*>(p));
+        delay_at_times(*task->lane);
         try {
-          (*task)();
+          task->work();
         } catch (...) {
           const std::lock_guard lock(error_mutex);
           if (!error) error = std::current_exception();
         }
       },
-      owned);
+      new Task{&lane(number), std::move(work)});
 }
 
-void synchronize() {
+void synchronize(c10::StreamId number) {
+  if (ended) return;
   if (PyGILState_Check() != 0) {
     const pybind11::gil_scoped_release release;  // an operator's last tensor may need it
-    functions.synchronize(functions.stream);
+    functions.synchronize(lane(number).stream);
   } else {
-    functions.synchronize(functions.stream);
+    functions.synchronize(lane(number).stream);
   }
   const std::lock_guard lock(error_mutex);
   if (error) std::rethrow_exception(std::exchange(error, nullptr));
+}
+
+void synchronize_all() {
+  for (std::size_t number = 0; number < lanes.size(); ++number) synchronize(static_cast<c10::StreamId>(number));
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
@@ -85,13 +114,21 @@ void synchronize() {
 struct Block {
   void* data;
   std::size_t bytes;
+  c10::StreamId taken_on;
+  std::vector<c10::StreamId> used_on;  // as the program said (Tensor.record_stream)
 };
 
 void free_later(void* context) {
-  const Block block = *std::unique_ptr<Block>(static_cast<Block*>(context));
-  enqueue([block] {
-    std::memset(block.data, 0xFF, block.bytes);
-    std::free(block.data);
+  const std::shared_ptr<Block> block(static_cast<Block*>(context));
+  for (const c10::StreamId number : block->used_on) {
+    if (ended) break;
+    void* const used = functions.record(lane(number).stream);
+    functions.wait(lane(block->taken_on).stream, used);
+    functions.forget(used);
+  }
+  enqueue(block->taken_on, [block] {
+    std::memset(block->data, 0xFF, block->bytes);
+    std::free(block->data);
   });
 }
 
@@ -101,7 +138,7 @@ struct Allocator final : c10::Allocator {
     if (bytes == 0) return {nullptr, device};
     void* data = std::malloc(bytes);
     std::memset(data, 0xFF, bytes);
-    return {data, new Block{data, bytes}, &free_later, device};
+    return {data, new Block{data, bytes, current, {}}, &free_later, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
@@ -119,13 +156,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kType, 0}; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_all(); }
+
+  static c10::Stream of(c10::StreamId number) { return {c10::Stream::UNSAFE, c10::Device(kType, 0), number}; }
+  c10::Stream getStream(c10::Device) const override { return of(current); }
+  c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return of(static_cast<c10::StreamId>(1 + next_of_pool++ % (lanes.size() - 1)));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return of(std::exchange(current, stream.id())); }
   bool queryStream(const c10::Stream&) const override { return false; }
-  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize(); }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream.id()); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    if (data.get_deleter() == &free_later) static_cast<Block*>(data.get_context())->used_on.push_back(stream.id());
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event != nullptr) functions.forget(*event);
+    *event = functions.record(lane(stream.id()).stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) functions.wait(lane(stream.id()).stream, event);
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || functions.reached(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (event != nullptr) functions.forget(event);
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -137,7 +194,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::detail::getDefaultCPUGenerator();
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
-    synchronize();
+    synchronize(current);
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
   }
 };
@@ -269,7 +326,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack work = changed(arguments, ToCpu{});
   const bool later = inferred.has_value();
   if (!later) {
-    synchronize();
+    synchronize(current);
     op.callBoxed(&work);
     inferred = work;
   }
@@ -286,7 +343,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     results.push_back(with_tensors((*inferred)[r], Make{}));
   }
   if (later) {
-    enqueue([op, work = std::move(work), results, aliases]() mutable {
+    enqueue(current, [op, work = std::move(work), results, aliases]() mutable {
       const at::AutoDispatchBelowADInplaceOrView below;
       convert_for_cpu(op, work);
       op.callBoxed(&work);
@@ -313,13 +370,13 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
   if (!is_here(target)) {
-    synchronize();
+    synchronize(current);
     target.copy_(on_cpu(source));
     return target;
   }
   // Pageable memory may change after the call.
   const at::Tensor from = is_here(source) ? on_cpu(source) : source.clone();
-  enqueue([from, to = on_cpu(target)] {
+  enqueue(current, [from, to = on_cpu(target)] {
     const at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);
   });
@@ -332,7 +389,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
-  synchronize();
+  synchronize(current);
   return on_cpu(tensor).item();
 }
 
@@ -349,9 +406,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset",
          TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(
              at::native::set_storage_cpu_)));
+  m.impl("record_stream", [](const at::Tensor& self, c10::Stream stream) {
+    Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+  });
   m.impl("resize_",
          [](const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) -> const at::Tensor& {
-           synchronize();
+           synchronize(current);
            at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);
            return self;
          });
@@ -362,11 +422,21 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("start", [](std::uintptr_t stream, std::uintptr_t launch, std::uintptr_t wait, std::uint64_t seed) {
-    delays.seed(seed);
-    functions.stream = reinterpret_cast<void*>(stream);
-    functions.launch = reinterpret_cast<decltype(functions.launch)>(launch);
-    functions.synchronize = reinterpret_cast<decltype(functions.synchronize)>(wait);
+  m.def("start", [](const std::array<std::uintptr_t, 6>& addresses, const std::vector<std::uintptr_t>& streams,
+                    std::uint64_t seed) {
+    static_assert(sizeof(functions) == sizeof(addresses));
+    std::memcpy(&functions, addresses.data(), sizeof(functions));
+    pthread_atfork(nullptr, nullptr, [] { ended = true; });
+    for (const std::uintptr_t stream : streams) lanes.push_back({reinterpret_cast<void*>(stream), std::mt19937_64(seed++)});
   });
-  m.def("synchronize", [] { synchronize(); });
+  m.def("synchronize", [] { synchronize_all(); });
+  m.def("sleep", [](int milliseconds) {
+    enqueue(current, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+  });
+  m.def("current_stream", [] { return current; });
+  m.def("end", [] {
+    if (ended) return;
+    synchronize_all();
+    ended = true;
+  });
 }
