@@ -3,6 +3,7 @@
 
 import atexit
 import contextlib
+import hashlib
 import os
 import pathlib
 import tempfile
@@ -27,11 +28,13 @@ def use_if_asked():
 
 
 def use():
-    folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}")
+    source = pathlib.Path(__file__).with_name("accelerator.cpp")
+    version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}-{version}")
     os.makedirs(folder, exist_ok=True)
     extension = torch.utils.cpp_extension.load(
-        "hoist_test_accelerator", [str(pathlib.Path(__file__).with_name("accelerator.cpp"))],
-        extra_cflags=["-O1", "-std=c++20"], build_directory=folder)
+        "hoist_test_accelerator", [str(source)], extra_cflags=["-O1", "-std=c++20"],
+        build_directory=folder)
     streams = [_hoist.HostStream() for _ in range(STREAMS)]
     extension.start(_hoist.HostStream.functions(), [stream.address for stream in streams],
                     int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))

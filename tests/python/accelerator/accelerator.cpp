@@ -159,7 +159,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_all(); }
 
-  static c10::Stream of(c10::StreamId number) { return {c10::Stream::UNSAFE, c10::Device(kType, 0), number}; }
+  static c10::Stream of(c10::StreamId number) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, 0), number);
+  }
   c10::Stream getStream(c10::Device) const override { return of(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
   c10::Stream getNewStream(c10::Device, int) const override {
@@ -406,7 +408,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset",
          TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(
              at::native::set_storage_cpu_)));
-  m.impl("record_stream", [](const at::Tensor& self, c10::Stream stream) {
+  m.impl("record_stream", [](at::Tensor& self, c10::Stream stream) {
     Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
   });
   m.impl("resize_",
