@@ -9,6 +9,7 @@
 // Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors
 // over the same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught
 // up.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -19,8 +20,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
+#include <string>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -286,6 +290,62 @@ void copy_results(const torch::jit::Stack& made, const torch::jit::Stack& wanted
   }
 }
 
+// What results are like is a question that PyTorch answers in Python, slowly. Answers are kept by what they depend on.
+class Question {
+ public:
+  Question(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+    // Of tensors' results the shape does not depend on a fraction.
+    with_fractions_ = std::ranges::none_of(arguments, [](const c10::IValue& a) { return a.isTensor() || a.isTensorList(); });
+    add(&op.schema());
+    add(at::get_default_dtype_as_scalartype());
+    for (const c10::IValue& argument : arguments) add_value(argument);
+  }
+  bool is_known() const { return known_; }  // all that the answer depends on
+  const std::string& key() const { return key_; }
+
+ private:
+  template <typename T>
+  void add(const T& value) {
+    key_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void add_tensor(const at::Tensor& tensor) {
+    add(tensor.defined());
+    if (!tensor.defined()) return;
+    add(tensor.scalar_type());
+    add(tensor.device().type());
+    add(tensor.dim());
+    for (const std::int64_t extent : tensor.sizes()) add(extent);
+    for (const std::int64_t stride : tensor.strides()) add(stride);
+    add(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  }
+  void add_value(const c10::IValue& value) {
+    const auto add_list = [&](const auto& list, const auto& add_each) {
+      add(list.size());
+      for (const auto& each : list) add_each(each);
+    };
+    if (value.isNone()) return add('0');
+    if (value.isTensor()) return add('t'), add_tensor(value.toTensor());
+    if (value.isInt()) return add('i'), add(value.toInt());
+    if (value.isBool()) return add('b'), add(value.toBool());
+    if (value.isDouble()) return add('d'), with_fractions_ ? add(value.toDouble()) : void();
+    if (value.isDevice()) return add('D'), add(value.toDevice().type());
+    if (value.isString()) return add('s'), add(value.toStringRef().size()), void(key_ += value.toStringRef());
+    if (value.isIntList()) return add('I'), add_list(value.toIntVector(), [&](std::int64_t each) { add(each); });
+    if (value.isTensorList()) return add('T'), add_list(value.toTensorVector(), [&](const at::Tensor& t) { add_tensor(t); });
+    if (value.isOptionalTensorList()) {
+      return add('O'), add_list(value.toOptionalTensorVector(),
+                                [&](const std::optional<at::Tensor>& t) { add_tensor(t.value_or(at::Tensor())); });
+    }
+    known_ = false;
+  }
+
+  std::string key_;
+  bool with_fractions_ = true;
+  bool known_ = true;
+};
+std::mutex answers_mutex;
+std::unordered_map<std::string, std::optional<torch::jit::Stack>> answers;
+
 std::optional<torch::jit::Stack> infer(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   torch::jit::Stack stack = changed(arguments, ToMeta{});
   try {
@@ -296,6 +356,18 @@ std::optional<torch::jit::Stack> infer(const c10::OperatorHandle& op, const torc
   for (const c10::IValue& value : stack)
     if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
   return stack;
+}
+
+std::optional<torch::jit::Stack> infer_or_recall(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  const Question question(op, arguments);
+  if (!question.is_known()) return infer(op, arguments);
+  {
+    const std::lock_guard lock(answers_mutex);
+    if (const auto found = answers.find(question.key()); found != answers.end()) return found->second;
+  }
+  std::optional<torch::jit::Stack> answer = infer(op, arguments);
+  const std::lock_guard lock(answers_mutex);
+  return answers.emplace(question.key(), std::move(answer)).first->second;
 }
 
 // Tensors that are written to, and were given without their size.
@@ -323,7 +395,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (std::size_t r = 0; r < schema.returns().size(); ++r) aliases.push_back(aliased_argument(schema, r));
 
   const at::AutoDispatchBelowADInplaceOrView guard;
-  std::optional<torch::jit::Stack> inferred = infer(op, arguments);
+  std::optional<torch::jit::Stack> inferred = infer_or_recall(op, arguments);
   if (inferred) resize_outputs(*inferred, arguments, aliases);
   torch::jit::Stack work = changed(arguments, ToCpu{});
   const bool later = inferred.has_value();
