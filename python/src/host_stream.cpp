@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "host_stream.hpp"
 
+#include <utility>
+
 #include <nanobind/nanobind.h>
 
 #include <hoist/core/units.hpp>
@@ -9,9 +11,56 @@
 
 namespace hoist::python {
 
+namespace {
+
+// As a GPU's stream, it outlives what it waits for: where hoist's copy failed, operators compute with what is in memory, and
+// the engine's next call says why. The host device's own streams do nothing further.
+class TorchStream final : public platform::Stream {
+ public:
+  explicit TorchStream(std::unique_ptr<platform::Stream> stream) : stream_(std::move(stream)) {}
+
+  void wait(const platform::StreamEvent& event, WaitCause) override {
+    stream_->launch("wait", [event] {
+      try {
+        event.wait();
+      } catch (...) {
+      }
+    });
+  }
+
+  std::string_view name() const override { return stream_->name(); }
+  platform::StreamEvent record() override { return stream_->record(); }
+  void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, platform::CopyKind kind) override {
+    stream_->copy(target, source, bytes, kind);
+  }
+  void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) override {
+    stream_->fill(target, value, bytes);
+  }
+  void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                  std::uint64_t count, float scale, Combine combine) override {
+    stream_->scale_into(target, target_dtype, source, source_dtype, count, scale, combine);
+  }
+  void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) override {
+    stream_->sums_of_squares(partial, source, dtype, count);
+  }
+  void update(const UpdateFactors& factors, const platform::UpdateArrays& arrays) override {
+    stream_->update(factors, arrays);
+  }
+  void launch(std::string_view what, std::function<void()> work) override { stream_->launch(what, std::move(work)); }
+  void synchronize() override { stream_->synchronize(); }
+  Nanoseconds idle_time() const override { return stream_->idle_time(); }
+  void* native() const override { return nullptr; }
+  bool capturing() const override { return false; }
+
+ private:
+  const std::unique_ptr<platform::Stream> stream_;
+};
+
+}  // namespace
+
 HostStream::HostStream()
     : device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment})),
-      stream_(device_->create_stream("torch")) {}
+      stream_(std::make_unique<TorchStream>(device_->create_stream("torch"))) {}
 
 void HostStream::launch(void* stream, void (*run)(void*), void* work) {
   static_cast<platform::Stream*>(stream)->launch("operator", [run, work] { run(work); });

@@ -199,6 +199,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
     synchronize(current);
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
@@ -380,10 +381,14 @@ void resize_outputs(const torch::jit::Stack& inferred, const torch::jit::Stack& 
   }
 }
 
-// The CPU's layer norm has its means in the input's type, where other devices, whose results are inferred, have fp32.
+// Where the CPU's operator wants other types than those of other devices, whose results are inferred.
 void convert_for_cpu(const c10::OperatorHandle& op, torch::jit::Stack& work) {
-  if (op.schema().name() != "aten::native_layer_norm_backward") return;
-  for (const std::size_t mean : {3, 4}) work[mean] = work[mean].toTensor().to(work[1].toTensor().scalar_type());
+  const auto convert = [&](std::size_t argument, at::ScalarType type) {
+    work[argument] = work[argument].toTensor().to(type);
+  };
+  if (op.schema().name() == "aten::native_layer_norm_backward")
+    for (const std::size_t mean : {3, 4}) convert(mean, work[1].toTensor().scalar_type());
+  if (op.schema().name() == "aten::histc") convert(0, at::kFloat);
 }
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -401,6 +406,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool later = inferred.has_value();
   if (!later) {
     synchronize(current);
+    convert_for_cpu(op, work);
     op.callBoxed(&work);
     inferred = work;
   }
@@ -427,6 +433,22 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     copy_results(work, results, aliases);
   }
   for (c10::IValue& result : results) stack->push_back(std::move(result));
+}
+
+const c10::OperatorHandle& operator_of(const char* name) {
+  return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""));
+}
+
+// Under the names that convolutions have on devices which PyTorch does not know.
+void run_convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const c10::OperatorHandle& op = operator_of("aten::convolution");
+  run(op, stack);
+}
+void run_convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const c10::OperatorHandle& op = operator_of("aten::convolution_backward");
+  const std::int64_t outputs = torch::jit::peek(*stack, 0, 10).toTensor().size(1);
+  stack->insert(stack->end() - 7, c10::IValue(std::vector<std::int64_t>{outputs}));  // the bias's extents
+  run(op, stack);
 }
 
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -480,6 +502,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset",
          TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(
              at::native::set_storage_cpu_)));
+  m.impl("set_.source_Storage", TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_)));
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution_backward>());
   m.impl("record_stream", [](at::Tensor& self, c10::Stream stream) {
     Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
   });
