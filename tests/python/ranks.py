@@ -26,11 +26,12 @@ BEGIN = """
 import json, os, signal, sys, time
 import hoist.torch
 import torch, torch.distributed as dist
+import accelerator
 from test_distributed import *
 directory, config = sys.argv[1], json.loads(sys.argv[2])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def join():
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=size)
+    dist.init_process_group(accelerator.process_group_backend(), init_method=f"file://{directory}/meet", rank=rank, world_size=size)
 """
 
 

@@ -27,6 +27,11 @@ def use_if_asked():
         use()
 
 
+def process_group_backend():
+    """For torch.distributed.init_process_group(), where tensors are on the tests' device."""
+    return f"cpu:gloo,{NAME}:staged" if os.environ.get("HOIST_TEST_ACCELERATOR") else "gloo"
+
+
 def use():
     source = pathlib.Path(__file__).with_name("accelerator.cpp")
     version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
@@ -57,6 +62,8 @@ def use():
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.set_default_device(NAME)
+    torch.distributed.Backend.register_backend(
+        "staged", lambda *place: extension.staged(torch.distributed.ProcessGroupGloo(*place)), devices=[NAME])
 
     own = hoist.torch.engine.device_of
     hoist.torch.engine.device_of = lambda config, wanted: own(config, wanted or torch.device(NAME, 0))
