@@ -62,6 +62,7 @@ def use():
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.set_default_device(NAME)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = NAME  # the device of transformers' Trainer
     torch.distributed.Backend.register_backend(
         "staged", lambda *place: extension.staged(torch.distributed.ProcessGroupGloo(*place)), devices=[NAME])
 

@@ -352,7 +352,7 @@ std::optional<torch::jit::Stack> infer(const c10::OperatorHandle& op, const torc
   torch::jit::Stack stack = changed(arguments, ToMeta{});
   try {
     op.callBoxed(&stack);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {  // PyTorch's, or Python's
     return std::nullopt;
   }
   for (const c10::IValue& value : stack)
