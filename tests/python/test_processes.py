@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 
 import hoist
@@ -120,6 +121,7 @@ def test_a_with_block_that_a_forked_process_leaves_ends_nothing(settings):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.cpu_tensors("a worker's samples are CPU tensors")
 def test_workers_of_a_data_loader_end(settings):
     class Data(torch.utils.data.Dataset):
         def __init__(self):
@@ -145,10 +147,10 @@ def test_transfers_and_stores_do_not_hold_up_a_forked_process(settings, tmp_path
     engine.close()
     store = hoist.store.open(json.loads(sys.argv[1])["zero_optimization"]["offload_param"]["nvme_path"])
     transfers = hoist.aio.Engine()
-    transfers.write(torch.zeros(4096, dtype=torch.uint8), sys.argv[2]).wait()
+    transfers.write(torch.zeros(4096, dtype=torch.uint8, device="cpu"), sys.argv[2]).wait()
 
     def child():
-        assert refused(lambda: transfers.read(torch.zeros(4096, dtype=torch.uint8), sys.argv[2]))
+        assert refused(lambda: transfers.read(torch.zeros(4096, dtype=torch.uint8, device="cpu"), sys.argv[2]))
         assert refused(lambda: store.read("norm.weight"))
 
     assert exit_code_of_fork(child) == 0

@@ -13,6 +13,7 @@ import torch
 import torch.utils.cpp_extension
 
 import hoist.torch.engine
+import hoist.torch.estimates
 from hoist import _hoist
 
 NAME = "slate"
@@ -67,4 +68,5 @@ def use():
         "staged", lambda *place: extension.staged(torch.distributed.ProcessGroupGloo(*place)), devices=[NAME])
 
     own = hoist.torch.engine.device_of
-    hoist.torch.engine.device_of = lambda config, wanted: own(config, wanted or torch.device(NAME, 0))
+    for module in (hoist.torch.engine, hoist.torch.estimates):
+        module.device_of = lambda config, wanted: own(config, wanted or torch.device(NAME, 0))
