@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "host_stream.hpp"
 
+#include <memory>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -13,8 +14,8 @@ namespace hoist::python {
 
 namespace {
 
-// As a GPU's stream, it outlives what it waits for: where hoist's copy failed, operators compute with what is in memory, and
-// the engine's next call says why. The host device's own streams do nothing further.
+// As a GPU's stream, it outlives what it waits for: where hoist's copy failed, operators compute with what is in
+// memory, and the engine's next call says why. The host device's own streams do nothing further.
 class TorchStream final : public platform::Stream {
  public:
   explicit TorchStream(std::unique_ptr<platform::Stream> stream) : stream_(std::move(stream)) {}
@@ -59,8 +60,9 @@ class TorchStream final : public platform::Stream {
 }  // namespace
 
 HostStream::HostStream()
-    : device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment})),
-      stream_(std::make_unique<TorchStream>(device_->create_stream("torch"))) {}
+    : device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment}),
+              "a stream"),
+      stream_(std::make_unique<TorchStream>(device_->create_stream("torch")), "a stream") {}
 
 void HostStream::launch(void* stream, void (*run)(void*), void* work) {
   static_cast<platform::Stream*>(stream)->launch("operator", [run, work] { run(work); });

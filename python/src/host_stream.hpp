@@ -7,9 +7,7 @@
 // Threading  Any.
 #pragma once
 
-#include <cstdint>
-#include <memory>
-
+#include <hoist/core/owning_process.hpp>
 #include <hoist/platform/device.hpp>
 
 namespace hoist::python {
@@ -28,8 +26,8 @@ class HostStream {
   static void forget(void* event);
 
  private:
-  std::unique_ptr<platform::Device> device_;
-  std::unique_ptr<platform::Stream> stream_;
+  InOneProcess<platform::Device> device_;
+  InOneProcess<platform::Stream> stream_;
 };
 
 }  // namespace hoist::python

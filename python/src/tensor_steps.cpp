@@ -11,8 +11,8 @@ namespace hoist::python {
 
 namespace {
 
-// The call only borrows its tensors. What PyTorch does with them on the calling thread waits for the work on the stream;
-// what it does on a stream comes after it.
+// The call only borrows its tensors. What PyTorch does with them on the calling thread waits for the work on the
+// stream; what it does on a stream comes after it.
 class EndOfWork {
  public:
   EndOfWork(UnitManager& unit_manager, platform::StreamRef stream)

@@ -323,8 +323,8 @@ bool UnitManager::give_way() {
   return gave_way_ = true;
 }
 
-// Each stream's use ends with what is enqueued on it by now; so does the current one's, which may have waited for a stream
-// that no hook has seen.
+// Each stream's use ends with what is enqueued on it by now; so does the current one's, which may have waited for a
+// stream that no hook has seen.
 void UnitManager::unload(Unit& unit) {
   if (!unit.is_up()) return;
   hide(unit);

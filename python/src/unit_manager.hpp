@@ -10,12 +10,12 @@
 // the unit's input is there.
 //
 // Streams    CPU tensors: PyTorch computes on the calling thread, and hooks wait for weights. CUDA: it computes on its
-//            current stream, which each hook asks for; that stream waits for weights, and the host does not. A unit has a
-//            lease for each stream that uses it.
+//            current stream, which each hook asks for; that stream waits for weights, and the host does not. A unit has
+//            a lease for each stream that uses it.
 // Threading  One thread at a time, with the GIL held; it is released wherever the engine may wait.
 // Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor of the CPU is kept until it was
-//            added up: of two units at most, if a backward pass goes from unit to unit. One of a stream is given back as
-//            soon as that is enqueued: PyTorch reuses its memory in the stream's order. The engine has memory for
+//            added up: of two units at most, if a backward pass goes from unit to unit. One of a stream is given back
+//            as soon as that is enqueued: PyTorch reuses its memory in the stream's order. The engine has memory for
 //            gradients of one or two units. Where more are under way at once, their tensors stay in PyTorch's memory
 //            until the unit has all of its gradients.
 // Errors     Those of the Engine.
@@ -207,7 +207,7 @@ class UnitManager {
     std::byte* memory = nullptr;  // where PyTorch looks for its weights
     bool is_shown = false;
     bool stays_up = false;  // in a pass in which it was up: its memory is its own
-    int holds = 0;  // who needs it up now
+    int holds = 0;          // who needs it up now
     int entered = 0;
     std::uint64_t loaded_at = 0;
     bool in_backward = false;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A PyTorch device for tests: CPU memory, and operators that run later, on streams of hoist's host device.
 //
-// As on a GPU, an operator returns before it has run, on the calling thread's current stream; streams know nothing of each
-// other but what events say; and autograd runs the backward pass on a thread of its own. Streams delay their work at
-// random. Memory is filled with NaN when it is taken and when it is freed, and freed in the order of the stream that it
-// was taken on. So a missing wait in hoist shows in a result.
+// As on a GPU, an operator returns before it has run, on the calling thread's current stream; streams know nothing of
+// each other but what events say; and autograd runs the backward pass on a thread of its own. Streams delay their work
+// at random. Memory is filled with NaN when it is taken and when it is freed, and freed in the order of the stream that
+// it was taken on. So a missing wait in hoist shows in a result.
 //
 // Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors
 // over the same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught
@@ -28,8 +28,6 @@
 #include <utility>
 #include <vector>
 
-#include <pthread.h>
-
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -38,6 +36,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pthread.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 
@@ -297,7 +296,8 @@ class Question {
  public:
   Question(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
     // Of tensors' results the shape does not depend on a fraction.
-    with_fractions_ = std::ranges::none_of(arguments, [](const c10::IValue& a) { return a.isTensor() || a.isTensorList(); });
+    with_fractions_ =
+        std::ranges::none_of(arguments, [](const c10::IValue& a) { return a.isTensor() || a.isTensorList(); });
     add(&op.schema());
     add(at::get_default_dtype_as_scalartype());
     for (const c10::IValue& argument : arguments) add_value(argument);
@@ -333,7 +333,8 @@ class Question {
     if (value.isDevice()) return add('D'), add(value.toDevice().type());
     if (value.isString()) return add('s'), add(value.toStringRef().size()), void(key_ += value.toStringRef());
     if (value.isIntList()) return add('I'), add_list(value.toIntVector(), [&](std::int64_t each) { add(each); });
-    if (value.isTensorList()) return add('T'), add_list(value.toTensorVector(), [&](const at::Tensor& t) { add_tensor(t); });
+    if (value.isTensorList())
+      return add('T'), add_list(value.toTensorVector(), [&](const at::Tensor& t) { add_tensor(t); });
     if (value.isOptionalTensorList()) {
       return add('O'), add_list(value.toOptionalTensorVector(),
                                 [&](const std::optional<at::Tensor>& t) { add_tensor(t.value_or(at::Tensor())); });
@@ -535,8 +536,8 @@ class Done final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What NCCL is for a GPU's tensors, with the collectives that tests and DistributedDataParallel use: by way of the CPU, and
-// gloo.
+// What NCCL is for a GPU's tensors, with the collectives that tests and DistributedDataParallel use: by way of the CPU,
+// and gloo.
 class Staged final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -590,7 +591,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     static_assert(sizeof(functions) == sizeof(addresses));
     std::memcpy(&functions, addresses.data(), sizeof(functions));
     pthread_atfork(nullptr, nullptr, [] { ended = true; });
-    for (const std::uintptr_t stream : streams) lanes.push_back({reinterpret_cast<void*>(stream), std::mt19937_64(seed++)});
+    for (const std::uintptr_t stream : streams)
+      lanes.push_back({reinterpret_cast<void*>(stream), std::mt19937_64(seed++)});
   });
   m.def("staged", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Staged>(gloo);
