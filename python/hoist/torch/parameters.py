@@ -91,7 +91,7 @@ class Parameters:
                 absent = self.tensors.absent(index, parameter.shape, dtype)
                 parameter.__dict__.pop("__deepcopy__", None)  # of from_pretrained
                 values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data)
-                if parameter.is_meta:
+                if parameter.is_meta or not torch._has_compatible_shallow_copy_type(parameter.data, absent):
                     parameter = self._replace(unit, name, parameter, absent)
                 else:
                     parameter.data = absent
@@ -108,12 +108,13 @@ class Parameters:
         self.tensors.connect(unit_manager)
         return sources
 
-    def _replace(self, unit: Unit, name: str, meta: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-        """A parameter on the meta device cannot be given memory; its place in every module can."""
-        parameter = nn.Parameter(values, requires_grad=meta.requires_grad)
+    def _replace(self, unit: Unit, name: str, former: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+        """A parameter on the meta device, or of the CPU for an accelerator that PyTorch does not know, cannot be given memory;
+        its place in every module can."""
+        parameter = nn.Parameter(values, requires_grad=former.requires_grad)
         for module in self._module.modules():
             for key, value in module._parameters.items():
-                if value is meta:
+                if value is former:
                     module._parameters[key] = parameter
         unit.parameters[name] = parameter
         return parameter
