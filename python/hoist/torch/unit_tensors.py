@@ -22,6 +22,7 @@ from hoist.torch.devices import current_stream_of, dlpack_device_of
 _mark: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _unmark: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 CAN_REFUSE = _mark is not None and _unmark is not None
+_DisableFuncTorch: Any = torch._C._DisableFuncTorch
 
 
 class _Unit:
@@ -61,7 +62,10 @@ class UnitTensors:
             def call(*args: Any) -> None:
                 alive = me()
                 if alive is not None:
-                    method(alive, *args)
+                    # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that call,
+                    # and using them later ends the process.
+                    with _DisableFuncTorch():
+                        method(alive, *args)
             return call
 
         device_type, device_id = dlpack_device_of(self._device)
