@@ -176,7 +176,7 @@ class Parameters:
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         self._between_passes()
         name = self.own_name(name)
-        out = torch.empty(self._shape[name].numel(), device="cpu")
+        out = torch.empty(self._shape[name].numel(), dtype=torch.float32, device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
         self._unit_manager.read(self._number[name], state, 0, array)
         return out.view(self._shape[name])
@@ -188,7 +188,7 @@ class Parameters:
         out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
         for first in range(0, out.numel(), _PIECE):
             part = out.view(-1)[first:first + _PIECE]
-            masters: Any = torch.empty(part.numel(), device="cpu")  # as in read()
+            masters: Any = torch.empty(part.numel(), dtype=torch.float32, device="cpu")  # as in read()
             self._unit_manager.read(self._number[name], _hoist.State.master, first, masters)
             part.copy_(as_type(masters, out.dtype))
         return out
