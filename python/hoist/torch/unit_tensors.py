@@ -29,7 +29,8 @@ class _Unit:
     def __init__(self, name: str, device: torch.device):
         self.refusal = (f"the weights of unit '{name}' are not loaded: hoist brings them up for the forward and backward passes "
                         "of their module. engine.read(name) and engine.gathered(names) give them at other times; a loss that "
-                        "needs them is computed inside of a module's forward()")
+                        "needs them is computed inside of a module's forward(). After close() the model has no values: the next "
+                        "wrap() needs them (resume=True, or weights=...)")
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
         self.views: list[torch.Tensor] = []  # what it is over the unit's memory
