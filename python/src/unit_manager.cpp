@@ -451,7 +451,8 @@ void UnitManager::backward(std::uint32_t index) {
   Unit& unit = units_[index];
   if (!pass_) {
     throw UsageError(
-        "a backward pass whose forward pass was given up, whose step was done, or that had its backward pass already: add "
+        "a backward pass whose forward pass was given up, whose step was done, or that had its backward pass already: "
+        "add "
         "the losses of a forward pass, and call backward() once");
   }
   if (unit.in_backward) return load(unit);
