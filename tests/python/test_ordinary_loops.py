@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops as people write them for PyTorch: each trains as it does there, or is refused in the words of PyTorch's interface. Nothing
-goes untrained, and no state is lost, without an error."""
+"""Loops as people write them for PyTorch: each trains as it does there, or is refused in the words of PyTorch's interface.
+Nothing goes untrained, and no state is lost, without an error."""
 
 import copy
 import warnings
@@ -181,7 +181,8 @@ def test_groups_have_the_models_parameters_and_each_once(wrapped):
     model = model_of()
     for groups, what in (([{"params": model.parameters()}, {"params": nn.Linear(3, 5).parameters()}],
                           r"group 1 .*\(5, 3\) that is not the model's"),
-                         ([{"params": model.parameters()}, {"params": model[1].parameters()}], r"'1\..*' is in the groups 0 and 1")):
+                         ([{"params": model.parameters()}, {"params": model[1].parameters()}],
+                          r"'1\..*' is in the groups 0 and 1")):
         with pytest.raises(hoist.UsageError, match=what):
             wrapped(model, groups=groups)
     with wrapped(model, groups=[{"params": model.parameters()}]) as engine:  # it is as it was

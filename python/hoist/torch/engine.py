@@ -157,8 +157,8 @@ class Engine(DeepSpeedNames):
         if not isinstance(model, nn.Module):
             raise _hoist.UsageError(f"a torch.nn.Module is wrapped, not a {type(model).__name__}")
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. Wrap "
-                                    "the model inside of it (model.module)")
+            raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. "
+                                    "Wrap the model inside of it (model.module)")
         for name, module in model.named_modules():
             engine = _engine_of.get(module, lambda: None)()
             if engine is not None and engine._unit_manager.is_open:
@@ -186,8 +186,8 @@ class Engine(DeepSpeedNames):
             group.setdefault("lr", defaults.learning_rate)
             for parameter in group["params"]:
                 if parameter.numel() > 0 and id(parameter) not in names:
-                    raise _hoist.UsageError(f"parameter group {index} has a parameter of shape {tuple(parameter.shape)} that is not "
-                                            "the model's: it would not be trained")
+                    raise _hoist.UsageError(f"parameter group {index} has a parameter of shape {tuple(parameter.shape)} that is "
+                                            "not the model's: it would not be trained")
                 if group_of.setdefault(id(parameter), index) != index:
                     raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' is in the groups {group_of[id(parameter)]} and "
                                             f"{index}: it can be in one")
@@ -317,7 +317,7 @@ class Engine(DeepSpeedNames):
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True))
         self._passes.forget()
-        self.optimizer._opt_called = True  # by which PyTorch's schedulers know that a step came first
+        self.optimizer._opt_called = True
         self._last_report = report
         self._step_applied = report.applied
         if not report.applied:

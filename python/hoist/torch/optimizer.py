@@ -28,8 +28,8 @@ def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -
     driven = getattr(schedule, "optimizer", None)
     if isinstance(driven, torch.optim.Optimizer) and driven.param_groups is not groups:
         raise _hoist.UsageError(
-            f"{type(schedule).__name__} sets the rates of another optimizer than this engine's: make it for engine.optimizer, and "
-            "set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
+            f"{type(schedule).__name__} sets the rates of another optimizer than this engine's: make it for engine.optimizer, "
+            "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -37,6 +37,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: Engine, param_groups: list[dict[str, Any]]):
         self._engine = engine
+        self._opt_called = False  # PyTorch's: whether a step was made, which its schedulers want to see before theirs
         super().__init__(param_groups, {})
         self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
         self._settled = [settled_of(group) for group in self.param_groups]
@@ -119,9 +120,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Errors: UsageError for a state_dict of another step, or with moments, which would be lost.
         """
-        step = state.get("step", self._engine.step_count)
-        if state.get("state") or step != self._engine.step_count:
-            what = "that has moments" if state.get("state") else f"of step {step}, and this engine is at {self._engine.step_count}"
+        now = self._engine.step_count
+        step = state.get("step", now)
+        if state.get("state") or step != now:
+            what = "that has moments" if state.get("state") else f"of step {step}, and this engine is at {now}"
             raise _hoist.UsageError(f"a state_dict {what}: moments of an engine are in its store. wrap(..., resume=True) or "
                                     "engine.restore(name) continues with them; hoist.optim's optimizers take a state_dict")
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):

@@ -147,19 +147,19 @@ class Parameters:
         name, trains = next((n, trains) for n, p, trains in zip(self._number, self._all, self._trains, strict=True)
                             if p.requires_grad != trains)
         if trains:
-            raise _hoist.UsageError(f"parameter '{name}' was frozen after the model was wrapped, and its moments and weight decay "
-                                    "would go on as with a gradient of zeros. Give it a parameter group of its own (groups=...), "
-                                    "and set that group's lr to 0 while it is frozen")
-        raise _hoist.UsageError(f"parameter '{name}' was frozen when the model was wrapped, so that it has no optimizer states, and "
-                                "requires gradients now. Wrap a model in which it does from the start, in a parameter group "
+            raise _hoist.UsageError(f"parameter '{name}' was frozen after the model was wrapped, and its moments and weight "
+                                    "decay would go on as with a gradient of zeros. Give it a parameter group of its own "
+                                    "(groups=...), and set that group's lr to 0 while it is frozen")
+        raise _hoist.UsageError(f"parameter '{name}' was frozen when the model was wrapped, so that it has no optimizer states, "
+                                "and requires gradients now. Wrap a model in which it does from the start, in a parameter group "
                                 "(groups=...) whose lr is 0 until it is to be trained")
 
     def refuse_addition(self, module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
         """Errors: UsageError for a trainable parameter that comes into the model now that it is wrapped."""
         parameters = [added] if isinstance(added, nn.Parameter) else [] if added is None else added.parameters()
         if any(p.requires_grad and id(p) not in self.places for p in parameters):
-            raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not be "
-                                    "trained: change the model first and wrap it then. engine.write(name, values) and "
+            raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not "
+                                    "be trained: change the model first and wrap it then. engine.write(name, values) and "
                                     "load_state_dict() change weights")
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------

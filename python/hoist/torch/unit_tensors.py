@@ -63,8 +63,8 @@ class UnitTensors:
             def call(*args: Any) -> None:
                 alive = me()
                 if alive is not None:
-                    # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that call,
-                    # and using them later ends the process.
+                    # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that
+                    # call, and using them later ends the process.
                     with _DisableFuncTorch():
                         method(alive, *args)
             return call
