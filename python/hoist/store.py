@@ -88,7 +88,7 @@ class Stored(Mapping[str, torch.Tensor]):
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         """A parameter's master, or one of its moments, in fp32."""
-        values = torch.empty(self.parameters[name].shape, device="cpu")
+        values = torch.empty(self.parameters[name].shape, dtype=torch.float32, device="cpu")
         self._model.read(self._index[name], state, 0, values.view(-1).numpy())
         return values
 

@@ -460,7 +460,12 @@ void UnitManager::discard() {
 
 void UnitManager::backward(std::uint32_t index) {
   Unit& unit = units_[index];
-  if (!pass_) throw UsageError("a backward pass whose forward pass was given up, or whose step was done already");
+  if (!pass_) {
+    throw UsageError(
+        "a backward pass whose forward pass was given up, whose step was done, or that had its backward pass already: "
+        "add "
+        "the losses of a forward pass, and call backward() once");
+  }
   if (unit.in_backward) return load(unit);
   hold(unit);
   unit.in_backward = true;

@@ -44,6 +44,7 @@ class Parameters:
         self.trainable: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []  # in the order of _number
         self._versions: list[int] = []  # of all, which every change in place counts up
+        self._trains: list[bool] = []  # of all: whether it has optimizer states
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
@@ -100,6 +101,7 @@ class Parameters:
                 self.tensors.add(index, parameter, offset)
                 self.places[id(parameter)] = self._number[name] = number
                 self._all.append(parameter)
+                self._trains.append(parameter.requires_grad)
                 self._shape[name] = parameter.shape
                 self._type[name] = dtype
                 if parameter.requires_grad:
@@ -139,6 +141,28 @@ class Parameters:
                                 "only while they are used. engine.write(name, values) changes a parameter, load_state_dict() "
                                 "all of them")
 
+    def refuse_other_trainability(self) -> None:
+        """Errors: UsageError where requires_grad of a parameter is not what it was when the model was wrapped."""
+        if [p.requires_grad for p in self._all] == self._trains:
+            return
+        name, trains = next((n, trains) for n, p, trains in zip(self._number, self._all, self._trains, strict=True)
+                            if p.requires_grad != trains)
+        if trains:
+            raise _hoist.UsageError(f"parameter '{name}' was frozen after the model was wrapped, and its moments and weight "
+                                    "decay would go on as with a gradient of zeros. Give it a parameter group of its own "
+                                    "(groups=...), and set that group's lr to 0 while it is frozen")
+        raise _hoist.UsageError(f"parameter '{name}' was frozen when the model was wrapped, so that it has no optimizer states, "
+                                "and requires gradients now. Wrap a model in which it does from the start, in a parameter group "
+                                "(groups=...) whose lr is 0 until it is to be trained")
+
+    def refuse_addition(self, module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
+        """Errors: UsageError for a trainable parameter that comes into the model now that it is wrapped."""
+        parameters = [added] if isinstance(added, nn.Parameter) else [] if added is None else added.parameters()
+        if any(p.requires_grad and id(p) not in self.places for p in parameters):
+            raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not "
+                                    "be trained: change the model first and wrap it then. engine.write(name, values) and "
+                                    "load_state_dict() change weights")
+
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
     def place_buffers(self) -> None:
@@ -177,7 +201,7 @@ class Parameters:
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         self._between_passes()
         name = self.own_name(name)
-        out = torch.empty(self._shape[name].numel(), device="cpu")
+        out = torch.empty(self._shape[name].numel(), dtype=torch.float32, device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
         self._unit_manager.read(self._number[name], state, 0, array)
         return out.view(self._shape[name])
@@ -189,7 +213,7 @@ class Parameters:
         out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
         for first in range(0, out.numel(), _PIECE):
             part = out.view(-1)[first:first + _PIECE]
-            masters: Any = torch.empty(part.numel(), device="cpu")  # as in read()
+            masters: Any = torch.empty(part.numel(), dtype=torch.float32, device="cpu")  # as in read()
             self._unit_manager.read(self._number[name], _hoist.State.master, first, masters)
             part.copy_(as_type(masters, out.dtype))
         return out
