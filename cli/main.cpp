@@ -28,6 +28,25 @@ void refuse_empty_values(const CLI::App& app) {
   for (const CLI::App* command : app.get_subcommands()) refuse_empty_values(*command);
 }
 
+// `--json -` of the command that was given.
+bool asks_for_json_only(const CLI::App& app) {
+  const CLI::Option* json = app.get_option_no_throw("--json");
+  if (json != nullptr && json->count() > 0 && json->results().back() == "-") return true;
+  return std::ranges::any_of(app.get_subcommands(),
+                             [](const CLI::App* command) { return asks_for_json_only(*command); });
+}
+
+// Where a command is missing because another word stands in its place, CLI11 speaks of the missing one only.
+std::string unknown_command(const CLI::App& app) {
+  for (const CLI::App* command : app.get_subcommands()) return unknown_command(*command);
+  const std::vector<std::string> words = app.remaining();
+  if (words.empty() || words.front().starts_with('-') || app.get_subcommands({}).empty()) return {};
+  std::string commands;
+  for (const CLI::App* command : app.get_subcommands({}))
+    commands += (commands.empty() ? "" : ", ") + command->get_name();
+  return fmt::format("there is no command `{}`; the commands are {}\n", words.front(), commands);
+}
+
 int run(int argc, char** argv) {
   CLI::App app{"hoist: model state on NVMe, pinned memory and GPU for ZeRO training.", "hoist"};
   app.set_version_flag("--version", "hoist " HOIST_VERSION);
@@ -42,9 +61,11 @@ int run(int argc, char** argv) {
     std::ostringstream output, errors;
     const bool asked = app.exit(error, output, errors) == 0;  // --help and --version are no errors
     print_text(output.str());
-    complain_text(errors.str());
+    const std::string unknown = asked ? std::string() : unknown_command(app);
+    complain_text(unknown.empty() ? errors.str() : unknown);
     return asked ? kOk : kBadInput;
   }
+  if (asks_for_json_only(app)) keep_output_for_json();
   for (const Command& command : commands) {
     if (command.app->parsed()) return command.run();
   }

@@ -20,15 +20,23 @@ namespace hoist::cli {
 namespace {
 
 int lost_output_code = 0;  // errno of the first text that could not be written
+bool output_is_json = false;
+constexpr const char* kOutputItself = "-";  // as the path of --json
 
-}  // namespace
-
-void print_text(const std::string& any_text) {
-  const std::string text = printable(any_text);
+void print(const std::string& text) {
   errno = 0;
   const bool arrived = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   if (!arrived && lost_output_code == 0) lost_output_code = errno == 0 ? EIO : errno;
 }
+
+}  // namespace
+
+void print_text(const std::string& text) {
+  if (output_is_json) return complain_text(text);
+  print(printable(text));
+}
+
+void keep_output_for_json() { output_is_json = true; }
 
 void complain_text(const std::string& any_text) {
   const std::string text = printable(any_text);
@@ -36,7 +44,7 @@ void complain_text(const std::string& any_text) {
 }
 
 int end_of_output(int code) {
-  print_text("");  // text that other code printed, CLI11's help for example
+  print("");  // text that other code printed, CLI11's help for example
   if (lost_output_code == 0 && std::ferror(stdout) == 0) return code;
   complain("hoist: standard output could not be written: {}; the printed text is incomplete\n",
            std::generic_category().message(lost_output_code == 0 ? EIO : lost_output_code));
@@ -44,7 +52,7 @@ int end_of_output(int code) {
 }
 
 void check_json(const std::string& path) {
-  if (path.empty()) return;
+  if (path.empty() || path == kOutputItself) return;
   const auto refuse = [&](int code) {
     throw IoError({.operation = "open", .path = path, .code = code}, "choose another --json file");
   };
@@ -69,6 +77,7 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   if (path.empty()) return;
   // Bytes of a path or of the configuration need not be UTF-8.
   const std::string text = value.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  if (path == kOutputItself) return print(text);
   std::FILE* file = open_output_file(path, OutputMode::replace);
   if (file == nullptr) {
     const int code = errno;

@@ -31,8 +31,11 @@ void complain(fmt::format_string<Values...> format, Values&&... values) {
 // lost.
 int end_of_output(int code);
 
+// From now on print_text() prints to standard error: standard output is for the JSON of `--json -`.
+void keep_output_for_json();
+
 // Writes `value` to `path`, replacing the file, in ASCII: a terminal shows it safely, and a program reads the true
-// text. Does nothing if the path is empty. Errors: IoError.
+// text. Does nothing if the path is empty. The path "-" is standard output. Errors: IoError.
 void write_json(const std::string& path, const nlohmann::ordered_json& value);
 
 // Checks early what write_json() would refuse, for commands that work for a long time before they write. Errors:

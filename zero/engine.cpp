@@ -245,7 +245,9 @@ MirrorReport Engine::mirror() const {
 }
 std::vector<std::string> Engine::describe() const { return core_->describe(); }
 
-bool Engine::keeps_gathered() const { return core_->gatherer->all_fit(); }
+bool Engine::keeps_gathered(UnitId unit) const {
+  return core_->gatherer->all_fit() || core_->memory->unit(unit).gathered != nullptr;
+}
 
 StepBytes Engine::formula_bytes() const {
   auto fetches = core_->gatherer->planner().fetch_counts(static_cast<std::size_t>(Pass::train));

@@ -102,7 +102,7 @@ class _Optimizer(torch.optim.Optimizer):
         for name, is_kept, value in zip(STATE_NAMES[self._kind], options.moments, (0.0, options.initial_accumulator),
                                         strict=True):
             if is_kept:
-                state[name] = torch.full(parameter.shape, value, device="cpu")
+                state[name] = torch.full(parameter.shape, value, dtype=torch.float32, device="cpu")
         if parameter.dtype == torch.bfloat16:
             state["remainder"] = torch.zeros(parameter.shape, dtype=torch.int16, device="cpu")
         return state
@@ -256,7 +256,7 @@ class _Optimizer(torch.optim.Optimizer):
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """bf16 weights and their remainders, both in CPU memory, as fp32 masters."""
-    values = torch.empty(parameter.shape, device="cpu")
+    values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     _hoist.join_master(parameter.data_ptr(), remainder.data_ptr(), values.data_ptr(), parameter.numel())
     return values
 

@@ -350,7 +350,7 @@ class Offloaded:
 
     def read(self, parameter: torch.Tensor, state: _hoist.State) -> torch.Tensor:
         """[C] The values in fp32, in CPU memory."""
-        values = torch.empty(parameter.numel(), device="cpu")
+        values = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
         for piece in self._pieces_of(parameter):
             self._unit_manager.read(piece.number, state, 0, piece.of(values).numpy())
         return values.view(parameter.shape)
@@ -380,7 +380,7 @@ class Offloaded:
         for number, parameter in numbered:
             if id(parameter) not in trained or step == 0:
                 continue
-            state: dict[str, Any] = {"step": torch.tensor(float(step), device="cpu")}
+            state: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
             for moment, name in self._moments:
                 if moment in self._kept[group_of[id(parameter)]]:
                     state[name] = self.read(parameter, moment)
@@ -420,7 +420,9 @@ class Offloaded:
             def of(parameter: nn.Parameter) -> torch.Tensor:
                 moment = states[id(parameter)].moments[index] if states else None
                 fresh = accumulators[id(parameter)] if index == 1 else 0.0
-                return torch.full(parameter.shape, fresh, device="cpu") if moment is None else moment
+                if moment is not None:
+                    return moment
+                return torch.full(parameter.shape, fresh, dtype=torch.float32, device="cpu")
             return of
 
         def master(parameter: nn.Parameter) -> torch.Tensor:

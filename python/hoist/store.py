@@ -82,13 +82,13 @@ class Stored(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
-        values = torch.empty(parameter.shape, dtype=_DTYPES[parameter.dtype])
+        values = torch.empty(parameter.shape, dtype=_DTYPES[parameter.dtype], device="cpu")
         self._model.read_weights(self._index[name], 0, values.view(-1).view(torch.uint8).numpy())
         return values
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         """A parameter's master, or one of its moments, in fp32."""
-        values = torch.empty(self.parameters[name].shape)
+        values = torch.empty(self.parameters[name].shape, dtype=torch.float32, device="cpu")
         self._model.read(self._index[name], state, 0, values.view(-1).numpy())
         return values
 

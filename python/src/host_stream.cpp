@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "host_stream.hpp"
 
+#include <memory>
+#include <utility>
+
 #include <nanobind/nanobind.h>
 
 #include <hoist/core/units.hpp>
@@ -9,9 +12,57 @@
 
 namespace hoist::python {
 
+namespace {
+
+// As a GPU's stream, it outlives what it waits for: where hoist's copy failed, operators compute with what is in
+// memory, and the engine's next call says why. The host device's own streams do nothing further.
+class TorchStream final : public platform::Stream {
+ public:
+  explicit TorchStream(std::unique_ptr<platform::Stream> stream) : stream_(std::move(stream)) {}
+
+  void wait(const platform::StreamEvent& event, WaitCause) override {
+    stream_->launch("wait", [event] {
+      try {
+        event.wait();
+      } catch (...) {
+      }
+    });
+  }
+
+  std::string_view name() const override { return stream_->name(); }
+  platform::StreamEvent record() override { return stream_->record(); }
+  void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, platform::CopyKind kind) override {
+    stream_->copy(target, source, bytes, kind);
+  }
+  void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) override {
+    stream_->fill(target, value, bytes);
+  }
+  void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                  std::uint64_t count, float scale, Combine combine) override {
+    stream_->scale_into(target, target_dtype, source, source_dtype, count, scale, combine);
+  }
+  void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) override {
+    stream_->sums_of_squares(partial, source, dtype, count);
+  }
+  void update(const UpdateFactors& factors, const platform::UpdateArrays& arrays) override {
+    stream_->update(factors, arrays);
+  }
+  void launch(std::string_view what, std::function<void()> work) override { stream_->launch(what, std::move(work)); }
+  void synchronize() override { stream_->synchronize(); }
+  Nanoseconds idle_time() const override { return stream_->idle_time(); }
+  void* native() const override { return nullptr; }
+  bool capturing() const override { return false; }
+
+ private:
+  const std::unique_ptr<platform::Stream> stream_;
+};
+
+}  // namespace
+
 HostStream::HostStream()
-    : device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment})),
-      stream_(device_->create_stream("torch")) {}
+    : device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment}),
+              "a stream"),
+      stream_(std::make_unique<TorchStream>(device_->create_stream("torch")), "a stream") {}
 
 void HostStream::launch(void* stream, void (*run)(void*), void* work) {
   static_cast<platform::Stream*>(stream)->launch("operator", [run, work] { run(work); });
@@ -19,19 +70,36 @@ void HostStream::launch(void* stream, void (*run)(void*), void* work) {
 
 void HostStream::synchronize(void* stream) { static_cast<platform::Stream*>(stream)->synchronize(); }
 
+void* HostStream::record(void* stream) {
+  return new platform::StreamEvent(static_cast<platform::Stream*>(stream)->record());
+}
+
+void HostStream::wait(void* stream, const void* event) {
+  static_cast<platform::Stream*>(stream)->wait(*static_cast<const platform::StreamEvent*>(event), WaitCause::none);
+}
+
+bool HostStream::reached(const void* event) { return static_cast<const platform::StreamEvent*>(event)->reached(); }
+
+void HostStream::forget(void* event) { delete static_cast<platform::StreamEvent*>(event); }
+
 void bind_host_stream(nanobind::module_& module) {
   namespace nb = nanobind;
   nb::class_<HostStream>(module, "HostStream",
                          "A stream of the host device, for PyTorch backends that compute in CPU memory (tests).")
       .def(nb::init<>())
-      .def(
+      .def_prop_ro("address", [](HostStream& self) { return reinterpret_cast<std::uintptr_t>(&self.stream()); })
+      .def_static(
           "functions",
-          [](HostStream& self) {
-            return nb::make_tuple(reinterpret_cast<std::uintptr_t>(&self.stream()),
-                                  reinterpret_cast<std::uintptr_t>(&HostStream::launch),
-                                  reinterpret_cast<std::uintptr_t>(&HostStream::synchronize));
+          [] {
+            return nb::make_tuple(reinterpret_cast<std::uintptr_t>(&HostStream::launch),
+                                  reinterpret_cast<std::uintptr_t>(&HostStream::synchronize),
+                                  reinterpret_cast<std::uintptr_t>(&HostStream::record),
+                                  reinterpret_cast<std::uintptr_t>(&HostStream::wait),
+                                  reinterpret_cast<std::uintptr_t>(&HostStream::reached),
+                                  reinterpret_cast<std::uintptr_t>(&HostStream::forget));
           },
-          "Addresses: the stream, launch(stream, run, work) and synchronize(stream).");
+          "Addresses: launch(stream, run, work), synchronize(stream), record(stream) -> event, wait(stream, event), "
+          "reached(event) and forget(event).");
 }
 
 }  // namespace hoist::python

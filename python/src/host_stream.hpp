@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // python/src/host_stream.hpp - a stream of the host device that a PyTorch backend in CPU memory computes on.
 //
-// Such a backend launches its operators on this stream and gives it to the engine as its current stream, as CUDA's does
-// with cudaStream_t. Tests have one: it shows a missing wait where there is no GPU.
+// Such a backend launches its operators on streams like this and gives the engine the current one, as CUDA's does with
+// cudaStream_t. Tests have one: it shows a missing wait where there is no GPU.
 //
-// Threading  As platform/stream.hpp: one thread at a time launches.
+// Threading  Any.
 #pragma once
 
-#include <cstdint>
-#include <memory>
-
+#include <hoist/core/owning_process.hpp>
 #include <hoist/platform/device.hpp>
 
 namespace hoist::python {
@@ -19,13 +17,17 @@ class HostStream {
   HostStream();
 
   platform::Stream& stream() { return *stream_; }
-  // What a backend in C calls, with this stream's address first.
+  // What a backend in C calls, with a stream's address first. record() makes an event, which forget() ends.
   static void launch(void* stream, void (*run)(void*), void* work);
   static void synchronize(void* stream);
+  static void* record(void* stream);
+  static void wait(void* stream, const void* event);
+  static bool reached(const void* event);
+  static void forget(void* event);
 
  private:
-  std::unique_ptr<platform::Device> device_;
-  std::unique_ptr<platform::Stream> stream_;
+  InOneProcess<platform::Device> device_;
+  InOneProcess<platform::Stream> stream_;
 };
 
 }  // namespace hoist::python

@@ -11,11 +11,12 @@ namespace hoist::python {
 
 namespace {
 
-// On the host device, no work on the stream outlives the call, because the call only borrows its tensors.
+// The call only borrows its tensors. What PyTorch does with them on the calling thread waits for the work on the
+// stream; what it does on a stream comes after it.
 class EndOfWork {
  public:
-  EndOfWork(Runtime& runtime, platform::StreamRef stream)
-      : stream_(runtime.options().device == platform::DeviceKind::cuda ? nullptr : &*stream) {}
+  EndOfWork(UnitManager& unit_manager, platform::StreamRef stream)
+      : stream_(unit_manager.computes_on_host() ? &*stream : nullptr) {}
   EndOfWork(const EndOfWork&) = delete;
   EndOfWork& operator=(const EndOfWork&) = delete;
   // The call's errors first.
@@ -93,13 +94,13 @@ StepReport step_tensors(UnitManager& unit_manager, const std::vector<std::uintpt
   const std::lock_guard lock(unit_manager.engine_mutex());
   StepReport report;
   {
-    EndOfWork read(unit_manager.runtime(), in);
+    EndOfWork read(unit_manager, in);
     accumulate_all(engine, gradients, dtypes, in);
     report = engine.step({.caller_state = caller_state});
     read.wait();
   }
   if (!report.applied) return report;
-  EndOfWork written(unit_manager.runtime(), out);
+  EndOfWork written(unit_manager, out);
   copy_all(engine, weights, out);
   written.wait();
   return report;
@@ -111,7 +112,7 @@ void copy_weights(UnitManager& unit_manager, const std::vector<std::uintptr_t>& 
   const platform::StreamRef out = unit_manager.stream_of_weights();
   const nb::gil_scoped_release release;
   const std::lock_guard lock(unit_manager.engine_mutex());
-  EndOfWork written(unit_manager.runtime(), out);
+  EndOfWork written(unit_manager, out);
   copy_all(engine, weights, out);
   written.wait();
 }

@@ -76,7 +76,12 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   if (engine_) throw UsageError("the model is being trained already");
   was_used_ = true;
   engine_ = Engine::create(runtime(), options_.engine, model_, state, caller_state);
-  keeps_all_up_ = engine_->keeps_gathered();
+  note_memory();
+}
+
+void UnitManager::note_memory() {
+  for (Unit& unit : units_) unit.stays_up = engine_->keeps_gathered(unit.id);
+  keeps_all_up_ = std::ranges::all_of(units_, &Unit::stays_up);
 }
 
 RestoreReport UnitManager::restore(const std::string& from) {
@@ -101,7 +106,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
     engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
-    keeps_all_up_ = engine_->keeps_gathered();
+    note_memory();
     return *engine_->restored();
   } catch (...) {
     if (asleep_at) fall_asleep(*asleep_at);
@@ -155,7 +160,7 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
   if (engine_) engine_->discard();  // ends leases
-  for (Unit& unit : units_) unit.lease.reset();
+  for (Unit& unit : units_) unit.uses.clear();
   scope_.reset();
   weights_stream_ = {nullptr, kEngine};
   gradients_stream_ = {nullptr, kEngine};
@@ -253,27 +258,31 @@ void UnitManager::know_types(nb::object fp32, nb::object bf16, nb::object fp16) 
 
 // --- up and down -----------------------------------------------------------------------------------------------------
 
+// On a stream that the unit is up for already this is a look at a list of one.
 void UnitManager::load(Unit& unit) {
   require_awake();
-  if (unit.lease) return;
+  if (unit.is_up() && computes_on_host()) return;
+  const platform::StreamRef stream = stream_of_weights();
+  if (unit.is_used_on(stream)) return;
+  const bool was_up = unit.is_up();
   while (true) {
     try {
-      gather(unit);
+      gather(unit, stream);
       break;
     } catch (const BudgetError&) {
       if (!give_way()) throw;
     }
   }
+  if (was_up) return;
   unit.loaded_at = ++clock_;
   show(unit);
 }
 
-void UnitManager::gather(Unit& unit) {
+void UnitManager::gather(Unit& unit, platform::StreamRef stream) {
   Engine& live = engine();
-  const platform::StreamRef stream = stream_of_weights();
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
-  unit.lease.emplace(live.gather(unit.id, stream));
+  unit.uses.push_back({&*stream, live.gather(unit.id, stream)});
   if (computes_on_host()) stream->synchronize();
 }
 
@@ -308,27 +317,28 @@ bool UnitManager::give_way() {
   if (!learning_ && !watched_) return false;
   Unit* first = nullptr;
   for (Unit& unit : units_)
-    if (unit.lease && unit.in_backward && (first == nullptr || unit.loaded_at < first->loaded_at)) first = &unit;
+    if (unit.is_up() && unit.in_backward && (first == nullptr || unit.loaded_at < first->loaded_at)) first = &unit;
   if (first == nullptr) return false;
   unload(*first);
   return gave_way_ = true;
 }
 
+// Each stream's use ends with what is enqueued on it by now; so does the current one's, which may have waited for a
+// stream that no hook has seen.
 void UnitManager::unload(Unit& unit) {
-  if (!unit.lease) return;
+  if (!unit.is_up()) return;
   hide(unit);
   const platform::StreamRef stream = stream_of_weights();
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
-  Lease lease = std::move(*unit.lease);
-  unit.lease.reset();
-  lease.release(stream);
+  if (!unit.is_used_on(stream)) unit.uses.front().stream->wait(stream->record(), WaitCause::none);
+  for (StreamUse& use : std::exchange(unit.uses, {})) use.lease.release(*use.stream);
 }
 
 // Opens the unit's tensors; they are made anew if the unit has moved.
 void UnitManager::show(Unit& unit) {
   const ParameterId first = model_.units()[unit.id.index].parameters.front();
-  auto* memory = static_cast<std::byte*>(unit.lease->view(first).data) - place(first).offset_bytes;
+  auto* memory = static_cast<std::byte*>(unit.uses.front().lease.view(first).data) - place(first).offset_bytes;
   if (memory != unit.memory) {
     // Tensors of the program's may live longer than the engine, and keep the device's memory.
     auto* owner = new std::shared_ptr<platform::Device>(runtime().shared_device());
@@ -370,7 +380,7 @@ void UnitManager::leave(std::uint32_t index) {
   if (unit.entered == 0) return;
   --unit.entered;
   --unit.holds;
-  if (unit.holds == 0 && !keeps_all_up_) unload(unit);
+  if (unit.holds == 0 && !unit.stays_up) unload(unit);
 }
 
 // --- passes ----------------------------------------------------------------------------------------------------------
@@ -414,15 +424,16 @@ void UnitManager::end() {
   forget_pass();
 }
 
-// On the host, until all are added up. A stream's are kept until later.
+// Until all that are kept are added up.
 void UnitManager::await_gradients() {
-  if (!collecting_.tensors.empty()) adding_.push_back(std::exchange(collecting_, {}));
-  if (computes_on_host()) {
+  if (!computes_on_host()) return;
+  {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
     gradients_stream_->synchronize();
   }
-  while (!adding_.empty() && (computes_on_host() || adding_.front().added.reached())) adding_.pop_front();
+  collecting_ = {};
+  adding_.clear();
 }
 
 void UnitManager::discard() {
@@ -431,7 +442,7 @@ void UnitManager::discard() {
   {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
-    for (Unit& unit : units_) unit.lease.reset();
+    for (Unit& unit : units_) unit.uses.clear();
     engine_->discard();
     scope_.reset();
     try {
@@ -449,7 +460,12 @@ void UnitManager::discard() {
 
 void UnitManager::backward(std::uint32_t index) {
   Unit& unit = units_[index];
-  if (!pass_) throw UsageError("a backward pass whose forward pass was given up, or whose step was done already");
+  if (!pass_) {
+    throw UsageError(
+        "a backward pass whose forward pass was given up, whose step was done, or that had its backward pass already: "
+        "add "
+        "the losses of a forward pass, and call backward() once");
+  }
   if (unit.in_backward) return load(unit);
   hold(unit);
   unit.in_backward = true;

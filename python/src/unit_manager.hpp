@@ -10,16 +10,19 @@
 // the unit's input is there.
 //
 // Streams    CPU tensors: PyTorch computes on the calling thread, and hooks wait for weights. CUDA: it computes on its
-//            current stream, which each hook asks for; that stream waits for weights, and the host does not.
+//            current stream, which each hook asks for; that stream waits for weights, and the host does not. A unit has
+//            a lease for each stream that uses it.
 // Threading  One thread at a time, with the GIL held; it is released wherever the engine may wait.
-// Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor is kept until it was added up:
-//            of two units at most, if PyTorch computes on the calling thread and a backward pass goes from unit to
-//            unit. The engine has memory for gradients of one or two units. Where more are under way at once, their
-//            tensors stay in PyTorch's memory until the unit has all of its gradients.
+// Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor of the CPU is kept until it was
+//            added up: of two units at most, if a backward pass goes from unit to unit. One of a stream is given back
+//            as soon as that is enqueued: PyTorch reuses its memory in the stream's order. The engine has memory for
+//            gradients of one or two units. Where more are under way at once, their tensors stay in PyTorch's memory
+//            until the unit has all of its gradients.
 // Errors     Those of the Engine.
 // Main path  begin -> enter/leave... -> backward -> arrived... (finish) -> end_backward -> step.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <map>
@@ -139,14 +142,14 @@ class UnitManager {
   void end();  // every unit goes down
   void discard();
   std::optional<Pass> pass() const { return pass_; }
-  // Whether a unit that was up in this pass stays there: nothing would be gained by ending it.
+  // Whether every unit that was up in this pass stays there: nothing would be gained by ending it.
   bool keeps_all_up() const { return keeps_all_up_; }
 
   void enter(std::uint32_t unit);
   void leave(std::uint32_t unit);
   // Gradients of the unit may come at any time of the backward pass from now on.
   void share(std::uint32_t unit) { units_[unit].shared = true; }
-  bool is_up(std::uint32_t unit) const { return units_[unit].lease.has_value(); }
+  bool is_up(std::uint32_t unit) const { return units_[unit].is_up(); }
   // Someone needs the unit up, whether it is or had to give way.
   bool is_held(std::uint32_t unit) const { return units_[unit].holds > 0; }
   void bring_back(std::uint32_t unit) { load(units_[unit]); }
@@ -174,6 +177,8 @@ class UnitManager {
   void end_backward();
   bool has_gradients() const { return arrived_count_ > 0; }
 
+  // PyTorch computes on the calling thread, and not on streams.
+  bool computes_on_host() const { return torch_.current_stream.is_none(); }
   // Streams that PyTorch's work is ordered by, on the calling thread. Pre: the GIL is held.
   platform::StreamRef stream_of_weights();
   platform::StreamRef stream_of_gradients();
@@ -186,14 +191,23 @@ class UnitManager {
   struct Gradient {
     ParameterId parameter{};
     nb::object tensor;
-    platform::StreamEvent made;  // on a stream of PyTorch's
+    platform::Stream* stream = nullptr;  // of PyTorch's, that it was made on
+  };
+  struct StreamUse {
+    platform::Stream* stream;
+    Lease lease;
   };
   struct Unit {
     UnitId id{};
-    std::optional<Lease> lease;
+    std::vector<StreamUse> uses;  // empty: the unit is down
+    bool is_up() const { return !uses.empty(); }
+    bool is_used_on(platform::StreamRef stream) const {
+      return std::ranges::any_of(uses, [&](const StreamUse& use) { return use.stream == &*stream; });
+    }
     std::byte* memory = nullptr;  // where PyTorch looks for its weights
     bool is_shown = false;
-    int holds = 0;  // who needs it up now
+    bool stays_up = false;  // in a pass in which it was up: its memory is its own
+    int holds = 0;          // who needs it up now
     int entered = 0;
     std::uint64_t loaded_at = 0;
     bool in_backward = false;
@@ -217,15 +231,15 @@ class UnitManager {
   void take_memory();
   void fall_asleep(std::uint64_t step) noexcept;
   void open_runtime();
+  void note_memory();
   void lay_out_units();
   int world_size_at_start() const;
   void hold(Unit& unit);
   void load(Unit& unit);
-  void gather(Unit& unit);
+  void gather(Unit& unit, platform::StreamRef stream);
   bool give_way();
   void unload(Unit& unit);
   platform::StreamRef current_stream();
-  bool computes_on_host() const { return torch_.current_stream.is_none(); }
   bool is_vertical() const { return options_.engine.micro_batch_order == MicroBatchOrder::vertical; }
   void await_gradients();
   void show(Unit& unit);

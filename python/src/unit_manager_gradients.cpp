@@ -38,9 +38,9 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   }
   type_of_gradient(gradient, parameter);
   if (!nb::cast<bool>(gradient.attr("is_contiguous")())) gradient = gradient.attr("contiguous")();
-  unit.waiting.push_back({parameter, std::move(gradient), {}});
-  if (!computes_on_host()) unit.waiting.back().made = stream_of_gradients()->record();
+  unit.waiting.push_back({parameter, std::move(gradient), computes_on_host() ? nullptr : &*stream_of_gradients()});
   ++arrived_count_;
+  if (unit.is_up()) load(unit);  // this stream has waited for what made the gradient, which read the weights
   const bool is_new = !has_arrived_[parameter.index];
   has_arrived_[parameter.index] = true;
   if (is_new && ++unit.arrived == unit.trainable && !unit.shared && !is_vertical()) {
@@ -76,7 +76,7 @@ bool UnitManager::add_up(Unit& unit) {
     const std::string& name = model_.parameters()[gradient.parameter.index].name;
     if (!takes_gradient_memory(unit, name, [&] { add(gradient); })) return false;
     if (!std::exchange(unit.in_gradient_memory, true)) ++gradient_places_taken_;
-    collecting_.tensors.push_back(std::move(gradient.tensor));
+    if (computes_on_host()) collecting_.tensors.push_back(std::move(gradient.tensor));
   }
   unit.waiting.clear();
   return true;
@@ -107,11 +107,15 @@ void UnitManager::add(const Gradient& gradient) {
   const TensorView view{reinterpret_cast<void*>(address), type_of_gradient(gradient.tensor, parameter),
                         model_.parameters()[parameter.index].shape, 0};
   const platform::StreamRef stream = stream_of_gradients();
+  // Of a gradient that had to wait until now, perhaps. PyTorch reuses its memory in the order of the stream it was made
+  // on.
+  const bool crosses = gradient.stream != nullptr && gradient.stream != &*stream;
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
-  if (!computes_on_host()) stream->wait(gradient.made, WaitCause::none);
+  if (crosses) stream->wait(gradient.stream->record(), WaitCause::none);
   engine_->accumulate(parameter, view, stream);
-  collecting_.added = stream->record();
+  if (crosses) gradient.stream->wait(stream->record(), WaitCause::none);
+  if (computes_on_host()) collecting_.added = stream->record();
 }
 
 void UnitManager::complete(Unit& unit) {
@@ -139,7 +143,8 @@ void UnitManager::finish(Unit& unit) {
 }
 
 void UnitManager::end_part() {
-  if (computes_on_host() && !adding_.empty()) {
+  if (!computes_on_host()) return;
+  if (!adding_.empty()) {
     const nb::gil_scoped_release release;
     adding_.back().added.wait();
   }

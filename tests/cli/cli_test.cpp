@@ -50,6 +50,29 @@ TEST_F(Cli, BadCommandLinesAreBadInput) {
   }
 }
 
+TEST_F(Cli, AWordThatIsNoCommandIsNamed) {
+  for (const char* arguments : {"chekc a.json", "bench disk --path .", "help"}) {
+    const auto result = run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments;
+    EXPECT_THAT(result.errors,
+                AnyOf(HasSubstr("no command `chekc`; the commands are check, plan"),
+                      HasSubstr("no command `disk`; the commands are io, optimizer"), HasSubstr("no command `help`")))
+        << arguments;
+  }
+}
+
+TEST_F(Cli, ADashAfterJsonIsStandardOutput) {
+  write("good.json", kGood);
+  auto result = run("check good.json --json -");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_TRUE(nlohmann::json::parse(result.output)["accepted"]);
+  EXPECT_THAT(result.errors, HasSubstr("good.json: accepted"));
+  EXPECT_FALSE(std::filesystem::exists(path("-")));
+  result = run("plan --parameters 1e9 --json -");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_TRUE(nlohmann::json::accept(result.output));
+}
+
 TEST_F(Cli, CheckSaysWhatAConfigurationWillDo) {
   write("good.json", kGood);
   const auto result = run("check good.json --world-size 4 --all --json report.json");

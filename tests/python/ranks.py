@@ -16,6 +16,8 @@ import tempfile
 import textwrap
 import threading
 
+import accelerator
+
 _forks = multiprocessing.get_context("forkserver")
 # DistributedDataParallel imports torch._dynamo when it is made.
 _forks.set_forkserver_preload(["torch", "torch._dynamo", "hoist.torch", "hoist.optim_offload", "hoist.store"])
@@ -24,11 +26,12 @@ BEGIN = """
 import json, os, signal, sys, time
 import hoist.torch
 import torch, torch.distributed as dist
+import accelerator
 from test_distributed import *
 directory, config = sys.argv[1], json.loads(sys.argv[2])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def join():
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=size)
+    dist.init_process_group(accelerator.process_group_backend(), init_method=f"file://{directory}/meet", rank=rank, world_size=size)
 """
 
 
@@ -67,6 +70,7 @@ def _run(text, arguments, environment, said):
         with open(os.path.join(said, str(stream)), "w") as file:
             os.dup2(file.fileno(), stream)
     os.environ.update(environment)
+    accelerator.use_if_asked()
     sys.argv = ["-c", *arguments]
     code = 0
     try:

@@ -132,7 +132,7 @@ def test_an_optimizer_of_pytorchs_is_taken_over(settings):
         their_scheduler.step()
         assert optimizer.param_groups[0]["lr"] == their_scheduler.get_last_lr()[0]
     for name, value in engine.state_dict().items():
-        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-5, atol=1e-6)
     engine.close()
 
 
@@ -163,7 +163,7 @@ def test_a_last_step_of_fewer_micro_batches(settings):
         assert report is not None and report.step == 1
         optimizer.step()
         for name, value in engine.state_dict().items():
-            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-6, atol=1e-7)
 
 
 def test_what_has_another_meaning_is_refused(settings):

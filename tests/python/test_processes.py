@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 
 import hoist
@@ -40,7 +41,7 @@ def exit_code_of_fork(body, seconds=30):
 def run_program(text, *arguments, seconds=120):
     """A program of its own, because its child runs the interpreter's end."""
     here = str(Path(__file__).parent)
-    code = "import sys\nsys.path.insert(0, sys.argv.pop(1))\n" + textwrap.dedent(text)
+    code = "import sys\nsys.path.insert(0, sys.argv.pop(1))\nimport accelerator\naccelerator.use_if_asked()\n" + textwrap.dedent(text)
     return subprocess.run([sys.executable, "-c", code, here, *arguments], capture_output=True, text=True, timeout=seconds)
 
 
@@ -120,6 +121,7 @@ def test_a_with_block_that_a_forked_process_leaves_ends_nothing(settings):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.cpu_tensors("a worker's samples are CPU tensors")
 def test_workers_of_a_data_loader_end(settings):
     class Data(torch.utils.data.Dataset):
         def __init__(self):
@@ -145,10 +147,10 @@ def test_transfers_and_stores_do_not_hold_up_a_forked_process(settings, tmp_path
     engine.close()
     store = hoist.store.open(json.loads(sys.argv[1])["zero_optimization"]["offload_param"]["nvme_path"])
     transfers = hoist.aio.Engine()
-    transfers.write(torch.zeros(4096, dtype=torch.uint8), sys.argv[2]).wait()
+    transfers.write(torch.zeros(4096, dtype=torch.uint8, device="cpu"), sys.argv[2]).wait()
 
     def child():
-        assert refused(lambda: transfers.read(torch.zeros(4096, dtype=torch.uint8), sys.argv[2]))
+        assert refused(lambda: transfers.read(torch.zeros(4096, dtype=torch.uint8, device="cpu"), sys.argv[2]))
         assert refused(lambda: store.read("norm.weight"))
 
     assert exit_code_of_fork(child) == 0

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
 
 WORDS = 300
+ON_CPU = torch.get_default_device().type == "cpu"
 
 
 def tokenizer():
@@ -84,7 +85,8 @@ def make(kind, path, hub, adapters, hoisted, callbacks=(), **changes):
         model = peft.get_peft_model(model, lora)
     settings = {"max_steps": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-3,
                 "bf16": False, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
-                "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 7} | settings | changes
+                "logging_steps": 1, "report_to": [], "use_cpu": ON_CPU, "dataloader_pin_memory": ON_CPU, "disable_tqdm": True,
+                "seed": 7} | settings | changes
     rows = datasets.Dataset.from_dict(data)
     return base(model=model, args=options(output_dir=str(path), **settings), train_dataset=rows,
                 eval_dataset=rows.select(range(8)), processing_class=tokenizer(), callbacks=list(callbacks), **more)

@@ -74,7 +74,7 @@ TEST_F(StoreLockTest, ALockThatOutlivesItsProcessIsExplained) {
 
 TEST_F(StoreLockTest, AStoreBeingFilledIsNotReplaced) {
   const auto store = create();
-  EXPECT_THAT(refusal_to_create(), HasSubstr("in use by process"));
+  EXPECT_THAT(refusal_to_create(), AllOf(HasSubstr("in use by process"), HasSubstr("which is this process")));
   run_step(*store, options_, 0, all_records(options_));
 }
 

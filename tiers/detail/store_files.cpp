@@ -298,6 +298,9 @@ bool has_ended(std::string_view holder) {
          errno == ESRCH;
 }
 
+// What this process would write about itself.
+std::string own_name() { return fmt::format("process {} on {}", ::getpid(), host_name()); }
+
 // The text that the holder of the lock wrote about itself.
 std::string said_by_holder(const StorePaths& paths) {
   const Descriptor info(open_regular_file(paths.lock_info, O_RDONLY | O_NOFOLLOW));
@@ -318,6 +321,13 @@ std::optional<std::string> holder(const StorePaths& paths) {
 
 void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
   const std::string name = said_by_holder(paths);
+  if (name == own_name()) {
+    throw StoreError(fmt::format(
+        "the store in {} is in use by {}, which is this process: an engine that it made earlier has not been closed. "
+        "Close it (in Python: close() of the engine, of trainer.engine or of the optimizer), or use another "
+        "directory",
+        paths.directory, name));
+  }
   const char* const kept_by = has_ended(name) ? ", which has ended, but left a process that it had forked, or a "
                                                 "transfer that its drive still works on"
                                               : "";
@@ -331,7 +341,7 @@ void write_lock_info(const StorePaths& paths) noexcept {
   const Descriptor info(
       open_regular_file(paths.lock_info, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW, S_IRUSR | S_IWUSR));
   if (info.number < 0) return;
-  const std::string text = fmt::format("process {} on {}\n", ::getpid(), host_name());
+  const std::string text = own_name() + "\n";
   [[maybe_unused]] const ssize_t written = ::write(info.number, text.data(), text.size());
 }
 

@@ -81,7 +81,7 @@ void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scra
 void StateAccess::change_masters(const Initializer& change) {
   pipeline_.walk(walk(), [&, masters = as_states(change)](const TileAccess& tile) {
     std::vector<float> values(tile.tile->elements);
-    for (std::uint64_t i = 0; i < values.size(); ++i) values[i] = load_value(tile, State::master, i);
+    load_values(tile, State::master, 0, values);
     make_values(tile, State::master, values, masters);
   });
 }
@@ -139,8 +139,8 @@ void StateAccess::read_gradient(ParameterId parameter, const std::byte* shards, 
   const std::byte* const gradient = records_.view_gradient(table_.parameter(parameter).unit, shards,
                                                            segment.gradient_shard_offset + first * element_bytes,
                                                            out.size() * element_bytes, scratch);
-  for (std::uint64_t i = 0; i < out.size(); ++i)
-    out[i] = scale * load_element(gradient, segment.gradient_shard_dtype, i);
+  load_elements(gradient, segment.gradient_shard_dtype, 0, out);
+  for (float& value : out) value *= scale;
 }
 
 void StateAccess::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {

@@ -45,17 +45,36 @@ MomentArrays moment_of(const TileAccess& tile, State state) {
           .moment = first ? optim::Moment::first : optim::Moment::second};
 }
 
-float load_moment(const MomentArrays& arrays, MomentType type, std::uint64_t element) {
-  switch (type) {
-    case MomentType::bf16:
-      return to_float(static_cast<const bf16*>(arrays.values)[element]);
-    case MomentType::fp8:
-      return optim::decode_moment(static_cast<const std::uint8_t*>(arrays.values)[element],
-                                  arrays.scales[element / kMomentBlock], arrays.moment);
+void load_moments(const TileAccess& tile, State state, std::uint64_t first, std::span<float> out) {
+  const MomentArrays arrays = moment_of(tile, state);
+  switch (tile.segment->state.moments) {
     case MomentType::fp32:
-      break;
+      return load_elements(static_cast<const std::byte*>(arrays.values), DType::fp32, first, out);
+    case MomentType::bf16:
+      return load_elements(static_cast<const std::byte*>(arrays.values), DType::bf16, first, out);
+    case MomentType::fp8:
+      for (std::uint64_t i = 0; i < out.size(); ++i)
+        out[i] = optim::decode_moment(static_cast<const std::uint8_t*>(arrays.values)[first + i],
+                                      arrays.scales[(first + i) / kMomentBlock], arrays.moment);
+      return;
   }
-  return static_cast<const float*>(arrays.values)[element];
+}
+
+void load_masters(const TileAccess& tile, std::uint64_t first, std::span<float> out) {
+  const DType dtype = tile.segment->dtype;
+  if (tile.state == nullptr || dtype == DType::fp32) return load_elements(tile.weights, dtype, first, out);
+  const StateArrays arrays = tile.view();
+  if (dtype == DType::fp16) {
+    std::ranges::copy(std::span(arrays.master + first, out.size()), out.begin());
+    return;
+  }
+  const auto* const weights = reinterpret_cast<const bf16*>(tile.weights) + first;
+  if (arrays.remainder8 != nullptr)
+    std::ranges::transform(std::span(weights, out.size()), std::span(arrays.remainder8 + first, out.size()),
+                           out.begin(), join_master24);
+  else
+    std::ranges::transform(std::span(weights, out.size()), std::span(arrays.remainder + first, out.size()), out.begin(),
+                           join_master);
 }
 
 // Block by block, since its elements share an exponent.
@@ -118,27 +137,25 @@ void store_masters(const TileAccess& tile, std::uint64_t first, std::span<const 
 
 }  // namespace
 
-float load_element(const std::byte* elements, DType dtype, std::uint64_t index) {
+void load_elements(const std::byte* elements, DType dtype, std::uint64_t first, std::span<float> out) {
   switch (dtype) {
     case DType::bf16:
-      return to_float(reinterpret_cast<const bf16*>(elements)[index]);
+      std::ranges::transform(std::span(reinterpret_cast<const bf16*>(elements) + first, out.size()), out.begin(),
+                             [](bf16 value) { return to_float(value); });
+      return;
     case DType::fp16:
-      return fp16_to_float(reinterpret_cast<const std::uint16_t*>(elements)[index]);
+      std::ranges::transform(std::span(reinterpret_cast<const std::uint16_t*>(elements) + first, out.size()),
+                             out.begin(), fp16_to_float);
+      return;
     case DType::fp32:
-      break;
+      std::ranges::copy(std::span(reinterpret_cast<const float*>(elements) + first, out.size()), out.begin());
+      return;
   }
-  return reinterpret_cast<const float*>(elements)[index];
 }
 
-float load_value(const TileAccess& tile, State state, std::uint64_t element) {
-  if (state != State::master) return load_moment(moment_of(tile, state), tile.segment->state.moments, element);
-  const DType dtype = tile.segment->dtype;
-  if (tile.state == nullptr || dtype == DType::fp32) return load_element(tile.weights, dtype, element);
-  const StateArrays arrays = tile.view();
-  if (dtype == DType::fp16) return arrays.master[element];
-  const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
-  return arrays.remainder8 != nullptr ? join_master24(weight, arrays.remainder8[element])
-                                      : join_master(weight, arrays.remainder[element]);
+void load_values(const TileAccess& tile, State state, std::uint64_t first, std::span<float> out) {
+  if (state != State::master) return load_moments(tile, state, first, out);
+  load_masters(tile, first, out);
 }
 
 void store_values(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values) {
@@ -197,23 +214,22 @@ void for_each_run(const tiers::RecordLayout& layout, const Segment& segment, std
 
 void read_values(const tiers::RecordLayout& layout, const Segment& segment, State state, std::uint64_t first,
                  std::span<float> out, const FetchTiles& fetch) {
-  for_each_run(layout, segment, first, out.size(), segment.trainable, fetch,
-               [&](std::span<const Tile> tiles, const std::byte* weights, const std::byte* states) {
-                 for (const Tile& tile : tiles) {
-                   // Only looked at; TileAccess has one form for reading and writing.
-                   const TileAccess access{
-                       .segment = &segment,
-                       .tile = &tile,
-                       .weights = const_cast<std::byte*>(weights + (tile.w_offset - tiles.front().w_offset)),
-                       .state = states == nullptr
-                                    ? nullptr
-                                    : const_cast<std::byte*>(states + (tile.s_offset - tiles.front().s_offset))};
-                   const ElementRange range = overlap(tile, first, out.size());
-                   float* target = out.data() + (tile.first_element + range.first - first);
-                   for (std::uint64_t i = 0; i < range.count; ++i)
-                     target[i] = load_value(access, state, range.first + i);
-                 }
-               });
+  for_each_run(
+      layout, segment, first, out.size(), segment.trainable, fetch,
+      [&](std::span<const Tile> tiles, const std::byte* weights, const std::byte* states) {
+        for (const Tile& tile : tiles) {
+          // Only looked at; TileAccess has one form for reading and writing.
+          const TileAccess access{
+              .segment = &segment,
+              .tile = &tile,
+              .weights = const_cast<std::byte*>(weights + (tile.w_offset - tiles.front().w_offset)),
+              .state = states == nullptr ? nullptr
+                                         : const_cast<std::byte*>(states + (tile.s_offset - tiles.front().s_offset))};
+          const ElementRange range = overlap(tile, first, out.size());
+          if (range.count == 0) continue;
+          load_values(access, state, range.first, out.subspan(tile.first_element + range.first - first, range.count));
+        }
+      });
 }
 
 void read_weights(const tiers::RecordLayout& layout, const Segment& segment, std::uint64_t first,

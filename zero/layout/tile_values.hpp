@@ -16,11 +16,12 @@ namespace hoist::detail {
 // Tiles looked at in one go: at most 3 MiB of bf16 record.
 inline constexpr std::uint32_t kAccessTiles = 16;
 
-// Element `index` of an array of `dtype`.
-float load_element(const std::byte* elements, DType dtype, std::uint64_t index);
+// Elements [first, first + out.size()) of an array of `dtype`.
+void load_elements(const std::byte* elements, DType dtype, std::uint64_t first, std::span<float> out);
 
-// A value of a tile: `master` is the fp32 value whatever the weights' type. Pre: the segment has the moment.
-float load_value(const TileAccess& tile, State state, std::uint64_t element);
+// Values of elements [first, first + out.size()) of a tile: `master` is the fp32 value whatever the weights' type.
+// Pre: the segment has the moment.
+void load_values(const TileAccess& tile, State state, std::uint64_t first, std::span<float> out);
 // Values of elements [first, first + values.size()) of a tile, to the nearest that its type can hold. In a block of
 // moments of fp8 others may move where its range ends; what was loaded comes back as it was.
 void store_values(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values);

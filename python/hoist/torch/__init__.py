@@ -139,6 +139,11 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     elif model_parameters is not None:
         groups = list(model_parameters)
         if not groups or not isinstance(groups[0], dict):
+            listed = {id(parameter) for parameter in groups}
+            for name, parameter in model.named_parameters():
+                if listed and parameter.requires_grad and id(parameter) not in listed:
+                    raise _hoist.UsageError(f"parameter '{name}' requires gradients and is not in model_parameters: freeze what "
+                                            "is not trained (requires_grad_(False)), or pass all")
             groups = None  # plain parameters: the configuration's settings
     engine = Engine(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
                     optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,

@@ -60,17 +60,18 @@ def current_stream_of(device: torch.device) -> Callable[[], Any] | None:
 
 def carried_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """What PyTorch keeps for each thread, of the calling thread, for another one to work under: autocast, and the current
-    stream of a GPU. Other state of a thread (a mode of the program's own, a default device) is not carried over."""
+    stream of an accelerator. Other state of a thread (a mode of the program's own, a default device) is not carried over."""
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     caches = torch.is_autocast_cache_enabled()
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    backend: Any = None if current_stream_of(device) is None else getattr(torch, device.type)
+    stream = backend.current_stream(device) if backend is not None else None
 
     @contextlib.contextmanager
     def carried() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if stream is not None:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(backend.device(device))
+                stack.enter_context(backend.stream(stream))
             for kind, dtype in autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
             yield

@@ -8,6 +8,7 @@ parameter cannot be read: what is up, and when, is decided in passes.py and in t
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
@@ -31,7 +33,7 @@ from hoist.torch.devices import device_of
 from hoist.torch.graphs import refuse_graphs
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
-from hoist.torch.optimizer import Optimizer, refuse_schedule
+from hoist.torch.optimizer import Optimizer, refuse_other_optimizer, refuse_schedule
 from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
@@ -40,6 +42,17 @@ from hoist.torch.units import units_of
 _log = logging.getLogger("hoist")
 _Batch = TypeVar("_Batch")
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache  # once in a process
+def _watch_additions() -> None:
+    def added(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
+        engine = _engine_of.get(module, lambda: None)()
+        if engine is not None and engine._unit_manager.is_open:
+            engine._parameters.refuse_addition(module, name, value)
+
+    register_module_parameter_registration_hook(added)
+    register_module_module_registration_hook(added)
 
 
 class Engine(DeepSpeedNames):
@@ -54,6 +67,7 @@ class Engine(DeepSpeedNames):
                  deepspeed: str | os.PathLike[str] | Checkpoint | None = None):
         self._refuse_wrapped(model, optimizer)
         refuse_schedule(scheduler)
+        refuse_other_optimizer(scheduler, None)
         self.module = model
         self.config = config = config.copy()  # what is settled here is not for the next engine
         self._last_report: _hoist.StepReport | None = None
@@ -125,6 +139,7 @@ class Engine(DeepSpeedNames):
         self._continue_schedule()
         for module in model.modules():
             _engine_of[module] = weakref.ref(self)
+        _watch_additions()
         passes = weakref.ref(self._passes)
         program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
 
@@ -141,6 +156,9 @@ class Engine(DeepSpeedNames):
     def _refuse_wrapped(model: object, optimizer: object) -> None:
         if not isinstance(model, nn.Module):
             raise _hoist.UsageError(f"a torch.nn.Module is wrapped, not a {type(model).__name__}")
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. "
+                                    "Wrap the model inside of it (model.module)")
         for name, module in model.named_modules():
             engine = _engine_of.get(module, lambda: None)()
             if engine is not None and engine._unit_manager.is_open:
@@ -163,11 +181,16 @@ class Engine(DeepSpeedNames):
         given = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else list(g["params"])}
                  for g in given]
         group_of: dict[int, int] = {}
+        names = {id(p): n for unit in self._cut.units for n, p in unit.parameters.items()}
         for index, group in enumerate(given):
             group.setdefault("lr", defaults.learning_rate)
             for parameter in group["params"]:
-                group_of[id(parameter)] = index
-        names = {id(p): n for unit in self._cut.units for n, p in unit.parameters.items()}
+                if parameter.numel() > 0 and id(parameter) not in names:
+                    raise _hoist.UsageError(f"parameter group {index} has a parameter of shape {tuple(parameter.shape)} that is "
+                                            "not the model's: it would not be trained")
+                if group_of.setdefault(id(parameter), index) != index:
+                    raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' is in the groups {group_of[id(parameter)]} and "
+                                            f"{index}: it can be in one")
         for parameter in trainable:
             if id(parameter) not in group_of:
                 raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
@@ -273,7 +296,7 @@ class Engine(DeepSpeedNames):
             try:
                 losses = [self.backward(loss_of(batch)).detach() for batch in taken]
             except Exception:
-                self._drop_gradients()
+                self._passes.drop_gradients()
                 raise
         self.step()
         return torch.stack([loss.float().reshape(()) for loss in losses]).mean()
@@ -289,10 +312,12 @@ class Engine(DeepSpeedNames):
             return None
         self.optimizer.refuse_changes()
         self._parameters.refuse_edits()
+        self._parameters.refuse_other_trainability()
         if self._takes_rates:
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True))
         self._passes.forget()
+        self.optimizer._opt_called = True
         self._last_report = report
         self._step_applied = report.applied
         if not report.applied:
@@ -305,7 +330,7 @@ class Engine(DeepSpeedNames):
             if self._lr_scheduler is not None:
                 driven = getattr(self._lr_scheduler, "optimizer", None)
                 if driven is not None:
-                    driven._opt_called = True  # by which PyTorch's schedulers know that a step came first
+                    driven._opt_called = True
                 self._lr_scheduler.step(**(lr_kwargs or {}))
         return report
 
@@ -317,12 +342,9 @@ class Engine(DeepSpeedNames):
             _log.warning("step %d was skipped, for the %s time in a row: a gradient was not finite, and the weights stay as they "
                          "were", self.global_steps, self._skipped_in_a_row)
 
-    def _drop_gradients(self) -> None:
-        self._passes.drop_gradients()
-
     @takes_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._drop_gradients()
+        self._passes.zero_grad()
 
     @property
     def lr_scheduler(self) -> Any:
@@ -332,6 +354,7 @@ class Engine(DeepSpeedNames):
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         refuse_schedule(scheduler)
+        refuse_other_optimizer(scheduler, self.optimizer.param_groups)
         self._lr_scheduler = scheduler
         self._continue_schedule()
 

@@ -43,6 +43,10 @@ class ModuleHook:
         module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise _hoist.UsageError("a wrapped model cannot be copied or pickled: its weights are in the engine's memory. Save or "
+                                "copy engine.state_dict(), or call engine.export(directory)")
+
     def joins_call(self, unit: int) -> None:
         """The module's call is under way already, and its hooks are new: from now on it counts as announced."""
         self.unit_manager.enter(unit)

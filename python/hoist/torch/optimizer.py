@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -23,11 +23,21 @@ def refuse_schedule(schedule: Any) -> None:
             "DeepSpeed does")
 
 
+def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -> None:
+    """Errors: UsageError for a schedule of PyTorch's whose optimizer is not the engine's: it would set no rate here."""
+    driven = getattr(schedule, "optimizer", None)
+    if isinstance(driven, torch.optim.Optimizer) and driven.param_groups is not groups:
+        raise _hoist.UsageError(
+            f"{type(schedule).__name__} sets the rates of another optimizer than this engine's: make it for engine.optimizer, "
+            "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
+
+
 class Optimizer(torch.optim.Optimizer):
     """Steps the engine. Its state is the engine's; `param_groups` carry learning rates to it."""
 
     def __init__(self, engine: Engine, param_groups: list[dict[str, Any]]):
         self._engine = engine
+        self._opt_called = False  # PyTorch's: whether a step was made, which its schedulers want to see before theirs
         super().__init__(param_groups, {})
         self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
         self._settled = [settled_of(group) for group in self.param_groups]
@@ -71,6 +81,12 @@ class Optimizer(torch.optim.Optimizer):
         return self._engine.step()
 
     @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """What GradScaler.step() asks for first."""
+        raise _hoist.UsageError("torch.amp.GradScaler finds no gradients, since hoist takes them as they are made. Leave it out: "
+                                '"fp16": {"enabled": true} in the configuration scales the loss in engine.backward()')
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was not applied, as accelerate's loops ask."""
         return self._engine.step_was_skipped
@@ -93,13 +109,22 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that wait for a step; after a step there are none."""
-        self._engine._drop_gradients()
+        self._engine._passes.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"step": self._engine.step_count, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Learning rates; moments are in the engine's store, and come back with restore."""
+        """[C] Learning rates. Moments are in the engine's store, and come back with resume=True or restore().
+
+        Errors: UsageError for a state_dict of another step, or with moments, which would be lost.
+        """
+        now = self._engine.step_count
+        step = state.get("step", now)
+        if state.get("state") or step != now:
+            what = "that has moments" if state.get("state") else f"of step {step}, and this engine is at {now}"
+            raise _hoist.UsageError(f"a state_dict {what}: moments of an engine are in its store. wrap(..., resume=True) or "
+                                    "engine.restore(name) continues with them; hoist.optim's optimizers take a state_dict")
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})

@@ -44,6 +44,7 @@ class Parameters:
         self.trainable: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []  # in the order of _number
         self._versions: list[int] = []  # of all, which every change in place counts up
+        self._trains: list[bool] = []  # of all: whether it has optimizer states
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class Parameters:
                 absent = self.tensors.absent(index, parameter.shape, dtype)
                 parameter.__dict__.pop("__deepcopy__", None)  # of from_pretrained
                 values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data)
-                if parameter.is_meta:
+                if parameter.is_meta or not torch._has_compatible_shallow_copy_type(parameter.data, absent):
                     parameter = self._replace(unit, name, parameter, absent)
                 else:
                     parameter.data = absent
@@ -100,6 +101,7 @@ class Parameters:
                 self.tensors.add(index, parameter, offset)
                 self.places[id(parameter)] = self._number[name] = number
                 self._all.append(parameter)
+                self._trains.append(parameter.requires_grad)
                 self._shape[name] = parameter.shape
                 self._type[name] = dtype
                 if parameter.requires_grad:
@@ -108,12 +110,13 @@ class Parameters:
         self.tensors.connect(unit_manager)
         return sources
 
-    def _replace(self, unit: Unit, name: str, meta: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-        """A parameter on the meta device cannot be given memory; its place in every module can."""
-        parameter = nn.Parameter(values, requires_grad=meta.requires_grad)
+    def _replace(self, unit: Unit, name: str, former: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+        """A parameter on the meta device, or of the CPU for an accelerator that PyTorch does not know, cannot be given memory;
+        its place in every module can."""
+        parameter = nn.Parameter(values, requires_grad=former.requires_grad)
         for module in self._module.modules():
             for key, value in module._parameters.items():
-                if value is meta:
+                if value is former:
                     module._parameters[key] = parameter
         unit.parameters[name] = parameter
         return parameter
@@ -137,6 +140,28 @@ class Parameters:
         raise _hoist.UsageError(f"parameter '{name}' was changed in place, and the change is lost: weights lie in their memory "
                                 "only while they are used. engine.write(name, values) changes a parameter, load_state_dict() "
                                 "all of them")
+
+    def refuse_other_trainability(self) -> None:
+        """Errors: UsageError where requires_grad of a parameter is not what it was when the model was wrapped."""
+        if [p.requires_grad for p in self._all] == self._trains:
+            return
+        name, trains = next((n, trains) for n, p, trains in zip(self._number, self._all, self._trains, strict=True)
+                            if p.requires_grad != trains)
+        if trains:
+            raise _hoist.UsageError(f"parameter '{name}' was frozen after the model was wrapped, and its moments and weight "
+                                    "decay would go on as with a gradient of zeros. Give it a parameter group of its own "
+                                    "(groups=...), and set that group's lr to 0 while it is frozen")
+        raise _hoist.UsageError(f"parameter '{name}' was frozen when the model was wrapped, so that it has no optimizer states, "
+                                "and requires gradients now. Wrap a model in which it does from the start, in a parameter group "
+                                "(groups=...) whose lr is 0 until it is to be trained")
+
+    def refuse_addition(self, module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
+        """Errors: UsageError for a trainable parameter that comes into the model now that it is wrapped."""
+        parameters = [added] if isinstance(added, nn.Parameter) else [] if added is None else added.parameters()
+        if any(p.requires_grad and id(p) not in self.places for p in parameters):
+            raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not "
+                                    "be trained: change the model first and wrap it then. engine.write(name, values) and "
+                                    "load_state_dict() change weights")
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
@@ -176,7 +201,7 @@ class Parameters:
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         self._between_passes()
         name = self.own_name(name)
-        out = torch.empty(self._shape[name].numel(), device="cpu")
+        out = torch.empty(self._shape[name].numel(), dtype=torch.float32, device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
         self._unit_manager.read(self._number[name], state, 0, array)
         return out.view(self._shape[name])
@@ -188,7 +213,7 @@ class Parameters:
         out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
         for first in range(0, out.numel(), _PIECE):
             part = out.view(-1)[first:first + _PIECE]
-            masters: Any = torch.empty(part.numel(), device="cpu")  # as in read()
+            masters: Any = torch.empty(part.numel(), dtype=torch.float32, device="cpu")  # as in read()
             self._unit_manager.read(self._number[name], _hoist.State.master, first, masters)
             part.copy_(as_type(masters, out.dtype))
         return out

@@ -120,8 +120,10 @@ class Passes:
                     "each layer together: call engine.train_batch(micro_batches, loss_of)")
             if self.due:
                 raise _hoist.UsageError(
-                    f"{self.micro_batches} backward pass{'es' if self.micro_batches > 1 else ''} make a step, and "
-                    "they are done: call step() (gradient_accumulation_steps in the configuration asks for more)")
+                    ("1 backward pass makes a step, and it is done" if self.micro_batches == 1 else
+                     f"{self.micro_batches} backward passes make a step, and they are done") +
+                    ": call step(), or engine.zero_grad() to drop the gradients (gradient_accumulation_steps in the "
+                    "configuration asks for more passes)")
             if self._may_be_divided and self.micro_batch > 0 and not self._step_was_called:
                 raise _hoist.UsageError(
                     f"a step takes the mean of {self.micro_batches} micro-batches (gradient_accumulation_steps), and this loop "
@@ -381,6 +383,12 @@ class Passes:
             self._unit_manager.discard()
         elif self._unit_manager.current_pass is not None:
             self._unit_manager.end()
+
+    def zero_grad(self) -> None:
+        """Drops gradients that wait for a step. Without any, a forward pass stays open: zero_grad() may stand between a loss and
+        its backward()."""
+        if self._backward_seen or self.due or self.micro_batch > 0:
+            self.drop_gradients()
 
     def drop_gradients(self) -> None:
         if self._unit_manager.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:

@@ -127,7 +127,7 @@ class _Mapped:
 
     def __call__(self) -> torch.Tensor:
         if self._bytes == 0:
-            return torch.empty(self._shape, dtype=self._dtype)
+            return torch.empty(self._shape, dtype=self._dtype, device="cpu")
         before = self._begin % mmap.ALLOCATIONGRANULARITY
         with open(self._path, "rb") as file:
             pages = mmap.mmap(file.fileno(), before + self._bytes, access=mmap.ACCESS_COPY, offset=self._begin - before)

@@ -32,6 +32,10 @@ __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint"
 
 _log = logging.getLogger("hoist")
 
+# What `optim` of TrainingArguments means in the configuration.
+_KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad", "lion_32bit": "Lion"}
+_DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
+
 
 def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
     """A configuration with its "auto" values taken from the arguments. Errors: UsageError with all contradictions.
@@ -71,6 +75,10 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     match("scheduler.params.warmup_max_lr", rate, "learning_rate")
     match("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
     match("scheduler.params.total_num_steps", steps, "the number of steps")
+    # The default of `optim` asks for nothing: the file says which optimizer.
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "optimizer" in config and optim not in _DEFAULT_OPTIMS and config["optimizer"].get("type") != _KIND_OF.get(optim):
+        problems.append(f"optimizer.type is {config['optimizer'].get('type')}, and optim is {optim} (leave one of them out)")
     if problems:
         raise _hoist.UsageError("the configuration and the arguments contradict each other (\"auto\" takes the argument's "
                                 "value): " + "; ".join(problems))

@@ -22,13 +22,15 @@ from hoist.torch.devices import current_stream_of, dlpack_device_of
 _mark: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _unmark: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 CAN_REFUSE = _mark is not None and _unmark is not None
+_DisableFuncTorch: Any = torch._C._DisableFuncTorch
 
 
 class _Unit:
     def __init__(self, name: str, device: torch.device):
         self.refusal = (f"the weights of unit '{name}' are not loaded: hoist brings them up for the forward and backward passes "
                         "of their module. engine.read(name) and engine.gathered(names) give them at other times; a loss that "
-                        "needs them is computed inside of a module's forward()")
+                        "needs them is computed inside of a module's forward(). After close() the model has no values: the next "
+                        "wrap() needs them (resume=True, or weights=...)")
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
         self.views: list[torch.Tensor] = []  # what it is over the unit's memory
@@ -61,7 +63,10 @@ class UnitTensors:
             def call(*args: Any) -> None:
                 alive = me()
                 if alive is not None:
-                    method(alive, *args)
+                    # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that
+                    # call, and using them later ends the process.
+                    with _DisableFuncTorch():
+                        method(alive, *args)
             return call
 
         device_type, device_id = dlpack_device_of(self._device)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A PyTorch device for tests, called "slate": see accelerator.cpp. use() makes it the default device of PyTorch and of hoist."""
 
+import atexit
+import contextlib
+import hashlib
 import os
 import pathlib
 import tempfile
@@ -10,22 +13,45 @@ import torch
 import torch.utils.cpp_extension
 
 import hoist.torch.engine
+import hoist.torch.estimates
 from hoist import _hoist
 
 NAME = "slate"
 
 
+STREAMS = 4  # the default one, and those that torch.Stream() takes in turn
+
+
+def use_if_asked():
+    """For programs that tests start."""
+    if os.environ.get("HOIST_TEST_ACCELERATOR"):
+        use()
+
+
+def process_group_backend():
+    """For torch.distributed.init_process_group(), where tensors are on the tests' device."""
+    return f"cpu:gloo,{NAME}:staged" if os.environ.get("HOIST_TEST_ACCELERATOR") else "gloo"
+
+
 def use():
-    folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}")
+    source = pathlib.Path(__file__).with_name("accelerator.cpp")
+    version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}-{version}")
     os.makedirs(folder, exist_ok=True)
     extension = torch.utils.cpp_extension.load(
-        "hoist_test_accelerator", [str(pathlib.Path(__file__).with_name("accelerator.cpp"))],
-        extra_cflags=["-O1", "-std=c++20"], build_directory=folder)
-    stream = _hoist.HostStream()
-    extension.start(*stream.functions(), int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))
+        "hoist_test_accelerator", [str(source)], extra_cflags=["-O1", "-std=c++20"],
+        build_directory=folder)
+    streams = [_hoist.HostStream() for _ in range(STREAMS)]
+    extension.start(_hoist.HostStream.functions(), [stream.address for stream in streams],
+                    int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))
+    atexit.register(extension.end)
     module = types.ModuleType(f"torch.{NAME}")
-    module.hoist_stream = lambda: stream
+    module.hoist_stream = lambda: streams[extension.current_stream()]
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.stream = lambda stream: stream  # which is a context
+    module.device = lambda device: contextlib.nullcontext()
     module.synchronize = extension.synchronize
+    module._sleep = extension.sleep  # (milliseconds): of the current stream
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
@@ -37,6 +63,10 @@ def use():
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.set_default_device(NAME)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = NAME  # the device of transformers' Trainer
+    torch.distributed.Backend.register_backend(
+        "staged", lambda *place: extension.staged(torch.distributed.ProcessGroupGloo(*place)), devices=[NAME])
 
     own = hoist.torch.engine.device_of
-    hoist.torch.engine.device_of = lambda config, wanted: own(config, wanted or torch.device(NAME, 0))
+    for module in (hoist.torch.engine, hoist.torch.estimates):
+        module.device_of = lambda config, wanted: own(config, wanted or torch.device(NAME, 0))

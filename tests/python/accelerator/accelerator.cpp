@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// A PyTorch device for tests: CPU memory, and operators that run later, on a stream of hoist's host device.
+// A PyTorch device for tests: CPU memory, and operators that run later, on streams of hoist's host device.
 //
-// As on a GPU, an operator returns before it has run, and autograd runs the backward pass on a thread of its own. The
-// stream delays its work at random. Memory is filled with NaN when it is taken and when it is freed, and freed in the
-// stream's order. So a missing wait in hoist shows in a result.
+// As on a GPU, an operator returns before it has run, on the calling thread's current stream; streams know nothing of
+// each other but what events say; and autograd runs the backward pass on a thread of its own. Streams delay their work
+// at random. Memory is filled with NaN when it is taken and when it is freed, and freed in the order of the stream that
+// it was taken on. So a missing wait in hoist shows in a result.
 //
 // Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors
 // over the same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught
 // up.
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -16,8 +20,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
+#include <string>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -29,55 +36,81 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pthread.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 
 namespace {
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
-// --- the stream ------------------------------------------------------------------------------------------------------
+// --- streams ---------------------------------------------------------------------------------------------------------
 
-struct StreamFunctions {
-  void* stream = nullptr;
+// HostStream's, by address.
+struct Functions {
   void (*launch)(void* stream, void (*run)(void* work), void* work) = nullptr;
   void (*synchronize)(void* stream) = nullptr;
+  void* (*record)(void* stream) = nullptr;
+  void (*wait)(void* stream, const void* event) = nullptr;
+  bool (*reached)(const void* event) = nullptr;
+  void (*forget)(void* event) = nullptr;
 };
-StreamFunctions functions;
+Functions functions;
+
+struct Lane {
+  void* stream = nullptr;
+  std::mt19937_64 delays;  // of the stream's thread
+};
+std::vector<Lane> lanes;  // by a stream's number in PyTorch; 0 is the default stream
+thread_local c10::StreamId current = 0;
+std::atomic<std::size_t> next_of_pool{0};
+// The program is about to end, or was forked and has no streams: from now on all is done at once.
+std::atomic<bool> ended{false};
+
 std::mutex error_mutex;
 std::exception_ptr error;  // the first of an operator, for the next call that waits
 
-std::mt19937_64 delays;  // of the stream's thread
+Lane& lane(c10::StreamId number) { return lanes.at(static_cast<std::size_t>(number)); }
 
-void delay_at_times() {
-  if (delays() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(delays() % 1000));
+void delay_at_times(Lane& here) {
+  if (here.delays() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(here.delays() % 1000));
 }
 
-void enqueue(std::function<void()> work) {
-  auto* owned = new std::function<void()>(std::move(work));
+void enqueue(c10::StreamId number, std::function<void()> work) {
+  struct Task {
+    Lane* lane;
+    std::function<void()> work;
+  };
+  if (ended) return work();
   functions.launch(
-      functions.stream,
+      lane(number).stream,
       [](void* p) {
-        const std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(p));
-        delay_at_times();
+        const std::unique_ptr<Task> task(static_cast<Task*>(p));
+        delay_at_times(*task->lane);
         try {
-          (*task)();
+          task->work();
         } catch (...) {
           const std::lock_guard lock(error_mutex);
           if (!error) error = std::current_exception();
         }
       },
-      owned);
+      new Task{&lane(number), std::move(work)});
 }
 
-void synchronize() {
+void synchronize(c10::StreamId number) {
+  if (ended) return;
   if (PyGILState_Check() != 0) {
     const pybind11::gil_scoped_release release;  // an operator's last tensor may need it
-    functions.synchronize(functions.stream);
+    functions.synchronize(lane(number).stream);
   } else {
-    functions.synchronize(functions.stream);
+    functions.synchronize(lane(number).stream);
   }
   const std::lock_guard lock(error_mutex);
   if (error) std::rethrow_exception(std::exchange(error, nullptr));
+}
+
+void synchronize_all() {
+  for (std::size_t number = 0; number < lanes.size(); ++number) synchronize(static_cast<c10::StreamId>(number));
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
@@ -85,13 +118,21 @@ void synchronize() {
 struct Block {
   void* data;
   std::size_t bytes;
+  c10::StreamId taken_on;
+  std::vector<c10::StreamId> used_on;  // as the program said (Tensor.record_stream)
 };
 
 void free_later(void* context) {
-  const Block block = *std::unique_ptr<Block>(static_cast<Block*>(context));
-  enqueue([block] {
-    std::memset(block.data, 0xFF, block.bytes);
-    std::free(block.data);
+  const std::shared_ptr<Block> block(static_cast<Block*>(context));
+  for (const c10::StreamId number : block->used_on) {
+    if (ended) break;
+    void* const used = functions.record(lane(number).stream);
+    functions.wait(lane(block->taken_on).stream, used);
+    functions.forget(used);
+  }
+  enqueue(block->taken_on, [block] {
+    std::memset(block->data, 0xFF, block->bytes);
+    std::free(block->data);
   });
 }
 
@@ -101,7 +142,7 @@ struct Allocator final : c10::Allocator {
     if (bytes == 0) return {nullptr, device};
     void* data = std::malloc(bytes);
     std::memset(data, 0xFF, bytes);
-    return {data, new Block{data, bytes}, &free_later, device};
+    return {data, new Block{data, bytes, current, {}}, &free_later, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
@@ -119,13 +160,35 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kType, 0}; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_all(); }
+
+  static c10::Stream of(c10::StreamId number) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, 0), number);
+  }
+  c10::Stream getStream(c10::Device) const override { return of(current); }
+  c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return of(static_cast<c10::StreamId>(1 + next_of_pool++ % (lanes.size() - 1)));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return of(std::exchange(current, stream.id())); }
   bool queryStream(const c10::Stream&) const override { return false; }
-  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize(); }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream.id()); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    if (data.get_deleter() == &free_later) static_cast<Block*>(data.get_context())->used_on.push_back(stream.id());
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event != nullptr) functions.forget(*event);
+    *event = functions.record(lane(stream.id()).stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) functions.wait(lane(stream.id()).stream, event);
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || functions.reached(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (event != nullptr) functions.forget(event);
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -136,8 +199,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
-    synchronize();
+    synchronize(current);
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
   }
 };
@@ -227,16 +291,86 @@ void copy_results(const torch::jit::Stack& made, const torch::jit::Stack& wanted
   }
 }
 
+// What results are like is a question that PyTorch answers in Python, slowly. Answers are kept by what they depend on.
+class Question {
+ public:
+  Question(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+    // Of tensors' results the shape does not depend on a fraction.
+    with_fractions_ =
+        std::ranges::none_of(arguments, [](const c10::IValue& a) { return a.isTensor() || a.isTensorList(); });
+    add(&op.schema());
+    add(at::get_default_dtype_as_scalartype());
+    for (const c10::IValue& argument : arguments) add_value(argument);
+  }
+  bool is_known() const { return known_; }  // all that the answer depends on
+  const std::string& key() const { return key_; }
+
+ private:
+  template <typename T>
+  void add(const T& value) {
+    key_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void add_tensor(const at::Tensor& tensor) {
+    add(tensor.defined());
+    if (!tensor.defined()) return;
+    add(tensor.scalar_type());
+    add(tensor.device().type());
+    add(tensor.dim());
+    for (const std::int64_t extent : tensor.sizes()) add(extent);
+    for (const std::int64_t stride : tensor.strides()) add(stride);
+    add(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  }
+  void add_value(const c10::IValue& value) {
+    const auto add_list = [&](const auto& list, const auto& add_each) {
+      add(list.size());
+      for (const auto& each : list) add_each(each);
+    };
+    if (value.isNone()) return add('0');
+    if (value.isTensor()) return add('t'), add_tensor(value.toTensor());
+    if (value.isInt()) return add('i'), add(value.toInt());
+    if (value.isBool()) return add('b'), add(value.toBool());
+    if (value.isDouble()) return add('d'), with_fractions_ ? add(value.toDouble()) : void();
+    if (value.isDevice()) return add('D'), add(value.toDevice().type());
+    if (value.isString()) return add('s'), add(value.toStringRef().size()), void(key_ += value.toStringRef());
+    if (value.isIntList()) return add('I'), add_list(value.toIntVector(), [&](std::int64_t each) { add(each); });
+    if (value.isTensorList())
+      return add('T'), add_list(value.toTensorVector(), [&](const at::Tensor& t) { add_tensor(t); });
+    if (value.isOptionalTensorList()) {
+      return add('O'), add_list(value.toOptionalTensorVector(),
+                                [&](const std::optional<at::Tensor>& t) { add_tensor(t.value_or(at::Tensor())); });
+    }
+    known_ = false;
+  }
+
+  std::string key_;
+  bool with_fractions_ = true;
+  bool known_ = true;
+};
+std::mutex answers_mutex;
+std::unordered_map<std::string, std::optional<torch::jit::Stack>> answers;
+
 std::optional<torch::jit::Stack> infer(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   torch::jit::Stack stack = changed(arguments, ToMeta{});
   try {
     op.callBoxed(&stack);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {  // PyTorch's, or Python's
     return std::nullopt;
   }
   for (const c10::IValue& value : stack)
     if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
   return stack;
+}
+
+std::optional<torch::jit::Stack> infer_or_recall(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  const Question question(op, arguments);
+  if (!question.is_known()) return infer(op, arguments);
+  {
+    const std::lock_guard lock(answers_mutex);
+    if (const auto found = answers.find(question.key()); found != answers.end()) return found->second;
+  }
+  std::optional<torch::jit::Stack> answer = infer(op, arguments);
+  const std::lock_guard lock(answers_mutex);
+  return answers.emplace(question.key(), std::move(answer)).first->second;
 }
 
 // Tensors that are written to, and were given without their size.
@@ -249,10 +383,14 @@ void resize_outputs(const torch::jit::Stack& inferred, const torch::jit::Stack& 
   }
 }
 
-// The CPU's layer norm has its means in the input's type, where other devices, whose results are inferred, have fp32.
+// Where the CPU's operator wants other types than those of other devices, whose results are inferred.
 void convert_for_cpu(const c10::OperatorHandle& op, torch::jit::Stack& work) {
-  if (op.schema().name() != "aten::native_layer_norm_backward") return;
-  for (const std::size_t mean : {3, 4}) work[mean] = work[mean].toTensor().to(work[1].toTensor().scalar_type());
+  const auto convert = [&](std::size_t argument, at::ScalarType type) {
+    work[argument] = work[argument].toTensor().to(type);
+  };
+  if (op.schema().name() == "aten::native_layer_norm_backward")
+    for (const std::size_t mean : {3, 4}) convert(mean, work[1].toTensor().scalar_type());
+  if (op.schema().name() == "aten::histc") convert(0, at::kFloat);
 }
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -264,12 +402,13 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (std::size_t r = 0; r < schema.returns().size(); ++r) aliases.push_back(aliased_argument(schema, r));
 
   const at::AutoDispatchBelowADInplaceOrView guard;
-  std::optional<torch::jit::Stack> inferred = infer(op, arguments);
+  std::optional<torch::jit::Stack> inferred = infer_or_recall(op, arguments);
   if (inferred) resize_outputs(*inferred, arguments, aliases);
   torch::jit::Stack work = changed(arguments, ToCpu{});
   const bool later = inferred.has_value();
   if (!later) {
-    synchronize();
+    synchronize(current);
+    convert_for_cpu(op, work);
     op.callBoxed(&work);
     inferred = work;
   }
@@ -286,7 +425,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     results.push_back(with_tensors((*inferred)[r], Make{}));
   }
   if (later) {
-    enqueue([op, work = std::move(work), results, aliases]() mutable {
+    enqueue(current, [op, work = std::move(work), results, aliases]() mutable {
       const at::AutoDispatchBelowADInplaceOrView below;
       convert_for_cpu(op, work);
       op.callBoxed(&work);
@@ -296,6 +435,22 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     copy_results(work, results, aliases);
   }
   for (c10::IValue& result : results) stack->push_back(std::move(result));
+}
+
+const c10::OperatorHandle& operator_of(const char* name) {
+  return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""));
+}
+
+// Under the names that convolutions have on devices which PyTorch does not know.
+void run_convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const c10::OperatorHandle& op = operator_of("aten::convolution");
+  run(op, stack);
+}
+void run_convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const c10::OperatorHandle& op = operator_of("aten::convolution_backward");
+  const std::int64_t outputs = torch::jit::peek(*stack, 0, 10).toTensor().size(1);
+  stack->insert(stack->end() - 7, c10::IValue(std::vector<std::int64_t>{outputs}));  // the bias's extents
+  run(op, stack);
 }
 
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -313,13 +468,13 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
   if (!is_here(target)) {
-    synchronize();
+    synchronize(current);
     target.copy_(on_cpu(source));
     return target;
   }
   // Pageable memory may change after the call.
   const at::Tensor from = is_here(source) ? on_cpu(source) : source.clone();
-  enqueue([from, to = on_cpu(target)] {
+  enqueue(current, [from, to = on_cpu(target)] {
     const at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);
   });
@@ -332,7 +487,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
-  synchronize();
+  synchronize(current);
   return on_cpu(tensor).item();
 }
 
@@ -349,9 +504,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset",
          TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(
              at::native::set_storage_cpu_)));
+  m.impl("set_.source_Storage", TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_)));
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution_backward>());
+  m.impl("record_stream", [](at::Tensor& self, c10::Stream stream) {
+    Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+  });
   m.impl("resize_",
          [](const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) -> const at::Tensor& {
-           synchronize();
+           synchronize(current);
            at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);
            return self;
          });
@@ -359,14 +520,91 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
+// --- ranks -----------------------------------------------------------------------------------------------------------
+
+class Done final : public c10d::Work {
+ public:
+  explicit Done(std::vector<at::Tensor> tensors)
+      : future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+    future_->markCompleted(c10::IValue(std::move(tensors)));
+    finish();
+  }
+  bool wait(std::chrono::milliseconds) override { return true; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// What NCCL is for a GPU's tensors, with the collectives that tests and DistributedDataParallel use: by way of the CPU,
+// and gloo.
+class Staged final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  explicit Staged(c10::intrusive_ptr<c10d::Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+
+  const std::string getBackendName() const override { return "staged"; }
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
+    return staged(tensors, [&](auto& copies) { return gloo_->allreduce(copies, options); });
+  }
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
+    return staged(tensors, [&](auto& copies) { return gloo_->broadcast(copies, options); });
+  }
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& options) override {
+    std::vector<at::Tensor> sent = on_host(inputs);
+    return staged(outputs.at(0), [&](auto& copies) {
+      std::vector<std::vector<at::Tensor>> received{copies};
+      return gloo_->allgather(received, sent, options);
+    });
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    c10d::BarrierOptions of_cpu = options;
+    of_cpu.device.reset();
+    return gloo_->barrier(of_cpu);
+  }
+
+ private:
+  static std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& tensor : tensors) copies.push_back(tensor.to(at::kCPU));
+    return copies;
+  }
+  template <typename Call>
+  static WorkPtr staged(std::vector<at::Tensor>& tensors, const Call& call) {
+    std::vector<at::Tensor> copies = on_host(tensors);
+    const WorkPtr work = call(copies);
+    work->wait();
+    for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i].copy_(copies[i]);
+    return c10::make_intrusive<Done>(tensors);
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("start", [](std::uintptr_t stream, std::uintptr_t launch, std::uintptr_t wait, std::uint64_t seed) {
-    delays.seed(seed);
-    functions.stream = reinterpret_cast<void*>(stream);
-    functions.launch = reinterpret_cast<decltype(functions.launch)>(launch);
-    functions.synchronize = reinterpret_cast<decltype(functions.synchronize)>(wait);
+  m.def("start", [](const std::array<std::uintptr_t, 6>& addresses, const std::vector<std::uintptr_t>& streams,
+                    std::uint64_t seed) {
+    static_assert(sizeof(functions) == sizeof(addresses));
+    std::memcpy(&functions, addresses.data(), sizeof(functions));
+    pthread_atfork(nullptr, nullptr, [] { ended = true; });
+    for (const std::uintptr_t stream : streams)
+      lanes.push_back({reinterpret_cast<void*>(stream), std::mt19937_64(seed++)});
   });
-  m.def("synchronize", [] { synchronize(); });
+  m.def("staged", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<Staged>(gloo);
+  });
+  m.def("synchronize", [] { synchronize_all(); });
+  m.def("sleep", [](int milliseconds) {
+    enqueue(current, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+  });
+  m.def("current_stream", [] { return current; });
+  m.def("end", [] {
+    if (ended) return;
+    synchronize_all();
+    ended = true;
+  });
 }

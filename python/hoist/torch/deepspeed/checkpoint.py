@@ -107,7 +107,7 @@ class Checkpoint:
 
     def master(self, name: str) -> torch.Tensor:
         shape = (self.parameters | self.frozen)[name]
-        out = torch.empty(shape.numel())
+        out = torch.empty(shape.numel(), dtype=torch.float32, device="cpu")
         self.read(name, _hoist.State.master, 0, out)
         return out.view(shape)
 

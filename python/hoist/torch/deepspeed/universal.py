@@ -147,7 +147,7 @@ class _Export:
         """The step count in the type that DeepSpeed's optimizer will use: an integer for its own, a tensor for PyTorch's."""
         own = isinstance(self._config.setting("optimizer.type"), str) and self._config.setting(
             "optimizer.params.torch_adam") is not True
-        return self._stored.step if own else torch.tensor(float(self._stored.step))
+        return self._stored.step if own else torch.tensor(float(self._stored.step), dtype=torch.float32, device="cpu")
 
     def _groups(self) -> list[dict[str, Any]]:
         """Parameter groups with the rate of the next step; DeepSpeed takes everything else from its configuration."""

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops as people write them for PyTorch: each trains as it does there, or is refused in the words of PyTorch's interface.
+Nothing goes untrained, and no state is lost, without an error."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+import hoist
+import hoist.torch
+
+WIDTH, STEPS, RATE = 16, 6, 1e-2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+
+
+def batches(count=STEPS):
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)) for _ in range(count)]
+
+
+@pytest.fixture
+def wrapped(settings, tmp_path):
+    """A new engine; each with a store of its own."""
+    count = iter(range(100))
+
+    def make(model=None, **arguments):
+        config = settings(optimizer={"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}},
+                          hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+        place = str(tmp_path / f"store-{next(count)}")
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] = place
+        return hoist.torch.wrap(model or model_of(), config, **arguments)
+
+    return make
+
+
+def reference_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+
+
+def close_to(losses, expected):
+    assert losses == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def trained(model, count=STEPS):
+    """Losses of a model that torch.optim trains, and the model."""
+    optimizer, losses = reference_of(model), []
+    for inputs, targets in batches(count):
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run(engine, count=STEPS):
+    losses = []
+    for inputs, targets in batches(count):
+        loss = F.mse_loss(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+# --- zero_grad -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whose", ["engine", "optimizer"])
+def test_zero_grad_may_stand_between_the_loss_and_its_backward_pass(wrapped, whose):
+    expected = trained(model_of())
+    with wrapped() as engine:
+        losses = []
+        for inputs, targets in batches():
+            loss = F.mse_loss(engine(inputs), targets)
+            (engine if whose == "engine" else engine.optimizer).zero_grad()
+            loss.backward()
+            engine.optimizer.step()
+            losses.append(loss.item())
+    close_to(losses, expected)
+
+
+def test_zero_grad_still_drops_what_a_backward_pass_has_made(wrapped):
+    expected = trained(model_of())
+    with wrapped() as engine:
+        losses = []
+        for inputs, targets in batches():
+            F.mse_loss(engine(targets), inputs).backward()
+            engine.optimizer.zero_grad()
+            loss = F.mse_loss(engine(inputs), targets)
+            engine.optimizer.zero_grad()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    close_to(losses, expected)
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_is_frozen_after_wrapping_is_refused_and_the_step_can_be_made_up_for(wrapped):
+    expected = trained(model_of())
+    with wrapped() as engine:
+        bias = engine.module[0].up.bias
+        losses = []
+        for inputs, targets in batches():
+            loss = F.mse_loss(engine(inputs), targets)
+            engine.backward(loss)
+            bias.requires_grad_(False)
+            with pytest.raises(hoist.UsageError, match=r"'0\.up\.bias' was frozen after .*lr to 0"):
+                engine.step()
+            bias.requires_grad_(True)
+            engine.step()
+            losses.append(loss.item())
+    close_to(losses, expected)
+
+
+def test_a_group_whose_rate_is_0_is_frozen(wrapped):
+    """The remedy that the error names."""
+    model = model_of()
+    frozen = list(model[0].parameters())
+    rest = [p for p in model.parameters() if not any(p is f for f in frozen)]
+    with wrapped(model, groups=[{"params": frozen}, {"params": rest}]) as engine:
+        run(engine, 2)
+        before = {name: engine.read(name) for name in ("0.up.weight", "1.up.weight")}
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        run(engine, 2)
+        assert torch.equal(engine.read("0.up.weight"), before["0.up.weight"])
+        assert not torch.equal(engine.read("1.up.weight"), before["1.up.weight"])
+
+
+def test_a_parameter_that_is_thawed_after_wrapping_is_refused(wrapped):
+    model = model_of()
+    model[2].weight.requires_grad_(False)
+    with wrapped(model) as engine:
+        run(engine, 1)
+        engine.module[2].weight.requires_grad_(True)
+        with pytest.raises(hoist.UsageError, match=r"'2\.weight' was frozen when the model was wrapped"):
+            run(engine, 1)
+
+
+def test_a_trainable_parameter_cannot_come_into_a_wrapped_model(wrapped):
+    expected = trained(model_of())
+    with wrapped() as engine:
+        model = engine.module
+        for change in (lambda: model.append(nn.Linear(WIDTH, WIDTH)), lambda: model.__setitem__(1, Block()),
+                       lambda: setattr(model[2], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+                       lambda: model[0].register_parameter("scale", nn.Parameter(torch.ones(WIDTH))),
+                       lambda: setattr(model[0], "adapter", nn.Linear(WIDTH, 2))):
+            with pytest.raises(hoist.UsageError, match="after the model was wrapped, and would not be trained"):
+                change()
+        # Nothing to train comes with these, and modules may hold the model's own modules.
+        model[0].note = nn.Identity()
+        model[0].teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        model[0].none = None
+        nn.ModuleList([model[1]])
+        close_to(run(engine), expected)
+    model.append(nn.Linear(WIDTH, WIDTH))  # the engine is closed
+
+
+def test_groups_have_the_models_parameters_and_each_once(wrapped):
+    model = model_of()
+    for groups, what in (([{"params": model.parameters()}, {"params": nn.Linear(3, 5).parameters()}],
+                          r"group 1 .*\(5, 3\) that is not the model's"),
+                         ([{"params": model.parameters()}, {"params": model[1].parameters()}],
+                          r"'1\..*' is in the groups 0 and 1")):
+        with pytest.raises(hoist.UsageError, match=what):
+            wrapped(model, groups=groups)
+    with wrapped(model, groups=[{"params": model.parameters()}]) as engine:  # it is as it was
+        close_to(run(engine), trained(model_of()))
+
+
+def test_initialize_does_not_train_what_model_parameters_leaves_out(settings):
+    model = model_of()
+    with pytest.raises(hoist.UsageError, match=r"'0\..*' requires gradients and is not in model_parameters"):
+        hoist.torch.initialize(model=model, model_parameters=model[2].parameters(), config=settings())
+    model[:2].requires_grad_(False)
+    engine, *_ = hoist.torch.initialize(model=model, model_parameters=model[2].parameters(), config=settings())
+    engine.close()
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_of_another_optimizer_is_refused(wrapped, settings):
+    model = model_of()
+    schedule = lr_scheduler.StepLR(reference_of(model), 1)
+    with pytest.raises(hoist.UsageError, match="StepLR sets the rates of another optimizer"):
+        wrapped(model, scheduler=schedule)
+    with wrapped(model) as engine:
+        with pytest.raises(hoist.UsageError, match="engine.optimizer"):
+            engine.lr_scheduler = schedule
+        engine.lr_scheduler = lr_scheduler.SequentialLR(engine.optimizer, [
+            lr_scheduler.ConstantLR(engine.optimizer, 0.5, 2), lr_scheduler.StepLR(engine.optimizer, 1)], [2])
+        run(engine, 4)
+        assert engine.get_lr()[0] == pytest.approx(RATE / 10)
+
+
+def test_a_schedule_that_the_program_steps_raises_no_false_warning(wrapped):
+    with wrapped() as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+        for _ in range(2):
+            run(engine, 1)
+            schedule.step()
+        assert engine.optimizer.param_groups[0]["lr"] == RATE / 4
+
+
+# --- the optimizer's state -------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_with_moments_of_another_step_is_refused(wrapped):
+    model = model_of()
+    trained(model, 1)
+    with wrapped() as engine:
+        run(engine, 2)
+        saved = engine.optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 0.5
+        engine.optimizer.load_state_dict(saved)
+        assert engine.optimizer.param_groups[0]["lr"] == 0.5
+        optimizer = reference_of(model)
+        F.mse_loss(model(batches()[0][0]), batches()[0][1]).backward()
+        optimizer.step()
+        with pytest.raises(hoist.UsageError, match="has moments.*resume=True"):
+            engine.optimizer.load_state_dict(optimizer.state_dict())
+    with wrapped() as engine, pytest.raises(hoist.UsageError, match="of step 2, and this engine is at 0.*resume=True"):
+        engine.optimizer.load_state_dict(saved)
+
+
+def test_grad_scaler_is_refused_by_name(wrapped):
+    scaler = torch.amp.GradScaler("cpu")
+    with wrapped() as engine:
+        inputs, targets = batches()[0]
+        scaler.scale(F.mse_loss(engine(inputs), targets)).backward()
+        with pytest.raises(hoist.UsageError, match="GradScaler.*fp16"):
+            scaler.step(engine.optimizer)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapped_model_is_not_copied(wrapped):
+    with wrapped() as engine:
+        for copies in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+            with pytest.raises(hoist.UsageError, match=r"engine\.state_dict\(\)"):
+                copies(engine.module)
+
+
+def test_the_second_backward_pass_of_one_forward_pass_says_what_to_do(wrapped):
+    with wrapped() as engine:
+        result = engine(batches()[0][0])
+        engine.backward(result.sum(), retain_graph=True)
+        with pytest.raises(hoist.UsageError, match="add the losses"):
+            engine.backward(result.pow(2).sum())
+
+
+@pytest.mark.skipif(not hoist.torch.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
+def test_a_model_whose_engine_was_closed_has_no_values(wrapped):
+    with wrapped() as engine:
+        model = engine.module
+    for use in (lambda: model[0].up.weight.sum(), lambda: wrapped(model)):
+        with pytest.raises(RuntimeError, match=r"After close\(\) the model has no values: .*resume=True"):
+            use()
+
+
+def test_data_parallel_modules_are_refused(wrapped):
+    with pytest.raises(hoist.UsageError, match=r"DataParallel.*model\.module"):
+        wrapped(nn.DataParallel(model_of()))
+
+
+# --- torch.func ------------------------------------------------------------------------------------------------------
+
+
+class Transformed(nn.Module):
+    """Calls its block inside of a transformation."""
+
+    def __init__(self, transformation):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.transformation = transformation
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + self.transformation(block, x)
+        return x
+
+
+def jvp(block, x):
+    value, tangent = torch.func.jvp(block, (x,), (torch.ones_like(x),))
+    return value + 0.1 * tangent
+
+
+TRANSFORMATIONS = {
+    "grad": lambda block, x: torch.func.grad(lambda y: block(y).pow(2).sum())(x),
+    "vjp": lambda block, x: torch.func.vjp(block, x)[1](torch.ones_like(x))[0],
+    "jvp": jvp,
+    "jacrev": lambda block, x: torch.func.jacrev(lambda y: block(y).sum(0))(x).sum(0),
+    "vmap": lambda block, x: torch.func.vmap(block)(x),
+    "grad of each sample": lambda block, x: torch.func.vmap(torch.func.grad(lambda y: block(y).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("name", list(TRANSFORMATIONS))
+def test_modules_may_be_called_inside_of_transformations(wrapped, name):
+    expected = trained(Transformed(TRANSFORMATIONS[name]))
+    with wrapped(Transformed(TRANSFORMATIONS[name])) as engine:
+        close_to(run(engine), expected)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hoist's streams are late at random (hoist.chaos_seed), and nothing changes: whoever hands memory over waits for it."""
+
+import pytest
+import torch
+import test_engine
+from test_optim_offload import Program, assert_equal, small_units  # noqa: F401
+
+import hoist
+import hoist.torch
+from models import batches, loss_of
+from training import digests, make, train
+
+
+@pytest.fixture
+def ended(settings, tmp_path):
+    def run(seed, memory, program):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(seed))}
+        memories = {"device_memory": memory, "pinned_memory": "32MiB"}
+        config = settings(gradient_accumulation_steps=2, hoist=memories | {"chaos_seed": seed},
+                          zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
+        with hoist.torch.wrap(make(), config) as engine:
+            return program(engine), digests(engine)
+
+    return run
+
+
+@pytest.mark.parametrize("memory", ["240KiB", "4MiB"])
+def test_training(ended, memory):
+    def program(engine):
+        losses = train(engine, 3, micro_batches=2)
+        with torch.no_grad():
+            return losses + [loss_of(engine(inputs), targets).item() for inputs, targets in batches(2)]
+
+    expected = ended(0, memory, program)
+    for seed in (1, 2):
+        assert ended(seed, memory, program) == expected
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_passes_that_fail(ended):
+    """Their gradients are dropped; the memory that they were in has other uses at once."""
+    def program(engine):
+        losses = []
+        for step, (inputs, targets) in enumerate(batches(4)):
+            def fail(*_):
+                raise Interrupted
+
+            hook = engine.module.blocks[step % 3].register_full_backward_hook(fail)
+            with pytest.raises(Interrupted):
+                engine.backward(loss_of(engine(inputs), targets))
+            hook.remove()
+            memory = [torch.full((size,), 7.0) for size in (32, 96 * 32, 32 * 32, 128, 128 * 32) for _ in range(8)]
+            del memory
+            losses.append(train(engine, 1, first=step, micro_batches=2))
+        return losses
+
+    expected = ended(0, "240KiB", program)
+    for seed in (1, 2):
+        assert ended(seed, "240KiB", program) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_with_offloaded_states(dtype):
+    expected = Program("AdamW", dtype).train(0, 4).bits()
+    for seed in (1, 2):
+        program = Program("AdamW", dtype, torch.get_default_device(), settings={"settings": {"chaos_seed": seed}},
+                          offload="cpu", pinned_memory="32MiB", device_memory="16MiB")
+        with program.optimizer:
+            assert_equal(program.train(0, 4).bits(), expected)
+
+
+@pytest.mark.cpu_tensors("the program computes with NumPy")
+def test_a_program_with_its_own_passes(tmp_path):
+    model, units = test_engine.declare()
+    ends = []
+    for seed in (0, 1, 2):
+        config = test_engine.config(tmp_path / str(seed), chaos_seed=seed)
+        engine = hoist.Engine.create(config, model, test_engine.values)
+        losses = [test_engine.step(engine, units)[0] for _ in range(6)]
+        ends.append((losses, engine.digest(hoist.State.master)))
+        del engine
+    assert ends == ends[:1] * 3
