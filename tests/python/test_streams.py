@@ -147,7 +147,7 @@ def ended(settings, path, kind, streams, seed, **memory):
 
 @pytest.fixture
 def gradients_on(monkeypatch):
-    """Gradients are there on streams of their own, as PyTorch's versions choose these in several ways. None: on the current one."""
+    """Gradients arrive on streams of their own, as PyTorch's versions choose these in several ways. None: on the current one."""
     own = torch.Tensor.register_post_accumulate_grad_hook
 
     def use(streams):

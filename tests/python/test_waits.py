@@ -2,8 +2,8 @@
 """hoist's streams are late at random (hoist.chaos_seed), and nothing changes: whoever hands memory over waits for it."""
 
 import pytest
-import torch
 import test_engine
+import torch
 from test_optim_offload import Program, assert_equal, small_units  # noqa: F401
 
 import hoist
@@ -63,22 +63,31 @@ def test_passes_that_fail(ended):
         assert ended(seed, "240KiB", program) == expected
 
 
+class Large(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = torch.nn.Parameter(torch.ones(2048)), torch.nn.Parameter(torch.ones(2048, 5200))
+
+    def forward(self, x):
+        return (x * self.small) @ self.large
+
+
 @pytest.mark.cpu_tensors("an accelerator's memory is not given back to the system")
 def test_a_gradient_whose_memory_the_system_takes_back(settings):
     """It is so large that malloc maps it: whoever read it after the pass has failed would end the process."""
     config = settings(hoist={"device_memory": "256MiB", "pinned_memory": "1GiB", "chaos_seed": 1})
     for part in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][part] = {"device": "cpu"}
-    model = torch.nn.Sequential(torch.nn.Linear(8, 2048), torch.nn.Linear(2048, 5200))
+    model = Large()
     with hoist.torch.wrap(model, config) as engine:
-        for _ in range(3):
-            def fail(*_):
-                raise Interrupted
+        def fail(_):
+            raise Interrupted
 
-            hook = model[0].register_full_backward_hook(fail)
+        hook = model.small.register_hook(fail)  # when the large one's gradient is on its way
+        for _ in range(3):
             with pytest.raises(Interrupted):
-                engine.backward(engine(torch.ones(2, 8, requires_grad=True)).sum())
-            hook.remove()
+                engine.backward(engine(torch.ones(2, 2048)).sum())
+        hook.remove()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
