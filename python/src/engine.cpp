@@ -67,10 +67,7 @@ class PyEngine {
   platform::Stream& stream() { return *stream_; }
 
   void begin(Pass pass, PassOptions options) { scope_.emplace(engine_.begin(pass, options)); }
-  void end() {
-    scope_.reset();
-    stream_->synchronize();
-  }
+  void end() { scope_.reset(); }
 
  private:
   Runtime runtime_;

@@ -169,7 +169,6 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
     runtime_->communicator().abort(*why_for_others);
     if (runtime_->has_several_groups()) runtime_->norm_group().abort(*why_for_others);
   }
-  program_streams_.clear();
   borrowed_streams_.clear();
   runtime_.reset();
 }
@@ -297,7 +296,6 @@ platform::StreamRef UnitManager::current_stream() {
     if (is_new) found->second = {runtime().device().borrow_stream(reinterpret_cast<void*>(native), "torch"), kEngine};
     stream = &*found->second;
   }
-  program_streams_.insert(stream);
   return *stream;
 }
 
@@ -447,7 +445,6 @@ void UnitManager::discard() {
     scope_.reset();
     try {
       if (computes_on_host()) gradients_stream_->synchronize();
-      for (platform::Stream* stream : program_streams_) stream->synchronize();
     } catch (...) {  // whatever ended the pass is on its way already
     }
   }

@@ -29,7 +29,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -273,7 +272,6 @@ class UnitManager {
   InOneProcess<platform::Stream> weights_stream_{nullptr, kEngine};
   InOneProcess<platform::Stream> gradients_stream_{nullptr, kEngine};
   std::map<std::uintptr_t, InOneProcess<platform::Stream>> borrowed_streams_;  // PyTorch's, by cudaStream_t
-  std::set<platform::Stream*> program_streams_;                                // all that PyTorch computed on
   std::optional<Engine> engine_;
   std::optional<std::uint64_t> asleep_at_;  // the step that was committed then
   std::optional<PassScope> scope_;

@@ -40,7 +40,6 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   if (!nb::cast<bool>(gradient.attr("is_contiguous")())) gradient = gradient.attr("contiguous")();
   unit.waiting.push_back({parameter, std::move(gradient), computes_on_host() ? nullptr : &*stream_of_gradients()});
   ++arrived_count_;
-  if (unit.is_up()) load(unit);  // this stream has waited for what made the gradient, which read the weights
   const bool is_new = !has_arrived_[parameter.index];
   has_arrived_[parameter.index] = true;
   if (is_new && ++unit.arrived == unit.trainable && !unit.shared && !is_vertical()) {

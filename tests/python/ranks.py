@@ -31,7 +31,8 @@ from test_distributed import *
 directory, config = sys.argv[1], json.loads(sys.argv[2])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def join():
-    dist.init_process_group(accelerator.process_group_backend(), init_method=f"file://{directory}/meet", rank=rank, world_size=size)
+    backend = accelerator.process_group_backend()
+    dist.init_process_group(backend, init_method=f"file://{directory}/meet", rank=rank, world_size=size)
 """
 
 

@@ -325,6 +325,43 @@ def test_trains_as_in_memory(settings, kind, loss_of, needs_several):
     assert ends[0] == ends[1]
 
 
+class Scaled(Stack):
+    """With a parameter that only the loss uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+
+def test_a_small_parameter_is_there_for_a_loss_outside_of_forward(settings):
+    """In training and in evaluation: it stays up until the pass ends. Layers, which share their memory, do not."""
+    def loss_of(model, x):
+        return (model(x) * model.scale).pow(2).mean() + model.scale.norm()
+
+    def run(model, optimizer, backward):
+        losses = []
+        for x in batches():
+            loss = loss_of(model, x)
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses += [loss.item(), loss_of(model, x).item()]
+        return losses
+
+    reference = make(Scaled)
+    expected = run(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), torch.Tensor.backward)
+    config = settings(optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}})
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 2 * WIDTH, "stage3_max_live_parameters": 1}
+    config["hoist"]["device_memory"] = "8MiB"
+    with hoist.torch.wrap(make(Scaled), config) as engine:
+        assert run(engine.module, engine.optimizer, engine.backward) == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(engine.read("scale"), reference.scale.detach().cpu(), rtol=0, atol=1e-5)
+        engine.module(batches()[0])
+        with pytest.raises(RuntimeError, match="unit 'blocks.0' are not loaded"):
+            engine.module.blocks[0].up.weight.norm()
+
+
 RANK = """
 from test_modules import *
 name, config = config

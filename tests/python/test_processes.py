@@ -41,7 +41,8 @@ def exit_code_of_fork(body, seconds=30):
 def run_program(text, *arguments, seconds=120):
     """A program of its own, because its child runs the interpreter's end."""
     here = str(Path(__file__).parent)
-    code = "import sys\nsys.path.insert(0, sys.argv.pop(1))\nimport accelerator\naccelerator.use_if_asked()\n" + textwrap.dedent(text)
+    begin = "import sys\nsys.path.insert(0, sys.argv.pop(1))\nimport accelerator\naccelerator.use_if_asked()\n"
+    code = begin + textwrap.dedent(text)
     return subprocess.run([sys.executable, "-c", code, here, *arguments], capture_output=True, text=True, timeout=seconds)
 
 

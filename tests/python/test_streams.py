@@ -6,6 +6,7 @@ random, and the program's where a missing wait would show.
 """
 
 import contextlib
+import itertools
 import os
 
 import pytest
@@ -20,6 +21,7 @@ if not os.environ.get("HOIST_TEST_ACCELERATOR"):
     pytest.skip("CPU tensors have no streams: HOIST_TEST_ACCELERATOR=1 runs this file", allow_module_level=True)
 
 DEVICE = torch.get_default_device()
+DEFAULT = torch.accelerator.current_stream()
 WIDTH, STEPS = 64, 5
 
 
@@ -143,7 +145,40 @@ def ended(settings, path, kind, streams, seed, **memory):
         return losses, digests(engine)
 
 
-@pytest.mark.parametrize("memory", ["160KiB", "4MiB"])
+@pytest.fixture
+def gradients_on(monkeypatch):
+    """Gradients arrive on streams of their own, as PyTorch's versions choose these in several ways. None: on the current one."""
+    own = torch.Tensor.register_post_accumulate_grad_hook
+
+    def use(streams):
+        turns = itertools.cycle(streams)
+
+        def register(parameter, hook):
+            stream = next(turns)
+
+            def arrive(tensor):
+                with on(stream, tensor.grad):
+                    torch.slate._sleep(2)
+                    tensor.grad = tensor.grad.clone()
+                    hook(tensor)
+
+            return own(parameter, arrive)
+
+        monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", register)
+
+    return use
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_on_streams_of_their_own(settings, tmp_path, gradients_on, kind):
+    ends = []
+    for name, streams in (("one", [None]), ("several", [torch.Stream(DEVICE) for _ in range(3)])):
+        gradients_on(streams)
+        ends.append(ended(settings, tmp_path / name, kind, [None, None], 1, device_memory="160KiB"))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("memory", ["100KiB", "160KiB", "4MiB"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_several_streams_end_in_the_bits_of_one(settings, tmp_path, kind, memory):
     expected = ended(settings, tmp_path / "one", kind, [None, None], 0, device_memory=memory)
@@ -154,7 +189,11 @@ def test_several_streams_end_in_the_bits_of_one(settings, tmp_path, kind, memory
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
 def test_a_program_on_a_stream_of_its_own(settings, tmp_path, order):
-    """The default stream, on which nothing waits for anything here, is never used in its place."""
+    """The default stream, which is late here and for which nothing waits, is never used in its place."""
+    def keep_default_busy(*_):
+        with DEFAULT:
+            torch.slate._sleep(20)
+
     ends = []
     for stream in (None, torch.Stream(DEVICE)):
         nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(stream is None))}
@@ -162,11 +201,36 @@ def test_a_program_on_a_stream_of_its_own(settings, tmp_path, order):
             "device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order, "chaos_seed": 3},
             zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
         with stream or contextlib.nullcontext():
-            if stream is not None:
-                torch.slate._sleep(1)
             with hoist.torch.wrap(make(), config) as engine:
+                if stream is not None:
+                    engine.module.register_forward_pre_hook(keep_default_busy)
                 losses = train(engine, 3, micro_batches=2)
                 with torch.no_grad():
                     losses += [loss_of(engine(inputs), targets).item() for inputs, targets in batches(1)]
                 ends.append((losses, digests(engine)))
     assert ends[0] == ends[1]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_engine_is_closed_in_the_middle_of_a_backward_pass(settings):
+    """While the stream has still to add up gradients in the engine's memory, and to read its weights."""
+    def fail(*_):
+        torch.slate._sleep(100)
+        raise Interrupted
+
+    for _ in range(3):
+        config = settings(hoist={"device_memory": "4MiB", "pinned_memory": "32MiB"})
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part] = {"device": "cpu"}
+        engine = hoist.torch.wrap(InTurns([None, None]), config)
+        engine.module.layers[0][0].register_post_accumulate_grad_hook(fail)
+        loss = engine(pairs()[0][0]).square().mean()
+        torch.slate._sleep(100)
+        with pytest.raises(Interrupted):
+            engine.backward(loss)
+        engine.close()
+        del engine, loss
+    torch.slate.synchronize()

@@ -2,8 +2,8 @@
 """hoist's streams are late at random (hoist.chaos_seed), and nothing changes: whoever hands memory over waits for it."""
 
 import pytest
-import torch
 import test_engine
+import torch
 from test_optim_offload import Program, assert_equal, small_units  # noqa: F401
 
 import hoist
@@ -63,6 +63,33 @@ def test_passes_that_fail(ended):
         assert ended(seed, "240KiB", program) == expected
 
 
+class Large(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = torch.nn.Parameter(torch.ones(2048)), torch.nn.Parameter(torch.ones(2048, 5200))
+
+    def forward(self, x):
+        return (x * self.small) @ self.large
+
+
+@pytest.mark.cpu_tensors("an accelerator's memory is not given back to the system")
+def test_a_gradient_whose_memory_the_system_takes_back(settings):
+    """It is so large that malloc maps it: whoever read it after the pass has failed would end the process."""
+    config = settings(hoist={"device_memory": "256MiB", "pinned_memory": "1GiB", "chaos_seed": 1})
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part] = {"device": "cpu"}
+    model = Large()
+    with hoist.torch.wrap(model, config) as engine:
+        def fail(_):
+            raise Interrupted
+
+        hook = model.small.register_hook(fail)  # when the large one's gradient is on its way
+        for _ in range(3):
+            with pytest.raises(Interrupted):
+                engine.backward(engine(torch.ones(2, 2048)).sum())
+        hook.remove()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_with_offloaded_states(dtype):
     expected = Program("AdamW", dtype).train(0, 4).bits()
@@ -80,7 +107,18 @@ def test_a_program_with_its_own_passes(tmp_path):
     for seed in (0, 1, 2):
         config = test_engine.config(tmp_path / str(seed), chaos_seed=seed)
         engine = hoist.Engine.create(config, model, test_engine.values)
-        losses = [test_engine.step(engine, units)[0] for _ in range(6)]
-        ends.append((losses, engine.digest(hoist.State.master)))
+        norms = []
+        for _ in range(6):
+            engine.begin(hoist.Pass.train)
+            for unit, name in zip(units, ("first", "second"), strict=True):
+                parameter = engine.parameter(f"{name}.weight")
+                with engine.gather(unit) as lease:
+                    gradient = torch.from_dlpack(lease.view(parameter)).numpy() - test_engine.TARGET
+                engine.accumulate(parameter, gradient)
+                gradient[:] = 7.0  # the program's again
+                engine.finish(unit)
+            engine.end()
+            norms.append(engine.step().gradient_norm)
+        ends.append((norms, engine.digest(hoist.State.master)))
         del engine
     assert ends == ends[:1] * 3

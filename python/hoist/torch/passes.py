@@ -2,7 +2,7 @@
 """When passes begin and end, and which micro-batch they are: what hooks say of calls and autograd of backward passes.
 
 A pass opens with the first call of a module and ends with the backward pass. Calls without gradients are passes of their
-own, or take part in the one that is open.
+own, which end where the next one begins: a loss may use weights that stay up. Or they take part in the pass that is open.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Passes:
                     return  # a part is computed once more, for the backward pass under way
                 unit_manager.discard()
                 self._backward_seen = False
-            elif training and unit_manager.current_pass != _hoist.Pass.train:
+            elif not self.calls and unit_manager.current_pass != _hoist.Pass.train and (
+                    training or not unit_manager.keeps_all_up()):
                 unit_manager.end()
             else:
                 return
@@ -157,12 +158,9 @@ class Passes:
                 self._watched.add(unit_manager.current_pass)
         if torch._C._current_graph_task_id() != -1:
             return
-        if failed:
-            if unit_manager.current_pass is not None:
-                self.left_by = text_of(sys.exc_info()[1])
-                unit_manager.discard()
-        elif unit_manager.current_pass == _hoist.Pass.evaluate and not unit_manager.keeps_all_up():
-            unit_manager.end()
+        if failed and unit_manager.current_pass is not None:
+            self.left_by = text_of(sys.exc_info()[1])
+            unit_manager.discard()
 
     def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
         """Until its end, `missing` is told of units that operators use and nothing has brought up."""
