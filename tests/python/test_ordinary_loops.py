@@ -41,9 +41,9 @@ def wrapped(settings, tmp_path):
     """A new engine; each with a store of its own."""
     count = iter(range(100))
 
-    def make(model=None, scheduler_section=None, **arguments):
+    def make(model=None, scheduler_section=None, memory="1MiB", **arguments):
         config = settings(optimizer={"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}},
-                          hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+                          hoist={"device_memory": memory, "pinned_memory": "32MiB"})
         if scheduler_section:
             config["scheduler"] = scheduler_section
         place = str(tmp_path / f"store-{next(count)}")
@@ -320,10 +320,10 @@ def test_data_parallel_modules_are_refused(wrapped):
 class Transformed(nn.Module):
     """Calls its block inside of a transformation."""
 
-    def __init__(self, transformation):
+    def __init__(self, transformation, count=3):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
         self.transformation = transformation
 
     def forward(self, x):
@@ -351,4 +351,11 @@ TRANSFORMATIONS = {
 def test_modules_may_be_called_inside_of_transformations(wrapped, name):
     expected = trained(Transformed(TRANSFORMATIONS[name]))
     with wrapped(Transformed(TRANSFORMATIONS[name])) as engine:
+        close_to(run(engine), expected)
+
+
+def test_units_inside_of_vmap_come_and_go(wrapped):
+    """The device holds three of the six blocks at a time."""
+    expected = trained(Transformed(TRANSFORMATIONS["vmap"], count=6))
+    with wrapped(Transformed(TRANSFORMATIONS["vmap"], count=6), memory="40KiB") as engine:
         close_to(run(engine), expected)

@@ -356,8 +356,8 @@ class Engine(DeepSpeedNames):
         refuse_schedule(scheduler)
         refuse_other_optimizer(scheduler, self.optimizer.param_groups)
         if self.config.has_schedule and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
-            raise _hoist.UsageError(f"{type(scheduler).__name__} beside the configuration's scheduler, which sets the rates: leave "
-                                    "one of them out")
+            raise _hoist.UsageError(f"{type(scheduler).__name__} beside the configuration's scheduler, which sets the rates: "
+                                    "leave one of them out")
         self._lr_scheduler = scheduler
         self._continue_schedule()
 
