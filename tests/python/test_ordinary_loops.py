@@ -41,9 +41,11 @@ def wrapped(settings, tmp_path):
     """A new engine; each with a store of its own."""
     count = iter(range(100))
 
-    def make(model=None, **arguments):
+    def make(model=None, scheduler_section=None, memory="1MiB", **arguments):
         config = settings(optimizer={"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}},
-                          hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+                          hoist={"device_memory": memory, "pinned_memory": "32MiB"})
+        if scheduler_section:
+            config["scheduler"] = scheduler_section
         place = str(tmp_path / f"store-{next(count)}")
         for part in ("offload_param", "offload_optimizer"):
             config["zero_optimization"][part]["nvme_path"] = place
@@ -215,6 +217,22 @@ def test_a_schedule_of_another_optimizer_is_refused(wrapped, settings):
         assert engine.get_lr()[0] == pytest.approx(RATE / 10)
 
 
+def test_rates_have_one_source(wrapped):
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 3}}
+    with wrapped(scheduler_section=schedule) as engine:
+        with pytest.raises(hoist.UsageError, match="StepLR beside the configuration's scheduler"):
+            engine.lr_scheduler = lr_scheduler.StepLR(engine.optimizer, 1)
+        run(engine, 2)
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(hoist.UsageError, match="'lr' of parameter group 0 was changed.*the configuration's scheduler"):
+            run(engine, 1)
+
+
+def test_a_group_cannot_be_added_after_wrapping(wrapped):
+    with wrapped() as engine, pytest.raises(hoist.UsageError, match=r"wrap\(groups=\.\.\.\)"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
 def test_a_schedule_that_the_program_steps_raises_no_false_warning(wrapped):
     with wrapped() as engine, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -265,6 +283,15 @@ def test_a_wrapped_model_is_not_copied(wrapped):
                 copies(engine.module)
 
 
+def test_a_change_of_gathered_weights_is_refused_at_once(wrapped):
+    with wrapped() as engine:
+        run(engine, 1)
+        with pytest.raises(hoist.UsageError, match=r"'2\.weight' was changed in place.*engine\.write"):
+            with engine.gathered(["2.weight"]), torch.no_grad():
+                engine.module[2].weight.clamp_(-0.01, 0.01)
+        run(engine, 1)
+
+
 def test_the_second_backward_pass_of_one_forward_pass_says_what_to_do(wrapped):
     with wrapped() as engine:
         result = engine(batches()[0][0])
@@ -293,10 +320,10 @@ def test_data_parallel_modules_are_refused(wrapped):
 class Transformed(nn.Module):
     """Calls its block inside of a transformation."""
 
-    def __init__(self, transformation):
+    def __init__(self, transformation, count=3):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
         self.transformation = transformation
 
     def forward(self, x):
@@ -324,4 +351,11 @@ TRANSFORMATIONS = {
 def test_modules_may_be_called_inside_of_transformations(wrapped, name):
     expected = trained(Transformed(TRANSFORMATIONS[name]))
     with wrapped(Transformed(TRANSFORMATIONS[name])) as engine:
+        close_to(run(engine), expected)
+
+
+def test_units_inside_of_vmap_come_and_go(wrapped):
+    """The device holds three of the six blocks at a time."""
+    expected = trained(Transformed(TRANSFORMATIONS["vmap"], count=6))
+    with wrapped(Transformed(TRANSFORMATIONS["vmap"], count=6), memory="40KiB") as engine:
         close_to(run(engine), expected)

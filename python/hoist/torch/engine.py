@@ -355,6 +355,9 @@ class Engine(DeepSpeedNames):
     def lr_scheduler(self, scheduler: Any) -> None:
         refuse_schedule(scheduler)
         refuse_other_optimizer(scheduler, self.optimizer.param_groups)
+        if self.config.has_schedule and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
+            raise _hoist.UsageError(f"{type(scheduler).__name__} beside the configuration's scheduler, which sets the rates: "
+                                    "leave one of them out")
         self._lr_scheduler = scheduler
         self._continue_schedule()
 
@@ -539,13 +542,17 @@ class Engine(DeepSpeedNames):
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str] | None = None) -> Iterator[None]:
-        """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`"""
+        """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`
+
+        Errors: UsageError at the end of the block where it has changed one in place; write() changes parameters.
+        """
         with self._passes.turns.of("gathered()"):
             self._gather(names)
         try:
             yield
         finally:
             self._unit_manager.end()
+        self._parameters.refuse_edits()
 
     def _gather(self, names: Iterable[str] | None) -> None:
         self._between_passes()

@@ -37,13 +37,18 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: Engine, param_groups: list[dict[str, Any]]):
         self._engine = engine
+        self._is_made = False
         self._opt_called = False  # PyTorch's: whether a step was made, which its schedulers want to see before theirs
         super().__init__(param_groups, {})
         self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
         self._settled = [settled_of(group) for group in self.param_groups]
+        self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As PyTorch's, undecorated: the decorator imports torch._dynamo (graphs.py says why not)."""
+        if self._is_made:
+            raise _hoist.UsageError("add_param_group() after the model was wrapped: parameters get their places once. Pass all "
+                                    "groups to wrap(groups=...), with lr=0 for those that begin later")
         inherited = torch.optim.Optimizer.add_param_group
         getattr(inherited, "__wrapped__", inherited)(self, param_group)
 
@@ -65,6 +70,14 @@ class Optimizer(torch.optim.Optimizer):
     def refuse_changes(self) -> None:
         """Errors: UsageError where the program, or a schedule of it, has changed more than learning rates."""
         refuse_changes(self.param_groups, self._settled)
+        if self._engine._takes_rates:
+            return
+        for index, group in enumerate(self.param_groups):
+            before, now = self._rates[index], float(group["lr"])
+            if before is not None and before != now:
+                raise _hoist.UsageError(f"'lr' of parameter group {index} was changed from {before} to {now}, and the "
+                                        "configuration's scheduler sets the rates: leave one of them out")
+            self._rates[index] = now
 
     def push_rates(self) -> None:
         for index, group in enumerate(self.param_groups):

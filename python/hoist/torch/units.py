@@ -127,10 +127,17 @@ def reads_weights_in_backward(module: nn.Module) -> bool:
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, type, type(None), nn.Module, torch.dtype, torch.device)
 
 
+_is_batched: Any = torch._C._functorch.is_batchedtensor
+_unwrapped: Any = torch._C._functorch.get_unwrapped
+
+
 def tensors_in(value: Any, depth: int = 8) -> Iterable[torch.Tensor]:
     """The tensors of what a module takes or returns: in tuples, lists, sets and mappings, and in the attributes of other objects,
-    such as dataclasses, down to `depth` levels. A tensor that is there twice comes twice."""
+    such as dataclasses, down to `depth` levels. A tensor that is there twice comes twice. Inside of torch.func.vmap it is the
+    tensor of all samples: the one that autograd knows."""
     if isinstance(value, torch.Tensor):
+        while _is_batched(value):
+            value = _unwrapped(value)
         yield value
     elif depth == 0 or isinstance(value, _WITHOUT_TENSORS):
         return
