@@ -146,8 +146,8 @@ class Engine {
   StepBytes formula_bytes() const;
   // The part of Link::wire in the Ledger that stayed within this rank's group (EngineOptions::secondary_shard_ranks).
   std::uint64_t wire_bytes_in_group() const;
-  // Whether the unit, once gathered in a pass, stays in device memory until it ends: it does not share its memory, or the
-  // memory holds all units at once.
+  // Whether the unit, once gathered in a pass, stays in device memory until it ends: it does not share its memory, or
+  // the memory holds all units at once.
   bool keeps_gathered(UnitId unit) const;
   // One line per choice made: tiers, io backend, buffers, update mode. For reports.
   std::vector<std::string> describe() const;
