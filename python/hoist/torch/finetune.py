@@ -294,8 +294,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="another value for a key of the recipe; null leaves the key out. May be given several times")
     options = parser.parse_args(words)
-    with open(options.recipe, encoding="utf-8") as file:
-        recipe = yaml.safe_load(file)
+    try:
+        with open(options.recipe, encoding="utf-8") as file:
+            recipe = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        parser.error(f"{options.recipe} cannot be read: {error}")
     if not isinstance(recipe, dict):
         parser.error(f"{options.recipe} has no keys")
     for change in options.set:
