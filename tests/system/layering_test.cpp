@@ -34,7 +34,7 @@ const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
     // A bench compares with what a program without hoist would call.
     {std::regex("cuda.*"), {"platform", "comm", "bench"}},
     {std::regex("nccl.*"), {"comm"}},
-    {std::regex("mpi\\.h"), {"comm"}},
+    {std::regex("mpi\\.h"), {"comm", "bench"}},
     {std::regex("liburing.*"), {"aio"}},
     {std::regex("libaio.*"), {"measure"}},
     {std::regex("hwloc.*"), {"platform"}},
