@@ -69,8 +69,8 @@ namespace detail {
 Completion followed_by_pending(const Completion& first, std::function<Completion()> next);
 }
 
-// Done when what `next` starts is done. `next` runs when `first` is done: at once, or as a continuation of it. If `first`
-// fails, `next` does not run, and the result fails with the same error.
+// Done when what `next` starts is done. `next` runs when `first` is done: at once, or as a continuation of it. If
+// `first` fails, `next` does not run, and the result fails with the same error.
 template <typename Next>  // Completion()
 Completion followed_by(const Completion& first, Next next) {
   if (!first.done()) return detail::followed_by_pending(first, std::move(next));
