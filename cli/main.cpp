@@ -38,7 +38,7 @@ bool asks_for_json_only(const CLI::App& app) {
 
 // Where a command is missing because another word stands in its place, CLI11 speaks of the missing one only.
 std::string unknown_command(const CLI::App& app) {
-  for (const CLI::App* command : app.get_subcommands()) return unknown_command(*command);
+  if (const auto given = app.get_subcommands(); !given.empty()) return unknown_command(*given.front());
   const std::vector<std::string> words = app.remaining();
   if (words.empty() || words.front().starts_with('-') || app.get_subcommands({}).empty()) return {};
   std::string commands;

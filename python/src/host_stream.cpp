@@ -14,8 +14,8 @@ namespace hoist::python {
 
 namespace {
 
-// As a GPU's stream, it outlives what it waits for: where hoist's copy failed, operators compute with what is in
-// memory, and the engine's next call says why. The host device's own streams do nothing further.
+// Like a GPU's stream, it goes on when the work that it waits for has failed: operators compute with whatever is in
+// memory, and the engine's next call reports the error. (A stream of the host device would do nothing more.)
 class TorchStream final : public platform::Stream {
  public:
   explicit TorchStream(std::unique_ptr<platform::Stream> stream) : stream_(std::move(stream)) {}

@@ -321,8 +321,8 @@ bool UnitManager::give_way() {
   return gave_way_ = true;
 }
 
-// Each stream's use ends with what is enqueued on it by now; so does the current one's, which may have waited for a
-// stream that no hook has seen.
+// The unit's memory may be reused when each stream has done what is enqueued on it by now. The current stream is one of
+// them even if no hook has seen it: it may have waited for a stream that uses the unit.
 void UnitManager::unload(Unit& unit) {
   if (!unit.is_up()) return;
   hide(unit);
@@ -459,9 +459,8 @@ void UnitManager::backward(std::uint32_t index) {
   Unit& unit = units_[index];
   if (!pass_) {
     throw UsageError(
-        "a backward pass whose forward pass was given up, whose step was done, or that had its backward pass already: "
-        "add "
-        "the losses of a forward pass, and call backward() once");
+        "a backward pass whose forward pass was given up, or had its step or its backward pass already: add the losses "
+        "of a forward pass, and call backward() once");
   }
   if (unit.in_backward) return load(unit);
   hold(unit);

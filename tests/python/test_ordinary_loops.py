@@ -116,7 +116,7 @@ def test_zero_grad_still_drops_what_a_backward_pass_has_made(wrapped):
     close_to(losses, expected)
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- trainable parameters ---------------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_is_frozen_after_wrapping_is_refused_and_the_step_can_be_made_up_for(wrapped):

@@ -64,7 +64,7 @@ void train(ToyModel& model, std::size_t count) {
 
 struct Cost {
   double per_unit = 0;  // and rank
-  double per_pass = 0;  // what does not depend on the number of units
+  double per_pass = 0;  // in addition, whatever the number of units
 };
 
 // `once(model, units)` on `ranks` ranks, for two numbers of units.
@@ -90,8 +90,8 @@ Cost cost(Placement parameters, Placement optimizer, int ranks, const Once& once
   return {per_unit, found[0] - kFew * per_unit};
 }
 
-// A tenth above what was measured: 7.1, 9.8 and 13.1. The fetch, its promise and events, and its place in the lists of
-// others are objects of their own.
+// The limits are a tenth above the numbers that were counted: 7.1, 9.8 and 13.1. They are the fetch, its promise, its
+// events, and the closures that other work runs after it.
 TEST(Allocations, OfAFetch) {
   struct Cell {
     const char* name;

@@ -8,7 +8,6 @@ parameter cannot be read: what is up, and when, is decided in passes.py and in t
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
@@ -38,21 +36,10 @@ from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
+from hoist.torch.wrapped import claim, refuse_model
 
 _log = logging.getLogger("hoist")
 _Batch = TypeVar("_Batch")
-_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache  # once in a process
-def _watch_additions() -> None:
-    def added(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
-        engine = _engine_of.get(module, lambda: None)()
-        if engine is not None and engine._unit_manager.is_open:
-            engine._parameters.refuse_addition(module, name, value)
-
-    register_module_parameter_registration_hook(added)
-    register_module_module_registration_hook(added)
 
 
 class Engine(DeepSpeedNames):
@@ -65,7 +52,10 @@ class Engine(DeepSpeedNames):
                  scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None,
                  mesh: Any = None, tensor_parallel: Any = None,
                  deepspeed: str | os.PathLike[str] | Checkpoint | None = None):
-        self._refuse_wrapped(model, optimizer)
+        refuse_model(model)
+        if optimizer is not None and not isinstance(optimizer, str):
+            raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
+                                    "the optimizer to hoist.torch.initialize()")
         refuse_schedule(scheduler)
         refuse_other_optimizer(scheduler, None)
         self.module = model
@@ -137,9 +127,7 @@ class Engine(DeepSpeedNames):
         self.optimizer = Optimizer(self, param_groups)
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_schedule()
-        for module in model.modules():
-            _engine_of[module] = weakref.ref(self)
-        _watch_additions()
+        claim(model, self)
         passes = weakref.ref(self._passes)
         program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
 
@@ -151,22 +139,6 @@ class Engine(DeepSpeedNames):
         return self._hooks[-1]
 
     # --- construction ------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _refuse_wrapped(model: object, optimizer: object) -> None:
-        if not isinstance(model, nn.Module):
-            raise _hoist.UsageError(f"a torch.nn.Module is wrapped, not a {type(model).__name__}")
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. "
-                                    "Wrap the model inside of it (model.module)")
-        for name, module in model.named_modules():
-            engine = _engine_of.get(module, lambda: None)()
-            if engine is not None and engine._unit_manager.is_open:
-                raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it "
-                                        "first, and give the next one values (resume=True, or weights=...)")
-        if optimizer is not None and not isinstance(optimizer, str):
-            raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
-                                    "the optimizer to hoist.torch.initialize()")
 
     def _groups(self, groups: ParamsT | None) -> tuple[list[dict[str, Any]], dict[int, int]]:
         """Parameter groups with all their settings, and the group of each parameter, by its id."""

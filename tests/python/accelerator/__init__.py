@@ -34,12 +34,13 @@ def process_group_backend():
 
 
 def use():
-    source = pathlib.Path(__file__).with_name("accelerator.cpp")
-    version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    home = pathlib.Path(__file__).parent
+    sources = [str(file) for file in sorted(home.glob("*.cpp"))]
+    version = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(home.glob("*.[ch]pp")))).hexdigest()[:12]
     folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}-{version}")
     os.makedirs(folder, exist_ok=True)
     extension = torch.utils.cpp_extension.load(
-        "hoist_test_accelerator", [str(source)], extra_cflags=["-O1", "-std=c++20"],
+        "hoist_test_accelerator", sources, extra_cflags=["-O1", "-std=c++20"],
         build_directory=folder)
     streams = [_hoist.HostStream() for _ in range(STREAMS)]
     extension.start(_hoist.HostStream.functions(), [stream.address for stream in streams],

@@ -37,8 +37,9 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
+
+#include "ranks.hpp"
 
 namespace {
 
@@ -329,7 +330,7 @@ class Question {
     if (value.isTensor()) return add('t'), add_tensor(value.toTensor());
     if (value.isInt()) return add('i'), add(value.toInt());
     if (value.isBool()) return add('b'), add(value.toBool());
-    if (value.isDouble()) return add('d'), with_fractions_ ? add(value.toDouble()) : void();
+    if (value.isDouble()) return add('d'), add(with_fractions_ ? value.toDouble() : 0.0);
     if (value.isDevice()) return add('D'), add(value.toDevice().type());
     if (value.isString()) return add('s'), add(value.toStringRef().size()), void(key_ += value.toStringRef());
     if (value.isIntList()) return add('I'), add_list(value.toIntVector(), [&](std::int64_t each) { add(each); });
@@ -520,69 +521,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
-// --- ranks -----------------------------------------------------------------------------------------------------------
-
-class Done final : public c10d::Work {
- public:
-  explicit Done(std::vector<at::Tensor> tensors)
-      : future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
-    future_->markCompleted(c10::IValue(std::move(tensors)));
-    finish();
-  }
-  bool wait(std::chrono::milliseconds) override { return true; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-
- private:
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-// What NCCL is for a GPU's tensors, with the collectives that tests and DistributedDataParallel use: by way of the CPU,
-// and gloo.
-class Staged final : public c10d::Backend {
- public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  explicit Staged(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
-
-  const std::string getBackendName() const override { return "staged"; }
-  WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
-    return staged(tensors, [&](auto& copies) { return gloo_->allreduce(copies, options); });
-  }
-  WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
-    return staged(tensors, [&](auto& copies) { return gloo_->broadcast(copies, options); });
-  }
-  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
-                    const c10d::AllgatherOptions& options) override {
-    std::vector<at::Tensor> sent = on_host(inputs);
-    return staged(outputs.at(0), [&](auto& copies) {
-      std::vector<std::vector<at::Tensor>> received{copies};
-      return gloo_->allgather(received, sent, options);
-    });
-  }
-  WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    c10d::BarrierOptions of_cpu = options;
-    of_cpu.device.reset();
-    return gloo_->barrier(of_cpu);
-  }
-
- private:
-  static std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
-    std::vector<at::Tensor> copies;
-    for (const at::Tensor& tensor : tensors) copies.push_back(tensor.to(at::kCPU));
-    return copies;
-  }
-  template <typename Call>
-  static WorkPtr staged(std::vector<at::Tensor>& tensors, const Call& call) {
-    std::vector<at::Tensor> copies = on_host(tensors);
-    const WorkPtr work = call(copies);
-    work->wait();
-    for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i].copy_(copies[i]);
-    return c10::make_intrusive<Done>(tensors);
-  }
-
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
-};
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -594,9 +532,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const std::uintptr_t stream : streams)
       lanes.push_back({reinterpret_cast<void*>(stream), std::mt19937_64(seed++)});
   });
-  m.def("staged", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Staged>(gloo);
-  });
+  m.def("staged", &staged_by);
   m.def("synchronize", [] { synchronize_all(); });
   m.def("sleep", [](int milliseconds) {
     enqueue(current, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });

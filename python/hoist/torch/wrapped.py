@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules are wrapped: a module belongs to one engine at a time, and gets no new parameters meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+
+from hoist import _hoist
+
+if TYPE_CHECKING:
+    from hoist.torch.engine import Engine
+
+_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def _open_engine_of(module: nn.Module) -> Engine | None:
+    engine = _engine_of.get(module, lambda: None)()
+    return engine if engine is not None and engine._unit_manager.is_open else None
+
+
+def refuse_model(model: object) -> None:
+    """Errors: UsageError for what cannot be wrapped, or is wrapped already."""
+    if not isinstance(model, nn.Module):
+        raise _hoist.UsageError(f"a torch.nn.Module is wrapped, not a {type(model).__name__}")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. "
+                                "Wrap the model inside of it (model.module)")
+    for name, module in model.named_modules():
+        if _open_engine_of(module) is not None:
+            raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it "
+                                    "first, and give the next one values (resume=True, or weights=...)")
+
+
+def claim(model: nn.Module, engine: Engine) -> None:
+    """From now on all modules of the model belong to the engine."""
+    for module in model.modules():
+        _engine_of[module] = weakref.ref(engine)
+    _watch_additions()
+
+
+@functools.cache  # once in a process
+def _watch_additions() -> None:
+    def added(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
+        engine = _open_engine_of(module)
+        if engine is not None:
+            engine._parameters.refuse_addition(module, name, value)
+
+    register_module_parameter_registration_hook(added)
+    register_module_module_registration_hook(added)
