@@ -2,18 +2,22 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <optional>
 #include <thread>
 #include <utility>
 
 #include <fmt/format.h>
+#include <pthread.h>
 #include <tbb/global_control.h>
 #include <tbb/info.h>
 #include <tbb/parallel_for.h>
 #include <tbb/partitioner.h>
 #include <tbb/task_arena.h>
 #include <tbb/task_scheduler_observer.h>
+#include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/thread.hpp>
@@ -43,6 +47,20 @@ void take_over([[maybe_unused]] void* address) {
 #ifdef HOIST_TSAN
   __tsan_acquire(address);
 #endif
+}
+
+// oneTBB's allocator has an exit handler that waits for its lock. If a thread has that lock while the process is
+// forked, the child has the lock and not the thread, and would never end. So processes that are forked from now on end
+// without the exit handlers of before; handlers that they register themselves do run, since the last one runs first.
+void end_forked_processes_early() {
+  [[maybe_unused]] static const int once = ::pthread_atfork(nullptr, nullptr, [] {
+    ::on_exit(
+        [](int status, void*) {
+          std::fflush(nullptr);
+          ::_exit(status);
+        },
+        nullptr);
+  });
 }
 
 // Binds workers while they are in the arena; oneTBB shares its workers between arenas. The calling thread stays where
@@ -158,6 +176,7 @@ struct UpdatePool::Arena {
 };
 
 UpdatePool::UpdatePool(const UpdatePoolOptions& options) {
+  end_forked_processes_early();
   detail::Processors processors = options.processors;
   std::ranges::sort(processors);
   if (!processors.empty()) check_processors(processors);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -14,6 +15,7 @@
 #include <hoist/optim_cpu/detail/processors.hpp>
 #include <hoist/optim_cpu/norm.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/tests/support/forked.hpp>
 
 #include "tiles.hpp"
 
@@ -175,6 +177,21 @@ TEST(UpdatePool, ThreadCountNeverChangesTheResult) {
   };
   const Tile expected = train(1);
   for (const unsigned threads : {2u, 4u}) EXPECT_TRUE(train(threads).same_state(expected)) << threads << " threads";
+}
+
+// A handler like that of oneTBB's allocator, which may wait for ever in a forked process.
+TEST(UpdatePool, AForkedProcessEndsWithoutTheExitHandlersOfBefore) {
+  static const pid_t owner = ::getpid();
+  std::atexit([] {
+    if (::getpid() != owner) ::_exit(4);
+  });
+  const UpdatePool pool({.threads = 2});
+  EXPECT_EQ(hoist::test::exit_code_of_fork([]() -> int { std::exit(3); }), 3);
+  const auto with_own_handler = []() -> int {
+    std::atexit([] { ::_exit(5); });
+    std::exit(3);
+  };
+  EXPECT_EQ(hoist::test::exit_code_of_fork(with_own_handler), 5);
 }
 
 }  // namespace
