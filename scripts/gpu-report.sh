@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Everything there is to know about hoist on a GPU, by one command: configures, builds, runs the whole suite and the GPU
-# tests, the latter under compute-sanitizer too, measures copies, and PyTorch training with its state in every place
-# (bench/placements/measure.py), and prints one report.
+# Tests and measures hoist on a GPU: configures, builds, runs the GPU tests and the Python suite with its models on the GPU,
+# measures copies, and PyTorch training with its state in every place (bench/placements/measure.py), repeats the GPU tests
+# under compute-sanitizer, runs the rest of the suite, and prints one report.
 #
 #   scripts/gpu-report.sh [--prefix DIR]... [--build DIR] [--out DIR] [--disk DIR] [--jobs N] [--keep-going]
-#                         [--python PROGRAM] [--torch "OPTION..."]
+#                         [--minutes N] [--python PROGRAM] [--torch "OPTION..."]
 #
-#   --prefix DIR   distribution packages unpacked there (dpkg --extract PACKAGE.deb DIR), for machines where liburing,
-#                  hwloc, oneTBB, Highway and the rest of scripts/install-deps.sh cannot be installed; several times
-#                  for several trees
+#   --prefix DIR   distribution packages unpacked there by scripts/unpack-deps.sh, for machines where liburing, hwloc,
+#                  oneTBB, Highway and the rest cannot be installed; several times for several trees
 #   --build DIR    default: build/gpu-report
 #   --out DIR      logs and the report; default: BUILD/report
 #   --disk DIR     on the drive that holds the state when it is on NVMe; default: the report's folder
@@ -17,12 +16,13 @@
 #                  default: python3
 #   --torch OPTIONS  for bench/placements/measure.py: model, batch sizes, budgets (--help lists them)
 #   --keep-going   goes on after a step that failed (the report says which)
+#   --minutes N    stops the step that runs after N minutes, and starts none after it; default: no limit
 #
 # Exit status: 0 all passed; 1 something failed; 2 wrong arguments; 77 there is no GPU, said in one line.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-prefixes=() build=$root/build/gpu-report out='' disk='' python=python3 torch=() jobs=$(nproc) keep_going=
+prefixes=() build=$root/build/gpu-report out='' disk='' python=python3 torch=() jobs=$(nproc) keep_going='' deadline=
 while [ $# -gt 0 ]; do
   case $1 in
     --prefix) prefixes+=("$(cd "${2:?--prefix needs a folder}" && pwd)"); shift 2 ;;
@@ -33,6 +33,7 @@ while [ $# -gt 0 ]; do
     --torch) read -r -a torch <<<"${2?--torch needs options}"; shift 2 ;;
     --jobs) jobs=${2:?--jobs needs a number}; shift 2 ;;
     --keep-going) keep_going=yes; shift ;;
+    --minutes) deadline=$((SECONDS + 60 * ${2:?--minutes needs a number})); shift 2 ;;
     *) sed -n '3,21p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
   esac
 done
@@ -78,10 +79,18 @@ say() { tee -a "$report" <<<"$*"; }
 
 # step NAME COMMAND...: runs it into a log, and says how it ended.
 step() {
-  local name=$1 log=$out/${1// /-}.log begin=$SECONDS
+  local name=$1 log=$out/${1// /-}.log begin=$SECONDS limited=()
   shift
+  if [ -n "$deadline" ]; then
+    if [ "$SECONDS" -ge "$deadline" ]; then
+      failed=1
+      say "| $name | not run | | the time given with --minutes has passed |"
+      return
+    fi
+    limited=(timeout --kill-after=10 $((deadline - SECONDS)))
+  fi
   echo "== $name ..." >&2
-  if "$@" >"$log" 2>&1; then
+  if "${limited[@]}" "$@" >"$log" 2>&1; then
     say "| $name | passed | $((SECONDS - begin)) s | $(summary "$log") |"
     return
   fi
@@ -92,6 +101,12 @@ step() {
     echo "stopped at '$name'; its log is $log" >&2
     exit 1
   fi
+}
+
+# detail FILE: a step's log, which the report ends with.
+details=()
+detail() {
+  if [ -s "$1" ]; then details+=("$1"); fi
 }
 
 # What a log ends with that is worth a line.
@@ -135,6 +150,38 @@ if ! grep -q '\[       OK \].*/cuda' "$out/GPU-tests.log"; then
   exit 1
 fi
 
+# Every file of Python tests, with its models on the GPU. A file's log is python-FILE.log. test_accelerator tests another device.
+export PYTHONPATH=$build/python${PYTHONPATH:+:$PYTHONPATH}
+importable=yes
+lacks=$("$python" -c 'import pytest, hoist.torch' 2>&1) || importable=
+python_tests() {
+  printf '%s\n' "$1"/test_*.py | grep -v accelerator | xargs -P "$2" -I{} sh -c '
+    name=$(basename "$1" .py)
+    timeout 240 "$2" "$3/run.py" "$1" >"$4/python-$name.log" 2>&1
+    status=$?
+    echo "$name: exit status $status, $(tail -n 1 "$4/python-$name.log")"
+    [ "$status" -eq 0 ] || [ "$status" -eq 77 ]' _ {} "$3" "$1" "$4"
+}
+export -f python_tests
+if [ -n "$importable" ]; then
+  HOIST_TEST_ACCELERATOR=cuda OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+    step "Python suite on the GPU" bash -c 'python_tests "$@"' _ "$root/tests/python" "$(((jobs + 1) / 2))" "$python" "$out"
+  detail "$out/Python-suite-on-the-GPU.log"
+else
+  say "| Python suite on the GPU | not run | | $python lacks: $(tail -n 1 <<<"$lacks") |"
+fi
+
+step copies "$build/bin/bench_cuda_copies" --json "$out/copies.json"
+detail "$out/copies.log"
+
+# Placements of a PyTorch program's state: step times, links, waiting and peaks.
+disk=${disk:-$out}
+mkdir -p "$disk"
+if [ -n "$importable" ]; then
+  step placements "$python" "$root/bench/placements/measure.py" --directory "$disk" --json "$out/placements.json" "${torch[@]}"
+  detail "$out/placements.log"
+fi
+
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/compute-sanitizer/compute-sanitizer 2>/dev/null || true)
 for tool in memcheck racecheck; do
   if [ -n "$sanitizer" ]; then
@@ -148,23 +195,13 @@ done
 
 step suite ctest --test-dir "$build" --parallel "$jobs" --output-on-failure --label-exclude slow
 
-step copies "$build/bin/bench_cuda_copies" --json "$out/copies.json"
-say ""
-say '```'
-say "$(cat "$out/copies.log")"
-say '```'
-
-# Placements of a PyTorch program's state: step times, links, waiting and peaks.
-disk=${disk:-$out}
-mkdir -p "$disk"
-export PYTHONPATH=$build/python${PYTHONPATH:+:$PYTHONPATH}
-if lacks=$("$python" -c 'import hoist.torch' 2>&1); then
-  step placements "$python" "$root/bench/placements/measure.py" --directory "$disk" --json "$out/placements.json" "${torch[@]}"
+for log in "${details[@]}"; do
   say ""
-  say "$(grep -v ' \.\.\.$' "$out/placements.log")"
-else
-  say "| placements | not run | | $python cannot import hoist.torch: $(tail -n 1 <<<"$lacks") |"
-fi
-
+  say "## $(basename "$log" .log)"
+  say ""
+  say '```'
+  say "$(grep -v ' \.\.\.$' "$log")"
+  say '```'
+done
 echo "report: $report" >&2
 exit "$failed"

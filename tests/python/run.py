@@ -13,7 +13,14 @@ def main():
         print(f"skipped: {sys.executable} has no {', '.join(missing)} (pip install {' '.join(missing)})")
         return 77
 
-    if os.environ.get("HOIST_TEST_ACCELERATOR"):
+    device = os.environ.get("HOIST_TEST_ACCELERATOR")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print("skipped: PyTorch finds no GPU")
+            return 77
+    elif device:
         import torch.utils.cpp_extension
 
         import hoist.torch.unit_tensors

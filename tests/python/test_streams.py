@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 
+import accelerator
 import pytest
 import torch
 from torch import nn
@@ -71,12 +72,12 @@ class Late(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value):
-        torch.slate._sleep(1)
+        accelerator.sleep(1)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, gradient):
-        torch.slate._sleep(1)
+        accelerator.sleep(1)
         return gradient
 
 
@@ -158,7 +159,7 @@ def gradients_on(monkeypatch):
 
             def arrive(tensor):
                 with on(stream, tensor.grad):
-                    torch.slate._sleep(2)
+                    accelerator.sleep(2)
                     tensor.grad = tensor.grad.clone()
                     hook(tensor)
 
@@ -192,7 +193,7 @@ def test_a_program_on_a_stream_of_its_own(settings, tmp_path, order):
     """The default stream, which is late here and for which nothing waits, is never used in its place."""
     def keep_default_busy(*_):
         with DEFAULT:
-            torch.slate._sleep(20)
+            accelerator.sleep(20)
 
     ends = []
     for stream in (None, torch.Stream(DEVICE)):
@@ -218,7 +219,7 @@ class Interrupted(Exception):
 def test_an_engine_is_closed_in_the_middle_of_a_backward_pass(settings):
     """While the stream has still to add up gradients in the engine's memory, and to read its weights."""
     def fail(*_):
-        torch.slate._sleep(100)
+        accelerator.sleep(100)
         raise Interrupted
 
     for _ in range(3):
@@ -228,9 +229,9 @@ def test_an_engine_is_closed_in_the_middle_of_a_backward_pass(settings):
         engine = hoist.torch.wrap(InTurns([None, None]), config)
         engine.module.layers[0][0].register_post_accumulate_grad_hook(fail)
         loss = engine(pairs()[0][0]).square().mean()
-        torch.slate._sleep(100)
+        accelerator.sleep(100)
         with pytest.raises(Interrupted):
             engine.backward(loss)
         engine.close()
         del engine, loss
-    torch.slate.synchronize()
+    torch.accelerator.synchronize()

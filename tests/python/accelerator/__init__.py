@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PyTorch device for tests, called "slate": see accelerator.cpp. use() makes it the default device of PyTorch and of hoist."""
+"""The accelerator that tests run on: a PyTorch device called "slate" (accelerator.cpp), or a GPU where
+HOIST_TEST_ACCELERATOR=cuda. use() makes it the default device of PyTorch and of hoist."""
 
 import atexit
 import contextlib
@@ -16,9 +17,8 @@ import hoist.torch.engine
 import hoist.torch.estimates
 from hoist import _hoist
 
-NAME = "slate"
-
-
+ON_GPU = os.environ.get("HOIST_TEST_ACCELERATOR") == "cuda"
+NAME = "cuda" if ON_GPU else "slate"
 STREAMS = 4  # the default one, and those that torch.Stream() takes in turn
 
 
@@ -30,10 +30,25 @@ def use_if_asked():
 
 def process_group_backend():
     """For torch.distributed.init_process_group(), where tensors are on the tests' device."""
-    return f"cpu:gloo,{NAME}:staged" if os.environ.get("HOIST_TEST_ACCELERATOR") else "gloo"
+    if not os.environ.get("HOIST_TEST_ACCELERATOR"):
+        return "gloo"
+    return f"cpu:gloo,{NAME}:{'gloo' if ON_GPU else 'staged'}"  # NCCL wants a GPU for each rank
+
+
+def sleep(milliseconds):
+    """Delays the current stream."""
+    if ON_GPU:
+        torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles
+    else:
+        torch.slate._sleep(milliseconds)
 
 
 def use():
+    if ON_GPU:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # tests compare bits
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_default_device(NAME)
+        return
     home = pathlib.Path(__file__).parent
     sources = [str(file) for file in sorted(home.glob("*.cpp"))]
     version = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(home.glob("*.[ch]pp")))).hexdigest()[:12]
