@@ -28,11 +28,15 @@ endfunction()
 # hoist_kernel_sources(FILE...): files of this folder that Highway compiles once per instruction set. A unity build cannot
 # combine them, because each includes itself. The sets: the baseline, SSE4, AVX2 and AVX3; on ARM, NEON. SSSE3 without SSE4
 # is what processors of 2006 had; they run the baseline. No kernel keeps vectors of unknown length (SVE) in a structure,
-# which GCC does not compile. The sanitizers look at the baseline and AVX2 only.
+# which GCC does not compile. The address sanitizer looks at the baseline and AVX2 only, the thread sanitizer, for which all
+# sets access the same memory, at the baseline.
 function(hoist_kernel_sources)
   set(disabled HWY_SSSE3 HWY_SVE HWY_SVE2 HWY_SVE_256 HWY_SVE2_128)
   if(HOIST_SANITIZE)
     list(APPEND disabled HWY_SSE4 HWY_AVX3)
+  endif()
+  if(HOIST_SANITIZE MATCHES "thread")
+    list(APPEND disabled HWY_AVX2)
   endif()
   list(JOIN disabled "|" disabled)
   set_source_files_properties(${ARGN} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
@@ -57,12 +61,14 @@ function(hoist_module name)
   set_property(GLOBAL APPEND PROPERTY HOIST_MODULES ${name})
 endfunction()
 
-# hoist_test(NAME SOURCES ... USES module... LINKS target... LABELS label... [SHARDS n] [TIMEOUT seconds] [PROCESSORS n])
+# hoist_test(NAME SOURCES ... USES module... LINKS target... LABELS label... [SHARDS n] [TIMEOUT seconds] [PROCESSORS n]
+#   [COST seconds])
 # One GoogleTest program. ctest starts it once, or SHARDS times with a part of its tests each: NAME, or NAME.1 to NAME.n.
 # The output names the tests that failed; build/<preset>/skipped lists those that were skipped (tests/support/main.cpp).
-# PROCESSORS: how many the program keeps busy, where it is more than one.
+# PROCESSORS: how many the program keeps busy, where it is more than one. COST: about how long the longest ones take; ctest
+# starts these first, so that none of them is left for the end.
 function(hoist_test name)
-  cmake_parse_arguments(T "" "SHARDS;TIMEOUT;PROCESSORS" "SOURCES;USES;LINKS;LABELS" ${ARGN})
+  cmake_parse_arguments(T "" "SHARDS;TIMEOUT;PROCESSORS;COST" "SOURCES;USES;LINKS;LABELS" ${ARGN})
   set(target ${name}_test)
   add_executable(${target} ${T_SOURCES})
   hoist_compile_rules(${target})
@@ -84,6 +90,9 @@ function(hoist_test name)
   if(NOT T_SHARDS)
     set(T_SHARDS 1)
   endif()
+  if(NOT T_COST)
+    set(T_COST 0)
+  endif()
   foreach(shard RANGE 1 ${T_SHARDS})
     set(entry ${name})
     set(environment "HOIST_TEST_SKIPS=${PROJECT_BINARY_DIR}/skipped/${name}.${shard}.txt")
@@ -94,7 +103,7 @@ function(hoist_test name)
     endif()
     add_test(NAME ${entry} COMMAND ${target})
     set_tests_properties(${entry} PROPERTIES LABELS "${T_LABELS}" TIMEOUT ${T_TIMEOUT} PROCESSORS ${T_PROCESSORS}
-      SKIP_RETURN_CODE 77 ENVIRONMENT "${environment}")
+      COST ${T_COST} SKIP_RETURN_CODE 77 ENVIRONMENT "${environment}")
   endforeach()
 endfunction()
 
