@@ -15,6 +15,7 @@ import sys
 import time
 
 import pytest
+
 from test_distributed import free_port
 
 HERE = pathlib.Path(__file__).parent
@@ -34,8 +35,8 @@ shared, config = sys.argv[2], json.loads(sys.argv[3])
 engine = hoist.torch.wrap(make(), config, resume=True)
 rank, size = engine.rank, engine.world_size
 began = engine.step_count
-for index, (inputs, targets) in enumerate(batches(%d * size)):
-    if index // size >= began and index %% size == rank:
+for index, (inputs, targets) in enumerate(batches(STEPS * size)):
+    if index // size >= began and index % size == rank:
         loss = loss_of(engine(inputs), targets)
         engine.backward(loss)
         engine.step()
@@ -45,11 +46,11 @@ ends = [began, digests(engine), os.uname().nodename]
 engine.close()
 with open(f"{shared}/end-{rank}", "w") as file:
     json.dump(ends, file)
-""" % STEPS
+""".replace("STEPS", str(STEPS))
 
 
 def run(*command):
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 class Host:
@@ -77,7 +78,7 @@ class Host:
         run("ip", "link", "set", self.cable, "up")
 
     def die(self):
-        for process in subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True).stdout.split():
+        for process in run("ip", "netns", "pids", self.name).split():
             os.kill(int(process), signal.SIGKILL)
 
     def lose_drive(self):
@@ -87,9 +88,11 @@ class Host:
 
 @pytest.fixture
 def hosts(tmp_path):
-    if os.geteuid() != 0 or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "hoist-probe"], check=False).returncode:
+    try:
+        run("ip", "netns", "add", "hoist-probe")
+        run("ip", "netns", "delete", "hoist-probe")
+    except (OSError, subprocess.CalledProcessError):
         pytest.skip("hosts are network namespaces, which need root and ip (Debian: iproute2)")
-    run("ip", "netns", "delete", "hoist-probe")
     mount_point = tmp_path / "drive"
     mount_point.mkdir()
     bridge = f"hoist{os.getpid() % 100000}b"
@@ -207,7 +210,7 @@ def test_mpirun_over_two_hosts(tmp_path, hosts):
     """mpirun reaches a host by way of ssh, which is replaced by a program that enters the namespace."""
     agent = tmp_path / "agent"
     entries = "".join(f'{host.address}) set -- {" ".join(map(repr, host.command("sh", "-c")))} "$*" ;;\n' for host in hosts)
-    agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in\n{entries}*) echo "no host $host" >&2; exit 1 ;; esac\nexec "$@"\n')
+    agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in\n{entries}*) exit 1 ;; esac\nexec "$@"\n')
     agent.chmod(0o755)
     config = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
@@ -229,8 +232,9 @@ def test_mpirun_over_two_hosts(tmp_path, hosts):
 
     always = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "4"]
     alone = digests(["mpirun", *always], tmp_path / "alone")
-    launch = hosts[0].command("mpirun", *always, "--host", ",".join(f"{host.address}:2" for host in hosts), "--mca",
-                              "plm_rsh_agent", agent, "--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0")
+    network = [word for key in ("btl_tcp_if_include", "oob_tcp_if_include") for word in ("--mca", key, "eth0")]
+    launch = hosts[0].command("mpirun", *always, "--host", ",".join(f"{host.address}:2" for host in hosts),
+                              "--mca", "plm_rsh_agent", agent, *network)
     several = digests(launch, hosts[0].mount_point / "store")
     assert several["digest"] == alone["digest"]
     assert all(any(host.drive.glob("store/*")) for host in hosts)
