@@ -11,6 +11,7 @@ from torch import nn
 
 import hoist
 import hoist.torch
+from hoist.torch.unit_tensors import CAN_REFUSE
 from models import batches, freeze_base, has_values, loss_of
 from training import digests, make, train
 
@@ -380,7 +381,9 @@ def test_compiled(settings, recompute, how):
             losses.append(loss.item())
         assert_losses_agree(losses, train_reference(reference, adamw(reference.parameters())))
         assert_equal_within_ulps(engine, reference)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= before + 3
+        # Before PyTorch 2.13 what was called in the first pass, which is not compiled, is never compiled.
+        if CAN_REFUSE or how is compile_units:
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= before + 3
         with torch.no_grad():
             assert torch.isfinite(called(inputs)).all()
 

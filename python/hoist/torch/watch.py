@@ -8,6 +8,7 @@ operator's tensors; what it finds is brought up there and then, and known from t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ class Watch(TorchDispatchMode):
         self._missing = missing
         self._calls = calls
         self._hooks: list[Any] = []
+        self._eager: Any = None
 
     def __enter__(self) -> Watch:
         def push(module: nn.Module, _: Any) -> None:
@@ -43,11 +45,18 @@ class Watch(TorchDispatchMode):
                 self._calls.pop()
 
         self._hooks = [register_module_forward_pre_hook(push), register_module_forward_hook(pop, always_call=True)]
+        # torch.compile does not compile under a dispatch mode; PyTorch 2.11 would not compile what it saw there later, either.
+        if "torch._dynamo" in sys.modules:
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._eager is not None:
+            self._eager.__exit__(*error)
+            self._eager = None
         for hook in self._hooks:
             hook.remove()
 
