@@ -12,9 +12,9 @@
 //    the drive, which may weigh more than the commits: 1 is the honest figure where flushes are fast. The passes do no
 //    mathematics here: the drive is the limit, which makes the ratio the worst there is.
 //
-// 3. Checksums. One store: steps that compute the checksum of every tile twice, against steps as they are. What the
-//    second computation adds is what the first costs. Beside it the processor time of a tile's in cache, as a share of
-//    such a step on the processors the update uses.
+// 3. Checksums. One store: steps that compute the checksum of every tile twice, against steps as they are. The
+//    first computation costs as much as the second one adds. Beside it the processor time of a tile's in cache, as a
+//    share of such a step on the processors the update uses.
 //
 // With --compute-ms each pass takes at least so long on the device, a third of it forward: 2 alone is then measured,
 // while training goes on, from the end of a step to the end of the last of the turn, so that flushes can hide under the

@@ -132,7 +132,7 @@ void tile_checksum_on(benchmark::State& state, const std::string& instruction_se
   moved(state, 2);
 }
 
-// What is read is verified, then copied on.
+// Each tile that was read is verified, then copied on.
 void verified_copy(benchmark::State& state) {
   const std::vector<bf16> from = halves(state.range(0));
   std::vector<bf16> to(from.size());

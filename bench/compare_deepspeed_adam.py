@@ -105,10 +105,10 @@ class Reader(torch.nn.Module):
 
 
 def check(shim, steps):
-    """Every optimizer is trained with PyTorch; ours are shown the same gradients. What is compared is where the weights
-    end, relative to how far they went, and moments, relative to themselves or the largest gradient they have seen (its
-    square): an error of 2^-24 a step, all of one sign, would be `steps` roundings; coefficients that the two sides round
-    differently add some in the first steps."""
+    """Trains each of PyTorch's optimizers, and gives ours the same gradients. Compares the weights at the end, relative to
+    how far they moved, and the moments, relative to themselves or to the largest gradient they have seen (its square). An
+    error of 2^-24 a step, all of one sign, would be `steps` roundings. Coefficients that the two sides round differently add
+    some in the first steps."""
     text = text_bytes()
     results = {}
     for name, (ours, make) in cases().items():

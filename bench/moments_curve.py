@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What smaller optimizer state does to a training curve: hoist-gpt learns one text with state of fp32 and of each smaller
-kind.
+"""Shows the effect of smaller optimizer state on a training curve: hoist-gpt learns one text with state of fp32 and of each
+smaller kind.
 
     bench/moments_curve.py --gpt build/release/bin/hoist-gpt [--text FILE] [--steps N] [--seeds N] [--kinds bf16,fp8+int8]
         [--beta2 B] [--json FILE]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs when the ranks of a machine share their update threads' cores, instead of dividing them.
+"""Measures the cost of sharing the cores of update threads between the ranks of a machine, instead of dividing them.
 
     bench/rank_cores.py --gpt build/release/bin/hoist-gpt [--pairs N] [--steps N] [--json FILE]
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What hoist claims of its disk engine, measured against fio and a libaio loop by `hoist bench io`.
+"""Checks hoist's claims about its disk engine: `hoist bench io` measures it against fio and a libaio loop.
 
     bench/storage_claims.py --hoist build/release/bin/hoist --path /local_nvme [--json FILE] [--only CELL ...] [--smoke]
 

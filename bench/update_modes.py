@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What one update mode gains over another: hoist-gpt trains the same model in both, run by run in turn.
+"""Compares the step times of two update modes: hoist-gpt trains the same model in both, run by run in turn.
 
     bench/update_modes.py --gpt build/release/bin/hoist-gpt --path /local_nvme [--modes step forward] [--pairs N]
         [--steps N] [--json FILE]

@@ -127,7 +127,7 @@ double target_of(const KernelCase& what) {
   return options.moments == MomentType::fp32 ? 0.92 : 0.90;
 }
 
-// What training with its state on NVMe runs by default: the kernel that the verdict is about.
+// The kernel that training with state on NVMe runs by default. The verdict is about this one.
 bool is_usual(const KernelCase& what) {
   const OptimizerOptions& options = what.optimizer;
   return options.kind == OptimizerKind::adamw && what.checksum && what.instruction_set.empty() &&

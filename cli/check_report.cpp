@@ -27,7 +27,7 @@ const char* placement_name(Placement placement) {
   return "";
 }
 
-// What of a kind of state on NVMe lives in pinned memory.
+// How much of a kind of state is in pinned memory, if that kind is on NVMe.
 std::string pinned_text(Placement placement, const std::optional<double>& share) {
   if (placement != Placement::nvme || share == 0.0) return "";
   if (!share) return ", as much of it in pinned memory as fits";

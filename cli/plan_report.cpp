@@ -70,7 +70,7 @@ std::string seconds_text(double seconds) { return fmt::format("{:.3g} s", second
 
 std::uint64_t shortfall(const Prediction::Tier& tier) { return tier.fits() ? 0 : tier.least_bytes - tier.budget_bytes; }
 
-// Of a memory that both tiers are in.
+// The bytes that the least of both tiers lacks in the memory that contains both.
 std::uint64_t host_shortfall(const Prediction& p) {
   const std::uint64_t least = p.device.least_bytes + p.pinned.least_bytes;
   return p.host_budget_bytes == 0 || least <= p.host_budget_bytes ? 0 : least - p.host_budget_bytes;

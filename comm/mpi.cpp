@@ -66,9 +66,10 @@ struct Doing {
   }
 };
 
-// What to do between polls, `quiet` after the last message. MPI moves data only while it is called, about 100 KiB a
-// call: with pauses of 50 us an exchange of 8 MiB between two ranks takes 20 times as long. So a rank does not pause
-// while messages come. Later it lets others have the core, and then sleeps a thousandth of the time it has waited.
+// Chooses what to do between polls, `quiet` after the last message. MPI moves data only while it is called, about 100
+// KiB a call: with pauses of 50 us an exchange of 8 MiB between two ranks takes 20 times as long. So a rank does not
+// pause while messages come. Later it lets others have the core, and then sleeps a thousandth of the time it has
+// waited.
 void pause(Nanoseconds quiet) {
   constexpr std::chrono::milliseconds kSpin{1};   // a message of 1 MiB takes 0.1 ms at 10 GB/s
   constexpr std::chrono::milliseconds kYield{5};  // a rank that computes elsewhere is later than this
@@ -317,7 +318,7 @@ class MpiTransport final : public Transport {
   const detail::MpiTransportOptions options_;
   int rank_ = 0;
   int size_ = 1;
-  // Of the operation under way.
+  // The operation under way.
   std::vector<ShardExchange> parts_;
   std::vector<Lane> lanes_;
   std::vector<MPI_Request> requests_;

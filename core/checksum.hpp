@@ -32,7 +32,7 @@ struct TileIdentity {
 // The same on every processor.
 std::uint64_t tile_checksum(const TileIdentity& identity, std::span<const std::byte> bytes);
 
-// Of bytes without an identity (manifest, superblock): tile_checksum() with an identity of zeros.
+// The checksum of bytes without an identity (manifest, superblock): tile_checksum() with an identity of zeros.
 std::uint64_t checksum(std::span<const std::byte> bytes);
 
 }  // namespace hoist

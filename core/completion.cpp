@@ -97,7 +97,8 @@ void Promise::settle(std::exception_ptr error) noexcept {
 
 namespace {
 
-// What parts end in. Deleted by the last one: a plain pointer fits into a continuation without memory of its own.
+// The parts of a joined completion report here. The last part deletes it: a plain pointer fits into a continuation
+// without memory of its own.
 class Join {
  public:
   explicit Join(std::size_t count) : pending_(count), first_(count) {}

@@ -15,7 +15,7 @@ struct MemorySize {
   std::uint64_t free_bytes = 0;
 };
 
-// What this process may have of the machine's memory, within its memory control groups. Free is what it can take
+// The memory of the machine that this process may have, within its memory control groups. Free is what it can take
 // without swapping or a kill, by the kernel's estimate.
 MemorySize host_memory();
 
@@ -25,7 +25,7 @@ MemorySize address_space();
 // Processors of the machine, within the control groups of this process. A launcher may have bound the process to fewer.
 unsigned processor_count();
 
-// Of a CUDA device. Takes a context on it. Without CUDA support: a DeviceError.
+// The memory of a CUDA device. Takes a context on it. Errors: DeviceError without CUDA support.
 MemorySize cuda_memory(int ordinal);
 
 }  // namespace hoist::platform

@@ -29,7 +29,7 @@ struct Place {
   friend bool operator==(const Place&, const Place&) = default;
 };
 
-// What an item needs of the gather memory.
+// The place that an item needs in the gather memory.
 struct ItemRoom {
   std::uint64_t bytes = 0;      // 0: none, it has memory of its own
   std::vector<Item> beside{};   // items that are pinned while this one is: their homes never overlap its

@@ -17,7 +17,7 @@ std::uint64_t trace_hash(std::span<const Access> trace) {
   return hash;
 }
 
-// Of those that overlap it; otherwise the first after its beginning.
+// The first place that overlaps it, if any; otherwise the first after its beginning.
 ItemRanges::Iterator Residency::first_within(const Place& range) const {
   const auto after = ranges_.from(range.begin + 1);
   const bool overlaps = after != ranges_.begin() && places_[std::prev(after)->item]->overlaps(range);

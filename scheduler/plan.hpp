@@ -68,7 +68,7 @@ struct Plan {
   }
 };
 
-// What the gather memory contains at a point of a pass, for plan() and for the FetchPlanner.
+// The contents of the gather memory at a point of a pass, for plan() and for the FetchPlanner.
 class Residency {
  public:
   explicit Residency(std::span<const ItemShape> items) : items_(items), places_(items.size()) {}

@@ -2,7 +2,7 @@
 // scheduler/simulation.hpp - runs a graph of tasks in virtual time, on lanes that do one task after the other, and
 // checks what the tasks hold against budgets. Pure.
 //
-// A lane is a link, or the processors of one kind. Of the tasks that are ready, a lane takes the most urgent one, then
+// A lane is a link, or the processors of one kind. A lane takes the most urgent of the tasks that are ready, then
 // the one that was added first. A task that has begun ends. Its lane takes the next task before the first one's latency
 // has passed: the messages of a link follow each other.
 //

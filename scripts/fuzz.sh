@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Every fuzzer for a while, as many at once as there are processors, each from its corpus in the tree, which is run
-# through first and left as it is. Needs clang. What a fuzzer finds lies in build/fuzz/found, and fails this.
+# through first and left as it is. Needs clang. A fuzzer's findings are saved in build/fuzz/found, and make this fail.
 #
 #   scripts/fuzz.sh [SECONDS]     of each fuzzer; 20
 set -euo pipefail

@@ -109,7 +109,7 @@ detail() {
   if [ -s "$1" ]; then details+=("$1"); fi
 }
 
-# What a log ends with that is worth a line.
+# The result that a log ends with, as a line.
 summary() {
   grep -E 'tests passed|tests failed|ERROR SUMMARY|RACECHECK SUMMARY|\[  PASSED  \]|\[  FAILED  \] [0-9]+ test' "$1" |
     tail -n 3 | tr -d '=' | tr '\n|' ';/' | sed 's/;$//' || true

@@ -48,7 +48,8 @@ class StoreReader {
   std::span<const std::byte> caller_state() const;
   // Equal for two commits of one store where the record is the same in both.
   std::uint64_t fingerprint(RecordId record) const;
-  // Of a store that can hold the same commits, with the same number, on one drive. Its directory is left empty.
+  // The options of a store that can hold the same commits, with the same number, on one drive. Its directory is left
+  // empty.
   StoreOptions options() const;
   std::uint64_t memory_bytes() const;  // its memory, for callers with a budget
   std::uint64_t bytes_read() const;    // from the drives so far, its tables included

@@ -76,7 +76,7 @@ class Engine {
   // --- what it trains ------------------------------------------------------------------------------------------------
   const Model& model() const;
   ParameterId parameter(std::string_view name) const { return model().parameter(name); }
-  // What restore() continued from; null for an engine that create() made.
+  // The commit or checkpoint that restore() continued from; null for an engine that create() made.
   const RestoreReport* restored() const;
   // Whether there is such a state of the parameter: a frozen one has its master only, and not every optimizer keeps
   // both moments.
@@ -100,8 +100,8 @@ class Engine {
   // the group has the rate it was added with, until the program sets another.
   void set_learning_rate(GroupId group, double learning_rate);
   double learning_rate(GroupId group) const;  // of the next step, by the schedule
-  // What the loss of every micro-batch up to the next step() is to be multiplied by before it is differentiated. The
-  // step undoes it: state, norms and read() show gradients without it. 1 without EngineOptions::loss_scale.
+  // The factor by which the program multiplies the loss of every micro-batch up to the next step(). The step undoes it:
+  // state, norms and read() show gradients without it. 1 without EngineOptions::loss_scale.
   float loss_scale() const;
   StepReport step(const StepOptions& options = {});  // [J]
   // Ends the pass under way and drops its gradients; outside a pass, drops those gathered for the next step.
@@ -141,7 +141,7 @@ class Engine {
   std::uint64_t step_count() const;                     // steps applied
   std::optional<std::uint64_t> committed_step() const;  // the newest durable step
   MirrorReport mirror() const;
-  // What one step must move by the byte formula for this configuration and the passes recorded so far. P5 compares
+  // The bytes that one step must move by the formula for this configuration and the passes recorded so far. P5 compares
   // Ledger::totals with this.
   StepBytes formula_bytes() const;
   // The part of Link::wire in the Ledger that stayed within this rank's group (EngineOptions::secondary_shard_ranks).

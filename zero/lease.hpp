@@ -27,7 +27,7 @@ class Lease {
 
   UnitId unit() const { return unit_; }
   // The whole parameter, in device memory. Pre: it belongs to the unit or is tied to it. Errors: UsageError.
-  // What uses it runs in the order of the stream: a kernel on Stream::native(); on the host device, work that
+  // Use it in the order of the stream: in a kernel on Stream::native(); on the host device, work that
   // Stream::launch() runs, or the program's own thread after Stream::synchronize().
   TensorView view(ParameterId parameter) const;
   // Ends the lease; work enqueued on `stream` before this call may still read the weights. Errors: UsageError when

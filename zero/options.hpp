@@ -27,7 +27,8 @@ struct DriveQueueOptions;
 }  // namespace aio
 
 enum class CommunicatorKind : std::uint8_t {
-  // What the launcher (comm/launch.hpp) started. Several ranks of mpirun or srun meet over MPI, on CUDA devices with
+  // As the launcher (comm/launch.hpp) started the ranks. Several ranks of mpirun or srun meet over MPI, on CUDA devices
+  // with
   // NCCL for the data; those of torchrun over NCCL, on CUDA devices only. Without a launcher, or with one rank: `self`.
   // A launcher that announces several ranks where MPI sees one is an error.
   automatic,

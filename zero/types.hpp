@@ -73,7 +73,7 @@ struct PassOptions {
   int micro_batches = 1;
 };
 
-// What read() and write() address. `master` is the fp32 value whatever the parameter's type.
+// The state that read() and write() address. `master` is the fp32 value whatever the parameter's type.
 enum class State : std::uint8_t { master, moment1, moment2, gradient };
 
 // Where a parameter lies in its unit's gathered memory.
@@ -91,8 +91,8 @@ using Initializer = std::function<void(ParameterId parameter, std::uint64_t firs
 using MomentInitializer =
     std::function<void(ParameterId parameter, State moment, std::uint64_t first_element, std::span<float> out)>;
 
-// What a run begins with. A fresh one has masters only. A run that another program began also has what that program's
-// optimizer came to: the engine then continues with the step after `step`.
+// The state that a run begins with. A fresh run has masters only. A run that another program began also has the moments
+// of that program's optimizer: the engine then continues with the step after `step`.
 struct InitialState {
   Initializer masters{};
   MomentInitializer moments{};  // empty: they begin at zero

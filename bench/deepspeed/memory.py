@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the resident memory of compare.py's hoist run consists of, as it grows.
+"""Lists the parts of the resident memory of compare.py's hoist run, as it grows.
 
     python bench/deepspeed/memory.py --directory /local_nvme [--keep-activations]
 """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python side costs: a step of a model so narrow that computing and moving take next to nothing.
+"""Measures the cost of the Python side: a step of a model so narrow that computing and moving take next to nothing.
 
     OMP_NUM_THREADS=1 python bench/deepspeed/overhead.py [--layers 8 --rounds 9]
 
 Three programs, in turns: the module alone; the module wrapped; and the engine alone, asked for what a C++ program without
-any mathematics asks of it: gather, accumulate and finish every unit, and step. What is counted is processor time of the
-program's thread, of which others on the machine take nothing: on the threads of the engine no Python runs.
+any mathematics asks of it: gather, accumulate and finish every unit, and step. It counts the processor time of the
+program's thread, to which other programs add nothing. No Python runs on the engine's own threads.
 
     Python's part = wrapped - module alone - engine alone
 """

@@ -44,7 +44,7 @@ struct GradientMatrix {
   Index columns = 0;
 };
 
-// What the calls of a pass share.
+// The arguments that all calls of a pass share.
 struct KernelContext {
   UpdatePool& pool;
   Index rows = 0;          // of activations
@@ -91,7 +91,7 @@ struct NormGradient {
   float* weight = nullptr;
   float* bias = nullptr;
 };
-// Of each row of its input; the way back needs them.
+// Statistics of each row of a norm's input. The backward pass needs them.
 struct NormStatistics {
   float* mean = nullptr;
   float* inverse_dev = nullptr;

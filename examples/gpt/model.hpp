@@ -9,8 +9,8 @@
 // can read: the host device.
 //
 // Threading  One thread. It only enqueues: kernels run in order on the compute stream, and the host runs ahead.
-// Memory     One block of the device arena, taken at construction. What of a pass is kept for its way back is a choice
-//            (ActivationPolicy); everything else is one block's worth of one micro-batch.
+// Memory     One block of the device arena, taken at construction. ActivationPolicy chooses what a pass keeps for
+//            the backward pass; everything else is one block's worth of one micro-batch.
 // Main path  train -> (gather, enqueue per micro-batch, release) per unit -> the same backwards, with gradients and
 //            finish. Mathematics: kernels.hpp.
 #pragma once

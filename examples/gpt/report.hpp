@@ -65,7 +65,7 @@ struct RunRecord {
 void take_books(RunRecord& record, const Ledger& ledger);
 
 // Seconds that the model stood still for collectives (weights it waited for, reductions that were under way when the
-// backward pass had ended), for each second its kernels ran. What passes while kernels run is not in it.
+// backward pass had ended), for each second its kernels ran. Transfers during kernels are not in it.
 double communication_to_computation(const RunRecord& record);
 
 // The fields of the report format, in its order.

@@ -2,7 +2,7 @@
 """hoist: training state on three tiers (GPU, pinned host memory, NVMe).
 
 `hoist.torch` trains PyTorch models; `hoist.aio`, `hoist.store` and `hoist.optim` are the storage engine, stores and the
-optimizers on their own. What stands here is the engine as C++ programs see it, the configuration, and the errors.
+optimizers on their own. This module has the engine as C++ programs see it, the configuration, and the errors.
 """
 
 import ctypes

@@ -263,7 +263,7 @@ def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tenso
 
 @dataclass
 class SavedState:
-    """What a state_dict() has of one parameter, as fp32 in CPU memory."""
+    """The state of one parameter in a state_dict(), as fp32 in CPU memory."""
 
     step: int
     moments: tuple[torch.Tensor | None, torch.Tensor | None]
@@ -317,7 +317,7 @@ def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoi
     return options
 
 
-# What a group may have besides its learning rate that changes results. An engine has taken it when it was made.
+# The options of a group, besides its learning rate, that change results. An engine takes them when it is made.
 _SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad", "maximize", "lr_decay")
 
 

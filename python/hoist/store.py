@@ -27,7 +27,7 @@ _DTYPES = {_hoist.DType.fp32: torch.float32, _hoist.DType.bf16: torch.bfloat16, 
 
 
 class Steps:
-    """What can be opened: `commits`, newest first, and `checkpoints`: the steps of named checkpoints, oldest first."""
+    """The steps that can be opened: `commits`, newest first, and `checkpoints`, the named ones, oldest first."""
 
     def __init__(self, commits: list[int], checkpoints: dict[str, int]):
         self.commits = commits
@@ -35,14 +35,14 @@ class Steps:
 
 
 def steps(directory: str | os.PathLike[str]) -> Steps:
-    """Of a store in use as well."""
+    """Returns the steps in a store, which another process may be using."""
     commits, checkpoints = _hoist.steps_in_store(_find(directory))
     return Steps([step for step, _ in commits], {name: step for step, name in checkpoints})
 
 
 def verify(directory: str | os.PathLike[str], bytes_per_second: int = 0) -> list[str]:
-    """Reads the newest commit and every named checkpoint, no faster than told: what is not as it was written. Of a store in use
-    as well, which does not wait for it."""
+    """Reads the newest commit and every named checkpoint, at `bytes_per_second` at most, and returns what is damaged. Another
+    process may be using the store, and does not wait."""
     return _hoist.verify_store(_find(directory), bytes_per_second)
 
 

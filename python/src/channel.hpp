@@ -6,7 +6,7 @@
 // abort(why), why() and close(); sends and receives are lists of (rank, tensor of bytes).
 //
 // Threading  Any thread, one at a time, but for abort() and why(): the GIL is taken for each call, and PyTorch lets go
-//            of it while it waits. Whoever waits for a collective in C++ must not hold it.
+//            of it while it waits. A thread that waits for a collective in C++ must not hold it.
 // Memory     Tensors are views of the caller's memory, and gone when a call returns.
 // Errors     CommError with the Python exception's text, rank and operation.
 #pragma once

@@ -20,7 +20,7 @@ using namespace nb::literals;
 
 namespace {
 
-// What the file's program has to know that no option of the engine says.
+// The value of a key in the file, for keys that concern the program and are no option of the engine.
 nb::object setting(const Config& config, const std::string& path) {
   for (const ConfigSetting& row : config.settings()) {
     if (row.row == nullptr || row.row->path != path || row.source == ConfigSetting::Source::standard) continue;

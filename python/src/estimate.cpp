@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a model's units will take, and whether this machine has it, without an engine.
+// Predicts how much memory a model's units take, and whether this machine has it, without an engine.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -17,7 +17,8 @@ class HostStream {
   HostStream();
 
   platform::Stream& stream() { return *stream_; }
-  // What a backend in C calls, with a stream's address first. record() makes an event, which forget() ends.
+  // The functions that a backend in C calls, with a stream's address first. record() makes an event, which forget()
+  // ends.
   static void launch(void* stream, void (*run)(void*), void* work);
   static void synchronize(void* stream);
   static void* record(void* stream);

@@ -86,7 +86,7 @@ void look_for_signals(std::uint64_t, std::uint64_t) {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
-// What is not as it was written, in words.
+// Verifies a store and describes the damage.
 std::vector<std::string> verify(const std::string& directory, std::uint64_t bytes_per_second) {
   std::vector<std::string> damage;
   const auto found =

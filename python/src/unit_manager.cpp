@@ -191,7 +191,7 @@ int UnitManager::world_size_at_start() const {
   return options_.runtime.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
 }
 
-// Of a GPU, no more than the engine will use: the rest is PyTorch's.
+// Takes no more of a GPU's memory than the engine will use: the rest is PyTorch's.
 void UnitManager::take_memory() {
   RuntimeOptions& runtime = options_.runtime;
   const comm::Launch launch = comm::launch_of_process();
@@ -476,7 +476,7 @@ void UnitManager::input_arrived(std::uint32_t index, bool last) {
   ++unit.calls_done;
   if (is_vertical()) return;
   end_use(unit);
-  // What has not come by now had no part in the result. Of a unit that was called twice only the last call knows.
+  // A gradient that has not arrived by now had no part in the result. Only the last call of a unit can know that.
   if (last && !unit.shared && !unit.finished && unit.arrived > 0 && unit.calls_done >= unit.calls) complete(unit);
 }
 

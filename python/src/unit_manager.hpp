@@ -287,7 +287,8 @@ class UnitManager {
   PendingGradients collecting_;          // of the unit whose gradients are coming in
   std::deque<PendingGradients> adding_;  // of those before, oldest first
   std::deque<std::uint32_t> complete_;   // units that wait for gradient memory, and then are finished
-  // Of how many units the engine has memory for gradients, and how many use it now. Known from the first refusal on.
+  // The number of units for whose gradients the engine has memory, and how many use it now. Known after the first
+  // refusal.
   std::optional<unsigned> gradient_places_;
   unsigned gradient_places_taken_ = 0;
   nb::object fp32_, bf16_, fp16_;

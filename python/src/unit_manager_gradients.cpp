@@ -106,8 +106,7 @@ void UnitManager::add(const Gradient& gradient) {
   const TensorView view{reinterpret_cast<void*>(address), type_of_gradient(gradient.tensor, parameter),
                         model_.parameters()[parameter.index].shape, 0};
   const platform::StreamRef stream = stream_of_gradients();
-  // Of a gradient that had to wait until now, perhaps. PyTorch reuses its memory in the order of the stream it was made
-  // on.
+  // The gradient may have had to wait until now. PyTorch reuses its memory in the order of the stream it was made on.
   const bool crosses = gradient.stream != nullptr && gradient.stream != &*stream;
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());

@@ -83,7 +83,7 @@ class RecordTable {
   // extents.
   [[nodiscard]] std::string load(const SlotImage& image);
 
-  // Of a record as it was committed: where it is, when it was written, and its checksums.
+  // A record as it was committed: where it is, when it was written, and its checksums.
   std::uint64_t fingerprint(RecordId id) const;
 
   std::uint32_t extent_at(std::uint64_t offset_bytes) const { return pool_.extent_at(offset_bytes); }

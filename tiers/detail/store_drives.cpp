@@ -68,8 +68,8 @@ bool is_empty(const std::string& path) {
   return ::lstat(path.c_str(), &status) == 0 && status.st_size == 0;
 }
 
-// Whether the file, which may be as large as a drive, holds nothing but zeros. What was reserved and never written is
-// not read where the file system says so.
+// Whether the file, which may be as large as a drive, holds nothing but zeros. Ranges that were reserved and never
+// written are not read if the file system knows them.
 bool is_blank(const std::string& path) {
   const int file = open_regular_file(path, O_RDONLY | O_NOFOLLOW);
   if (file < 0 && errno == ENOENT) return true;

@@ -298,7 +298,7 @@ bool has_ended(std::string_view holder) {
          errno == ESRCH;
 }
 
-// What this process would write about itself.
+// The text that this process writes about itself.
 std::string own_name() { return fmt::format("process {} on {}", ::getpid(), host_name()); }
 
 // The text that the holder of the lock wrote about itself.
@@ -411,7 +411,7 @@ void FileNames::add(const aio::File& file) {
 
 namespace {
 
-// Of the directory nearest to the path, upwards, that exists.
+// The device number of the path, or of its nearest parent directory that exists.
 std::uint64_t device_of_nearest(std::string path) {
   struct stat status {};
   while (::stat(path.c_str(), &status) != 0 && path != "/" && path != ".") path = parent_of(path);

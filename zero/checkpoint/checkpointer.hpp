@@ -5,7 +5,7 @@
 // in memory only save() writes: a thread copies the state to the store under the next pass.
 //
 // A commit counts once it is durable on every rank of the job: each rank tells the others what became of its own
-// (commit_barrier), on a communicator that nothing else uses. Of some commits, a mirror then makes a copy.
+// (commit_barrier), on a communicator that nothing else uses. A mirror then copies some of the commits.
 //
 // Threading  The program's thread calls everything, but commit(Decided) and fail(Decided), which the update thread
 //            calls, too. The barrier runs on the store's commit thread.
@@ -85,7 +85,7 @@ class Checkpointer {
 
   // --- saves
   void check_save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options) const;
-  // What save() needs first: nothing; streams without work; or every update and commit ended, on all ranks.
+  // The work that must end before save(): none; that of streams; or every update and commit, on all ranks.
   enum class SaveNeeds : std::uint8_t { nothing, drained_streams, settled_engine };
   SaveNeeds save_needs(const std::string& name, const SaveOptions& options) const;
   // [J] Pre: check_save(), and what save_needs() says.

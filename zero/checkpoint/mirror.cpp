@@ -227,7 +227,7 @@ void Mirror::tell(const std::exception_ptr& problem) noexcept {
   }
 }
 
-// Other copies of this model, whole or not. Of the ranks that share a directory, the first one removes them.
+// Other copies of this model, whole or not. The first of the ranks that share a directory removes them.
 void Mirror::remove_others() noexcept {
   try {
     for (const StoreDirectory& other : store_directories(options_.store_directory)) {

@@ -44,7 +44,7 @@ void refuse_used_mirror(const RankAgreement& ranks, const EngineOptions& options
 std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
                            const std::string& from);
 
-// What to do about damage: which named checkpoints do not share the damaged bytes. Empty when there are none.
+// The remedy for damage: the named checkpoints that do not share the damaged bytes. Empty when there are none.
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage);
 
 // The state of a store of another number of ranks, or with room for fewer named checkpoints, or of a mirror, until a

@@ -19,10 +19,10 @@
 
 namespace hoist::detail {
 
-// What a copy reads into, while what it read before is written.
+// The two buffers of a copy: it reads into one while it writes the other.
 inline constexpr std::uint64_t kCopyBufferBytes = 2 * kPieceBytesMax;
 
-// Called with the bytes that were copied since the last call. What it throws ends the copy.
+// Called with the bytes that were copied since the last call. An exception from it ends the copy.
 using CopyProgress = std::function<void(std::uint64_t bytes)>;
 
 // Writes records of the commit, those for which `wanted` is true, into the open step of `target`, a store with the same

@@ -18,7 +18,7 @@ namespace hoist::detail {
 tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                                   int rank, const StoreDirectory& directory = {}, Trace* trace = nullptr);
 
-// What a store, and its mirror if there is one, keep in memory, and take of the store's drives.
+// The memory and the space on its drives that a store takes, with its mirror if there is one.
 tiers::Store::Cost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records, int rank);
 
 // Those by which the mirror is looked at, made and opened like a store of its own.

@@ -74,7 +74,7 @@ struct PlaceEntry {
   friend auto operator<=>(const PlaceEntry&, const PlaceEntry&) = default;
 };
 
-// What any of the ranks lists, highest first.
+// The numbers that any of the ranks lists, highest first.
 std::vector<PlaceEntry> listed_by_any(comm::Communicator& ranks, std::span<const PlaceEntry> listed) {
   struct List {
     std::uint64_t count = 0;
@@ -93,8 +93,8 @@ std::vector<PlaceEntry> listed_by_any(comm::Communicator& ranks, std::span<const
   return entries;
 }
 
-// What a group lists, made as long as the other groups' lists: entry by entry they are of one order. Where this group
-// has none, it gets a place in which nothing is.
+// Makes a group's list as long as the other groups' lists, so that entries correspond. This group gets an empty place
+// where it has none.
 std::vector<PlaceEntry> line_up(comm::Communicator& job, const std::vector<PlaceEntry>& of_group, int world_size) {
   // Downwards within their order, instead of by their world size. (Two of one order: files were out of sight once.)
   std::vector<PlaceEntry> numbered = of_group;
@@ -132,7 +132,7 @@ std::vector<StoreDirectory> StoreSearch::directories() const {
 
 namespace {
 
-// What this rank sees of the store in a directory.
+// Looks at this rank's part of the store in a directory.
 struct RankView {
   struct Answers {
     bool other_ranks = false;   // another number of ranks made it

@@ -26,7 +26,7 @@ using tiers::Store;
 
 namespace {
 
-// What all ranks have in their `list`, in the order of the first one's.
+// The entries that all ranks have in their `list`, in the order of the first one's.
 std::vector<CommitHeader> common_commits(std::span<const StoreSummary::Rank> ranks,
                                          std::vector<CommitHeader> StoreSummary::Rank::*list) {
   std::vector<CommitHeader> common;
@@ -53,8 +53,8 @@ std::vector<StoredParameter> describe(const detail::UnitTable& table) {
   return parameters;
 }
 
-// What a store can hold at most: tiles have their checksums in the manifest, whose length was compared with the file's.
-// A store of durability none has no checksums there; no more is believed of it than this machine could list.
+// The most that a store can hold: tiles have their checksums in the manifest, whose length was compared with the
+// file's. A store of durability none has no checksums there; no more is believed of it than this machine could list.
 std::uint64_t elements_max(const Store::Found& found) {
   constexpr std::uint64_t kTilesMax = 1 << 24;
   const std::uint64_t tiles =
@@ -204,7 +204,7 @@ class StoredModel::Impl {
   }
 
  private:
-  // What the commit holds on all ranks.
+  // The size of the commit on all ranks.
   std::uint64_t data_bytes() const { return detail::bytes_of(records_.records()) * readers_.size(); }
 
   // A rank's part of a range of a parameter, and how its tiles are read.

@@ -37,7 +37,7 @@ struct StoredParameter {
   std::uint64_t element_count() const { return TensorView{.shape = shape}.element_count(); }
 };
 
-// What is found without locking or reading records; true of a store in use as well.
+// The facts that are found without locking or reading records, also for a store in use.
 struct StoreSummary {
   struct Rank {
     int rank = 0;
@@ -112,7 +112,7 @@ class StoredModel {
   // out.size() is no multiple of the dtype's bytes.
   void read_weights(std::size_t parameter, std::uint64_t first_element, std::span<std::byte> out);
 
-  // What it keeps in memory as long as it lives: the tables of all ranks' files, and what it reads into.
+  // The memory that it keeps as long as it lives: the tables of all ranks' files, and its buffers.
   std::uint64_t memory_bytes() const;
 
   // Copies the commit into another store, which a run continues from as it would from this one. Every byte is verified

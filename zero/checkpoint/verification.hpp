@@ -9,7 +9,7 @@
 //
 // Threading  Pure functions on the file system.
 // Memory     The tables of one rank's records at a time, and a buffer of a few MiB.
-// Errors     Those of look_at_job(). What keeps one commit from being verified is in its Verification.
+// Errors     Those of look_at_job(). If one commit cannot be verified, its Verification says why.
 // Main path  look_at_job -> StoreReader::check, piece by piece -> look_at_job once more where something does not match.
 #pragma once
 
@@ -25,11 +25,11 @@ namespace hoist {
 
 struct VerifyOptions {
   std::uint64_t bytes_per_second = 0;  // that are read at most, on average; 0: as fast as the drives
-  // Called with bytes done and bytes in all of one commit. What it throws ends the verification, and is thrown on.
+  // Called with bytes done and bytes in all of one commit. An exception from it ends the verification, and is rethrown.
   std::function<void(std::uint64_t, std::uint64_t)> progress{};
 };
 
-// What reading the newest commit, or a named checkpoint, has found.
+// The result of reading the newest commit, or a named checkpoint.
 struct Verification {
   std::string name{};       // of a named checkpoint; empty: the newest commit
   std::uint64_t step = 0;   // that was read; the last of them, where training went on meanwhile

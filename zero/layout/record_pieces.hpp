@@ -13,7 +13,7 @@
 
 namespace hoist::detail {
 
-// What a piece takes at most, in memory for direct transfers.
+// The most that a piece takes, in memory for direct transfers.
 inline constexpr std::uint64_t kPieceBytesMax = kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax;
 
 // Some tiles of one region of a record.

@@ -14,7 +14,7 @@ namespace hoist::detail {
 
 // The options of every parameter group of a model, group 0 first.
 std::vector<GroupOptions> group_options(const EngineOptions& options, const Model& model);
-// What the optimizer of each of them keeps.
+// The state that the optimizer of each of them keeps.
 std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Model& model);
 
 // Where the gradients of a step's micro-batches are summed.

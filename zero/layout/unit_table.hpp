@@ -108,7 +108,7 @@ enum class GradientSums : std::uint8_t {
 
 class UnitTable {
  public:
-  // What the optimizer of a unit's parameters keeps.
+  // The state that the optimizer of a unit's parameters keeps.
   using StateOf = std::function<optim::StateForm(UnitId, GroupId)>;
   // `groups`: what the optimizer of each parameter group keeps. Pre: the model's parameters name no others.
   UnitTable(Model model, std::span<const optim::StateForm> groups, int world_size,

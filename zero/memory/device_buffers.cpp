@@ -15,7 +15,7 @@ std::uint64_t arena_bytes(std::uint64_t bytes) {
   return layout.bytes();
 }
 
-// What so many elements of the model take when they are gathered.
+// The bytes that so many elements of the model take when they are gathered.
 std::uint64_t bytes_of_elements(const std::vector<Unit>& units, std::uint64_t count) {
   std::uint64_t elements = 0;
   std::uint64_t bytes = 0;

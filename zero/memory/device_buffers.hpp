@@ -42,7 +42,7 @@ class DeviceBufferChooser {
   std::uint64_t largest_unit_bytes_ = 0;
 };
 
-// What each unit needs of the gather memory, by unit.
+// The place that each unit needs in the gather memory, by unit.
 std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions);
 
 // The device memory that an engine needs at least, beside the program's own blocks.

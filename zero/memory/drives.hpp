@@ -17,7 +17,7 @@
 
 namespace hoist::detail {
 
-// What carries the transfers of a directory's drive. `registered_memory`: may be empty.
+// The queue for transfers of a directory's drive. `registered_memory`: may be empty.
 std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime, const std::string& directory,
                                                   const std::vector<std::span<std::byte>>& registered_memory);
 

@@ -28,7 +28,7 @@ constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{&Un
                                                                              &UnitMemory::gathered,
                                                                              &UnitMemory::own_gradient};
 
-// What a budget has left beside what is held and the store's tables.
+// The bytes of a budget that are neither held nor needed for the store's tables.
 std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory_bytes) {
   return budget.free_bytes() > store_memory_bytes ? budget.free_bytes() - store_memory_bytes : 0;
 }

@@ -35,7 +35,7 @@ struct UnitMemory {
 // A budget that does not suffice: with `need_bytes` it would. `purpose`: what they are for.
 BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose);
 
-// What is free now beside the store's tables.
+// The bytes that are free now, without those of the store's tables.
 MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes);
 
 // Throws BudgetError unless the device has room for what the engine needs at least and `program_bytes` more.

@@ -18,7 +18,7 @@
 
 namespace hoist::detail {
 
-// What a plan depends on beside the options and the model.
+// The facts that a plan depends on besides the options and the model.
 struct MachineFacts {
   DeviceAccess device_access;
   std::uint64_t free_device_bytes;  // in one piece; 0: plan the least
@@ -52,11 +52,11 @@ class MemoryPlan {
   tiers::PinnedPlan pinned_;
 };
 
-// What pinned memory can have beside the device's part, where they are the same memory, with shares that are left open
-// at 0.
+// The bytes that pinned memory can have, without the device's part if they are the same memory. Shares that are left
+// open count as 0.
 std::uint64_t free_for_pinned(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts);
 
-// What the planner of fetches plans with if there is so much gather memory.
+// The input of the planner of fetches, with so much gather memory.
 scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,
                                                      std::uint64_t gather_bytes);
 

@@ -24,11 +24,11 @@ class PinnedBufferChooser {
  public:
   PinnedBufferChooser(const EngineOptions& options, const UnitRegions& regions);
 
-  // What the options ask for; of the ring, kRingGradients.
+  // The buffers that the options ask for, and a ring of kRingGradients.
   const PinnedBuffers& wanted() const { return wanted_; }
-  // What is asked for, as far as it fits into `free_bytes` together with the units' regions: the least that makes
-  // progress, whether or not that fits, and then more of each kind until none has room for more (of a sub-group: for
-  // twice as much). The ring gets what is left, up to all gradients.
+  // As many of the buffers asked for as fit into `free_bytes` together with the units' regions: first the fewest that
+  // make progress, whether or not they fit, then more of each kind until no further one fits (sub-groups grow to twice
+  // their size). The ring gets the rest, up to all gradients.
   PinnedBuffers choose(std::uint64_t free_bytes) const;
   std::uint64_t bytes(const PinnedBuffers& buffers) const;  // with the units' regions
   // Calls visit(role, bytes) for every buffer, in the order in which they lie in memory.

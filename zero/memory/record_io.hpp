@@ -79,7 +79,7 @@ class RecordIo {
   Completion store(const RecordPart& part);
 
   // --- between a part and memory that the device and the drives can transfer from and to
-  // Copies the part to `target`. What comes from NVMe is not verified yet. Pre: the part is device-only or on NVMe.
+  // Copies the part to `target`. Bytes from NVMe are not verified yet. Pre: the part is device-only or on NVMe.
   Completion start_read(const RecordPart& part, std::byte* target, aio::Priority priority);
   // Copies `source` to a part in device-only memory.
   Completion start_write(const RecordPart& part, const std::byte* source);

@@ -5,8 +5,9 @@
 //                 parameters = device              pinned             nvme
 //   weights       pinned, or device (1)            pinned             NVMe; the first tiles may be pinned
 //   state         by optimizer: device | pinned | NVMe; of state on NVMe the first tiles may be pinned
-//   gradient      device if the state is there, else pinned; in update mode `backward` a ring for all (2). Of the last
-//                 units, as many as EngineOptions::gradient_spill_units says, NVMe, and a ring on the way there
+//   gradient      device if the state is there, else pinned; in update mode `backward` a ring for all (2). NVMe, and a
+//   ring on
+//                 the way there, for the last EngineOptions::gradient_spill_units units
 //
 // (1) If the optimizer is on the device, too. Otherwise the CPU updates the pinned weights, and a copy on the device,
 // the
@@ -39,7 +40,7 @@ namespace hoist::detail {
 enum class MemoryTier : std::uint8_t { device, pinned, nvme };
 inline constexpr std::size_t kMemoryTierCount = 3;
 
-// What a region of memory is for.
+// The purpose of a region of memory.
 enum class MemoryRole : std::uint8_t {
   // One unit's regions, which it has between its uses:
   weights,             // host layout, or the first tiles of each of the unit's two records
@@ -166,8 +167,8 @@ class UnitRegions {
   bool are_weights_resident(const SubGroup& sub_group) const {
     return sub_group.first_tile + sub_group.tile_count <= unit(sub_group.unit).weight_tiles;
   }
-  // What of a sub-group passes through an update buffer: weights, then state, then gradient. The CPU uses the rest in
-  // place.
+  // The parts of a sub-group that pass through an update buffer: weights, then state, then gradient. The CPU uses the
+  // other parts in place.
   struct BufferedBytes {
     std::uint64_t weights = 0;
     std::uint64_t state = 0;

@@ -8,7 +8,7 @@ namespace hoist::detail {
 
 namespace {
 
-// What one thread adds at a time: 384 KiB of sums and bf16 gradients, inside an L2.
+// The elements that one thread adds at a time: 384 KiB of sums and bf16 gradients, inside an L2.
 constexpr std::uint64_t kPieceElements = 65536;
 
 }  // namespace

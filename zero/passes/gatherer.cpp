@@ -194,7 +194,7 @@ void Gatherer::copy_stored_up(UnitId id, std::byte* target) {
   copied.then([weight_reader = weight_reader_, staged](std::exception_ptr) { weight_reader->hand_back(staged); });
 }
 
-// What is in the piece of this rank's shard of every segment, to its place among the ranks'.
+// Copies this rank's shard of every segment, which is in the piece, to its place among the ranks'.
 void Gatherer::copy_piece(const Unit& unit, std::byte* target, const std::byte* source, const HostPiece& piece,
                           CopyKind kind) {
   const std::byte* const host = source + piece.offset;  // of the piece's beginning
@@ -248,7 +248,7 @@ void Gatherer::copy_secondary_up(UnitId id, std::byte* target) {
   });
 }
 
-// What still reads the former secondary shard was enqueued before the copy that this unit was gathered from.
+// Every reader of the former secondary shard was enqueued before the copy that this unit was gathered from.
 void Gatherer::keep_secondary(UnitId id, Transfer& transfer) {
   std::byte* const secondary = memory_.unit(id).secondary_shard;
   const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::device_to_host;

@@ -55,7 +55,7 @@ class Gatherer {
   // Weights in memory or in the store have changed: nothing gathered is valid. Pre: quiesce().
   void invalidate();
 
-  // What the next pass of a kind will fetch first, in order; empty before one was recorded.
+  // The units that the next pass of a kind will fetch first, in order; empty before one was recorded.
   std::vector<UnitId> expected(std::size_t kind) const;
   // Starts staging for it, before it begins.
   void stage_for(std::size_t kind);
@@ -98,7 +98,7 @@ class Gatherer {
   // secondary shard.
   std::vector<UnitId> staged_in_order(std::vector<UnitId> order, bool keeps) const;
   void issue(std::span<const scheduler::Fetch> fetches);
-  // What must have ended before something is fetched into a range.
+  // The uses that must have ended before something is fetched into a range.
   struct FormerUse {
     std::vector<platform::StreamEvent> leases;
     std::vector<std::shared_ptr<Transfer>> transfers;

@@ -359,7 +359,7 @@ void Gradients::sum_on_device() {
     if (memory_.device_only(UnitId{chunks_[i].unit})) partial_sums_[i] = *next++;
 }
 
-// What neither the device sums up nor was summed up when it arrived.
+// Sums up the gradients that the device does not sum up, and that were not summed up when they arrived.
 void Gradients::sum_on_host() {
   const auto is_left = [&](const Chunk& chunk) {
     const UnitId unit{chunk.unit};

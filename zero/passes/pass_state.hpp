@@ -45,7 +45,7 @@ class PassState {
   void require_gradients() const;  // UsageError unless step() can follow
   void gradients_taken();          // step() has applied or skipped them
 
-  // What decides how the next step changes state, beside the gradients.
+  // The values that decide, besides the gradients, how the next step changes state.
   struct Settings {
     std::uint64_t hash = 0;
     std::string text;

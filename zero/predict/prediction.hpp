@@ -19,7 +19,7 @@
 
 namespace hoist {
 
-// What the program takes of the budgets beside the engine.
+// The part of the budgets that the program itself takes.
 struct ProgramMemory {
   std::uint64_t device_bytes = 0;  // activations and workspaces, as require_device_memory() takes them
   std::uint64_t pinned_bytes = 0;  // activation offload, and whatever else it takes of that budget
@@ -29,8 +29,8 @@ struct ProgramMemory {
 struct UnitWork {
   UnitStep bytes;
   std::uint64_t parameters = 0;  // of all ranks: its part of the computation
-  // What the update reads and writes in memory, gradient, weights and state: in that which the host reaches, and in
-  // device memory that it does not, where the device updates.
+  // The bytes of gradients, weights and state that the update reads and writes: in memory that the host reaches, and in
+  // device memory that it does not reach, where the device updates.
   std::uint64_t update_memory_bytes = 0;
   std::uint64_t device_update_bytes = 0;
   std::uint64_t shard_elements = 0;  // that the host updates
@@ -94,7 +94,7 @@ struct Prediction {
   unsigned update_buffers = 0;
   std::uint64_t update_buffer_bytes = 0;
   std::uint64_t update_buffer_parameters = 0;
-  // What gradients share that wait for their unit's update (update mode `backward`), or are on their way to NVMe. 0:
+  // The ring of gradients that wait for their unit's update (update mode `backward`), or are on their way to NVMe. 0:
   // each has a region of its own.
   std::uint64_t gradient_ring_bytes = 0;
   // Units whose gradients are on NVMe between backward and update (EngineOptions::gradient_spill_units, found where it
@@ -106,8 +106,8 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
                    const ProgramMemory& program = {});
 
 // The largest share of what is on NVMe, in hundredths, that fits the pinned budget beside the buffers that `engine`
-// gets; at least the one it asks for. `share`: EngineOptions::optimizer_pinned_fraction, or that of parameters. Of a
-// ring of gradients, which otherwise takes what is left, room for two of the largest stays.
+// gets; at least the one it asks for. `share`: EngineOptions::optimizer_pinned_fraction, or that of parameters. A
+// ring of gradients, which otherwise takes the rest, keeps room for two of the largest.
 double largest_pinned_fraction(const RuntimeOptions& runtime, EngineOptions engine, const Model& model, int world_size,
                                const ProgramMemory& program = {},
                                std::optional<double> EngineOptions::*share = &EngineOptions::optimizer_pinned_fraction);

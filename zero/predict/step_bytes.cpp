@@ -80,13 +80,13 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     const UnitPlacement& placement = units.unit(UnitId{u});
     const std::uint64_t trainable = weight_bytes(unit.trainable, 0).all;
     const std::uint64_t weights = trainable + weight_bytes(unit.frozen, 0).all;
-    // What is on NVMe only, and of it, what an update does not read.
+    // The bytes that are on NVMe only, and those of them that an update does not read.
     const auto [stored_trainable, made] = weight_bytes(unit.trainable, placement.weight_tiles);
     const std::uint64_t stored_weights = stored_trainable + weight_bytes(unit.frozen, placement.frozen_tiles).all;
     const std::uint64_t state = state_bytes(unit, /*first_tile=*/0);
     const std::uint64_t streamed = state_bytes(unit, placement.state_tiles);
     const bool state_on_device = placement.state_on_device;
-    // What stays is fetched once after each step, whatever passes there are.
+    // Units that stay gathered are fetched once after each step, whatever passes there are.
     const bool stays = placement.stays_gathered;
     const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
     const std::uint64_t forward = stays ? count : passes * std::min(fetches[u], 1u);

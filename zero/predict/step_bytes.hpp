@@ -13,8 +13,9 @@
 
 namespace hoist::detail {
 
-// What one step of training moves, by unit and by formula, when each unit is fetched fetches[unit] times: bytes per
-// parameter of each link, over the parameters whose state crosses it. Of several steps to a commit, their mean.
+// The bytes that one step of training moves, by unit and by formula, when each unit is fetched fetches[unit] times:
+// bytes per parameter of each link, over the parameters whose state crosses it. If a commit has several steps, their
+// mean.
 std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
                                  std::span<const std::uint32_t> fetches);
 // All units together.

@@ -117,7 +117,7 @@ class Builder {
     const bool buffered = bytes.nvme_read > 0;
     const std::uint64_t resident_write = unit.bytes.resident_write_bytes;
     const std::uint64_t buffered_write = bytes.nvme_write - resident_write;
-    // What is only on NVMe must be there before it is read again; nothing changes before the last commit is durable.
+    // State on NVMe only must be written before it is read again; nothing changes before the last commit is durable.
     Tasks old;
     if (readable_[u]) old.push_back(*readable_[u]);
     if (spilled_[u]) old.push_back(*spilled_[u]);

@@ -65,7 +65,7 @@ std::vector<UnitSeconds> unit_seconds(const Prediction& p, const StepSpeeds& spe
       one.up_latency = latencies(one.up, one.gathered);
       one.down_latency = latencies(one.down, one.reduced);
       one.read_bytes = static_cast<double>(unit.bytes.update.nvme_read);
-      // What lives in memory is also written, but at any time before its next update.
+      // State in memory is also written, but at any time before its next update.
       one.written_bytes = static_cast<double>(unit.bytes.update.nvme_write - unit.bytes.resident_write_bytes);
     }
     all.push_back(one);

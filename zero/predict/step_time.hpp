@@ -24,7 +24,7 @@
 
 namespace hoist {
 
-// What a step keeps busy.
+// The resources that a step keeps busy.
 enum class Resource : std::uint8_t {
   compute,  // the program's own kernels
   nvme,     // all drives of the rank
@@ -84,7 +84,7 @@ struct StepTime {
 };
 StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance = {});
 
-// What a step is planned for.
+// The inputs of a step's plan.
 struct StepQuestion {
   const RuntimeOptions& runtime;
   const Model& model;

@@ -25,7 +25,7 @@
 
 namespace hoist::detail {
 
-// What a person reads of an error.
+// The text of an error.
 std::string text_of(const std::exception_ptr& error);
 
 // Whether the error came from other ranks (CommError).
@@ -44,7 +44,7 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
   void notify(const std::exception_ptr& error, std::string_view where = {}) noexcept;
   // Raises when the work before `event` fails: nobody waits on the host for a collective that was never started.
   void watch(const platform::StreamEvent& event, const std::string& unit);
-  // The sharding group has been told in an exchange of its own. What is raised afterwards goes to the norm group only.
+  // The sharding group has been told in an exchange of its own. Later errors go to the norm group only.
   void told_in_exchange() noexcept;
   // The whole norm group has: nobody is left to be told, and its communicators stay of use.
   void told_in_norm() noexcept;
@@ -60,8 +60,8 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
     AbortNotifier& notifier_;
   };
 
-  // What this rank failed with first: when it has told the others, its own calls fail with what they are told, and the
-  // error that counts is the one before that. Otherwise `error`.
+  // The error that this rank failed with first. Once it has told the others, its own calls fail with the message that
+  // the others get; the earlier error is the cause. Otherwise `error`.
   std::exception_ptr cause_of(const std::exception_ptr& error) const;
 
  private:

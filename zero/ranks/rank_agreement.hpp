@@ -42,7 +42,7 @@ class RankAgreement {
   void agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,
                       std::span<const GroupOptions> groups) const;
   // [J] Every sharding group keeps commits by the same rules. `check_model` throws unless this rank's model can be
-  // trained. What follows consists of exchanges between all ranks of the job, where one group cannot turn back alone.
+  // trained. The next exchanges are between all ranks of the job, where one group cannot turn back alone.
   void compare_groups(const EngineOptions& options, const std::function<void()>& check_model) const;
   // [J] All ranks begin, or continue by `call`, at the same step and with the same loss scale.
   void agree_on_beginning(const char* call, const InitialState& state) const;

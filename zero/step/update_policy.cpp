@@ -25,7 +25,7 @@ WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
                    .in_background = true,
                    .makes_weights = true,
                    .read_gradients = true};
-  // What the device updates, a walk only writes where it is to be written.
+  // A walk does not update state that the device updates; it only writes it, where it has to be written.
   walk.read_device_only = walk.write_resident;
   walk.change_device_only = false;
   return walk;
@@ -100,7 +100,7 @@ namespace {
 
 constexpr auto kTrain = static_cast<std::size_t>(Pass::train);
 
-// What modes `step` and `forward` share: nothing is updated before step().
+// The common part of modes `step` and `forward`: nothing is updated before step().
 class DecidedAtStep : public UpdatePolicy {
  public:
   using UpdatePolicy::UpdatePolicy;

@@ -23,7 +23,7 @@
 
 namespace hoist::detail {
 
-// What a policy works with; all of it outlives the policy.
+// The objects that a policy works with. All of them outlive the policy.
 struct StepParts {
   Runtime& runtime;
   const EngineOptions& options;

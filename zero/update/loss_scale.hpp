@@ -33,7 +33,7 @@ void check(const LossScaleOptions& options);
 
 class LossScaler {
  public:
-  // What changes from step to step. Ranks have the same one, as they agree on every overflow.
+  // The state that changes from step to step. It is the same on all ranks, as they agree on every overflow.
   struct State {
     double scale = 1;
     std::uint64_t steps_without_overflow = 0;  // since the last one, or the start

@@ -31,7 +31,7 @@ class StepSettings {
   bool changes_learning_rate(GroupId group, double learning_rate) const;
   void set_learning_rate(GroupId group, double learning_rate);
 
-  // What sums over the micro-batches of scaled losses' gradients are multiplied by.
+  // The factor for sums of gradients over the micro-batches, whose losses were scaled.
   double gradient_mean(int micro_batches) const { return 1.0 / micro_batches / scaler.scale(); }
   // Updates tiles for step `step`, counted from 1. `gradient_scale`: what sums of gradients are multiplied by.
   std::shared_ptr<StepUpdate> make_update(std::uint64_t step, double gradient_scale) const;

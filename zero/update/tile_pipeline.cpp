@@ -118,7 +118,7 @@ void TilePipeline::go_on(Job& job, const WalkOptions& options, const Work& work,
   if (job.ends_unit && !is_only_written(job.sub_group.unit, options)) updated(job.sub_group.unit);
 }
 
-// Nobody waits for such a unit: the device has updated it, or it does not change. It comes last, if at all.
+// No pass waits for such a unit: the device has updated it, or it does not change. It comes last, if at all.
 bool TilePipeline::is_only_written(UnitId unit, const WalkOptions& options) const {
   return memory_.device_only(unit) && !options.change_device_only;
 }
@@ -334,8 +334,8 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
   const auto [writes_weights, writes_state] = writes(job.sub_group, options);
   std::array<Completion, 4> from_buffer;
   std::size_t count = 0;
-  // What stays in memory does not change before the next step begins, which waits for this step's commit. So only the
-  // commit waits for its write.
+  // State in memory does not change before the next step begins, which waits for this step's commit. So only the commit
+  // waits for its write.
   const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes,
                                const std::vector<std::uint64_t>& checksums) {
     const bool makes_room = job.buffer != nullptr && is_within(source, job.buffer->bytes);

@@ -27,7 +27,7 @@
 
 namespace hoist::detail {
 
-// What a walk over all trainable tiles reads and writes.
+// The state that a walk over all trainable tiles reads and writes.
 struct WalkOptions {
   bool read = true;              // reads the tiles on NVMe first; false: the work makes them, or does not look at them
   bool write_stored = true;      // writes the tiles on NVMe
@@ -71,7 +71,7 @@ class TilePipeline {
 
   // Starts reading the records of `units`, in this order, for the next step, into as many buffers as there are; behind
   // whatever else is read. Waits until they are written out. The next run with WalkOptions::makes_weights takes what
-  // was read instead of reading it; any other walk drops it. What fails here, or while it is read, fails in that run.
+  // was read instead of reading it; any other walk drops it. An error here, or during the reads, makes that run fail.
   void read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept;
 
   // Binds the calling thread, which does nothing else, to the processors that tiles are updated on.

@@ -239,14 +239,15 @@ void UpdateQueue::carry_out(const Step& step) {
   changed_.notify_all();
 }
 
-// What the step ends in; nothing when it was dropped before it was decided. One that failed early waits for that.
+// The result of the step; nothing when it was dropped before it was decided. A step that failed early waits for the
+// decision.
 UpdateQueue::Ended UpdateQueue::conclusion() {
   MutexLock lock(mutex_);
   changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !open_ || stopping_; });
   return std::move(step_->ended);
 }
 
-// What to update next; with nothing queued, waits for a request unless there is other work to go on with.
+// The unit to update next. If none is queued, waits for a request unless there is other work.
 std::optional<UpdateRequest> UpdateQueue::next(bool wait) {
   MutexLock lock(mutex_);
   while (requests_.empty()) {

@@ -39,7 +39,7 @@ class UpdateQueue {
   UpdateQueue& operator=(const UpdateQueue&) = delete;
 
   // On this object's thread, when the last unit was updated and its writes were started, or the first one failed.
-  // What it throws counts like the failure of an update.
+  // An exception from it counts like the failure of an update.
   using Ended = std::function<void(std::exception_ptr)>;
   struct Step {
     WalkOptions walk;
@@ -60,13 +60,13 @@ class UpdateQueue {
   Completion offer(UnitId unit);
   // An announced unit is not offered, because of an error or (null) because it stays as it is.
   void withdraw(UnitId unit, const std::exception_ptr& error);
-  // Nothing more will be offered. What is left is updated in the order in which the next pass will want it, as far as
-  // that is known. Pre: open(), and neither conclude() nor stop() since.
+  // Nothing more will be offered. The remaining units are updated in the order in which the next pass will want them,
+  // as far as that is known. Pre: open(), and neither conclude() nor stop() since.
   void conclude(Ended ended, std::span<const UnitId> expected);
   // Throws what any update of the step failed with so far.
   void check() const;
-  // As soon as no step is under way, fills the pipeline's buffers for the next one (TilePipeline::read_ahead). What has
-  // not begun when finish() or the next step comes is forgotten.
+  // As soon as no step is under way, fills the pipeline's buffers for the next one (TilePipeline::read_ahead). Reads
+  // that have not begun when finish() or the next step comes are forgotten.
   void read_ahead(const WalkOptions& walk, std::vector<UnitId> units);
 
   // Done when the unit's weights are those of the last step that was begun.

@@ -84,7 +84,7 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
 
 def estimate(model: Any, config: ConfigSource, *, world_size: int = 1,
              local_ranks: int | None = None, unit_classes: Iterable[type[torch.nn.Module]] = ()) -> Estimate:
-    """What training a model will take of each memory and move in a step, and whether this machine has it.
+    """Predicts how much of each memory training a model takes and how much a step moves, and whether this machine has it.
 
     model          a module, which may be on the meta device; a configuration of transformers, or the directory of one
     world_size     ranks
@@ -106,7 +106,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
                device: torch.device | str | None = None,
                deepspeed: str | os.PathLike[str] | Checkpoint | None = None,
                ) -> tuple[Engine, Optimizer, torch.utils.data.DataLoader[Any] | None, Any]:
-    """What deepspeed.initialize takes and returns: (engine, optimizer, dataloader, scheduler).
+    """Takes and returns what deepspeed.initialize does: (engine, optimizer, dataloader, scheduler).
 
     An optimizer's parameter groups are taken over, settings and all; its own state is not used. Ranks that torchrun
     started are joined. Where the configuration does not say how many steps stay under a name, one does, so that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program that was written for DeepSpeed's engine asks an engine for, by the names it has there."""
+"""Methods and properties under the names that DeepSpeed's engine has for them, for programs that were written for it."""
 
 from __future__ import annotations
 

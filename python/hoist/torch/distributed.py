@@ -78,7 +78,7 @@ class Ranks:
         return self._why
 
     def lost(self, problem: str) -> str:
-        """What a call that failed is to say: another rank's reason, if there is one."""
+        """Returns the message of a failed call: another rank's reason, if there is one."""
         mine = f"rank {self.rank_of_job} gave up: {problem}"
         why = self.fail(mine)
         return problem if why == mine else why
@@ -101,7 +101,7 @@ class Ranks:
 
 
 class Channel:
-    """What the extension expects of a channel; messages between two ranks arrive in the order sent.
+    """The methods that the extension expects of a channel. Messages between two ranks arrive in the order sent.
 
     Threading: one call at a time; abort() and why() meanwhile, from any thread.
     """
@@ -203,7 +203,7 @@ def launched_size() -> int:
 
 
 def initialize_as_launched() -> None:
-    """What deepspeed.initialize does: joins the ranks that the launcher started, unless the program has."""
+    """Joins the ranks that the launcher started, unless the program has, as deepspeed.initialize does."""
     if launched_size() > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")
 
@@ -236,7 +236,7 @@ class ShardingGroup:
 
     @property
     def name(self) -> str:
-        """Of the directory that the group's store is in."""
+        """The name of the group's directory within the job's store."""
         return f"group-{self.members[0]}"
 
     @property

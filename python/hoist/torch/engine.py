@@ -569,7 +569,7 @@ class Engine(DeepSpeedNames):
         return self._unit_manager.statistics()
 
     def formula_bytes(self) -> _hoist.StepBytes:
-        """What one step must move by the byte formula."""
+        """The bytes that one step must move by the byte formula."""
         return self._unit_manager.formula_bytes()
 
     def describe(self) -> list[str]:

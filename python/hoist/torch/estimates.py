@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training a model will take, and whether this machine has it, before anything is taken."""
+"""Predicts how much memory training a model takes, and whether this machine has it, before anything is taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hoist.torch.units import units_of
 
 @dataclass(frozen=True)
 class Memory:
-    """Of all ranks of this machine, in bytes."""
+    """The memory that all ranks of this machine take together, in bytes."""
 
     name: str  # "host memory", "NVMe at /data/hoist"
     least: int
@@ -54,7 +54,7 @@ class Estimate:
 
 def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, world_size: int,
                    local_ranks: int) -> Estimate:
-    """Of a model that may be on the meta device. Changes neither the model nor the configuration."""
+    """Predicts for a model, which may be on the meta device. Changes neither the model nor the configuration."""
     config = config.copy()
     cut = units_of(model, unit_classes)
     if not cut.units:

@@ -100,7 +100,7 @@ _NOT_TAKEN = set("""max_length truncation_mode packing_strategy eval_packing pad
 
 @dataclasses.dataclass
 class _Plan:
-    """What the keys of a recipe ask for."""
+    """The settings that the keys of a recipe ask for."""
 
     llama_factory: bool
     dpo: bool

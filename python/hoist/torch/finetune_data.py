@@ -23,7 +23,7 @@ Messages = list[dict[str, str]]
 Convert = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 _BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "txt": "text"}
-# What a data set's description may say: the entries of dataset_info.json, and those of axolotl's `datasets`.
+# The keys that the description of a data set may have, in dataset_info.json and in axolotl's `datasets`.
 _INFO_KEYS = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split", "folder",
               "columns", "tags"}
 _ENTRY_KEYS = {"path", "name", "split", "type", "ds_type", "data_files", "revision", "field", "field_messages", "field_chosen",

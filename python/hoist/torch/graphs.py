@@ -17,7 +17,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def outside_of_graphs(function: _Function) -> _Function:
-    """What torch.compiler.disable() makes of a function: graphs end before it, and what it calls is not compiled either."""
+    """Like torch.compiler.disable(): graphs end before the function, and functions that it calls are not compiled."""
     try:
         from torch._C._dynamo import eval_frame
 

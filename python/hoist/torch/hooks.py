@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's calls say: its weights are needed, are no longer needed, and when its backward pass begins."""
+"""Hooks of a module that say when its weights are needed and no longer needed, and when its backward pass begins."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ModuleHook:
         failed = output is None and sys.exc_info()[0] is not None
         if torch.is_grad_enabled() and not failed:
             tensors = list(tensors_in(output))
-            # What the module returns as it came has a gradient when the call's own backward pass is long over.
+            # An input that the module returns unchanged gets its gradient long after the call's own backward pass.
             nodes = {t.grad_fn for t in tensors if t.grad_fn is not None} - call.made_before
             if not tensors and not self.is_root:
                 passes.keep_up(entered, type(module).__name__)

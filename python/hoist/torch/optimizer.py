@@ -111,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by until the next step; 1 without fp16."""
+        """The factor of losses until the next step; 1 without fp16."""
         return self._engine._unit_manager.loss_scale()
 
     cur_scale = loss_scale

@@ -19,7 +19,7 @@ _PIECE = 1 << 20  # elements that are converted at a time
 
 
 def dtype_of(config: _hoist.Config) -> torch.dtype | None:
-    """Of all weights, where the configuration says so."""
+    """The dtype of all weights, where the configuration names one."""
     types = {"bf16.enabled": torch.bfloat16, "fp16.enabled": torch.float16}
     return next((dtype for key, dtype in types.items() if config.setting(key) is True), None)
 

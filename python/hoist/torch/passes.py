@@ -215,7 +215,7 @@ class Passes:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward pass begins with. In fp32, since most scaled losses are beyond fp16."""
+        """The tensor that the backward pass begins with. In fp32, since most scaled losses are beyond fp16."""
         self._is_scaled = True
         return loss.float() * self._unit_manager.loss_scale() if self._scales_losses else loss
 

@@ -31,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB",
                     with_settings: bool = True) -> None:
     """[C] The directory that transformers' from_pretrained loads: safetensors, an index if there are several, config.json and
-    generation_config.json. Of a PEFT model: the adapters, as PEFT saves them. Every rank calls it; the first one writes.
+    generation_config.json. Writes only the adapters of a PEFT model, as PEFT does. Every rank calls it; the first one writes.
 
     Each tensor has the model's type, and the name and shape that it has in files. `with_settings`: also what is not weights.
     """
@@ -168,7 +168,7 @@ class _Files:
 
 
 def _weight_files(directory: str) -> Iterator[str]:
-    """Of a model that was saved here before."""
+    """The weight files of a model that was saved here before."""
     stem, suffix = os.path.splitext(SAFE_WEIGHTS_NAME)
     for file in os.listdir(directory):
         if file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) or (file.startswith(stem + "-") and file.endswith(suffix)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels with a commit beside the model: the program's own state, the schedule, persistent buffers. JSON, within the room
-that a commit reserves for it (hoist.caller_state_max, enlarged for buffers)."""
+"""The state that a commit contains besides the model: the program's own, the schedule, persistent buffers. It is JSON, within the
+room that a commit reserves for it (hoist.caller_state_max, enlarged for buffers)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[f
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """What was packed, under the same names; nothing of a commit without."""
+    """Returns what was packed, under the same names; nothing if the commit has none."""
     state: dict[str, Any] = json.loads(data) if data else {}
     return state
 

@@ -74,7 +74,7 @@ class UnitTensors:
                              calling(UnitTensors.unbind), current_stream_of(self._device), device_type, device_id)
 
     def absent(self, index: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """What a parameter is before its unit has memory."""
+        """The tensor that a parameter shows before its unit has memory."""
         return self._units[index].nan.view(dtype)[:1].expand(shape.numel()).view(shape)
 
     def add(self, index: int, parameter: nn.Parameter, offset: int) -> None:

@@ -70,7 +70,7 @@ class _Cut(torch.autograd.Function):
 
 
 class Piece:
-    """What one micro-batch computed between two cuts: the outputs of a unit's call, and their gradients so far."""
+    """The results of one micro-batch between two cuts: the outputs of a unit's call, and their gradients so far."""
 
     def __init__(self, units: Sequence[int]):
         self.units = list(units)

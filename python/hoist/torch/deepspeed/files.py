@@ -32,7 +32,7 @@ def _stand_in(module: str, name: str, base: type) -> type:
     return type(name, (base,), {"__module__": module, "__qualname__": name})
 
 
-# What the files of DeepSpeed 0.19 hold beside PyTorch's own types.
+# The types that files of DeepSpeed 0.19 contain besides PyTorch's own.
 _STAND_INS = [
     _stand_in("deepspeed.runtime.zero.config", "ZeroStageEnum", ZeroStage),
     _stand_in("deepspeed.utils.tensor_fragment", "fragment_address", Attributes),
