@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of aio share: aligned memory with recognisable contents, and a backend that does only what it is told.
+// Parts that the tests of aio share: aligned memory with recognisable contents, and a backend that does only what it is
+// told.
 #pragma once
 
 #include <algorithm>
@@ -63,7 +64,7 @@ inline std::optional<IoError::Where> io_error_of(const Completion& completion) {
   return std::nullopt;
 }
 
-// What is logged while this lives, line by line.
+// Collects the lines that are logged while it lives.
 class LogCapture {
  public:
   LogCapture() : before_(spdlog::default_logger()) {

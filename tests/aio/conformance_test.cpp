@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every backend that moves data must do, run over each of them, with registered memory and without.
+// The requirements on every backend that moves data, run over each of them, with registered memory and without.
 #include <atomic>
 #include <filesystem>
 #include <thread>

@@ -145,7 +145,7 @@ TEST_F(Check, EndsWithWhetherTheModelFitsThisMachine) {
   EXPECT_EQ(report["machine"]["limiting"], nullptr);
   EXPECT_THAT(report["choices"].dump(), HasSubstr("hoist.device"));
 
-  // What it says to paste is what it would use, and fits, too.
+  // The section to paste has the values that it would use, and fits, too.
   nlohmann::json pasted = nlohmann::json::parse(R"({"zero_optimization": {"stage": 3,
       "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}})");
   pasted["hoist"] = report["section"];

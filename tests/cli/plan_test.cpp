@@ -441,7 +441,7 @@ TEST_F(Plan, WhatFitsNowhereIsSaid) {
   };
   const std::string nothing = plan("--device-memory 1MiB --pinned-memory 1MiB");
   EXPECT_THAT(nothing, HasSubstr("nothing fits: nvme / nvme is closest, with --device-memory "));
-  // What is named is enough, and no more than that.
+  // The value that is named is enough, and no larger than necessary.
   std::smatch found;
   ASSERT_TRUE(std::regex_search(nothing, found,
                                 std::regex("--device-memory (\\d+)MiB and --pinned-memory (\\d+)MiB at least")));

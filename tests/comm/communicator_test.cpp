@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was compiled in, what a launcher announces, what NCCL can show on this machine.
+// The parts that were compiled in, the values that a launcher announces, and what NCCL can show on this machine.
 #include <cstdlib>
 #include <cstring>
 #include <map>

@@ -22,7 +22,7 @@ struct JobOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
 };
 
-// What a body sees of its rank: a communicator, and a device of its own.
+// A rank, as a test's body sees it: a communicator, and a device of its own.
 struct Rank {
   Communicator& communicator;
   platform::Device& device;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fuzzer's corpus, run without a fuzzer. What a fuzzing run found becomes a file of it.
+// The fuzzer's corpus, run without a fuzzer. Each finding of a fuzzing run becomes a file of it.
 #include <gtest/gtest.h>
 
 #include "samples.hpp"

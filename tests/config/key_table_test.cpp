@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every row of the key table promises, tried on every row.
+// Tries the promises of the key table on every row.
 #include <set>
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a configuration becomes: the options structs, rule by rule.
+// The options structs that a configuration becomes, rule by rule.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>

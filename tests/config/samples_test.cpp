@@ -26,7 +26,7 @@ TEST(Samples, AcceptedOnesAreAccepted) {
   }
 }
 
-// What parsing says: the refusal, or "accepted" with every warning and note.
+// The result of parsing: the refusal, or "accepted" with every warning and note.
 std::string verdict(const test::Sample& sample) {
   try {
     const Config config = Config::parse(sample.text, sample.name + ".json");

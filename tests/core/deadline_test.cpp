@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// What a poll of `period` waits before it gives up.
+// How long a poll of `period` waits before it gives up.
 Nanoseconds time_until_over(Deadline deadline, Nanoseconds period) {
   const TimePoint begin = Clock::now();
   while (!deadline.is_over()) std::this_thread::sleep_for(std::min(period, deadline.next_look()));

@@ -107,7 +107,7 @@ TEST(FormatBytes, ReadsWell) {
   EXPECT_EQ(format_bytes(std::numeric_limits<std::uint64_t>::max()), "16384 PiB");
 }
 
-// What is printed can be read back, near the value it stood for.
+// A printed value can be read back, and is near the original.
 TEST(FormatBytes, ParsesBackNearby) {
   for (std::uint64_t i = 0; i < 2000; ++i) {
     const std::uint64_t bytes = random_bits(5, i) >> (random_bits(6, i) % 50 + 14);

@@ -237,7 +237,7 @@ std::string Campaign::disturb(std::uint64_t seed, LifeTerms& terms, CrashTally& 
   if (disturbance != Disturbance::older) terms.promised = std::max(terms.promised, witness->committed.load());
   terms.begun = std::max(terms.begun, witness->stepped.load());
   if (disturbance == Disturbance::second) return {};
-  // What is wrong inside a file can show when it is read; all else is seen before anything is changed.
+  // Damage inside of a file may show only when it is read; everything else is seen before anything is changed.
   const bool late = disturbance == Disturbance::foreign || disturbance == Disturbance::older;
   const bool restored = witness->restored >= 0;
   if (restored && !late) return wrong(fmt::format("refused too late: {}", witness->text.data()));

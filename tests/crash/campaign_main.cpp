@@ -30,7 +30,7 @@ struct Arguments {
   std::string directory = ".";
 };
 
-// What any campaign needs first.
+// The options that every campaign needs.
 template <typename Campaigns>
 bool prepared(Campaigns& campaigns) {
   for (auto& campaign : campaigns) {

@@ -17,12 +17,12 @@
 namespace hoist::test {
 
 enum class Disturbance : std::uint8_t {
-  // Of one file, or of all files of one rank:
+  // Concern one file, or all files of one rank:
   missing,  // they have another name for a while
   foreign,  // they are those of another run of the same model
   longer,   // something was written after their end
   older,    // they are copies from an earlier moment; or all files of the store are
-  // Of all files:
+  // Concern all files:
   clocks,  // they seem to be from the past and the future, as of hosts whose clocks differ
   // While the process runs:
   forks,    // it forks a child, which uses the engine, in vain, and exits

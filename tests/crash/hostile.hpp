@@ -29,7 +29,7 @@ class Hostile : public testing::Test {
   static Life train(
       const ToySetup& setup, const std::function<void(std::uint64_t)>& between = [](std::uint64_t) {},
       std::uint64_t last_step = kSteps);
-  // What was durable is there, and training on from it ends in the right bits.
+  // The durable state is there, and training that continues from it ends in the right bits.
   static void expect_intact(const ToySetup& setup, std::int64_t committed);
 
   const TempDirectory directory_;

@@ -57,7 +57,7 @@ TEST_F(Hostile, AFileSystemThatIsShutDownLeavesTheLastCommit) {
   expect_intact(setup, life.committed);
 }
 
-// What ext4 does when it finds itself damaged.
+// As ext4 does when it finds itself damaged.
 TEST_F(Hostile, AFileSystemThatBecomesReadOnlyLeavesTheLastCommit) {
   ThinVolume volume(directory_, "64m");
   HOIST_NEEDS_MOUNTED(volume);
@@ -239,7 +239,7 @@ TEST_F(Hostile, TwoProcessesRacingForAStoreTakeTurns) {
   }
   ::munmap(memory, sizeof(Shared));
   EXPECT_GT(refusals, 0u) << "they never met";
-  // What the last ones left is what a single process would have.
+  // The last ones leave the same state as a single process.
   Runtime runtime(setup.runtime);
   setup.engine.lock_timeout = std::chrono::seconds(10);
   ToyModel model(runtime, setup.engine, shape);

@@ -41,7 +41,7 @@ struct PowerSetup {
   int groups = 1;  // sharding groups of so many ranks each, with a store each
 };
 
-// What the judge has to know.
+// The facts that the judge has to know.
 struct History {
   std::atomic<std::int64_t> committed{-1};
   std::atomic<std::int64_t> begun{-1};
@@ -53,7 +53,7 @@ std::string setup_name(const testing::TestParamInfo<PowerSetup>& info);
 
 class Power : public testing::TestWithParam<PowerSetup> {
  protected:
-  // What is taken away from the protocol, for the judge to notice.
+  // The part that is removed from the protocol, for the judge to notice.
   struct Mutation {
     ForgetfulBackend::Drops drops{};
     LostNames::Forgets forgets{};
@@ -67,13 +67,13 @@ class Power : public testing::TestWithParam<PowerSetup> {
 
   void SetUp() override;
 
-  // What every life before a cut begins with: a training that came to `step`.
+  // Every life before a cut begins with a training that came to `step`.
   void begin_all_with(std::uint64_t step);
   void start_over() const;  // puts what lives begin with in its place
 
   // Trains `count` steps from what is there, recording what was promised. Returns whether the drive died.
   bool live(const std::shared_ptr<Faults>& faults, std::uint64_t count, const Mutation& mutation, History& history);
-  // What is wrong with what is left; nothing when all is well.
+  // The fault in the remaining files; empty when all is well.
   std::string judge(const History& history) const;
 
   // From this operation on, the drive answers nothing but EIO, and does nothing.
@@ -109,7 +109,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
   // `together`: what restore() says goes for all ranks.
   void train(ToyModel& model, std::uint64_t count, History& history, bool together) const;
   std::string judge_rank(ToyModel& model, const History& history, const std::string& expected) const;
-  // What is kept is a step that was saved, and training on from it ends as it should.
+  // The kept state is a step that was saved, and training that continues from it ends as it should.
   std::string judge_checkpoints(const History& history) const;
   // Cuts the power at one operation; what is wrong then. `died`: whether the run came to that operation.
   std::string cut_at(std::uint64_t dies_at, std::uint64_t seed, const Mutation& mutation, bool& died);

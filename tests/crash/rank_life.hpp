@@ -33,7 +33,7 @@ class WrongLife : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What a life is to find, and where it ends.
+// The state that a life should find, and where it ends.
 struct LifeTerms {
   std::int64_t promised = -1;  // the newest step that was reported durable
   std::int64_t begun = -1;     // the last that was begun

@@ -21,7 +21,7 @@ namespace hoist::test {
 
 enum class Stage : std::uint8_t { creating, restoring, forward, backward, stepping, ended };
 
-// Of a slow rank among threads: another rank's manifest is durable first.
+// For a slow rank among threads: another rank's manifest is durable first.
 inline constexpr std::chrono::milliseconds kSlowManifestDelay{3};
 
 struct WatchedRank {
@@ -37,7 +37,7 @@ struct WatchedRank {
 std::unique_ptr<aio::Backend> watch(std::unique_ptr<aio::Backend> backend, WatchedRank& rank);
 std::unique_ptr<comm::Communicator> watch(std::unique_ptr<comm::Communicator> communicator, WatchedRank& rank);
 
-// Of all ranks of the process together: they share its files' names.
+// For all ranks of the process together: they share its files' names.
 class WatchedSystemCalls final : public SystemCallObserver {
  public:
   explicit WatchedSystemCalls(KillSwitch& kills) : kills_(kills) {}

@@ -44,7 +44,7 @@ TEST_P(StoreCorpus, NothingInItAndNoSmallChangeDoesHarm) {
     ++files;
     for (int change = 0; change < kChanges && bytes.size() > 1; ++change) {
       std::string changed = bytes;
-      // What decides stands at the beginning; the first byte is the fuzzer's own.
+      // The decisive bytes are at the beginning; the first one is the fuzzer's own.
       const std::size_t range = rng.below(2) == 0 ? std::min<std::size_t>(bytes.size(), 200) : bytes.size();
       for (std::uint64_t n = 1 + rng.below(3); n > 0; --n)
         changed[rng.below(range)] = static_cast<char>(rng.below(3) == 0 ? 0xFF : rng.below(256));

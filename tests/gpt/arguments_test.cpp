@@ -20,7 +20,7 @@ std::variant<Arguments, int> parse(std::vector<const char*> words) {
 
 Arguments parsed(const std::vector<const char*>& words) { return std::get<Arguments>(parse(words)); }
 
-// What parse() printed to standard error when it refused.
+// Returns what parse() printed to standard error when it refused.
 std::string refusal(const std::vector<const char*>& words) {
   testing::internal::CaptureStderr();
   const auto result = parse(words);

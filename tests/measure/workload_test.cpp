@@ -58,7 +58,7 @@ TEST_P(WorkloadTest, MovesExactlyTheBytesAskedFor) {
   }
 }
 
-// What lies outside the region, before and after it, is not written to.
+// Nothing is written outside of the region, before or after it.
 TEST_P(WorkloadTest, StaysInItsRegion) {
   const auto contents = [&] {
     std::vector<char> bytes(kFileBytes);

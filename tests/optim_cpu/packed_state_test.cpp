@@ -182,7 +182,7 @@ std::uint64_t digest_of_training(const Form& form) {
   return digest.value();
 }
 
-// What was computed before is what is computed now, on every instruction set: stores go on with the same bits.
+// The results are those of earlier versions, on every instruction set: a store continues with the same bits.
 TEST(PackedStateBits, AreTheOnesThatStoresHold) {
   constexpr std::uint64_t kDigests[] = {3062153288914825578u,  3625503176258881468u,  6697722558043674533u,
                                         13171384808829344007u, 15020319478081685320u, 17510074270675895518u};

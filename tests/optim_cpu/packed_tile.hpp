@@ -14,7 +14,7 @@
 
 namespace hoist::optim::test {
 
-// What of a tile's state has 8 bits.
+// The parts of a tile's state that have 8 bits.
 struct Form {
   const char* name;
   DType weights;

@@ -201,7 +201,7 @@ class Forced {
 
 #if defined(__x86_64__)
 
-// What a host program may have made of its float mode: MXCSR.
+// The float mode that a host program may have set: MXCSR.
 inline constexpr unsigned kDefaultMode = 0x1F80;
 inline constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040, kRoundUp = 0x4000;
 inline constexpr unsigned kHostModes[] = {kDefaultMode | kFlushToZero, kDefaultMode | kDenormalsAreZero,

@@ -187,7 +187,7 @@ TEST(Committable, EpsilonZeroWithATailIsAccepted) {
   }
 }
 
-// What a formula does not keep is neither read nor written: the pointers may be null.
+// State that a formula does not keep is neither read nor written: the pointers may be null.
 TEST(Moments, ThatAreNotKeptAreNotTouched) {
   for (const auto& [optimizer, options] : every_optimizer()) {
     for (const auto& name : supported_instruction_sets()) {

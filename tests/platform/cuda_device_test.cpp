@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What only a card has.
+// Properties that only a card has.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every Device and Stream promises, on every implementation.
+// The promises of every Device and Stream, on every implementation.
 #include <atomic>
 #include <chrono>
 #include <thread>

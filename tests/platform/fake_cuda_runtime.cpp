@@ -41,7 +41,7 @@ cudaError_t answer(cudaError_t code) {
   return code;
 }
 
-// What every call with a context does first.
+// Every call with a context begins with this.
 void enter() { machine.contexts.insert(chosen); }
 
 // The same of calls that a capture does not see.
@@ -258,7 +258,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) 
 
 }  // extern "C"
 
-// What nvcc makes of cuda_kernels.cu.
+// The symbols that nvcc makes of cuda_kernels.cu.
 namespace hoist::platform::detail {
 cudaError_t launch_kernel(const ScaleArguments&, cudaStream_t) { return cudaSuccess; }
 cudaError_t launch_kernel(const NormArguments&, cudaStream_t) { return cudaSuccess; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host device adds: poison, chaos, launched work, its errors, idle and waiting time.
+// The host device's additions: poison, chaos, launched work, its errors, idle and waiting time.
 #include <chrono>
 #include <cmath>
 #include <cstring>

@@ -101,7 +101,7 @@ TEST(ScaleLaunch, GivesTheHostDevicesBitsWhateverThreadsAndStarts) {
   }
 }
 
-// What the sum over micro-batches is made of, and what a cast is.
+// The parts of a sum over micro-batches, and a cast.
 using DeviceKernels = DeviceTest;
 INSTANTIATE_TEST_SUITE_P(Every, DeviceKernels, all_implementations(), implementation_name);
 

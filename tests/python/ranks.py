@@ -56,7 +56,7 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout=240):
-        """What it wrote to standard output and to standard error, once it has ended."""
+        """Returns its standard output and standard error, once it has ended."""
         self.wait(timeout)
         return tuple(pathlib.Path(self._said.name, name).read_text() for name in ("1", "2"))
 
@@ -98,7 +98,7 @@ def start(program, directory, config, size=2, **environment):
 
 
 def results(processes, timeout=240):
-    """What every rank printed last, as JSON."""
+    """Returns the last line that every rank printed, as JSON."""
     ended = []
     try:
         for process in processes:

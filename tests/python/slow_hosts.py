@@ -22,7 +22,7 @@ HERE = pathlib.Path(__file__).parent
 GPT = pathlib.Path(sys.modules["hoist"].__file__).parents[2] / "bin" / "hoist-gpt"
 STEPS, RANKS_PER_HOST = 8, 2
 
-# What torchrun starts on each host: a job that trains to step STEPS, or continues to it.
+# The program that torchrun starts on each host: a job that trains to step STEPS, or continues to it.
 TRAIN = """
 import json, os, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -156,7 +156,7 @@ class Job:
             time.sleep(0.02)
 
     def failed(self, index):
-        """What a host's ranks said when they ended."""
+        """Returns the output of a host's ranks, which must have failed."""
         assert self.processes[index].wait(timeout=120) != 0
         return self.log(index)
 

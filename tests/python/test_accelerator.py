@@ -71,7 +71,7 @@ def test_an_accelerator_ends_in_the_same_bits_in_every_placement(settings, recom
 
 
 def digests_of(tensors):
-    """Of the values as fp64, on any device."""
+    """Digest of the values as fp64, on any device."""
     return [hashlib.sha256(json.dumps(values.flatten().double().tolist()).encode()).hexdigest() for values in tensors]
 
 

@@ -158,7 +158,7 @@ def test_an_overflow_skips_the_step(settings):
 
 
 def test_small_gradients_vanish_without_a_scale(settings, tmp_path):
-    """Of a loss of 1e-6 most fp16 gradients are zero; with the scale they are what fp32 says, but for rounding."""
+    """A loss of 1e-6 has fp16 gradients that are mostly zero; with the scale they are those of fp32, but for rounding."""
     def gradient(name, changes):
         nvme = {"device": "nvme", "nvme_path": str(tmp_path / name)}
         config = settings(zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}, **changes)

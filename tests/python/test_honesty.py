@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program or a model does in an unusual way is right, or an error: nothing that changes results is silent."""
+"""Unusual programs and models get right results, or an error: nothing that changes results is silent."""
 
 import dataclasses
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a step is Python: calls for each unit, none for each tensor."""
+"""Counts the Python calls of a step: some for each unit, none for each tensor."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ VOCABULARY, WIDTH = 97, 16
 
 
 class Layer(nn.Module):
-    """Of as many tensors as wanted, in one module: no call of a module tells them apart."""
+    """A unit of as many tensors as wanted, in one module: no call of a module tells them apart."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -38,7 +38,7 @@ def model_of(tensors, layers=4):
 
 
 def python_calls(engine):
-    """Of the package, in one step."""
+    """Counts calls of the package's functions in one step."""
     counted = Counter()
 
     def count(frame, event, _):

@@ -246,7 +246,7 @@ def with_cached_weights(model, x):
         return square(model, x)
 
 
-# What makes the model, the loss, and whether weights of more than a unit are needed at once.
+# The function that makes the model, the loss, and whether weights of several units are needed at once.
 CASES = {
     "weights of others": (WeightsOfOthers, square, True),
     "biases first": (InterleavedBiases, square, True),

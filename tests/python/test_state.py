@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes in and out: commits, state dicts, safetensors, models too large to be built in memory."""
+"""State that goes in and out: commits, state dicts, safetensors, models too large to be built in memory."""
 
 import os
 import signal

@@ -34,7 +34,7 @@ def arguments(function):
 
 
 def arguments_of(thing):
-    """Of each overload, by what nanobind knows of it."""
+    """The parameters of each overload, as nanobind knows them."""
     def parse(text):
         text = re.sub(r"ndarray\[[^\]]*\]", "ndarray", text)  # of a syntax of its own
         return ast.parse(re.sub(r"\\\d+", "0", text) + ": ...").body[0]  # defaults stand elsewhere
@@ -51,7 +51,7 @@ def public(names):
 
 
 def compare(stub, thing, where):
-    """What a stub says of a class or of the module."""
+    """The members that a stub declares in a class or in the module."""
     said = entries(stub.body)
     if inspect.isclass(thing) and issubclass(thing, BaseException):  # what an error carries is its instance's
         said = {name: nodes for name, nodes in said.items() if not isinstance(nodes[0], ast.AnnAssign)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What most tests do with a small model: make it, train it for some steps, and compare the state that it ends in."""
+"""Steps of most tests with a small model: make it, train it for some steps, and compare the state that it ends in."""
 
 import torch
 

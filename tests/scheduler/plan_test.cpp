@@ -66,7 +66,7 @@ AccessTrace random_trace(Rng& rng, const PlanInputs& inputs, std::size_t length)
   return trace;
 }
 
-// What a plan promises, found out by doing what it says.
+// Checks the promises of a plan by carrying it out.
 void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where) {
   std::map<Item, Place> resident;
   std::set<Item> own, pinned;

@@ -69,7 +69,7 @@ Fate fate_of(std::uint64_t seed, std::uint64_t write_index) {
   return static_cast<Fate>(random_bits(seed, write_index) % 3);
 }
 
-// Of a torn write: whether this sector reached the medium.
+// Whether this sector of a torn write reached the medium.
 bool sector_kept(std::uint64_t seed, std::uint64_t write_index, std::uint64_t sector) {
   return (random_bits(random_bits(seed, write_index), sector) & 1) != 0;
 }

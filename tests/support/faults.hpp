@@ -44,7 +44,7 @@ struct Fault {
   Nanoseconds delay{0};      // of Kind::delay
 };
 
-// What a power cut did to the writes that no successful flush had covered.
+// The effect of a power cut on the writes that no successful flush had covered.
 struct PowerCut {
   std::uint64_t writes_kept = 0;
   std::uint64_t writes_lost = 0;

@@ -22,7 +22,7 @@ class LostNames final : public SystemCallObserver {
  public:
   // Flushes for which `forgets` says so are claimed and not made.
   using Forgets = std::function<bool(const std::string& path)>;
-  // What lies in `root` and below when this is made is durable; `vault`, on the same file system, is ours.
+  // The files in `root` and below are durable when this is made; `vault`, on the same file system, is ours.
   LostNames(std::string root, std::string vault, Forgets forgets = {});
   ~LostNames() override;
   LostNames(const LostNames&) = delete;

@@ -25,7 +25,7 @@ class SystemCallObserver {
   virtual ~SystemCallObserver() = default;
   // False: the call is not made, and its caller is told that it went well.
   virtual bool before(const SystemCall&) { return true; }
-  // Of a call that was made: its result, 0 or -1.
+  // The result of a call that was made: 0 or -1.
   virtual void after(const SystemCall&, int) {}
 };
 

@@ -128,7 +128,7 @@ TEST(Layering, ModulesOfZeroIncludeOnlyFromRowsBelow) {
   EXPECT_GE(seen.size(), kZeroRows.size() - 2);
 }
 
-// What a program includes brings in neither the drives' queues nor the communicators nor the store.
+// The headers that a program includes bring in neither the drives' queues nor the communicators nor the store.
 TEST(Layering, ThePublicHeaderIsLight) {
   std::set<std::string> seen;
   std::vector<std::string> open{"hoist/hoist.hpp"};

@@ -230,7 +230,7 @@ TEST_F(StoreCheckpointsTest, ADamagedCheckpointSlotIsReportedAndTheRestIsUsed) {
 
 // --- power cuts at every operation -----------------------------------------------------------------------------------
 
-// What the judge has to know.
+// The facts that the judge has to know.
 struct History {
   std::optional<std::uint64_t> completed, started;   // commits
   std::map<std::string, std::uint64_t> checkpoints;  // durable ones that nothing has replaced since

@@ -29,7 +29,7 @@ using hoist::test::LostNames;
 using hoist::test::ObservedBackend;
 using hoist::test::TempDirectory;
 
-// What the judge has to know.
+// The facts that the judge has to know.
 struct History {
   std::optional<std::uint64_t> completed;  // the newest commit that was reported durable
   std::optional<std::uint64_t> started;    // the newest whose commit() was called
@@ -103,7 +103,7 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
     return false;
   }
 
-  // What is wrong with what is left; nothing when all is well.
+  // The fault in the remaining files; empty when all is well.
   std::string judge(const History& history) {
     const auto drive = clean_engine();
     try {

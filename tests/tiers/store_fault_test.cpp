@@ -27,7 +27,8 @@ class StoreFaultTest : public ::testing::Test {
   }
   Writers writers(std::uint64_t step) const { return Writers(options_.records.size(), step); }
   const RecordLayout& layout(std::uint32_t record) const { return options_.records[record].layout; }
-  // Of a region of a record in the first set of extents, where steps 0, 2, 4 put it when all records are rewritten.
+  // The offset of a record's region in the first set of extents, where steps 0, 2, 4 put it when all records are
+  // rewritten.
   std::uint64_t first_offset(std::uint32_t record, Region region) const {
     std::uint64_t offset = 0;
     for (std::uint32_t before = 0; before < record; ++before) offset += layout(before).bytes();

@@ -90,7 +90,7 @@ TEST_F(StoreOpenTest, WhatIsNoFileIsRefusedAndNeverWaitedFor) {
   }
 }
 
-// Whoever takes what cannot be listed for empty may remove it.
+// A directory that cannot be listed must not be taken for empty, which may be removed.
 TEST_F(StoreOpenTest, ADirectoryThatCannotBeListedIsNotTakenForEmpty) {
   make_committed(1);
   const auto before = contents();
@@ -184,7 +184,7 @@ TEST_F(StoreOpenTest, ADataFileThatIsTooLongIsNotCalledCutOff) {
   EXPECT_THAT(refusal_to_open(), AllOf(HasSubstr("was made longer"), Not(HasSubstr("cut off"))));
 }
 
-// What happens to a store's files while it is being written: its next commit says so, instead of going nowhere.
+// Files of a store that are removed or replaced during training: the next commit fails, instead of being lost.
 TEST_F(StoreOpenTest, AFileThatLosesItsNameEndsTheNextCommit) {
   struct Attack {
     const char* sentence;

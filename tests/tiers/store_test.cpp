@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a store does when nothing goes wrong: steps, resumption, reads between writes, durability none.
+// A store when nothing goes wrong: steps, resumption, reads between writes, durability none.
 #include <array>
 #include <atomic>
 #include <filesystem>

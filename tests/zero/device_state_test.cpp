@@ -111,7 +111,7 @@ TEST(DeviceState, GoesOnFromASave) {
     const Digests end = run(without_keeping, 1, 6, false, false);
     EXPECT_EQ(run(setup, 1, 3, false, true), middle) << ranks << " ranks";
     EXPECT_EQ(run(setup, 4, 6, true, false), end) << ranks << " ranks";
-    // What a device saved, the CPU goes on with.
+    // The CPU continues with the state that a device saved.
     ToySetup on_cpu = setup;
     on_cpu.runtime.host_device.host_accessible = true;
     on_cpu.engine.parameters = on_cpu.engine.optimizer = Placement::pinned;

@@ -138,7 +138,7 @@ TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
     EXPECT_GT(faults->hits(Fault::Kind::error), 0u);
     expect_told(ended, failing, HasSubstr("Input/output error"));
 
-    // What every rank finds is one of the steps that were taken, and none that was reported durable is lost.
+    // Every rank finds one of the steps that were taken, and no step that was reported durable is lost.
     std::int64_t durable = 0;
     for (const Ended& rank : ended) durable = std::max(durable, rank.committed);
     const auto resumed = run_ranks(size, setup, [&](int, ToyModel& model) {

@@ -201,7 +201,7 @@ TEST(LossScaleInTheEngine, IsUndoneExactly) {
   }
 }
 
-// What loss scaling is for: gradients below fp16's smallest number reach the masters.
+// The purpose of loss scaling: gradients below fp16's smallest number reach the masters.
 TEST(LossScaleInTheEngine, KeepsSmallGradients) {
   ToySetup setup = fp16_setup(Placement::pinned, Placement::pinned);
   setup.engine.gradient_clipping = 0;

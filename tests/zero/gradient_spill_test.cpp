@@ -123,7 +123,7 @@ std::uint64_t file_bytes(const std::string& directory) {
   return bytes;
 }
 
-// Of pinned memory, with every gradient and the buffers that keep the drive busy: all but some staging buffers.
+// The pinned memory for every gradient and the buffers that keep the drive busy: all but some staging buffers.
 std::uint64_t bytes_without_spill(const Prediction& ample) {
   return ample.pinned.bytes - (ample.staging_buffers - 2) * ample.staging_buffer_bytes;
 }

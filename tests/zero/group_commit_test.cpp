@@ -113,7 +113,7 @@ class GroupCommit : public testing::TestWithParam<Cell> {
     return digests_of(model);
   }
 
-  // What the groups' state is after so many steps that nobody disturbs: in memory, and without a store.
+  // The groups' state after so many undisturbed steps, in memory, without a store.
   std::vector<Digests> undisturbed(std::uint64_t steps) const {
     std::vector<Digests> found(sizes_.size());
     on_groups(sizes_, [&](int group, int rank, const Runtime::Groups& groups) {
@@ -243,7 +243,7 @@ TEST_P(GroupCommit, AStepIsKeptByAllGroupsOrNotOffered) {
   expect_to_go_on_from(kLastStep);
 }
 
-// Nobody waits for a group that has failed, and nobody has to start anew for it.
+// No group waits for a group that has failed, and none has to start anew for it.
 TEST_P(GroupCommit, AGroupThatCannotBeRestoredIsHeardByAll) {
   const auto faults = std::make_shared<Faults>(1);
   prepare_ = [&](int group, int, ToySetup& toy) {

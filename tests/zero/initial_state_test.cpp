@@ -60,7 +60,7 @@ class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DTy
   }
   ToySetup other() const { return setup(std::get<0>(GetParam()), "second"); }
 
-  // What the first run comes to when it goes on by itself.
+  // The result of the first run when it goes on by itself.
   Digests undisturbed() {
     ToyTraining run(first_, shape_);
     run.model.equal_gradients = true;

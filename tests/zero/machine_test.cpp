@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a runtime takes of a machine where its options leave the choice.
+// The parts of a machine that a runtime takes where its options leave the choice.
 #include <algorithm>
 #include <cstdlib>
 

@@ -42,7 +42,7 @@ class MirrorTest : public testing::TestWithParam<Cell> {
   }
 
   bool on_nvme() const { return GetParam().parameters == Placement::nvme || GetParam().optimizer == Placement::nvme; }
-  // Of one rank alone, so that each has a drive of its own.
+  // A directory of one rank alone, so that each has a drive of its own.
   ToySetup of_rank(int rank) const {
     ToySetup setup = setup_;
     if (own_drives_) setup.engine.store_directory += std::to_string(rank);
@@ -229,7 +229,7 @@ TEST_P(MirrorTest, AStoreThatLacksAFileIsRefusedAndLeftAsItIs) {
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
 }
 
-// What a copy may meet: the error is every rank's, the training goes on, and the next copy is whole.
+// Errors of a copy: each reaches every rank, the training goes on, and the next copy is whole.
 TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
   const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
   const auto states = undisturbed(6);

@@ -188,7 +188,7 @@ TEST_P(NamedCheckpointTest, WritesBetweenCommitsCommitWhatWasTrained) {
   });
   on_engines([&](int, ToyModel& model) {
     const RestoreReport report = model.restore();
-    // What the program gave to that step, not to the last one that was due to be committed.
+    // The state that the program gave to that step, not to the last one that was due to be committed.
     std::uint64_t state = 0;
     ASSERT_EQ(report.caller_state.size(), sizeof state);
     std::memcpy(&state, report.caller_state.data(), sizeof state);
@@ -275,7 +275,7 @@ constexpr Cell kCells[] = {
 INSTANTIATE_TEST_SUITE_P(Cells, NamedCheckpointTest, testing::ValuesIn(kCells),
                          [](const auto& cell) { return std::string(cell.param.name); });
 
-// What lives in memory is written with each commit only, and the formula says so.
+// State in memory is written with each commit only, and the formula says so.
 TEST(CommitEvery, BytesAreThoseOfTheFormula) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / "store");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a run tells others about itself: metrics by step, and a trace.
+// A run's reports about itself: metrics by step, and a trace.
 #include <filesystem>
 #include <fstream>
 #include <map>

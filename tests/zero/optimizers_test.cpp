@@ -203,7 +203,7 @@ double first_value(Engine& engine, std::uint32_t parameter, State state) {
   return static_cast<double>(value[0]);
 }
 
-// Of the first elements of a parameter that share an exponent.
+// The largest of the first elements of a parameter, which share an exponent.
 double largest_of_block(Engine& engine, std::uint32_t parameter, State state) {
   std::vector<float> values(kMomentBlock);
   engine.read(ParameterId{parameter}, state, 0, values);
@@ -228,7 +228,7 @@ TEST_P(OptimizersTest, WhatIsReadAndWrittenAgainStaysAsItIs) {
       engine.write(model.model().parameter(which.first), which.second, first, all.subspan(first, count));
     }
     EXPECT_EQ(values_of(engine), before);
-    // What is written is what is read, to half a step of the type.
+    // The values that are read are those written, to half a step of the type.
     const ParameterId matrix = model.matrix(0);
     for (const State state : {State::moment1, State::moment2}) {
       if (!engine.keeps(matrix, state)) continue;

@@ -95,7 +95,7 @@ TEST(PinnedFraction, SubGroupsCoverEveryTileOnceAndAreOfOneKind) {
   }
 }
 
-// What is computed by runs of equal tiles is what tiles add up to, for every mixture of segments.
+// Sums by runs of equal tiles equal sums by tile, for every mixture of segments.
 TEST(PinnedFraction, SumsOfRunsAreSumsOfTiles) {
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     Rng rng(seed);
@@ -221,7 +221,7 @@ TEST(PinnedFraction, TheLargestThatIsNamedFitsBesideTheSameBuffers) {
   }
 }
 
-// What is left open is found at the start, as `hoist check` would name it: the same peak, the same bytes.
+// A fraction that is left open is found at the start, as `hoist check` would name it: the same peak, the same bytes.
 TEST(PinnedFraction, LeftOpenItIsTheLargest) {
   const ToyShape shape{.matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
   for (const std::uint64_t budget : {24 * kMiB, 32 * kMiB, 128 * kMiB}) {
@@ -400,7 +400,7 @@ TEST(PinnedFraction, ReadsAndWritesCrossTheBoundary) {
   EXPECT_EQ(values[0], values[1]);
 }
 
-// What a program in another language, or a cast, may make of an enumeration.
+// Values of an enumeration that a program in another language, or a cast, may make.
 TEST(Options, ValuesThatAreNoneAreRefusedByName) {
   constexpr auto kNone = static_cast<std::uint8_t>(200);
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);

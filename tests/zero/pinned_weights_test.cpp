@@ -83,7 +83,7 @@ TEST(PinnedWeights, AreTheirShareSpreadOverTheUnitsAndAtMostSoManyElements) {
   }
 }
 
-// Of either record, what is in memory and what is not follow each other, and cover the host layout.
+// In either record, the part in memory and the rest follow each other, and cover the host layout.
 TEST(PinnedWeights, PiecesOfAUnitCoverItOnce) {
   const detail::UnitTable table = uneven_table();
   for (const double fraction : {0.0, 0.3, 0.8, 1.0}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is predicted is what is held and moved, for every placement.
+// Predicted bytes equal the bytes that are held and moved, for every placement.
 #include <filesystem>
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ std::uint64_t file_bytes(const std::string& directory, int rank) {
   return std::filesystem::file_size(stem + ".data") + std::filesystem::file_size(stem + ".manifest");
 }
 
-// What is held and moved is predicted for the mode that `automatic` is, and for `backward`.
+// Predictions are right for the mode that `automatic` chooses, and for `backward`.
 class PredictionOf : public testing::TestWithParam<std::tuple<Placement, Placement, int, UpdateMode, double>> {};
 
 TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {

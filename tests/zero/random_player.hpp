@@ -15,7 +15,7 @@
 
 namespace hoist::test {
 
-// What outlives a session: what the next one must find.
+// The state that outlives a session, which the next one must find.
 struct Snapshot {
   std::uint64_t step = 0;
   Digests state;

@@ -222,7 +222,7 @@ Program random_program(std::uint64_t seed) {
 
 namespace {
 
-// What the two have in common: all that the result depends on.
+// The common part of the two: everything that the result depends on.
 ToySetup setup_of(const Program& program) {
   ToySetup setup = toy_setup(Placement::device, Placement::device);
   setup.runtime.device_memory_bytes = 64 * kMiB;

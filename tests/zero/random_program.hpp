@@ -77,7 +77,7 @@ std::string describe(const Program& program);
 
 // Everything in device memory, whole and updated in step() by one thread, nothing fetched ahead.
 ToySetup plain_setup(const Program& program, const std::string& directory);
-// Of the program's session `session`. The directories are those of all sessions.
+// The configuration of the program's session `session`. The directories are those of all sessions.
 ToySetup random_setup(const Program& program, std::uint64_t seed, std::size_t session, const std::string& directory);
 std::string describe(const ToySetup& setup);
 

@@ -101,7 +101,7 @@ bool is_stored(const Program& program, const ParameterSpec& spec, State state) {
   return spec.trainable && (state == State::moment1 ? optim::has_moment1(kept) : optim::has_moment2(kept));
 }
 
-// What tools find in the store: the bits of state_digest().
+// Tools find the bits of state_digest() in the store.
 std::string stored_digest(StoredModel& stored, const Program& program, State state) {
   Digest digest;
   std::vector<float> values;

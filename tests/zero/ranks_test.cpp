@@ -169,7 +169,7 @@ TEST(Ranks, ARankThatTakesAnotherPathIsNamed) {
   }
 }
 
-// What a rank said that brought its engine to life otherwise than the others.
+// The error of a rank that made its engine in another way than the others.
 template <typename Bring>
 std::string refusal_of(const Bring& bring) {
   const TempDirectory directory;
@@ -246,7 +246,7 @@ TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
       {"zero_hpz_partition_size", [](EngineOptions& o) { o.secondary_shard_ranks = 2; }},
       {"durability", [](EngineOptions& o) { o.durability = tiers::Durability::none; }}};
   for (const auto& [key, change] : others) EXPECT_THAT(with(change), testing::HasSubstr(key));
-  // Of its own memory and drives each rank may make what it wants.
+  // Each rank may use its own memory and drives as it wants.
   EXPECT_EQ(with([](EngineOptions& o) {
               o.optimizer_pinned_fraction = 0.5;
               o.parameters_pinned_fraction = 0.3;

@@ -24,7 +24,7 @@ ToySetup divided(bool host_accessible, const std::string& directory) {
   return setup;
 }
 
-// What the program does between the pass of step 4 and step().
+// The program's calls between the pass of step 4 and step().
 using Between = std::function<void(ToyTraining& p, std::vector<float>& seen)>;
 
 struct Case {
@@ -134,7 +134,7 @@ TEST(DeviceOnly, IsReadRightWhileTheDriveIsSlow) {
   }
 }
 
-// What write() commits of a frozen parameter on the device is what was there, but for the elements written.
+// write() commits a frozen parameter on the device as it was, but for the elements written.
 TEST(DeviceOnly, IsCommittedAsItWasWritten) {
   constexpr std::int64_t kFrozen = 1000000;
   Model model;

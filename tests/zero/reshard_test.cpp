@@ -169,7 +169,7 @@ TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
 
 TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   begin_with(2, 3);
-  // What a process leaves that died while it was making the store of three ranks.
+  // The files of a process that died while it was making the store of three ranks.
   const std::string half = setup_.engine.store_directory + "/reshard-0001-ranks-3";
   std::filesystem::create_directory(half);
   std::filesystem::copy(setup_.engine.store_directory + "/rank-00000.data", half + "/rank-00000.data");

@@ -199,7 +199,8 @@ TEST(StepTime, NoPlanExceedsABudgetOrBeatsItsBound) {
   }
 }
 
-// What holds at every speed of the machine. bench_step_time judges how close the times come to what is expected.
+// Statements that hold at every speed of the machine. bench_step_time judges how close the times come to what is
+// expected.
 constexpr int kWindows = 3;
 constexpr double kExplainedAtLeast = 0.99;
 constexpr double kExplainedAtMost = 1.02;

@@ -172,7 +172,7 @@ TEST(StoredModel, SummaryNamesTheModelAndItsCommits) {
   EXPECT_THROW(StoredModel(directory / "store", {.step = 1}), StoreError);
 }
 
-// What is taken for empty or unfinished is removed by the next change of the world size.
+// The next change of the world size removes directories that it takes for empty or unfinished.
 TEST(StoredModel, ADirectoryThatCannotBeListedIsNotTakenForEmpty) {
   const TempDirectory directory;
   trained(1, toy_setup(Placement::nvme, Placement::nvme, directory / "store"), {}, 1);

@@ -23,7 +23,7 @@ struct ToyShape {
   std::int64_t norm = 97;
   bool frozen = true;  // a frozen matrix beside the trainable one of unit 1
   bool tied = true;    // the last unit also uses unit 0's matrix
-  // Of the vectors; of the matrices: EngineOptions::optimizer_defaults.
+  // The options of the vectors. The matrices have EngineOptions::optimizer_defaults.
   GroupOptions vectors{.learning_rate = 2e-2, .weight_decay = 0};
   UnitOptions unit_options{};  // of every unit
   DType dtype = DType::bf16;   // of the matrices
@@ -38,7 +38,7 @@ LossScaleOptions toy_loss_scale();
 // Small budgets, tiny subgroups, clipping active; everything in `parameters` and `optimizer`.
 ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string& directory = "");
 
-// What is trained; units and their matrices are ToyModel's.
+// The model that is trained; units and their matrices are ToyModel's.
 Model describe(const ToyShape& shape);
 
 // Describes, makes its engine, and trains.

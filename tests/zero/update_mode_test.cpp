@@ -191,7 +191,7 @@ TEST_P(ForwardMode, AnUpdateThatCannotBeCommittedIsReportedByTheNextStep) {
   EXPECT_EQ(run->engine().committed_step(), 2u);
 }
 
-// Of an update that nobody waits for: in mode `forward`, and in `backward`.
+// An error of an update that no call waits for, in modes `forward` and `backward`.
 class LateUpdates : public testing::TestWithParam<UpdateMode> {};
 INSTANTIATE_TEST_SUITE_P(Modes, LateUpdates, testing::Values(UpdateMode::forward, UpdateMode::backward),
                          [](const auto& mode) { return mode.param == UpdateMode::forward ? "forward" : "backward"; });

@@ -221,7 +221,7 @@ struct Moved {
   std::uint64_t pinned = 0;
 };
 
-// What four steps move on rank 0, once the plan is made.
+// The bytes that four steps move on rank 0, once the plan is made.
 Moved moved_in(MicroBatchOrder order, int ranks, int micro_batches) {
   const TempDirectory directory;
   Moved moved;

@@ -15,7 +15,7 @@ void require(bool holds) {
   if (!holds) std::abort();
 }
 
-// What was accepted must be usable.
+// A file that was accepted must be usable.
 void use(const hoist::Config& config) {
   for (const std::uint64_t budget : {config.runtime.device_memory_bytes, config.runtime.pinned_memory_bytes})
     require(budget == 0 || budget >= 4096);  // 0: as this machine allows

@@ -13,7 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t coun
     const std::uint64_t length = header_length(std::as_bytes(std::span(file)), file.size(), "file");
     const std::uint64_t data_bytes = file.size() - kHeaderLengthBytes - length;
     const SafetensorsHeader header = parse_header(file.substr(kHeaderLengthBytes, length), data_bytes, "file");
-    // What was accepted lies within the file, and comes back from our own encoding as it is.
+    // Tensors that were accepted lie within the file, and our own encoding returns them unchanged.
     for (const TensorInfo& tensor : header.tensors) {
       if (tensor.begin_bytes > tensor.end_bytes || tensor.end_bytes > data_bytes) std::abort();
     }

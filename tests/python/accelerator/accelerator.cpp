@@ -292,11 +292,11 @@ void copy_results(const torch::jit::Stack& made, const torch::jit::Stack& wanted
   }
 }
 
-// What results are like is a question that PyTorch answers in Python, slowly. Answers are kept by what they depend on.
+// PyTorch infers the form of results in Python, slowly. The answers are kept, under everything that they depend on.
 class Question {
  public:
   Question(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
-    // Of tensors' results the shape does not depend on a fraction.
+    // The shape of results does not depend on a fraction among the arguments.
     with_fractions_ =
         std::ranges::none_of(arguments, [](const c10::IValue& a) { return a.isTensor() || a.isTensorList(); });
     add(&op.schema());
