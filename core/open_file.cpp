@@ -93,4 +93,8 @@ const char* open_file_remedy(int code) noexcept {
   return code == ENXIO ? "no process reads from this pipe" : "";
 }
 
+bool is_absent(const std::error_code& failure) noexcept {
+  return failure.value() == ENOENT || failure.value() == ENOTDIR;
+}
+
 }  // namespace hoist

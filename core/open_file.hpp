@@ -11,6 +11,7 @@
 
 #include <cstdio>
 #include <string>
+#include <system_error>
 
 #include <sys/types.h>
 
@@ -31,5 +32,9 @@ std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept;
 
 // The remedy for an error that only these functions return; "" for other errors.
 const char* open_file_remedy(int code) noexcept;
+
+// Whether std::filesystem failed because the name is not there. Compares the number alone: PyTorch before 2.8 brings a
+// std::filesystem of its own into the process, whose errors are of another category than those of std::errc.
+bool is_absent(const std::error_code& failure) noexcept;
 
 }  // namespace hoist

@@ -131,4 +131,18 @@ TEST(OpenFile, OutputGoesToFilesAndToPipesThatAreRead) {
 }
 
 }  // namespace
+// A second C++ library in the process has categories of its own.
+TEST(OpenFile, TellsAnAbsentNameByTheNumberAlone) {
+  struct Other final : std::error_category {
+    const char* name() const noexcept override { return "other"; }
+    std::string message(int) const override { return ""; }
+  };
+  static const Other other;
+  EXPECT_NE(std::error_code(ENOENT, other), std::errc::no_such_file_or_directory);
+  EXPECT_TRUE(is_absent({ENOENT, other}));
+  EXPECT_TRUE(is_absent({ENOTDIR, std::generic_category()}));
+  EXPECT_FALSE(is_absent({EACCES, other}));
+  EXPECT_FALSE(is_absent({}));
+}
+
 }  // namespace hoist::open_file_test

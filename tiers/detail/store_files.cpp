@@ -124,7 +124,7 @@ std::vector<std::string> names_in(const std::string& directory) {
   for (std::filesystem::directory_iterator entry(directory, failed), end; !failed && entry != end;
        entry.increment(failed))
     names.push_back(entry->path().filename().string());
-  if (!failed || failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory) return names;
+  if (!failed || is_absent(failed)) return names;
   throw IoError({"list", directory, 0, 0, failed.value()}, "what is in it cannot be known; nothing was changed");
 }
 

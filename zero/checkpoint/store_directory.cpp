@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 
@@ -45,8 +46,7 @@ std::vector<StoreDirectory> store_directories(const std::string& directory) {
     const StoreDirectory place = parsed(entry->path().filename().string());
     if (!place.name.empty()) places.push_back(place);
   }
-  const bool absent = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
-  if (failed && !absent)  // a store that is not seen might be taken for one that was never finished
+  if (failed && !is_absent(failed))  // a store that is not seen might be taken for one that was never finished
     throw IoError({"list", directory, 0, 0, failed.value()}, "which stores are in it cannot be known");
   if (!tiers::Store::ranks_in(directory).empty()) places.push_back({});
   std::ranges::sort(places, std::greater{}, &StoreDirectory::order);

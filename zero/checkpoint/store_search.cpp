@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/store_search.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
@@ -254,7 +255,7 @@ bool StoreSearch::has_lost_drives() const {
     for (const std::string& drive : drives) {
       std::error_code failed;
       const bool empty = std::filesystem::is_empty(drive, failed);
-      const bool absent = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
+      const bool absent = is_absent(failed);
       if (failed && !absent) throw IoError({"list", drive, 0, 0, failed.value()}, "what is in it cannot be known");
       holds_something = holds_something || !(absent || empty);
     }
