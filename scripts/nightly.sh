@@ -23,6 +23,7 @@ part() {
 part "fast suite" scripts/test.sh dev
 part "slow tests" ctest --test-dir build/dev --label-regex slow --output-on-failure
 part "older trainers" scripts/older-trainers.sh dev
+part "older PyTorch" scripts/older-pytorch.sh dev
 part "10,000 random plans" env HOIST_TEST_PLANS=10000 build/dev/bin/random_plan_test
 part "power cuts" env HOIST_CRASH_SEEDS=2 build/dev/bin/crash_power_test
 part "address sanitizer" scripts/sanitize.sh asan
