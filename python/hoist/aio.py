@@ -6,8 +6,9 @@
     transfer.wait()
     engine.read(tensor, "/local_nvme/t").wait()
 
-Memory from `aligned_empty` goes to the drive without a copy; any other is copied through small buffers. `aio_handle` is
-the same engine under the names of DeepSpeed's class.
+Memory from `aligned_empty` goes to the drive without a copy; any other is copied through small buffers. A tensor on a GPU passes
+through CPU memory of its size, in the order of the current stream. `aio_handle` is the same engine under the names of DeepSpeed's
+class.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from hoist import _hoist
 from hoist._hoist import Transfer
 
-__all__ = ["Engine", "Transfer", "aio_handle", "aligned_empty"]
+__all__ = ["Engine", "ReadToDevice", "Transfer", "aio_handle", "aligned_empty"]
 
 
 def aligned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -37,12 +38,16 @@ class Engine:
     def __init__(self, block_size: int = 1 << 20, queue_depth: int = 16, threads: int = 4, backend: str = "automatic"):
         self._engine = _hoist.AioEngine(block_size, queue_depth, threads, backend)
 
-    def read(self, target: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
-        """Starts filling a dense CPU tensor from a file."""
-        return self._engine.read(_memory(target), os.fspath(path), offset)
+    def read(self, target: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Transfer | ReadToDevice:
+        """Starts filling a dense tensor from a file."""
+        if target.device.type == "cpu":
+            return self._engine.read(_memory(target), os.fspath(path), offset)
+        _refuse_gaps(target)
+        staged = aligned_empty(target.shape, target.dtype)
+        return ReadToDevice(self._engine.read(_memory(staged), os.fspath(path), offset), staged, target)
 
     def write(self, source: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
-        """Starts writing a dense CPU tensor to a file, which is made when it does not exist."""
+        """Starts writing a dense tensor to a file, which is made when it does not exist."""
         return self._engine.write(_memory(source), os.fspath(path), offset)
 
     @property
@@ -50,10 +55,35 @@ class Engine:
         return self._engine.description
 
 
+class ReadToDevice:
+    """A read into a tensor that is not in CPU memory. The tensor is filled by wait(); done() says whether that would block."""
+
+    def __init__(self, transfer: Transfer, staged: torch.Tensor, target: torch.Tensor):
+        self._transfer = transfer
+        self._both: tuple[torch.Tensor, torch.Tensor] | None = (staged, target)
+
+    def done(self) -> bool:
+        return self._transfer.done()
+
+    def wait(self) -> None:
+        self._transfer.wait()
+        both, self._both = self._both, None
+        if both is not None:
+            staged, target = both
+            target.detach().copy_(staged)
+
+
+def _refuse_gaps(tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise _hoist.UsageError("transfers need a dense tensor: its elements do not stand one after the other")
+
+
 def _memory(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor. The extension takes every array that speaks DLPack; its stubs name NumPy's alone."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise _hoist.UsageError("transfers need a dense CPU tensor")
+    """The bytes of a tensor, or of a copy in CPU memory. The extension takes every array that speaks DLPack; its stubs name
+    NumPy's alone."""
+    _refuse_gaps(tensor)
+    if tensor.device.type != "cpu":
+        tensor = aligned_empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -68,7 +98,7 @@ class aio_handle:
                  overlap_events: bool = False, intra_op_parallelism: int = 1):
         self._settings = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._engine = Engine(block_size, queue_depth, max(1, intra_op_parallelism))
-        self._pending: list[tuple[Transfer, torch.Tensor | None, str, int]] = []
+        self._pending: list[tuple[Transfer | ReadToDevice, torch.Tensor | None, str, int]] = []
         self._locked: dict[int, torch.Tensor] = {}
 
     def get_block_size(self) -> int:
@@ -130,14 +160,15 @@ class aio_handle:
             raise first
         return len(pending)
 
-    def _start(self, transfer: Transfer, validate: torch.Tensor | None, filename: str, offset: int, later: bool) -> int:
+    def _start(self, transfer: Transfer | ReadToDevice, validate: torch.Tensor | None, filename: str, offset: int,
+               later: bool) -> int:
         if later:
             self._pending.append((transfer, validate, filename, offset))
             return 0
         self._end(transfer, validate, filename, offset)
         return 1
 
-    def _end(self, transfer: Transfer, written: torch.Tensor | None, filename: str, offset: int) -> None:
+    def _end(self, transfer: Transfer | ReadToDevice, written: torch.Tensor | None, filename: str, offset: int) -> None:
         transfer.wait()
         if written is None:
             return

@@ -19,6 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E4
 import hoist  # noqa: E402
 from hoist.torch import finetune, finetune_data  # noqa: E402
 
+ON_CPU = torch.get_default_device().type == "cpu"
+# A recipe takes CUDA, or the CPU; another device when it is told so.
+DEVICE = {} if ON_CPU else {"use_cpu": False, "dataloader_pin_memory": False}
+
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} </s>\n{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|> {% endif %}")
 ALPACA = ("Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -223,7 +227,7 @@ def recipe(text, places, **changes):
 def command(text, places, path, **changes):
     """Runs the recipe as a user does. Returns the exit status."""
     (path / "recipe.yaml").write_text(text.format(**places))
-    changes = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    changes = [word for key, value in (DEVICE | changes).items() for word in ("--set", f"{key}={value}")]
     return finetune.main([str(path / "recipe.yaml"), *changes])
 
 
@@ -240,7 +244,8 @@ def history(places):
 def in_memory(places, base, train, evaluation=None, lora=None, **arguments):
     """The same run by TRL alone."""
     options = {"report_to": "none", "bf16": False, "seed": 42, "output_dir": places["out"] + "-memory", "use_cpu": True,
-               "logging_steps": 1, "lr_scheduler_type": "cosine", "disable_tqdm": True, "save_strategy": "no"} | arguments
+               "logging_steps": 1, "lr_scheduler_type": "cosine", "disable_tqdm": True, "save_strategy": "no"}
+    options |= DEVICE | arguments
     if transformers.__version__.startswith("4.") and 0 < options["warmup_steps"] < 1:
         options["warmup_ratio"] = options.pop("warmup_steps")
     model = transformers.AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.float32)
@@ -325,7 +330,7 @@ def test_axolotl_dpo(places):
              "message_property_mappings": {"role": "from", "content": "value"},
              "roles": {"user": ["human"], "assistant": ["gpt"]}}
     lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
-    finetune.run(recipe(AXOLOTL_CHAT, places, rl="dpo", rl_beta=0.2, datasets=[entry], **lora))
+    finetune.run(recipe(AXOLOTL_CHAT, places, rl="dpo", rl_beta=0.2, datasets=[entry], **lora, **DEVICE))
     rows = [{"prompt": [user(row["conversations"][0]["value"])], "chosen": [assistant(row["chosen"]["value"])],
              "rejected": [assistant(row["rejected"]["value"])]} for row in places["pairs"]]
     adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")

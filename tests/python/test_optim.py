@@ -8,6 +8,10 @@ import hoist
 import hoist.optim
 from models import Gpt, batches, loss_of
 
+ON_CPU = torch.get_default_device().type == "cpu"
+# States of parameters that are not in CPU memory are in pinned memory.
+PLACE = {} if ON_CPU else {"offload": "cpu", "pinned_memory": "32MiB", "device_memory": "16MiB"}
+
 
 def train(model, optimizer, steps=20):
     for inputs, targets in batches(steps):
@@ -29,7 +33,7 @@ def test_as_pytorchs(name, settings):
     torch.manual_seed(0)
     model = Gpt()
     reference = copy.deepcopy(model)
-    ours = train(model, getattr(hoist.optim, name)(model.parameters(), **settings))
+    ours = train(model, getattr(hoist.optim, name)(model.parameters(), **settings, **PLACE))
     theirs = train(reference, getattr(torch.optim, name)(reference.parameters(), **settings))
     assert ours == pytest.approx(theirs, rel=1e-6)
     for (key, a), b in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
@@ -38,11 +42,11 @@ def test_as_pytorchs(name, settings):
 
 def test_lion_takes_steps_of_one_size():
     parameter = torch.nn.Parameter(torch.zeros(100))
-    optimizer = hoist.optim.Lion([parameter], lr=0.25)
+    optimizer = hoist.optim.Lion([parameter], lr=0.25, **PLACE)
     parameter.grad = torch.randn(100)
     optimizer.step()
     assert torch.equal(parameter.detach(), -0.25 * parameter.grad.sign())
-    assert "exp_avg_sq" not in optimizer.state[parameter]
+    assert "exp_avg_sq" not in optimizer.state_dict()["state"][0]
 
 
 def test_bf16_parameters_have_an_exact_master():
@@ -50,7 +54,7 @@ def test_bf16_parameters_have_an_exact_master():
     master = torch.randn(1000)
     reference = torch.nn.Parameter(master.clone())
     parameter = torch.nn.Parameter(master.to(torch.bfloat16))
-    ours = hoist.optim.AdamW([parameter], lr=1e-5, weight_decay=0.0)
+    ours = hoist.optim.AdamW([parameter], lr=1e-5, weight_decay=0.0, **PLACE)
     ours.set_master(parameter, master)
     theirs = torch.optim.AdamW([reference], lr=1e-5, weight_decay=0.0)
     for step in range(50):
@@ -58,8 +62,8 @@ def test_bf16_parameters_have_an_exact_master():
         parameter.grad, reference.grad = gradient, gradient.float()
         ours.step()
         theirs.step()
-    torch.testing.assert_close(ours.master(parameter), reference.detach(), rtol=1e-6, atol=1e-8)
-    assert not torch.equal(ours.master(parameter), master)
+    torch.testing.assert_close(ours.master(parameter), reference.detach().cpu(), rtol=1e-6, atol=1e-8)
+    assert not torch.equal(ours.master(parameter), master.cpu())
     torch.testing.assert_close(parameter.detach().float(), reference.detach(), rtol=2**-8, atol=0)
 
 
@@ -67,10 +71,10 @@ def test_bf16_parameters_have_an_exact_master():
 def test_state_dict_goes_on(dtype):
     torch.manual_seed(0)
     model = Gpt().to(dtype)
-    optimizer = hoist.optim.AdamW(model.parameters())
+    optimizer = hoist.optim.AdamW(model.parameters(), **PLACE)
     train(model, optimizer, 5)
     other = copy.deepcopy(model)
-    continued = hoist.optim.AdamW(other.parameters())
+    continued = hoist.optim.AdamW(other.parameters(), **PLACE)
     continued.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 5)
     train(other, continued, 5)
@@ -82,4 +86,12 @@ def test_what_cannot_be_updated_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     parameter.grad = torch.ones(3, dtype=torch.float64)
     with pytest.raises(hoist.UsageError, match="float64"):
+        hoist.optim.AdamW([parameter], **PLACE).step()
+
+
+@pytest.mark.skipif(ON_CPU, reason="CPU tensors are updated where they are")
+def test_the_refusal_of_parameters_on_a_device_says_what_to_do():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    with pytest.raises(hoist.UsageError, match='float32 on .*offload="cpu" or offload="nvme"'):
         hoist.optim.AdamW([parameter]).step()

@@ -20,6 +20,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
 from training import digests  # noqa: E402
 
+ON_CPU = torch.get_default_device().type == "cpu"
 IS_4 = transformers.__version__.startswith("4.")  # whose mean counts each sequence's first token, too
 
 # As people have it for Hugging Face's DeepSpeed integration, ZeRO-3 with NVMe; nothing of hoist's own.
@@ -71,7 +72,8 @@ class Tokens(torch.utils.data.Dataset):
 def arguments(path, **changes):
     settings = {"output_dir": str(path), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
                 "learning_rate": 1e-3, "weight_decay": 0.1, "max_steps": 16, "logging_steps": 1, "save_strategy": "no",
-                "report_to": [], "use_cpu": True, "disable_tqdm": True, "warmup_steps": 4, "seed": 7, "bf16": True}
+                "report_to": [], "use_cpu": ON_CPU, "dataloader_pin_memory": ON_CPU, "disable_tqdm": True, "warmup_steps": 4,
+                "seed": 7, "bf16": True}
     return transformers.TrainingArguments(**(settings | changes))
 
 
@@ -277,6 +279,8 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
         from pathlib import Path
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from test_trainer import *
         class Kill(transformers.TrainerCallback):
             def on_step_end(self, args, state, control, **_):
@@ -309,6 +313,8 @@ def test_killed_before_a_checkpoint_was_complete(tmp_path):
         from pathlib import Path
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from test_trainer import *
         path = Path({str(tmp_path)!r})
         class Dying(hoist_transformers.Trainer):
@@ -429,6 +435,8 @@ def test_two_ranks(tmp_path):
         from pathlib import Path
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from test_trainer import *
         path = Path({str(tmp_path)!r})
         saved, save = [], transformers.Trainer._save
@@ -456,6 +464,19 @@ def test_two_ranks(tmp_path):
     assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
 
 
+def test_one_process_trains_on_one_of_several_gpus(tmp_path, caplog):
+    """transformers would copy the model to all GPUs in sight, and multiply the batch."""
+    args = arguments(tmp_path / "out", max_steps=2, bf16=False)
+    args._n_gpu = 2
+    recorded = Recorded()
+    trainer = trainer_of(args, ds_config(tmp_path / "nvme"), data_collator=recorded)
+    trainer.train()
+    trainer.engine.close()
+    assert trainer.model_wrapped is trainer.model
+    assert {len(batch["labels"]) for batch in recorded.batches} == {4}
+    assert "one of 2 GPUs: start one for each (torchrun --nproc-per-node 2)" in caplog.text
+
+
 def test_what_contradicts_the_arguments_is_refused(tmp_path):
     config = ds_config(tmp_path / "nvme")
     config["gradient_clipping"] = 3.0
@@ -473,12 +494,15 @@ def test_what_contradicts_the_arguments_is_refused(tmp_path):
     assert not (tmp_path / "nvme").exists()
 
 
+@pytest.mark.cpu_tensors("activations are in the accelerator's memory, which is the process's")
 def test_memory_of_the_process_is_bounded(tmp_path):
     """A model of 168 MB of masters and moments, on the meta device, trained and saved by Trainer in a fraction of that."""
     program = textwrap.dedent(f"""
         import json, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from pathlib import Path
         from test_trainer import *
         path = Path({str(tmp_path)!r})

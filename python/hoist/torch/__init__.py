@@ -67,8 +67,9 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
     resume         continue from the newest commit of the store, if there is one
     load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()
     scheduler      stepped after every step that was applied
-    device         where the model computes, "cpu" or "cuda", if the configuration does not say; or an accelerator (PrivateUse1)
-                   whose memory the CPU shares
+    device         where the model computes, "cpu", "cuda" or "cuda:1", if the configuration does not say; or an accelerator
+                   (PrivateUse1) whose memory the CPU shares. By default, of several GPUs: the one that the model is on, or that
+                   torch.cuda.set_device() chose, or the launcher's local rank
     mesh           the ranks that divide the state, where other ranks hold other parameters: a DeviceMesh of one dimension
                    (mesh["dp"]) or a process group. The norm, skipped steps and commits are those of all ranks
     tensor_parallel  the ranks that hold slices of the same parameters. Slices are marked by an attribute of the parameter,
@@ -148,6 +149,8 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     engine = Engine(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
                     optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,
                     **_groups_of(mpu))
+    if engine.device.type == "cuda":
+        torch.cuda.set_device(engine.device)  # as deepspeed.initialize does: batch.cuda() is on this rank's GPU then
     if client_groups is not None:
         engine.optimizer.adopt(client_groups)
     scheduler = lr_scheduler

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,8 +23,11 @@ _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_EXTENSION = 1, 2, 12
 _log = logging.getLogger("hoist")
 
 
-def device_of(config: _hoist.Config, wanted: torch.device | str | None) -> torch.device:
-    """Without an index. Where the configuration leaves it open, the GPU if there is one, and the configuration then says so.
+def device_of(config: _hoist.Config, wanted: torch.device | str | None,
+              parameters: Iterable[torch.Tensor] = ()) -> torch.device:
+    """Where the configuration leaves it open, the GPU if there is one, and the configuration then says so. With several GPUs: the
+    one that `wanted` or the configuration names, where the model's parameters are, or that the program has made the current one.
+    Without all of these the configuration is left as it is, and the engine takes the launcher's local rank.
     Errors: UsageError for a device that the configuration's does not go with.
     """
     if config.device is None:
@@ -33,14 +36,25 @@ def device_of(config: _hoist.Config, wanted: torch.device | str | None) -> torch
     if of_config.type == "cuda" and not torch.cuda.is_available():
         raise _hoist.UsageError('"hoist": {"device": "cuda"}, and this PyTorch finds no CUDA device: install PyTorch with CUDA, '
                                 'or set the device to "host"')
-    if wanted is None:
-        return of_config
-    device = torch.device(wanted)
+    device = of_config if wanted is None else torch.device(wanted)
     shares_memory = device.type == torch._C._get_privateuse1_backend_name() and of_config.type == "cpu"
     if device.type != of_config.type and not shares_memory:
         raise _hoist.UsageError(f"wrap(device='{device}'), and the configuration's device is {of_config.type}: set \"hoist\": "
                                 "{\"device\": \"cuda\" or \"host\"}")
+    if device.type == "cuda":
+        _choose_gpu(config, device, parameters)
     return device
+
+
+def _choose_gpu(config: _hoist.Config, wanted: torch.device, parameters: Iterable[torch.Tensor]) -> None:
+    if config.device_ordinal < 0:
+        found = next((p.device.index for p in parameters if p.device.type == "cuda"), None)
+        index = wanted.index if wanted.index is not None else found
+        current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        config.device_ordinal = index if index is not None else current if current > 0 else -1
+    elif wanted.index not in (None, config.device_ordinal):
+        raise _hoist.UsageError(f"wrap(device='{wanted}'), and hoist.device_ordinal of the configuration is "
+                                f"{config.device_ordinal}: leave one of them out")
 
 
 def _device_of_machine() -> str:
@@ -56,6 +70,20 @@ def current_stream_of(device: torch.device) -> Callable[[], Any] | None:
     if device.type == "cuda":
         return lambda: torch.cuda.current_stream(device).cuda_stream
     return getattr(getattr(torch, device.type, None), "hoist_stream", None)
+
+
+@contextlib.contextmanager
+def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """The CPU's and the device's generators go on afterwards where they were; `seed` is theirs meanwhile. Generators of other
+    devices are left alone (torch.manual_seed() sets those of every GPU)."""
+    backend: Any = None if device.type == "cpu" else getattr(torch, device.type)
+    with torch.random.fork_rng(devices=[] if backend is None else [device], device_type=device.type if backend else "cuda"):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            if backend is not None:
+                with backend.device(device):
+                    backend.manual_seed(seed)
+        yield
 
 
 def carried_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:

@@ -83,7 +83,7 @@ class Engine(DeepSpeedNames):
         if deepspeed is not None and weights is not None:
             raise _hoist.UsageError("deepspeed=... brings its own weights: leave out weights=...")
         self._cut = cut
-        self.device = device_of(config, device)
+        self.device = device_of(config, device, model.parameters())
         self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
         param_groups, group_of = self._groups(groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
@@ -107,7 +107,7 @@ class Engine(DeepSpeedNames):
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         sources = self._parameters.move(self._unit_manager, self.device)
-        initial.materialize_buffers(model, initialize)
+        initial.materialize_buffers(model, initialize, self.device)
         if not self._find_run(resume, load_later):
             if deepspeed is not None:
                 checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
@@ -190,7 +190,8 @@ class Engine(DeepSpeedNames):
             self._unit_manager.initialize_from(weights, names, extra)
         else:
             self._unit_manager.initialize(initial.InitialValues(
-                self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed))
+                self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed,
+                self.device))
 
     def _adopt(self, checkpoint: Checkpoint, adoption: Adoption) -> None:
         """Begins where DeepSpeed's run was, as if its last step had been committed here."""

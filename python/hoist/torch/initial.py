@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
+from hoist.torch.devices import own_random_numbers
 from hoist.torch.units import Unit
 
 Initialize = Callable[[nn.Module], None]
@@ -44,12 +45,13 @@ class InitialValues:
     """Called by the engine for one unit after the other; keeps the values of the last one alive."""
 
     def __init__(self, units: list[Unit], sources: dict[int, Source], places: dict[int, int],
-                 initialize: Initialize, seed: int):
+                 initialize: Initialize, seed: int, device: torch.device):
         self._units = units
         self._sources = sources  # by id of a parameter; none for those that are to be initialized
         self._places = places  # id of a parameter -> its number in the engine
         self._initialize = initialize
         self._seed = seed
+        self._device = device  # a function of the program's may draw its numbers there
         self._alive: list[torch.Tensor] = []
 
     def __call__(self, index: int) -> dict[int, tuple[int, _hoist.DType, int]]:
@@ -68,9 +70,9 @@ class InitialValues:
         parameters = list(unit.parameters.values())
         known = {id(p): values_of(self._sources[id(p)]) for p in parameters if id(p) in self._sources}
         lacking = [m for m in unit.modules if any(id(p) not in self._sources for p in m.parameters(recurse=False))]
-        with _own_memory(unit.modules, known) as stand_ins, torch.random.fork_rng(devices=[]), torch.no_grad():
-            # The same numbers whatever was initialized before, and when this unit is asked for twice.
-            torch.manual_seed(self._seed + index)
+        # The same numbers whatever was initialized before, and when this unit is asked for twice.
+        with (_own_memory(unit.modules, known) as stand_ins, own_random_numbers(self._device, self._seed + index),
+              torch.no_grad()):
             for module in lacking:
                 self._initialize(module)
             return {p: stand_ins[id(p)].data for p in parameters}
@@ -96,7 +98,7 @@ def _own_memory(modules: Iterable[nn.Module], values: dict[int, torch.Tensor]) -
             module._parameters[name] = parameter
 
 
-def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None:
+def materialize_buffers(model: nn.Module, initialize: Initialize | None, device: torch.device) -> None:
     """Buffers are not offloaded. Those on the meta device get memory, and their module is asked to fill them."""
     for name, module in model.named_modules():
         meta = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
@@ -110,7 +112,7 @@ def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None
                 f"buffer '{name}.{meta[0]}' is on the meta device and nothing says what it holds: build "
                 f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
             )
-        with _own_memory([module], {}), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _own_memory([module], {}), own_random_numbers(device), torch.no_grad():
             if initialize is not None:
                 initialize(module)
             elif fill is not None:

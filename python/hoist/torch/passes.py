@@ -32,13 +32,14 @@ _log = logging.getLogger("hoist")
 
 
 def _is_divided(loss: torch.Tensor, by: int) -> bool:
-    """Whether a division by this number is the last thing that made the loss."""
+    """Whether a division by this number is the last thing that made the loss. Python's numbers are CPU tensors in the graph; a
+    tensor on a GPU is not looked at, because the program would wait for the whole forward pass."""
     node = loss.grad_fn
     kind = "" if node is None else node.name()
     if kind not in ("DivBackward0", "MulBackward0"):
         return False
     other = getattr(node, "_saved_other", None)
-    if other is None or other.numel() != 1 or other.requires_grad or other.is_meta:
+    if other is None or other.numel() != 1 or other.requires_grad or other.device.type != "cpu":
         return False
     return math.isclose(float(other), by if kind == "DivBackward0" else 1 / by, rel_tol=1e-6)
 

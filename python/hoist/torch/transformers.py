@@ -106,6 +106,11 @@ class Trainer(transformers.Trainer):
         self._hoist_config = cast(dict[str, Any], hoist_config)
         self._hoist_options = hoist_options or {}
         super().__init__(*positional, **arguments)
+        if self.args.n_gpu > 1:  # transformers would copy the model to all of them (DataParallel)
+            _log.warning("this process trains on %s, one of %d GPUs: start one for each (torchrun --nproc-per-node %d)",
+                         self.args.device, self.args.n_gpu, self.args.n_gpu)
+            self.args._n_gpu = 1
+            self._train_batch_size = self.args.train_batch_size
         for given, name, why in (
                 (self.args.deepspeed is not None, "deepspeed", "it would start DeepSpeed; hoist_config is the file"),
                 (self.is_fsdp_enabled, "fsdp", "it moves weights itself"),
