@@ -137,10 +137,11 @@ class Chooser {
     if (!runtime.numa_placement || machine_.nodes.empty()) return;
     const bool unknown = machine_.processes > 1 && machine_.local_rank < 0;
     if (unknown || machine_.local_rank >= machine_.processes) return;
-    NumaPlace place = is_bound() ? platform::place_bound_process(machine_.nodes)
-                                 : platform::place_processes(
-                                       machine_.nodes, machine_.gpu_nodes,
-                                       machine_.processes)[static_cast<std::size_t>(std::max(machine_.local_rank, 0))];
+    std::vector<NumaPlace> places{platform::place_bound_process(machine_.nodes)};
+    if (!is_bound()) places = platform::place_processes(machine_.nodes, machine_.gpu_nodes, machine_.processes);
+    const auto own = is_bound() ? 0 : static_cast<std::size_t>(std::max(machine_.local_rank, 0));
+    if (runtime.io_places.empty()) runtime.io_places = platform::place_io_threads(machine_.nodes, places, own);
+    NumaPlace& place = places[own];
     if (runtime.memory_nodes.empty() && !place.memory_nodes.empty()) {
       runtime.memory_nodes = std::move(place.memory_nodes);
       say("NUMA nodes of pinned memory", fmt::format("{}", fmt::join(runtime.memory_nodes, ", ")), reason_of_nodes());

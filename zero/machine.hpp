@@ -7,9 +7,10 @@
 //                that it is the same from run to run. The processes of a machine divide its host memory. On the host
 //                device, device memory is host memory, and one budget limits both. A budget is a limit, not what an
 //                engine takes.
-// NUMA           Pinned memory and update threads of a process are on its own nodes and processors
-//                (platform/numa_placement.hpp), unless RuntimeOptions::numa_placement is false. A launcher that has
-//                bound the process has chosen its processors.
+// NUMA           Pinned memory and update threads of a process are on its own nodes and processors, its I/O threads and
+//                staging buffers on the nodes of the drives (platform/numa_placement.hpp), unless
+//                RuntimeOptions::numa_placement is false. A launcher that has bound the process has chosen its
+//                processors.
 // Update threads As many as the process has processors by this rule.
 //
 // Threading  Any thread.

@@ -15,6 +15,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/platform/numa_placement.hpp>
 #include <hoist/tiers/durability.hpp>
 #include <hoist/zero/update/learning_rate.hpp>
 #include <hoist/zero/update/loss_scale.hpp>
@@ -51,11 +52,17 @@ struct RuntimeOptions {
   std::uint64_t device_arena_bytes = 0;
   int local_ranks = 0;  // processes that share this machine; 0: as many as the launcher says
   bool huge_pages = true;
-  // Whether pinned memory and update threads are placed by NUMA node and divided among the processes of a machine, as
-  // zero/machine.hpp says. Key "hoist.numa_placement".
+  // Whether pinned memory, update threads and I/O threads are placed by NUMA node and divided among the processes of a
+  // machine, as zero/machine.hpp says. Key "hoist.numa_placement".
   bool numa_placement = true;
   std::vector<int> memory_nodes{};  // NUMA nodes of pinned memory, OS numbers; several: in turn. Empty: chosen
   std::vector<int> update_cpus{};   // processors of update threads, OS numbers. Empty: chosen
+  // NUMA nodes of the buffers that weights arrive in from NVMe, OS numbers. Empty: the node of the store's drives,
+  // where memory_nodes are known and all of the drives are on one node.
+  std::vector<int> staging_nodes{};
+  // Processors of I/O threads, by the node that their drive is on. With one entry, every drive is on its node. Empty:
+  // chosen.
+  std::vector<platform::IoPlace> io_places{};
 
   // NVMe transfers (the DeepSpeed section "aio").
   aio::BackendKind aio_backend = aio::BackendKind::automatic;

@@ -95,6 +95,7 @@ std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Led
                                        .ordinal = options.device_ordinal,
                                        .host = options.host_device,
                                        .numa_nodes = options.memory_nodes,
+                                       .touch_cpus = options.update_cpus,
                                        .ledger = &ledger};
   return options.make_device ? options.make_device(device) : platform::Device::create(device);
 }

@@ -9,6 +9,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/machine.hpp>
+#include <hoist/zero/predict/machine_fit.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_program.hpp"
@@ -105,6 +106,24 @@ TEST(MachineChoice, MemoryAndUpdateThreadsAreBesideTheGpu) {
   const auto cpus = std::ranges::find(chosen.choices, "CPUs of update threads", &MachineChoice::key);
   ASSERT_NE(cpus, chosen.choices.end());
   EXPECT_EQ(cpus->value, "8-15");
+}
+
+TEST(MachineChoice, IoThreadsOfRanksDivideTheDrivesNode) {
+  using Places = std::vector<platform::IoPlace>;
+  EXPECT_EQ(choose({}, server(2, 0)).runtime.io_places,
+            (Places{{0, {0, 1, 2, 3, 4, 5, 6, 7}}, {1, {8, 9, 10, 11, 12, 13, 14, 15}}}));
+  Machine four = server(4, 3);
+  four.gpu_nodes = {0, 0, 1, 1};
+  EXPECT_EQ(choose({}, four).runtime.io_places, (Places{{0, {4, 5, 6, 7}}, {1, {12, 13, 14, 15}}}));
+  EXPECT_TRUE(choose({.numa_placement = false}, server(2, 0)).runtime.io_places.empty());
+  EXPECT_EQ(choose({.io_places = {{1, {9}}}}, server(2, 0)).runtime.io_places, (Places{{1, {9}}}));
+  EXPECT_TRUE(choose({}, workstation()).runtime.io_places.empty());
+  // A launcher that has bound the process: the processors that it may use.
+  Machine bound = server(2, 0);
+  bound.allowed_cpu_count = 8;
+  bound.nodes[1].cpus.clear();
+  bound.nodes[1].cores.clear();
+  EXPECT_EQ(choose({}, bound).runtime.io_places, (Places{{0, {0, 1, 2, 3, 4, 5, 6, 7}}}));
 }
 
 TEST(MachineChoice, OneProcessTakesMemoryFromAllNodesInTurn) {
