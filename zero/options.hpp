@@ -46,7 +46,8 @@ struct RuntimeOptions {
   std::function<std::unique_ptr<platform::Device>(const platform::DeviceOptions&)> make_device{};
   std::uint64_t device_memory_bytes = 0;  // hard budget; key "hoist.device_memory"
   std::uint64_t pinned_memory_bytes = 0;  // hard budget; key "hoist.pinned_memory"
-  // On the host device: hard budget of both together. 0: none. Set where both are chosen for this machine.
+  // On the host device, and on a GPU without memory of its own: hard budget of both together. 0: none. Set where both
+  // are chosen for this machine.
   std::uint64_t host_memory_bytes = 0;
   // Bytes of a GPU's budget that are taken at the start. The rest stays free, for PyTorch for example. 0: all of it.
   std::uint64_t device_arena_bytes = 0;

@@ -49,6 +49,75 @@ TEST(MachineChoice, OfTheGpuAndOfTheHostWhatIsFreeLessTheReserve) {
   EXPECT_EQ(chosen.host_memory_bytes, 0u) << "two memories";
 }
 
+Machine with_integrated_gpu() {
+  Machine machine = workstation();
+  machine.gpu_count = 1;
+  machine.gpu = machine.host;
+  machine.gpu_memory = platform::gpu_memory({.is_integrated = true, .uses_host_page_tables = true});
+  return machine;
+}
+
+TEST(MachineChoice, OnAnIntegratedGpuBothBudgetsAreOneMemory) {
+  const ChosenOptions chosen = choose({}, with_integrated_gpu());
+  EXPECT_EQ(chosen.runtime.device, DeviceKind::cuda);
+  EXPECT_EQ(chosen.runtime.host_memory_bytes, 52 * kGiB);
+  EXPECT_EQ(chosen.runtime.device_memory_bytes, 52 * kGiB);
+  EXPECT_EQ(chosen.runtime.pinned_memory_bytes, 52 * kGiB);
+  EXPECT_THAT(chosen.choices[1].reason, HasSubstr("of the memory that GPU and processors share"));
+
+  const RuntimeOptions one = choose({.device_memory_bytes = 20 * kGiB}, with_integrated_gpu()).runtime;
+  EXPECT_EQ(one.pinned_memory_bytes, 32 * kGiB) << "the rest, not the same bytes again";
+  const RuntimeOptions other = choose({.pinned_memory_bytes = 20 * kGiB}, with_integrated_gpu()).runtime;
+  EXPECT_EQ(other.device_memory_bytes, 32 * kGiB);
+}
+
+// What the GPU takes at the start is not pinned memory any more.
+TEST(MachineChoice, AnIntegratedGpuTakesAPartAndPinnedMemoryHasTheRest) {
+  ChosenOptions half = choose({}, with_integrated_gpu());
+  divide_shared_memory(half);
+  EXPECT_EQ(half.runtime.device_arena_bytes, 26 * kGiB);
+  EXPECT_EQ(half.runtime.pinned_memory_bytes, 26 * kGiB);
+  EXPECT_EQ(half.choices.back().value, "\"26624MiB\"");
+
+  ChosenOptions told = choose({.device_arena_bytes = 12 * kGiB}, with_integrated_gpu());
+  divide_shared_memory(told);
+  EXPECT_EQ(told.runtime.device_arena_bytes, 12 * kGiB);
+  EXPECT_EQ(told.runtime.pinned_memory_bytes, 40 * kGiB);
+
+  for (const Machine& machine : {with_gpu(), workstation()}) {
+    ChosenOptions other = choose({}, machine);
+    const RuntimeOptions before = other.runtime;
+    divide_shared_memory(other);
+    EXPECT_EQ(other.runtime.device_arena_bytes, 0u);
+    EXPECT_EQ(other.runtime.pinned_memory_bytes, before.pinned_memory_bytes);
+  }
+}
+
+TEST(MachineChoice, OnlyAnIntegratedGpuHasNoMemoryOfItsOwn) {
+  using platform::GpuMemory;
+  EXPECT_EQ(platform::gpu_memory({}), GpuMemory::separate);
+  EXPECT_EQ(platform::gpu_memory({.uses_host_page_tables = true}), GpuMemory::coherent);
+  EXPECT_EQ(platform::gpu_memory({.is_integrated = true}), GpuMemory::integrated);
+  Machine coherent = with_gpu();
+  coherent.gpu_memory = GpuMemory::coherent;
+  EXPECT_EQ(choose({}, coherent).runtime.host_memory_bytes, 0u);
+  EXPECT_EQ(choose({}, coherent).runtime.device_memory_bytes, 70 * kGiB);
+}
+
+TEST(MachineChoice, OfAnIntegratedGpuAndOfTheHostTheFitIsOneMemory) {
+  const Machine machine = with_integrated_gpu();
+  const RuntimeOptions runtime = choose({}, machine).runtime;
+  Prediction prediction;
+  prediction.device = {.budget_bytes = 52 * kGiB, .least_bytes = 30 * kGiB, .bytes = 30 * kGiB};
+  prediction.pinned = prediction.device;
+  prediction.host_budget_bytes = runtime.host_memory_bytes;
+  const MachineFit fit = machine_fit(prediction, runtime, {}, machine);
+  ASSERT_EQ(fit.memories.size(), 1u);
+  EXPECT_EQ(fit.memories[0].name, "memory of GPU and processors");
+  EXPECT_EQ(fit.memories[0].least_bytes, 60 * kGiB);
+  EXPECT_FALSE(fit.fits()) << "52 GiB are not enough for 30 and 30";
+}
+
 TEST(MachineChoice, OnTheHostDeviceBothBudgetsAreOneMemory) {
   const RuntimeOptions chosen = choose({}, workstation()).runtime;
   EXPECT_EQ(chosen.host_memory_bytes, 52 * kGiB);
