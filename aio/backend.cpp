@@ -39,9 +39,18 @@ std::unique_ptr<Backend> make_backend(const DriveQueueOptions& options) {
 
 namespace detail {
 
-void enter_io_thread(const char* name, int numa_node) noexcept {
-  if (numa_node < 0) return;
+void enter_io_thread(const char* name, const DriveQueueOptions& options) noexcept {
+  const int numa_node = options.numa_node;
+  if (options.cpus.empty() && numa_node < 0) return;
   try {
+    if (!options.cpus.empty()) {
+      if (!platform::bind_thread(options.cpus))
+        log_warning(
+            "{}: the system refused to bind this thread to its {} processors, of which {} is the first; it "
+            "runs anywhere",
+            name, options.cpus.size(), options.cpus.front());
+      return;
+    }
     if (!platform::bind_thread_to_node(platform::Topology::detect(), numa_node))
       log_warning("{}: the system refused to bind this thread to NUMA node {}; it runs anywhere", name, numa_node);
   } catch (const std::exception& error) {

@@ -71,7 +71,7 @@ class ThreadsBackend final : public Backend {
     workers_.reserve(options.thread_count);
     try {
       for (unsigned i = 0; i < options.thread_count; ++i)
-        workers_.push_back(start_thread(kThreadName, [this, node = options.numa_node] { work(node); }));
+        workers_.push_back(start_thread(kThreadName, [this, options] { work(options); }));
     } catch (...) {
       stop();
       throw;
@@ -115,8 +115,8 @@ class ThreadsBackend final : public Backend {
   }
 
  private:
-  void work(int numa_node) {
-    enter_io_thread(kThreadName, numa_node);
+  void work(const DriveQueueOptions& options) {
+    enter_io_thread(kThreadName, options);
     MutexLock lock(mutex_);
     for (;;) {
       work_arrived_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return stopping_ || !waiting_.empty(); });

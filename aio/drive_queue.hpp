@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // aio/drive_queue.hpp - many direct reads and writes in flight on a drive. Start here.
 //
-// Threading  Any thread may submit and wait. Each queue has one I/O thread, on the drive's NUMA node; continuations of
-//            completions run on it and must neither block nor destroy the queue.
+// Threading  Any thread may submit and wait. Each queue has one I/O thread, on the processors that its options name;
+//            continuations of completions run on it and must neither block nor destroy the queue.
 // Memory     Queues are sized at construction and grow only when more transfers wait than ever before. A transfer
 //            borrows its buffer until its completion is done.
 // Errors     A failed transfer fails its completion with IoError{operation, path, offset, length, errno} after bounded
@@ -43,6 +43,7 @@ struct DriveQueueOptions {
   unsigned queue_depth = 16;         // blocks in flight, 1 to 4096
   unsigned thread_count = 4;         // of the `threads` backend only, 1 to 256
   int numa_node = -1;                // where the I/O thread runs; negative: anywhere
+  std::vector<int> cpus{};           // processors, OS numbers, where it runs instead; empty: as numa_node says
   // Memory for transfers, registered with the kernel if it allows that; pieces of at most 1 GiB. Transfers outside of
   // it work too, slightly slower.
   std::vector<std::span<std::byte>> registered_memory{};

@@ -128,7 +128,7 @@ bool DriveQueue::Impl::stop() noexcept {
 }
 
 void DriveQueue::Impl::run() noexcept {
-  detail::enter_io_thread(kThreadName, options_.numa_node);
+  detail::enter_io_thread(kThreadName, options_);
   for (;;) {
     const bool stopping = take_arrivals();
     fill();

@@ -18,7 +18,9 @@ namespace {
 
 using MachineJson = nlohmann::json;
 
-enum class Need : std::uint8_t { always, on_gpus, never };
+using platform::GpuMemory;
+
+enum class Need : std::uint8_t { always, of_gpu_memory, never };
 
 // Calls visit(key, value, min, max, need) for every number of the file.
 template <typename Spec, typename Visit>
@@ -26,7 +28,7 @@ void for_each_number(Spec& spec, const Visit& visit) {
   constexpr double kTiny = 1e-6, kHuge = 1e9, kCountMax = 1e6;
   visit("nodes", spec.nodes, 1, kCountMax, Need::always);
   visit("gpus_per_node", spec.gpus_per_node, 0, 64, Need::always);
-  visit("device.memory_gib", spec.device.memory_gib, kTiny, kHuge, Need::on_gpus);
+  visit("device.memory_gib", spec.device.memory_gib, kTiny, kHuge, Need::of_gpu_memory);
   visit("device.memory_gb_per_s", spec.device.memory_gb_per_s, kTiny, kHuge, Need::always);
   visit("device.host_to_device_gb_per_s", spec.device.host_to_device_gb_per_s, kTiny, kHuge, Need::always);
   visit("device.device_to_host_gb_per_s", spec.device.device_to_host_gb_per_s, kTiny, kHuge, Need::always);
@@ -65,6 +67,13 @@ void flatten(const MachineJson& object, const std::string& prefix, std::map<std:
   }
 }
 
+GpuMemory memory_of(const MachineJson& value) {
+  if (value.is_null()) return GpuMemory::separate;
+  for (const GpuMemory memory : {GpuMemory::separate, GpuMemory::coherent, GpuMemory::integrated})
+    if (value.is_string() && value.get<std::string>() == platform::gpu_memory_name(memory)) return memory;
+  refuse("device.memory", value, "\"separate\", \"coherent\" or \"integrated\"");
+}
+
 std::vector<std::string> texts_of(const std::string& key, const MachineJson& value) {
   if (!value.is_array()) refuse(key, value, "a list of texts");
   std::vector<std::string> texts;
@@ -83,17 +92,21 @@ MachineSpec machine_of(const MachineJson& root) {
     return value;
   };
   MachineSpec spec;
+  spec.device.memory = memory_of(take("device.memory"));
   std::set<std::string> numbers;
   for_each_number(spec, [&](const char* key, double& number, double min, double max, Need need) {
     numbers.insert(key);
     const MachineJson value = take(key);
-    if (value.is_null() && (need == Need::never || (need == Need::on_gpus && spec.gpus_per_node == 0))) return;
+    const bool has_gpu_memory = spec.gpus_per_node > 0 && spec.device.memory != GpuMemory::integrated;
+    if (value.is_null() && (need == Need::never || (need == Need::of_gpu_memory && !has_gpu_memory))) return;
     if (value.is_null()) throw ConfigError(key, "is missing");
     number = value.is_number() ? value.get<double>() : -1;
     const bool whole = !is_count(key) || number == std::floor(number);
     if (!(number >= min && number <= max) || !whole)
       refuse(key, value, fmt::format("{} from {:g} to {:g}", is_count(key) ? "an integer" : "a number", min, max));
   });
+  if (spec.device.memory == GpuMemory::integrated && spec.device.memory_gib > 0)
+    throw ConfigError("device.memory_gib", "an integrated GPU has no memory of its own: host.memory_gib is for both");
   spec.name = text_of("name", take("name"));
   spec.basis = text_of("basis", take("basis"));
   if (const MachineJson value = take("rates.currency"); !value.is_null())
@@ -127,6 +140,7 @@ nlohmann::ordered_json machine_file_json(const MachineSpec& spec) {
   for_each_number(spec, [&](const char* key, const double& number, double, double, Need need) {
     if (number != 0 || need == Need::always) set(key, number);
   });
+  if (spec.device.memory != GpuMemory::separate) set("device.memory", platform::gpu_memory_name(spec.device.memory));
   if (!spec.drives.directories.empty()) set("drives.directories", spec.drives.directories);
   if (!spec.rates.currency.empty()) set("rates.currency", spec.rates.currency);
   json["assumed"] = spec.assumed;

@@ -114,9 +114,20 @@ std::string waits_text(const StepTime& time) {
   return waits.empty() ? "none" : fmt::format("{}", fmt::join(waits, ", "));
 }
 
+// Says where GPU and processors share a memory, or reach each other's.
+std::string shared_memory_text(const MachineSpec& machine) {
+  if (machine.gpus_per_node == 0 || machine.device.memory == platform::GpuMemory::separate) return {};
+  if (machine.device.memory == platform::GpuMemory::integrated)
+    return "memory: GPU and processors share one; hoist.device_memory and hoist.pinned_memory are parts of it\n";
+  return fmt::format(
+      "memory: GPU and processors reach each other's, at {:g} GB/s up and {:g} GB/s down; pinned memory is the "
+      "processors' alone\n",
+      machine.device.host_to_device_gb_per_s, machine.device.device_to_host_gb_per_s);
+}
+
 std::string machine_text(const PlanReport& report) {
   const MachineSpec& machine = report.machine;
-  std::string text = fmt::format("machine: {} ({})\n", machine.name, machine.basis);
+  std::string text = fmt::format("machine: {} ({})\n", machine.name, machine.basis) + shared_memory_text(machine);
   if (!machine.assumed.empty()) text += fmt::format("assumed: {}\n", fmt::join(machine.assumed, ", "));
   const std::string memory =
       report.has_program_bytes

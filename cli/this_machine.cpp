@@ -141,12 +141,17 @@ MachineSpec measure_now(const std::vector<std::string>& directories, const measu
   spec.gpus_per_node = gpus;
   measure_drives(directories, stop, spec);
   measure_device(gpus > 0, spec);
-  spec.host.memory_gib = static_cast<double>(platform::host_memory().total_bytes) / kGibibyte;
+  if (gpus > 0) spec.device.memory = platform::gpu_memory(platform::cuda_memory_facts(0));
+  const platform::MemorySize host = spec.device.memory == platform::GpuMemory::coherent
+                                        ? platform::memory_of_processors(platform::host_memory())
+                                        : platform::host_memory();
+  spec.host.memory_gib = static_cast<double>(host.total_bytes) / kGibibyte;
   spec.host.update_gb_per_s = measure::compare_kernel({.optimizer = {.learning_rate = 1e-5}, .checksum = true},
                                                       {.state_bytes = 512 * kMiB, .pairs = 5, .stop = stop})
                                   .gigabytes_per_second();
   spec.host.power_watts = cores * kWattsOfCore;
-  if (gpus > 0) spec.device.memory_gib = static_cast<double>(platform::cuda_memory(0).total_bytes) / kGibibyte;
+  if (gpus > 0 && spec.device.memory != platform::GpuMemory::integrated)
+    spec.device.memory_gib = static_cast<double>(platform::cuda_memory(0).total_bytes) / kGibibyte;
   if (gpus == 0) spec.device.memory_gb_per_s = spec.host.update_gb_per_s;  // the host updates its device's memory
   spec.device.compute_tflops = gpus > 0 ? kTflopsOfGpu : cores * kTflopsOfCore;
   spec.device.power_watts = gpus > 0 ? kWattsOfGpu : 0;

@@ -52,11 +52,11 @@ class InstructionSet {
 // The arrays of `count` parameters, consecutive in one block.
 class State {
  public:
-  State(const KernelCase& what, std::size_t count, unsigned threads)
+  State(const KernelCase& what, std::size_t count)
       : what_(what),
         count_(count),
         moments_(optim::moment_count(optim::state_of(what.optimizer))),
-        memory_({.bytes = count * bytes_per_parameter(what) + 10 * kGap, .touch_threads = threads}) {
+        memory_({.bytes = count * bytes_per_parameter(what) + 10 * kGap}) {
     std::byte* at = memory_.bytes().data();
     const auto take = [&](std::size_t width) {
       std::byte* const array = at;
@@ -233,7 +233,7 @@ class Comparison {
       : what_(what),
         pool_({.threads = options.threads}),
         tiles_(std::max<std::size_t>(pool_.threads(), options.state_bytes / State::bytes_per_parameter(what) / kTile)),
-        state_(what, tiles_ * kTile, pool_.threads()) {
+        state_(what, tiles_ * kTile) {
     pool_.run(tiles_, [&](std::size_t k) { state_.fill(k * kTile, kTile); });
     choose_stream();
     (void)update();

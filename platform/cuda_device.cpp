@@ -173,4 +173,15 @@ MemorySize cuda_memory(int ordinal) {
   return {total_bytes, free_bytes};
 }
 
+GpuMemoryFacts cuda_memory_facts(int ordinal) {
+  const auto has = [&](cudaDeviceAttr attribute) {
+    int value = 0;
+    if (cudaDeviceGetAttribute(&value, attribute, ordinal) == cudaSuccess) return value != 0;
+    static_cast<void>(cudaGetLastError());
+    return false;
+  };
+  return {.is_integrated = has(cudaDevAttrIntegrated),
+          .uses_host_page_tables = has(cudaDevAttrPageableMemoryAccessUsesHostPageTables)};
+}
+
 }  // namespace hoist::platform

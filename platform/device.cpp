@@ -44,6 +44,8 @@ int cuda_device_count(std::string* why) {
 std::string cuda_bus_id(int) { return {}; }
 
 MemorySize cuda_memory(int) { throw no_cuda("asking for a GPU's memory"); }
+
+GpuMemoryFacts cuda_memory_facts(int) { return {}; }
 #endif
 
 }  // namespace hoist::platform

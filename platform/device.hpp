@@ -40,6 +40,7 @@ struct DeviceOptions {
   int ordinal = 0;                 // which GPU
   HostDeviceOptions host{};
   std::vector<int> numa_nodes{};  // of the host device's memory, as HostMemoryOptions has them
+  std::vector<int> touch_cpus{};  // likewise
   Ledger* ledger = nullptr;       // counts copies if given; must outlive the device
 };
 

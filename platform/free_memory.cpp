@@ -133,6 +133,41 @@ MemorySize host_memory() {
   return smaller(machine, of_control_groups());
 }
 
+MemorySize memory_of_processors(const MemorySize& host, const std::string& sys) {
+  namespace fs = std::filesystem;
+  MemorySize size = host;
+  const auto take_away = [](std::uint64_t& bytes, std::uint64_t other) { bytes -= std::min(bytes, other); };
+  std::error_code failed;
+  for (fs::directory_iterator entry(fs::path(sys) / "devices/system/node", failed), end; !failed && entry != end;
+       entry.increment(failed)) {
+    const std::string name = entry->path().filename().string();
+    std::ifstream cpus(entry->path() / "cpulist");
+    std::string list;
+    if (!name.starts_with("node") || !cpus || std::getline(cpus, list).fail() || count_of_list(list) > 0) continue;
+    // "Node 1 MemTotal:       16777216 kB"
+    std::ifstream file(entry->path() / "meminfo");
+    for (std::string line; std::getline(file, line);) {
+      std::istringstream words(line);
+      std::string node, number, key;
+      std::uint64_t kib = 0;
+      if (!(words >> node >> number >> key >> kib)) continue;
+      if (key == "MemTotal:") take_away(size.total_bytes, kib * 1024);
+      if (key == "MemFree:") take_away(size.free_bytes, kib * 1024);
+    }
+  }
+  return size;
+}
+
+const char* gpu_memory_name(GpuMemory memory) {
+  static constexpr const char* kNames[] = {"separate", "coherent", "integrated"};
+  return kNames[static_cast<std::size_t>(memory)];
+}
+
+GpuMemory gpu_memory(const GpuMemoryFacts& facts) {
+  if (facts.is_integrated) return GpuMemory::integrated;
+  return facts.uses_host_page_tables ? GpuMemory::coherent : GpuMemory::separate;
+}
+
 unsigned processor_count() {
   namespace fs = std::filesystem;
   for (const auto& [is_v2, path] : control_groups("cpuset")) {

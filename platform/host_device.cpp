@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <thread>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -36,7 +36,7 @@ MappingOptions mapping_options(const DeviceOptions& options) {
   return {.bytes = options.memory_bytes,
           .largest_pages = PageKind::huge_transparent,
           .numa_nodes = options.numa_nodes,
-          .touch_threads = std::clamp(std::thread::hardware_concurrency(), 1u, 8u),
+          .touch_cpus = options.touch_cpus,
           .touch = false,
           .tier = "device",
           .key = "the device memory budget"};
@@ -79,8 +79,7 @@ class HostDevice final : public Device {
     const GuardedAccess access;
     const MutexLock lock(mutex_);
     const auto end = static_cast<std::uint64_t>(bytes.data() + bytes.size() - memory().data());
-    const std::span<std::byte> fresh = mapping_.commit_up_to(end);
-    if (options_.host.poison) poison(fresh);
+    mapping_.commit_up_to(end, options_.host.poison ? std::optional(std::byte{kNaNByte}) : std::nullopt);
   }
 
   std::unique_ptr<Stream> create_stream(std::string name) override {

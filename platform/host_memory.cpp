@@ -14,7 +14,8 @@ HostMemory::HostMemory(const HostMemoryOptions& options)
           detail::MappingOptions{.bytes = options.bytes,
                                  .largest_pages = options.huge_pages ? PageKind::huge_reserved : PageKind::normal,
                                  .numa_nodes = options.numa_nodes,
-                                 .touch_threads = options.touch_threads,
+                                 .touch_cpus = options.touch_cpus,
+                                 .parts = options.parts,
                                  .tier = "pinned",
                                  .key = "the pinned memory budget"})) {}
 

@@ -6,7 +6,8 @@
 // huge pages it is one. Tries reserved huge pages first, then transparent ones, then ordinary pages; `page_kind()`
 // returns the kind.
 //
-// Threading  Construction uses several threads; afterwards the object is constant.
+// Threading  Construction uses several threads, and logs how far they are if it takes more than a second; afterwards
+//            the object is constant.
 // Memory     Allocated once, returned at destruction. A forked child does not have it: a fork would copy every page
 //            that a device or a ring has pinned. 0 bytes give an empty block.
 // Errors     BudgetError if the machine lacks the memory; a NUMA node that does not exist is a warning, not an error.
@@ -26,13 +27,23 @@ class Mapping;
 
 enum class PageKind : std::uint8_t { huge_reserved, huge_transparent, normal };
 
+// A piece of a block that is on other nodes than the rest. Its edges move inwards to whole pages.
+struct HostMemoryPart {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+  std::vector<int> numa_nodes{};  // as below
+};
+
 struct HostMemoryOptions {
   std::uint64_t bytes = 0;  // rounded up to whole pages of the kind obtained
   bool huge_pages = true;   // false: ordinary pages, for tests
   // NUMA nodes, OS numbers. One: from it as long as it has memory, then from others. Several: in turn from each. None:
   // wherever the touching threads run.
   std::vector<int> numa_nodes{};
-  unsigned touch_threads = 1;  // threads of the parallel first touch
+  // Processors, OS numbers, each of which touches a part first. Empty: those of `numa_nodes`, or all, as far as the
+  // process may use them.
+  std::vector<int> touch_cpus{};
+  std::vector<HostMemoryPart> parts{};  // in ascending order; processors of their nodes touch them
 };
 
 class HostMemory {

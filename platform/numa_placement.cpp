@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
+#include <utility>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/platform/numa_placement.hpp>
@@ -79,6 +81,38 @@ std::vector<NumaPlace> place_processes(std::span<const Topology::Node> all,
     std::ranges::sort(places[p].cpus);
   }
   return places;
+}
+
+std::vector<IoPlace> place_io_threads(std::span<const Topology::Node> all, std::span<const NumaPlace> places,
+                                      std::size_t process) {
+  HOIST_ASSERT(process < places.size(), "process {} of {}", process, places.size());
+  std::vector<IoPlace> result;
+  for (const Topology::Node* node : with_processors(all)) {
+    const auto own = [&](const NumaPlace& place) {
+      std::vector<int> cpus;
+      std::ranges::copy_if(place.cpus, std::back_inserter(cpus),
+                           [&](int cpu) { return std::ranges::find(node->cpus, cpu) != node->cpus.end(); });
+      return cpus;
+    };
+    std::vector<int> cpus = own(places[process]);
+    if (cpus.empty()) {
+      const auto is_guest = [&](const NumaPlace& place) { return own(place).empty(); };
+      const auto before = std::ranges::count_if(places.first(process), is_guest);
+      add_cores(*node, static_cast<std::size_t>(before),
+                static_cast<std::size_t>(std::ranges::count_if(places, is_guest)), cpus);
+      std::ranges::sort(cpus);
+    }
+    result.push_back({node->os_index, std::move(cpus)});
+  }
+  return result;
+}
+
+std::optional<int> staging_node(std::span<const int> memory_nodes, std::span<const std::optional<int>> drive_nodes) {
+  if (memory_nodes.empty() || drive_nodes.empty()) return std::nullopt;
+  const std::optional<int> first = drive_nodes.front();
+  if (std::ranges::any_of(drive_nodes, [&](const auto& node) { return node != first; })) return std::nullopt;
+  const bool is_there = memory_nodes.size() == 1 && memory_nodes.front() == first;
+  return is_there ? std::nullopt : first;
 }
 
 NumaPlace place_bound_process(std::span<const Topology::Node> all) {

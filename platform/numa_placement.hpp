@@ -9,6 +9,9 @@
 //          turn, to have the bandwidth of all.
 // CPUs     Whole cores. Processes with the same home node divide its cores evenly. Two share a core only where there
 //          are fewer cores than processes.
+// I/O      A drive's I/O thread is on the drive's node: on the process's own cores there, if it has some. Processes
+//          without cores there divide the node's cores evenly.
+// Staging  Buffers that weights arrive in from NVMe are on the drives' node, if it is the same for all of a store.
 //
 // Every process of a machine computes the places of all, and comes to the same.
 //
@@ -34,6 +37,19 @@ struct NumaPlace {
 // of each GPU's node. Pre: processes >= 1.
 std::vector<NumaPlace> place_processes(std::span<const Topology::Node> nodes,
                                        std::span<const std::optional<int>> gpu_nodes, int processes);
+
+// The processors of a process's I/O threads for the drives of a node.
+struct IoPlace {
+  int node = 0;  // OS number
+  std::vector<int> cpus;
+
+  friend bool operator==(const IoPlace&, const IoPlace&) = default;
+};
+// Those of process `process` of `places`, for each node with processors.
+std::vector<IoPlace> place_io_threads(std::span<const Topology::Node> nodes, std::span<const NumaPlace> places,
+                                      std::size_t process);
+// The node of a store's staging buffers, OS number; empty: where the rest of pinned memory is.
+std::optional<int> staging_node(std::span<const int> memory_nodes, std::span<const std::optional<int>> drive_nodes);
 
 // The place of a process that its launcher has bound: `nodes` have the processors that it may use.
 NumaPlace place_bound_process(std::span<const Topology::Node> nodes);

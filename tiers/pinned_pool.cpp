@@ -36,7 +36,8 @@ PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
       memory_({.bytes = options.bytes,
                .huge_pages = options.huge_pages,
                .numa_nodes = options.numa_nodes,
-               .touch_threads = options.touch_threads}) {}
+               .touch_cpus = options.touch_cpus,
+               .parts = options.parts}) {}
 
 std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& what) {
   const std::uint64_t offset = carved_.add(bytes);

@@ -26,7 +26,8 @@ struct PinnedPoolOptions {
   std::uint64_t bytes = 0;  // what all carve() calls together will need: PinnedPlan::bytes(). 0: an empty pool
   bool huge_pages = true;
   std::vector<int> numa_nodes{};  // as platform::HostMemoryOptions has them
-  unsigned touch_threads = 1;
+  std::vector<int> touch_cpus{};  // likewise
+  std::vector<platform::HostMemoryPart> parts{};
 };
 
 // Adds up carve() requests as the pool will place them. Requests in the same order.

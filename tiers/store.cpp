@@ -73,8 +73,10 @@ void Store::Impl::use(Files files) {
 }
 
 void Store::Impl::start_new(Files files, std::vector<std::string> directories_to_flush,
+                            std::vector<std::string> made_directories,
                             std::vector<detail::LabelledDrive> labels_to_write) {
   use(std::move(files));
+  made_directories_ = std::move(made_directories);
   labels_to_write_ = std::move(labels_to_write);
   directories_to_flush_ = std::move(directories_to_flush);
   adopted_ = true;
@@ -86,6 +88,7 @@ void Store::Impl::remove_new() noexcept {
   names_.remove();
   for (const detail::LabelledDrive& drive : labels_to_write_) ::unlink(drive.paths.label.c_str());
   ::unlink(paths_.lock_info.c_str());
+  for (const std::string& directory : made_directories_) ::rmdir(directory.c_str());
 }
 
 void Store::Impl::start_existing(Files files) {

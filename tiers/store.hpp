@@ -143,8 +143,8 @@ class Store {
   static Cost cost(const StoreOptions& options);
 
   ~Store();
-  // Removes the files of a store that create() made and that has no commit; the directories stay. The store can only be
-  // destroyed then.
+  // Removes what create() made of a store that has no commit: files, and the directories unless something else is in
+  // them. The store can only be destroyed then.
   void remove_new() noexcept;
 
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older

@@ -228,6 +228,14 @@ class NewFiles {
     return labels;
   }
 
+  // In the order in which they can be removed.
+  std::vector<std::string> made_directories() const {
+    std::vector<std::string> made;
+    for (const auto& creation : creations_)
+      made.insert(made.end(), creation->made_directories().rbegin(), creation->made_directories().rend());
+    return made;
+  }
+
   // The directories to flush with the first commit.
   std::vector<std::string> keep() {
     std::vector<std::string> to_flush;
@@ -347,7 +355,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
   superblock.store_number = options.store_number != 0 ? options.store_number : random_store_number();
   const StorePaths paths(options.directory, options.identity.rank);
   Impl::Files files;
-  std::vector<std::string> to_flush;
+  std::vector<std::string> to_flush, made_directories;
   std::vector<detail::LabelledDrive> labels;
   {
     NewFiles made(detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank), superblock,
@@ -357,10 +365,11 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
     files.data = made.make_data(engines);
     files.manifest = made.make_manifest(*engines.front());
     labels = made.committed_labels();
+    made_directories = made.made_directories();
     to_flush = made.keep();
   }
   auto impl = std::make_unique<Impl>(options, std::move(superblock), paths, *engines.front());
-  impl->start_new(std::move(files), std::move(to_flush), std::move(labels));
+  impl->start_new(std::move(files), std::move(to_flush), std::move(made_directories), std::move(labels));
   detail::write_lock_info(paths);
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }

@@ -69,7 +69,9 @@ class Chooser {
 
   ChosenOptions run() && {
     device();
-    *out_.runtime.device == DeviceKind::cuda ? memory_of_gpu() : memory_of_host();
+    const bool has_own_memory =
+        *out_.runtime.device == DeviceKind::cuda && machine_.gpu_memory != platform::GpuMemory::integrated;
+    has_own_memory ? memory_of_gpu() : memory_of_host();
     numa();
     update_threads();
     return std::move(out_);
@@ -114,7 +116,9 @@ class Chooser {
     RuntimeOptions& runtime = out_.runtime;
     const bool both = runtime.device_memory_bytes == 0 && runtime.pinned_memory_bytes == 0;
     if (runtime.device_memory_bytes != 0 && runtime.pinned_memory_bytes != 0) return;
-    const Allowance host = allowance(machine_.host, machine_.processes, "of host memory");
+    const bool on_gpu = *runtime.device == DeviceKind::cuda;
+    const Allowance host = allowance(machine_.host, machine_.processes,
+                                     on_gpu ? "of the memory that GPU and processors share" : "of host memory");
     if (both) {
       runtime.device_memory_bytes = runtime.pinned_memory_bytes = runtime.host_memory_bytes = host.bytes;
       say("hoist.device_memory and hoist.pinned_memory", bytes_value(host.bytes) + " together", host.reason);
@@ -137,10 +141,11 @@ class Chooser {
     if (!runtime.numa_placement || machine_.nodes.empty()) return;
     const bool unknown = machine_.processes > 1 && machine_.local_rank < 0;
     if (unknown || machine_.local_rank >= machine_.processes) return;
-    NumaPlace place = is_bound() ? platform::place_bound_process(machine_.nodes)
-                                 : platform::place_processes(
-                                       machine_.nodes, machine_.gpu_nodes,
-                                       machine_.processes)[static_cast<std::size_t>(std::max(machine_.local_rank, 0))];
+    std::vector<NumaPlace> places{platform::place_bound_process(machine_.nodes)};
+    if (!is_bound()) places = platform::place_processes(machine_.nodes, machine_.gpu_nodes, machine_.processes);
+    const auto own = is_bound() ? 0 : static_cast<std::size_t>(std::max(machine_.local_rank, 0));
+    if (runtime.io_places.empty()) runtime.io_places = platform::place_io_threads(machine_.nodes, places, own);
+    NumaPlace& place = places[own];
     if (runtime.memory_nodes.empty() && !place.memory_nodes.empty()) {
       runtime.memory_nodes = std::move(place.memory_nodes);
       say("NUMA nodes of pinned memory", fmt::format("{}", fmt::join(runtime.memory_nodes, ", ")), reason_of_nodes());
@@ -209,13 +214,33 @@ Machine this_machine(const RuntimeOptions& options) {
     machine.gpu_nodes.push_back(topology->node_of_pci(platform::cuda_bus_id(gpu)));
   const int local_rank = options.communicator == CommunicatorKind::self ? 0 : std::max(launch.local_rank, 0);
   machine.gpu_ordinal = options.device_ordinal >= 0 ? options.device_ordinal : local_rank % machine.gpu_count;
-  machine.gpu = platform::cuda_memory(machine.gpu_ordinal);
+  machine.gpu_memory = platform::gpu_memory(platform::cuda_memory_facts(machine.gpu_ordinal));
+  if (machine.gpu_memory == platform::GpuMemory::coherent)
+    machine.host = mappable_twice(platform::memory_of_processors(platform::host_memory()));
+  // Of the memory of all, the CUDA runtime does not count what the kernel would free, its file cache.
+  machine.gpu =
+      machine.gpu_memory == platform::GpuMemory::integrated ? machine.host : platform::cuda_memory(machine.gpu_ordinal);
   return machine;
 }
 
 DeviceKind device_kind(const RuntimeOptions& options) {
   if (options.device) return *options.device;
   return platform::cuda_device_count() > 0 ? DeviceKind::cuda : DeviceKind::host;
+}
+
+void divide_shared_memory(ChosenOptions& chosen) {
+  RuntimeOptions& runtime = chosen.runtime;
+  if (runtime.device != DeviceKind::cuda || runtime.host_memory_bytes == 0) return;
+  if (runtime.device_arena_bytes == 0) {
+    runtime.device_arena_bytes =
+        std::max(round_down(std::min(runtime.device_memory_bytes, runtime.host_memory_bytes / 2), kBlockAlignment),
+                 kBlockAlignment);
+    chosen.choices.push_back({"memory that the GPU takes at the start", bytes_value(runtime.device_arena_bytes),
+                              "it is half of what GPU and processors share; hoist.device_memory sets it"});
+  }
+  const std::uint64_t rest =
+      runtime.host_memory_bytes - std::min(runtime.host_memory_bytes, runtime.device_arena_bytes);
+  runtime.pinned_memory_bytes = std::min(runtime.pinned_memory_bytes, rest);
 }
 
 ChosenOptions choose(const RuntimeOptions& options, const Machine& machine) { return Chooser(options, machine).run(); }

@@ -5,11 +5,14 @@
 // Memory         The free memory less a reserve for the program and for others. The reserve is a tenth of the total, at
 //                least 1 GiB and at most 32 GiB. The result is rounded down to a multiple of a 32nd of the total, so
 //                that it is the same from run to run. The processes of a machine divide its host memory. On the host
-//                device, device memory is host memory, and one budget limits both. A budget is a limit, not what an
+//                device, device memory is host memory, and one budget limits both; so it is where a GPU has no memory
+//                of its own (GpuMemory::integrated). Where processors reach a GPU's memory, the kernel counts it as the
+//                machine's; pinned memory is of the NUMA nodes with processors alone. A budget is a limit, not what an
 //                engine takes.
-// NUMA           Pinned memory and update threads of a process are on its own nodes and processors
-//                (platform/numa_placement.hpp), unless RuntimeOptions::numa_placement is false. A launcher that has
-//                bound the process has chosen its processors.
+// NUMA           Pinned memory and update threads of a process are on its own nodes and processors, its I/O threads and
+//                staging buffers on the nodes of the drives (platform/numa_placement.hpp), unless
+//                RuntimeOptions::numa_placement is false. A launcher that has bound the process has chosen its
+//                processors.
 // Update threads As many as the process has processors by this rule.
 //
 // Threading  Any thread.
@@ -28,8 +31,9 @@ namespace hoist {
 
 struct Machine {
   int gpu_count = 0;
-  int gpu_ordinal = 0;             // which one is this process's
-  platform::MemorySize gpu{};      // its memory
+  int gpu_ordinal = 0;         // which one is this process's
+  platform::MemorySize gpu{};  // its memory
+  platform::GpuMemory gpu_memory = platform::GpuMemory::separate;
   platform::MemorySize host{};     // within the limits of the process
   int processes = 1;               // of this job, on this machine
   int local_rank = -1;             // which of them this is; -1: unknown
@@ -59,6 +63,9 @@ struct ChosenOptions {
 
 // Pure. A number that is given stays.
 ChosenOptions choose(const RuntimeOptions& options, const Machine& machine);
+// A GPU's budget is taken at the start. Where it is part of a budget of both memories, this says how much it takes:
+// what RuntimeOptions::device_arena_bytes says, or half. Pinned memory has the rest. Pure.
+void divide_shared_memory(ChosenOptions& chosen);
 ChosenOptions choose_for_this_machine(const RuntimeOptions& options);
 
 }  // namespace hoist

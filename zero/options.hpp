@@ -15,6 +15,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/platform/numa_placement.hpp>
 #include <hoist/tiers/durability.hpp>
 #include <hoist/zero/update/learning_rate.hpp>
 #include <hoist/zero/update/loss_scale.hpp>
@@ -45,17 +46,24 @@ struct RuntimeOptions {
   std::function<std::unique_ptr<platform::Device>(const platform::DeviceOptions&)> make_device{};
   std::uint64_t device_memory_bytes = 0;  // hard budget; key "hoist.device_memory"
   std::uint64_t pinned_memory_bytes = 0;  // hard budget; key "hoist.pinned_memory"
-  // On the host device: hard budget of both together. 0: none. Set where both are chosen for this machine.
+  // On the host device, and on a GPU without memory of its own: hard budget of both together. 0: none. Set where both
+  // are chosen for this machine.
   std::uint64_t host_memory_bytes = 0;
   // Bytes of a GPU's budget that are taken at the start. The rest stays free, for PyTorch for example. 0: all of it.
   std::uint64_t device_arena_bytes = 0;
   int local_ranks = 0;  // processes that share this machine; 0: as many as the launcher says
   bool huge_pages = true;
-  // Whether pinned memory and update threads are placed by NUMA node and divided among the processes of a machine, as
-  // zero/machine.hpp says. Key "hoist.numa_placement".
+  // Whether pinned memory, update threads and I/O threads are placed by NUMA node and divided among the processes of a
+  // machine, as zero/machine.hpp says. Key "hoist.numa_placement".
   bool numa_placement = true;
   std::vector<int> memory_nodes{};  // NUMA nodes of pinned memory, OS numbers; several: in turn. Empty: chosen
   std::vector<int> update_cpus{};   // processors of update threads, OS numbers. Empty: chosen
+  // NUMA nodes of the buffers that weights arrive in from NVMe, OS numbers. Empty: the node of the store's drives,
+  // where memory_nodes are known and all of the drives are on one node.
+  std::vector<int> staging_nodes{};
+  // Processors of I/O threads, by the node that their drive is on. With one entry, every drive is on its node. Empty:
+  // chosen.
+  std::vector<platform::IoPlace> io_places{};
 
   // NVMe transfers (the DeepSpeed section "aio").
   aio::BackendKind aio_backend = aio::BackendKind::automatic;

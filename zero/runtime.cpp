@@ -74,7 +74,9 @@ ChosenOptions chosen(const RuntimeOptions& options) {
   if (options.update_threads > kUpdateThreadsMax)
     throw ConfigError("hoist.update_threads", fmt::format("{} is more than {}; 0 is one for each processor",
                                                           options.update_threads, kUpdateThreadsMax));
-  return choose_for_this_machine(options);
+  ChosenOptions chosen = choose_for_this_machine(options);
+  divide_shared_memory(chosen);
+  return chosen;
 }
 
 // Once in a process, however many runtimes it has.
@@ -95,6 +97,7 @@ std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Led
                                        .ordinal = options.device_ordinal,
                                        .host = options.host_device,
                                        .numa_nodes = options.memory_nodes,
+                                       .touch_cpus = options.update_cpus,
                                        .ledger = &ledger};
   return options.make_device ? options.make_device(device) : platform::Device::create(device);
 }

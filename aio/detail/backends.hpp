@@ -22,7 +22,7 @@ std::unique_ptr<Backend> make_io_uring_backend(const DriveQueueOptions& options,
 std::unique_ptr<Backend> make_threads_backend(const DriveQueueOptions& options, const std::string& note);
 std::unique_ptr<Backend> make_null_backend(const DriveQueueOptions& options);
 
-// Names the calling thread and binds it to a NUMA node if one is given; logs a refused binding.
-void enter_io_thread(const char* name, int numa_node) noexcept;
+// Binds the calling thread to the processors, or the NUMA node, that the options name; logs a refused binding.
+void enter_io_thread(const char* name, const DriveQueueOptions& options) noexcept;
 
 }  // namespace hoist::aio::detail

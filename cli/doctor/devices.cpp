@@ -80,6 +80,29 @@ Finding usable_devices(const std::vector<PciGpu>& cards) {
   return finding;
 }
 
+// Says which bytes are the GPU's and which are the processors': budgets follow from it (zero/machine.hpp).
+Finding memory_of_gpu(const Machine& machine, std::size_t ordinal, const platform::GpuMemoryFacts& facts) {
+  const platform::GpuMemory memory = platform::gpu_memory(facts);
+  Finding finding{.subject = fmt::format("memory of GPU {}", ordinal), .found = "its own, behind PCIe"};
+  finding.data = {{"kind", platform::gpu_memory_name(memory)},
+                  {"integrated", facts.is_integrated},
+                  {"uses_host_page_tables", facts.uses_host_page_tables}};
+  if (memory == platform::GpuMemory::integrated)
+    finding.found =
+        "the processors' own: one budget limits hoist.device_memory and hoist.pinned_memory together, and a copy reads "
+        "and writes the same memory";
+  if (memory != platform::GpuMemory::coherent) return finding;
+  const std::uint64_t total = field_bytes(machine.proc + "/meminfo", "MemTotal").value_or(0);
+  const std::uint64_t host = platform::memory_of_processors({.total_bytes = total}, machine.sys).total_bytes;
+  finding.found = fmt::format(
+      "its own, which the processors reach through their page tables: of {} that the kernel counts, {} are the "
+      "processors', and hoist.pinned_memory is of these",
+      format_bytes(total), format_bytes(host));
+  finding.data["machine_bytes"] = total;
+  finding.data["processor_bytes"] = host;
+  return finding;
+}
+
 Finding toolkit() {
   const std::string compiler = find_program("nvcc");
   Finding finding{
@@ -139,6 +162,13 @@ Finding mpi() {
 
 }  // namespace
 
+std::vector<platform::GpuMemoryFacts> cuda_memories() {
+  std::vector<platform::GpuMemoryFacts> memories;
+  for (int ordinal = 0; ordinal < platform::cuda_device_count(); ++ordinal)
+    memories.push_back(platform::cuda_memory_facts(ordinal));
+  return memories;
+}
+
 std::vector<PciGpu> find_cards(const Machine& machine) {
   std::vector<PciGpu> cards;
   std::error_code failed;
@@ -161,6 +191,9 @@ std::vector<PciGpu> find_cards(const Machine& machine) {
 Section look_at_devices(const Machine& machine) {
   const std::vector<PciGpu> cards = find_cards(machine);
   Section section{"GPUs and ranks", {driver(machine, cards), usable_devices(cards), toolkit()}};
+  const std::vector<platform::GpuMemoryFacts> memories = machine.gpu_memories();
+  for (std::size_t ordinal = 0; ordinal < memories.size(); ++ordinal)
+    section.findings.push_back(memory_of_gpu(machine, ordinal, memories[ordinal]));
   for (const PciGpu& card : cards) section.findings.push_back(card_link(card));
   section.findings.push_back(nccl(cards.size()));
   section.findings.push_back(mpi());

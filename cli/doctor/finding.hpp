@@ -5,11 +5,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <nlohmann/json.hpp>
+
+#include <hoist/platform/free_memory.hpp>
 
 namespace hoist::cli {
 
@@ -29,15 +32,18 @@ struct Finding {
   nlohmann::ordered_json data = nlohmann::ordered_json::object();  // the same in numbers, for programs
 };
 
+std::vector<platform::GpuMemoryFacts> cuda_memories();
+
 struct Section {
   std::string title;
   std::vector<Finding> findings;
 };
 
-// The roots of /proc and /sys; tests build others.
+// The roots of /proc and /sys, and what the CUDA runtime says of each GPU's memory; tests build others.
 struct Machine {
   std::string proc = "/proc";
   std::string sys = "/sys";
+  std::function<std::vector<platform::GpuMemoryFacts>()> gpu_memories = cuda_memories;
 };
 
 Section look_at_io_uring(const Machine& machine);

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <sstream>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,20 +15,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
-#include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/platform/detail/first_touch.hpp>
 #include <hoist/platform/detail/mapping.hpp>
 #include <hoist/platform/free_memory.hpp>
 
 #ifndef MAP_HUGE_2MB
 #define MAP_HUGE_2MB (21 << 26)
 #endif
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-
 namespace hoist::platform::detail {
 
 namespace {
@@ -94,39 +89,6 @@ void report_other_nodes(std::span<const std::byte> bytes, const std::vector<int>
               fmt::join(nodes, ", "));
 }
 
-// Faults the pages of one part in. 0, or the errno. MADV_POPULATE_WRITE reports a shortage (of reserved huge pages on
-// the bound node, for example) where touching by hand would be killed by SIGBUS.
-int populate(std::span<std::byte> part, PageKind kind) {
-  while (::madvise(part.data(), part.size(), MADV_POPULATE_WRITE) != 0) {
-    if (errno == EINTR || errno == EAGAIN) continue;
-    if (errno != EINVAL || kind == PageKind::huge_reserved) return errno;
-    for (std::size_t at = 0; at < part.size(); at += small_page_bytes()) {  // kernels before 5.14
-      *reinterpret_cast<volatile std::byte*>(part.data() + at) = std::byte{0};
-    }
-    return 0;
-  }
-  return 0;
-}
-
-int touch(std::span<std::byte> bytes, PageKind kind, unsigned threads) {
-  const std::uint64_t pages = bytes.size() / page_bytes(kind);
-  const std::uint64_t parts = std::clamp<std::uint64_t>(threads, 1, std::max<std::uint64_t>(pages, 1));
-  const std::uint64_t part_bytes = divide_up(pages, parts) * page_bytes(kind);
-  std::atomic<int> failure{0};
-  const auto touch_part = [&](std::uint64_t part) {
-    const std::uint64_t begin = std::min<std::uint64_t>(part * part_bytes, bytes.size());
-    const std::uint64_t end = std::min<std::uint64_t>(begin + part_bytes, bytes.size());
-    if (begin == end) return;
-    if (const int code = populate(bytes.subspan(begin, end - begin), kind)) failure = code;
-  };
-  std::vector<std::jthread> helpers;
-  for (std::uint64_t part = 1; part < parts; ++part)
-    helpers.push_back(start_joining_thread("hoist-touch", [&, part](const std::stop_token&) { touch_part(part); }));
-  touch_part(0);
-  helpers.clear();  // joins
-  return failure;
-}
-
 // Whether the kernel backed the mapping at `address` with huge pages: it accepts the advice and may ignore it.
 bool has_transparent_pages(const std::byte* address, std::uint64_t bytes) {
   const auto target = reinterpret_cast<std::uintptr_t>(address);
@@ -173,16 +135,41 @@ void Mapping::refuse(std::uint64_t bytes, std::uint64_t available, const char* w
                               .detail = what + refusal});
 }
 
-std::span<std::byte> Mapping::commit_up_to(std::uint64_t end) {
-  if (end <= committed_bytes_) return {};
+std::vector<Mapping::Piece> Mapping::pieces(std::span<std::byte> whole, PageKind kind) const {
+  const std::uint64_t page = kind == PageKind::huge_reserved ? kHugePageBytes : small_page_bytes();
+  std::vector<Piece> all;
+  std::uint64_t done = 0;
+  const auto add_rest = [&](std::uint64_t end) {
+    if (end > done) all.push_back({whole.subspan(done, end - done), options_.numa_nodes, options_.touch_cpus});
+  };
+  for (const HostMemoryPart& part : options_.parts) {
+    const std::uint64_t begin = round_up(part.offset, page), end = round_down(part.offset + part.bytes, page);
+    HOIST_ASSERT(part.offset >= done && part.offset + part.bytes <= bytes_, "{} bytes at {} of {}, behind {}",
+                 part.bytes, part.offset, bytes_, done);
+    if (end <= begin) continue;
+    add_rest(begin);
+    all.push_back({whole.subspan(begin, end - begin), part.numa_nodes, {}});
+    done = end;
+  }
+  add_rest(whole.size());
+  return all;
+}
+
+int Mapping::touch(const Piece& piece, PageKind kind, std::optional<std::byte> value) const {
+  FirstTouch how{.cpus = piece.cpus, .value = value, .what = options_.tier + " memory"};
+  if (how.cpus.empty() && !piece.numa_nodes.empty()) how.cpus = usable_processors(piece.numa_nodes);
+  return touch_first(piece.bytes, kind, how);
+}
+
+void Mapping::commit_up_to(std::uint64_t end, std::optional<std::byte> value) {
+  if (end <= committed_bytes_) return;
   const std::span<std::byte> fresh = bytes().subspan(committed_bytes_, end - committed_bytes_);
   const std::uint64_t available = host_memory().free_bytes;
   constexpr const char* kWhat = "what is taken of the budget now";
   if (fresh.size() > available) refuse(fresh.size(), available, kWhat);
-  failure_ = touch(fresh, PageKind::normal, options_.touch_threads);
+  failure_ = touch({fresh, options_.numa_nodes, options_.touch_cpus}, PageKind::normal, value);
   if (failure_ != 0) refuse(fresh.size(), available, kWhat);
   committed_bytes_ = end;
-  return fresh;
 }
 
 bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
@@ -202,15 +189,19 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   if (kind == PageKind::normal) ::madvise(data_, mapped_bytes_, MADV_NOHUGEPAGE);
   // A fork would copy every page that a device or a ring has pinned, and children do not need them.
   ::madvise(data_, mapped_bytes_, MADV_DONTFORK);
-  const bool placed = !options.numa_nodes.empty() && prefer_nodes(whole, options.numa_nodes);
-  failure_ = options.touch ? touch(whole, kind, options.touch_threads) : 0;
-  if (failure_ != 0) {
+  std::vector<Piece> all = pieces(whole, kind);
+  for (Piece& piece : all)
+    if (!piece.numa_nodes.empty() && !prefer_nodes(piece.bytes, piece.numa_nodes)) piece.numa_nodes.clear();
+  for (const Piece& piece : all) {
+    failure_ = options.touch ? touch(piece, kind, {}) : 0;
+    if (failure_ == 0) continue;
     unmap();
     return false;
   }
   committed_bytes_ = options.touch ? bytes_ : 0;
   page_kind_ = kind;
-  if (options.touch && placed) report_other_nodes(bytes(), options.numa_nodes);
+  for (const Piece& piece : all)
+    if (options.touch && !piece.numa_nodes.empty()) report_other_nodes(piece.bytes, piece.numa_nodes);
   return true;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,8 +20,9 @@ struct MappingOptions {
   std::uint64_t bytes = 0;
   PageKind largest_pages = PageKind::huge_transparent;  // the first kind tried; falls back towards `normal`
   std::vector<int> numa_nodes{};                        // as HostMemoryOptions::numa_nodes
-  unsigned touch_threads = 1;
-  bool touch = true;  // false: commit_up_to() does
+  std::vector<int> touch_cpus{};                        // as HostMemoryOptions::touch_cpus
+  std::vector<HostMemoryPart> parts{};                  // as HostMemoryOptions::parts
+  bool touch = true;                                    // false: commit_up_to() does
   // For the BudgetError: "device" or "pinned", and the setting to lower.
   std::string tier;
   std::string key;
@@ -35,9 +37,9 @@ class Mapping {
   Mapping(const Mapping&) = delete;
 
   std::span<std::byte> bytes() const { return {data_, static_cast<std::size_t>(bytes_)}; }
-  // Touches the first `end` bytes, as far as they have not been. Returns those that are new.
+  // Touches the first `end` bytes, as far as they have not been, and writes `value` to the new ones.
   // Errors: BudgetError if the machine lacks the memory.
-  std::span<std::byte> commit_up_to(std::uint64_t end);
+  void commit_up_to(std::uint64_t end, std::optional<std::byte> value = {});
   std::span<std::byte> committed() const { return bytes().first(committed_bytes_); }
   // The page kind that backs it now. Cost: with transparent huge pages, a walk through /proc/self/smaps.
   PageKind page_kind() const;
@@ -45,6 +47,14 @@ class Mapping {
  private:
   // False, and nothing is mapped, if the kernel has no pages of this kind.
   bool try_map(PageKind kind, const MappingOptions& options);
+  // Pages that are placed and touched in the same way.
+  struct Piece {
+    std::span<std::byte> bytes;
+    std::vector<int> numa_nodes;
+    std::vector<int> cpus;
+  };
+  std::vector<Piece> pieces(std::span<std::byte> whole, PageKind kind) const;
+  int touch(const Piece& piece, PageKind kind, std::optional<std::byte> value) const;  // 0, or the errno
   void unmap() noexcept;
   [[noreturn]] void refuse(std::uint64_t bytes, std::uint64_t available, const char* what) const;
 

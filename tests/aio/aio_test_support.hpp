@@ -13,17 +13,16 @@
 #include <mutex>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <spdlog/sinks/ostream_sink.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+
+#include "../support/log_capture.hpp"
 
 namespace hoist::aio {
 
@@ -64,28 +63,7 @@ inline std::optional<IoError::Where> io_error_of(const Completion& completion) {
   return std::nullopt;
 }
 
-// Collects the lines that are logged while it lives.
-class LogCapture {
- public:
-  LogCapture() : before_(spdlog::default_logger()) {
-    spdlog::set_default_logger(
-        std::make_shared<spdlog::logger>("capture", std::make_shared<spdlog::sinks::ostream_sink_mt>(stream_)));
-  }
-  ~LogCapture() { spdlog::set_default_logger(before_); }
-  LogCapture(const LogCapture&) = delete;
-  LogCapture& operator=(const LogCapture&) = delete;
-  std::size_t count(const std::string& word) const {
-    std::size_t found = 0;
-    const std::string text = stream_.str();
-    for (std::size_t at = text.find(word); at != std::string::npos; at = text.find(word, at + 1)) ++found;
-    return found;
-  }
-  std::string text() const { return stream_.str(); }
-
- private:
-  std::ostringstream stream_;
-  std::shared_ptr<spdlog::logger> before_;
-};
+using test::LogCapture;
 
 // What a body says on success when it runs in a process of its own, where nothing was ever said before.
 [[noreturn]] inline void exit_if(bool holds, const LogCapture& log) {

@@ -237,10 +237,9 @@ TEST(RingFlags, TheLastChoiceAsksForNothingNew) {
     EXPECT_NE(detail::ring_flag_choices(polling).front() & IORING_SETUP_SINGLE_ISSUER, 0u);
 }
 
-TEST(IoThread, RunsOnTheNodeItWasGiven) {
-  const auto topology = platform::Topology::detect();
-  const auto& node = topology.nodes().back();
-  DriveQueue engine({.numa_node = node.os_index});
+// The processors that the thread of a queue with these options may use.
+std::vector<int> processors_of_io_thread(const DriveQueueOptions& options) {
+  DriveQueue engine(options);
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 4 * kKiB});
   const AlignedBuffer memory(4 * kKiB);
@@ -262,7 +261,22 @@ TEST(IoThread, RunsOnTheNodeItWasGiven) {
   for (std::size_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (CPU_ISSET(cpu, &allowed)) cpus.push_back(static_cast<int>(cpu));
   }
-  EXPECT_THAT(cpus, testing::UnorderedElementsAreArray(node.cpus));
+  return cpus;
+}
+
+TEST(IoThread, RunsOnTheNodeItWasGiven) {
+  const auto topology = platform::Topology::detect();
+  const auto& node = topology.nodes().back();
+  EXPECT_THAT(processors_of_io_thread({.numa_node = node.os_index}), testing::UnorderedElementsAreArray(node.cpus));
+}
+
+TEST(IoThread, RunsOnTheProcessorsItWasGiven) {
+  const auto topology = platform::Topology::detect();
+  const int cpu = topology.nodes().back().cpus.back();
+  for (const BackendKind backend : {BackendKind::automatic, BackendKind::threads})
+    EXPECT_EQ(processors_of_io_thread({.backend = backend, .numa_node = 0, .cpus = {cpu}}), std::vector<int>{cpu});
+  // A refusal is a line in the log.
+  EXPECT_EQ(processors_of_io_thread({.cpus = {70000}}).size(), topology.cpu_count());
 }
 
 TEST(IoUring, DescribesWhatItHas) {

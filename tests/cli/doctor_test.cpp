@@ -197,6 +197,45 @@ TEST_F(DoctorMachine, NothingReadableIsUnknownAndNoFailure) {
   }
 }
 
+class DoctorGpuMemory : public DoctorMachine {
+ protected:
+  cli::Finding memory_of(const platform::GpuMemoryFacts& facts) const {
+    Machine one = machine();
+    one.gpu_memories = [&] { return std::vector{facts}; };
+    const cli::Section section = cli::look_at_devices(one);
+    const auto found = std::ranges::find(section.findings, "memory of GPU 0", &cli::Finding::subject);
+    EXPECT_NE(found, section.findings.end());
+    return found == section.findings.end() ? cli::Finding{} : *found;
+  }
+};
+
+TEST_F(DoctorGpuMemory, BehindPcieIsItsOwn) {
+  const cli::Finding found = memory_of({});
+  EXPECT_EQ(found.data["kind"], "separate");
+  EXPECT_THAT(found.found, HasSubstr("behind PCIe"));
+}
+
+// As on GH200: the kernel counts the GPU's 96 GB, a node without processors, as the machine's.
+TEST_F(DoctorGpuMemory, ThatProcessorsReachIsNotTheirs) {
+  put("proc/meminfo", "MemTotal:       603979776 kB");
+  put("sys/devices/system/node/node0/cpulist", "0-71");
+  put("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:       503316480 kB");
+  put("sys/devices/system/node/node1/cpulist", "");
+  put("sys/devices/system/node/node1/meminfo",
+      "Node 1 MemTotal:       100663296 kB\nNode 1 MemFree:        99614720 kB");
+  const cli::Finding found = memory_of({.uses_host_page_tables = true});
+  EXPECT_EQ(found.data["kind"], "coherent");
+  EXPECT_EQ(found.data["machine_bytes"], 576 * kGiB);
+  EXPECT_EQ(found.data["processor_bytes"], 480 * kGiB);
+  EXPECT_THAT(found.found, HasSubstr("of 576 GiB that the kernel counts, 480 GiB are the processors'"));
+}
+
+TEST_F(DoctorGpuMemory, ThatIsTheProcessorsHasOneBudgetWithPinnedMemory) {
+  const cli::Finding found = memory_of({.is_integrated = true, .uses_host_page_tables = true});
+  EXPECT_EQ(found.data["kind"], "integrated");
+  EXPECT_THAT(found.found, HasSubstr("one budget limits hoist.device_memory and hoist.pinned_memory together"));
+}
+
 TEST_F(DoctorMachine, HugePagesAreMissedOnlyWhereThereAreNone) {
   const auto verdict = [&](const std::string& free_pages, const std::string& transparent) {
     put("proc/meminfo", "MemTotal: 16384 kB\nHugePages_Free: " + free_pages + "\nHugepagesize: 2048 kB");

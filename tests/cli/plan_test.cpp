@@ -298,13 +298,79 @@ TEST_F(Plan, WithoutAMachineAssumesOneAndSaysSo) {
 }
 
 TEST_F(Plan, EveryMachineFileIsReadAndUsesAllOfItsDevices) {
-  for (const auto& [name, world] : {std::pair("laptop", 1), {"h200-4-drives", 1}, {"h100-8", 8}, {"h100-8x32", 256}}) {
+  for (const auto& [name, world] :
+       {std::pair("laptop", 1), {"h200-4-drives", 1}, {"gh200", 1}, {"gb10", 1}, {"h100-8", 8}, {"h100-8x32", 256}}) {
     const auto result = run(fmt::format(
         "plan --parameters 3e9 --tokens 2048 --json plan.json --machine {}/machines/{}.json", HOIST_SOURCE_DIR, name));
     ASSERT_EQ(result.exit_code, 0) << name << result.errors;
     EXPECT_EQ(json_of("plan.json")["world_size"], world) << name;
     EXPECT_NE(json_of("plan.json")["best"], nullptr) << name;
   }
+}
+
+// A model whose state fills most of the memory: its device and pinned bytes are together no more than there is.
+TEST_F(Plan, AnIntegratedGpuAndItsProcessorsHaveOneBudget) {
+  constexpr std::uint64_t kBudget = 119 * kGiB - 119 * kGiB / 10;
+  const auto result =
+      run("plan --parameters 6e9 --tokens 2048 --json plan.json --write written.json --machine " HOIST_SOURCE_DIR
+          "/machines/gb10.json");
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("memory: GPU and processors share one; hoist.device_memory and "
+                                       "hoist.pinned_memory are parts of it"));
+  bool some_fit = false;
+  const auto report = json_of("plan.json");
+  for (const auto& each : report["rows"]) {
+    if (!each["fits"]) continue;
+    some_fit = true;
+    const std::uint64_t together =
+        each["device"]["bytes"].get<std::uint64_t>() + each["pinned"]["bytes"].get<std::uint64_t>();
+    EXPECT_LE(together, kBudget) << each;
+  }
+  EXPECT_TRUE(some_fit);
+  const auto written = json_of("written.json")["hoist"];
+  EXPECT_LE(*parse_bytes(written["device_memory"].get<std::string>()) +
+                *parse_bytes(written["pinned_memory"].get<std::string>()),
+            kBudget);
+  // With two memories of the same size the same model has both.
+  auto separate = nlohmann::json::parse(test::text_of(HOIST_SOURCE_DIR "/machines/gb10.json"));
+  separate["device"].erase("memory");
+  separate["device"]["memory_gib"] = 119;
+  write("separate.json", separate.dump());
+  ASSERT_EQ(run("plan --parameters 6e9 --tokens 2048 --json separate_plan.json --machine separate.json").exit_code, 0);
+  const auto row_of = [&](const char* file) { return row(json_of(file), "device", "pinned"); };
+  EXPECT_TRUE(row_of("separate_plan.json")["fits"]);
+  EXPECT_GT(row_of("separate_plan.json")["device"]["budget_bytes"].get<std::uint64_t>() +
+                row_of("separate_plan.json")["pinned"]["budget_bytes"].get<std::uint64_t>(),
+            2 * kBudget - 16 * kGiB);
+}
+
+// The link is seven times as fast as PCIe, so the state may be in the processors' memory.
+TEST_F(Plan, ACoherentLinkIsSaidAndUsed) {
+  const std::string arguments = " --parameters 20e9 --tokens 16384 --machine " HOIST_SOURCE_DIR "/machines/";
+  const auto coherent = run("plan --json gh200.json" + arguments + "gh200.json");
+  ASSERT_EQ(coherent.exit_code, 0) << coherent.errors;
+  EXPECT_THAT(coherent.output, HasSubstr("reach each other's, at 375 GB/s up and 297 GB/s down"));
+  ASSERT_EQ(run("plan --json h200.json" + arguments + "h200-4-drives.json").exit_code, 0);
+  const auto seconds = [&](const char* file) {
+    return row(json_of(file), "pinned", "pinned")["seconds"]["expected"].get<double>();
+  };
+  EXPECT_LT(seconds("gh200.json"), seconds("h200.json"));
+}
+
+TEST_F(Plan, RefusesMemoryThatAGpuCannotHave) {
+  auto machine = nlohmann::json::parse(test::text_of(HOIST_SOURCE_DIR "/machines/gb10.json"));
+  const auto refusal = [&] {
+    write("bad.json", machine.dump());
+    const auto result = run("plan --parameters 1e9 --machine bad.json");
+    EXPECT_EQ(result.exit_code, 2);
+    return result.errors;
+  };
+  machine["device"]["memory_gib"] = 64;
+  EXPECT_THAT(refusal(), HasSubstr("device.memory_gib: an integrated GPU has no memory of its own"));
+  machine["device"]["memory"] = "unified";
+  EXPECT_THAT(refusal(), HasSubstr("device.memory: "));
+  machine["device"]["memory"] = 1;
+  EXPECT_THAT(refusal(), HasSubstr("\"coherent\""));
 }
 
 TEST_F(Plan, RefusesAMachineFileThatIsNotOne) {

@@ -12,6 +12,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/tests/zero/toy_ranks.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "hostile.hpp"
 #include "volumes.hpp"
@@ -99,6 +101,53 @@ TEST_F(Space, ThatSpilledGradientsLackIsRefusedAtTheStartAndTheLastCommitIsThere
   setup.engine.gradient_spill_units = 0;
   expect_intact(setup, kCommitted);  // in the space that the store has
 }
+
+// The store has its space, and beside it there is half of what scratch needs.
+class NewSpill : public Space, public testing::WithParamInterface<int> {
+ protected:
+  // Leaves so much of the volume.
+  static bool leave(const LoopVolume& volume, std::uint64_t bytes) {
+    const std::uint64_t free = std::filesystem::space(volume.path()).available;
+    return free > bytes && succeeds(fmt::format("fallocate -l {} {}", free - bytes, volume / "filler"));
+  }
+};
+
+TEST_P(NewSpill, WithoutSpaceIsRefusedAndNothingIsLeft) {
+  LoopVolume volume(directory_, "ext4");
+  HOIST_NEEDS_MOUNTED(volume);
+  const int ranks = GetParam();
+  ToySetup setup = toy(volume / "store");
+  setup.engine.gradient_spill_units = 99;
+  const ToyShape shape;
+  const auto create = [&]() -> std::string {
+    try {
+      train_on(ranks, setup, shape, 2);
+      return "";
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  };
+  const Prediction plan = predict(setup.runtime, setup.engine, describe(shape), ranks);
+  ASSERT_GT(plan.scratch_bytes, 64 * kKiB);
+  const auto all = static_cast<std::uint64_t>(ranks) * plan.nvme_bytes;
+  ASSERT_TRUE(leave(volume, all - plan.scratch_bytes / 2));
+  const std::string error = create();
+  RecordProperty("error", error);
+  EXPECT_THAT(error, HasSubstr("gradients that do not fit pinned memory (hoist.gradient_spill)"));
+  EXPECT_THAT(error, HasSubstr("the free space of the file system of " + volume / "store"));
+  EXPECT_THAT(error, HasSubstr("or hoist.pinned_memory"));
+  std::vector<std::string> left;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(volume.path()))
+    if (entry.is_regular_file() && entry.path().filename() != "filler") left.push_back(entry.path());
+  EXPECT_THAT(left, testing::IsEmpty());
+  if (ranks == 1) {
+    EXPECT_FALSE(std::filesystem::exists(volume / "store"));
+  }
+  std::filesystem::remove(volume / "filler");
+  EXPECT_EQ(create(), "") << "with the space that there is now";
+}
+INSTANTIATE_TEST_SUITE_P(Ranks, NewSpill, testing::Values(1, 2),
+                         [](const auto& ranks) { return fmt::format("{}", ranks.param); });
 
 // `cp` shares blocks where it can; from then on, each that either side writes needs a new one.
 TEST_F(Space, ThatACopySharesMayBeMissingAndTheLastCommitIsThere) {

@@ -9,6 +9,7 @@
 #include <hoist/core/ledger.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/platform/free_memory.hpp>
 
 #include "fake_cuda_runtime.hpp"
 
@@ -96,6 +97,20 @@ TEST_F(CudaManners, AGraphCanBeCapturedWhileCopiesAreUnderWay) {
   on_new_thread([&] { stream_->synchronize(); });
   on_new_thread([&] { stream_.reset(); });
   EXPECT_TRUE(cuda::end_capture_elsewhere());
+}
+
+TEST(CudaMemoryFacts, AreTheRuntimes) {
+  cuda::reset();
+  EXPECT_FALSE(cuda_memory_facts(0).is_integrated);
+  EXPECT_FALSE(cuda_memory_facts(0).uses_host_page_tables);
+  cuda::set_attribute(cudaDevAttrPageableMemoryAccessUsesHostPageTables, 1);
+  EXPECT_FALSE(cuda_memory_facts(0).is_integrated);
+  EXPECT_TRUE(cuda_memory_facts(0).uses_host_page_tables);
+  cuda::set_attribute(cudaDevAttrIntegrated, 1);
+  EXPECT_TRUE(cuda_memory_facts(0).is_integrated);
+  EXPECT_FALSE(cuda_memory_facts(cuda::kCards).is_integrated) << "there is no such card";
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left behind";
+  EXPECT_TRUE(cuda::contexts().empty());
 }
 
 TEST_F(CudaManners, AThreadKeepsItsCardItsModeAndItsErrors) {

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -29,6 +30,7 @@ struct Machine {
   bool held = false;
   bool captured_elsewhere = false;
   bool capture_broken = false;
+  std::map<cudaDeviceAttr, int> attributes;
 };
 Machine machine;
 
@@ -89,6 +91,7 @@ cudaError_t entry_point(const char* name, void** function, cudaDriverEntryPointQ
 void reset() {
   const std::lock_guard lock(machine.mutex);
   machine.contexts.clear();
+  machine.attributes.clear();
   machine.held = machine.captured_elsewhere = machine.capture_broken = false;
   machine.changed.notify_all();
 }
@@ -104,6 +107,10 @@ void let_go() {
   const std::lock_guard lock(machine.mutex);
   machine.held = false;
   machine.changed.notify_all();
+}
+void set_attribute(cudaDeviceAttr attribute, int value) {
+  const std::lock_guard lock(machine.mutex);
+  machine.attributes[attribute] = value;
 }
 void begin_capture_elsewhere() {
   const std::lock_guard lock(machine.mutex);
@@ -142,6 +149,13 @@ cudaError_t cudaSetDevice(int card) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   std::strcpy(properties->name, "a card of paper");
+  return cudaSuccess;
+}
+// Makes no context.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int card) {
+  if (card < 0 || card >= kCards) return answer(cudaErrorInvalidDevice);
+  const std::lock_guard lock(machine.mutex);
+  *value = machine.attributes[attribute];
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }

@@ -24,6 +24,8 @@ std::set<int> contexts();
 // Work enqueued from now on, and events recorded, are not reached until it opens again.
 void hold();
 void let_go();
+// Every card reports this value of an attribute from now on, and 0 before.
+void set_attribute(cudaDeviceAttr attribute, int value);
 // Another thread captures a graph in the global mode.
 void begin_capture_elsewhere();
 // False when a call has broken the capture.

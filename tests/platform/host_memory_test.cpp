@@ -44,7 +44,7 @@ TEST(HostMemory, OrdinaryPages) {
 TEST(HostMemory, HugePagesWithFallBack) {
   constexpr std::uint64_t kBytes = 9 * kMiB;
   const std::uint64_t reserved = free_reserved_pages();
-  const HostMemory memory({.bytes = kBytes, .huge_pages = true, .touch_threads = 3});
+  const HostMemory memory({.bytes = kBytes, .huge_pages = true});
   EXPECT_EQ(memory.bytes().size(), kBytes);
   if (reserved == 0) {
     EXPECT_NE(memory.page_kind(), PageKind::huge_reserved);
@@ -87,7 +87,7 @@ TEST(HostMemory, MovesItsBytes) {
 // A node that exists, and ones that do not: a node is a wish, and its refusal a warning.
 TEST(HostMemory, ComesFromItsNodesWhereItCan) {
   for (const std::vector<int>& nodes : {std::vector{0}, std::vector{900}, std::vector{0, 901}, std::vector{-3}}) {
-    const HostMemory memory({.bytes = 4 * kMiB, .numa_nodes = nodes, .touch_threads = 2});
+    const HostMemory memory({.bytes = 4 * kMiB, .numa_nodes = nodes});
     EXPECT_TRUE(all_zero_and_writable(memory.bytes())) << "node " << nodes.front();
   }
 }
@@ -123,6 +123,39 @@ TEST(HostMemory, EveryPageIsOnTheNodeThatWasAskedFor) {
   const std::vector<int> found = nodes_of_pages(memory.bytes(), 1024);
   EXPECT_EQ(std::ranges::count(found, nodes[0].os_index), 512);
   EXPECT_EQ(std::ranges::count(found, nodes[1].os_index), 512);
+}
+
+// Edges of a part move inwards to whole pages; what is between two parts is as without them.
+TEST(HostMemory, APartHasNodesOfItsOwn) {
+  if (!std::filesystem::exists("/proc/self/numa_maps")) GTEST_SKIP() << "the kernel knows no NUMA nodes";
+  const int node = Topology::detect().nodes().back().os_index;
+  const std::string placed = fmt::format("prefer:{}", node);
+  const HostMemory memory({.bytes = 12 * kMiB,
+                           .huge_pages = false,
+                           .parts = {{.offset = 0, .bytes = 4096, .numa_nodes = {node}},
+                                     {.offset = kMiB + 100, .bytes = 2 * kMiB, .numa_nodes = {node}},
+                                     {.offset = 8 * kMiB + 1, .bytes = 4096, .numa_nodes = {node}},
+                                     {.offset = 11 * kMiB, .bytes = kMiB, .numa_nodes = {node}}}});
+  const auto policy_at = [&](std::uint64_t offset) { return memory_policy(memory.bytes().data() + offset); };
+  EXPECT_EQ(policy_at(0), placed);
+  EXPECT_EQ(policy_at(4096), "default");
+  EXPECT_EQ(policy_at(kMiB), "default");
+  EXPECT_EQ(policy_at(kMiB + 4096), placed);
+  EXPECT_EQ(policy_at(3 * kMiB - 1), placed);
+  EXPECT_EQ(policy_at(3 * kMiB), "default") << "half a page of the part";
+  EXPECT_EQ(policy_at(8 * kMiB + 4096), "default") << "no page is the part's alone";
+  EXPECT_EQ(policy_at(11 * kMiB), placed);
+  EXPECT_EQ(policy_at(12 * kMiB - 1), placed);
+  EXPECT_EQ(nodes_of_pages(memory.bytes().subspan(kMiB + 4096, kMiB), 64), std::vector<int>(64, node));
+  EXPECT_EQ(nodes_of_pages(memory.bytes(), 3072).size(), 3072u) << "of 3072 pages, all touched";
+  EXPECT_TRUE(all_zero_and_writable(memory.bytes()));
+}
+
+TEST(HostMemory, APartThatIsAllOfIt) {
+  for (const bool huge : {false, true}) {
+    const HostMemory memory({.bytes = 6 * kMiB, .huge_pages = huge, .parts = {{.bytes = 6 * kMiB, .numa_nodes = {0}}}});
+    EXPECT_TRUE(all_zero_and_writable(memory.bytes()));
+  }
 }
 
 TEST(HostMemory, RefusesWhatTheMachineLacks) {

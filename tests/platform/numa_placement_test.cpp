@@ -85,6 +85,79 @@ TEST(NumaPlacement, MoreProcessesThanCoresShareThem) {
   for (const NumaPlace& place : places) EXPECT_EQ(place.cpus.size(), 1u);
 }
 
+std::vector<IoPlace> io_of(const std::vector<Topology::Node>& nodes, const Gpus& gpus, int processes, int process) {
+  return place_io_threads(nodes, place_processes(nodes, gpus, processes), static_cast<std::size_t>(process));
+}
+
+TEST(NumaPlacement, TheIoThreadOfOneProcessHasTheDrivesNode) {
+  const auto nodes = machine("numa:2 core:2 pu:2");
+  EXPECT_EQ(io_of(nodes, {}, 1, 0), (std::vector<IoPlace>{{0, {0, 1, 2, 3}}, {1, {4, 5, 6, 7}}}));
+  EXPECT_EQ(io_of(machine("numa:1 core:2 pu:1"), {}, 1, 0), (std::vector<IoPlace>{{0, {0, 1}}}));
+}
+
+// Two sockets, two GPUs on each, four processes; a drive on either socket.
+TEST(NumaPlacement, IoThreadsAreOnOwnCoresOrDivideTheNode) {
+  const auto nodes = machine("numa:2 core:4 pu:1");
+  const Gpus gpus{0, 0, 1, 1};
+  EXPECT_EQ(io_of(nodes, gpus, 4, 0), (std::vector<IoPlace>{{0, {0, 1}}, {1, {4, 5}}}));
+  EXPECT_EQ(io_of(nodes, gpus, 4, 1), (std::vector<IoPlace>{{0, {2, 3}}, {1, {6, 7}}}));
+  EXPECT_EQ(io_of(nodes, gpus, 4, 2), (std::vector<IoPlace>{{0, {0, 1}}, {1, {4, 5}}}));
+  EXPECT_EQ(io_of(nodes, gpus, 4, 3), (std::vector<IoPlace>{{0, {2, 3}}, {1, {6, 7}}}));
+}
+
+TEST(NumaPlacement, IoThreadsOfMoreProcessesThanCoresShareThem) {
+  const auto nodes = machine("numa:2 core:1 pu:1");
+  for (int process = 0; process < 6; ++process)
+    EXPECT_EQ(io_of(nodes, Gpus{0}, 6, process), (std::vector<IoPlace>{{0, {0}}, {1, {1}}})) << process;
+}
+
+TEST(NumaPlacement, NoIoThreadIsWhereThereAreNoProcessors) {
+  const auto nodes = nodes_with({2, 0});
+  EXPECT_EQ(io_of(nodes, {}, 2, 1), (std::vector<IoPlace>{{0, {1}}}));
+}
+
+// As for every machine above: each has a place on every node, on that node's processors, and as few share one as can
+// be.
+TEST(NumaPlacement, EveryIoThreadHasCoresOnEveryNode) {
+  for (const int node_count : {1, 2, 4}) {
+    for (const int cores : {1, 3, 8}) {
+      const auto nodes = nodes_with(Ints(static_cast<std::size_t>(node_count), cores));
+      for (int processes = 1; processes <= 9; ++processes) {
+        for (const Gpus& gpus : {Gpus{}, Gpus{0}, Gpus{node_count - 1, 0}}) {
+          std::vector<int> users(static_cast<std::size_t>(node_count * cores));
+          for (int process = 0; process < processes; ++process) {
+            const auto places = io_of(nodes, gpus, processes, process);
+            ASSERT_EQ(places.size(), static_cast<std::size_t>(node_count));
+            for (const IoPlace& place : places) {
+              EXPECT_FALSE(place.cpus.empty());
+              EXPECT_TRUE(std::ranges::is_sorted(place.cpus));
+              for (const int cpu : place.cpus) {
+                EXPECT_EQ(cpu / cores, place.node);
+                ++users[static_cast<std::size_t>(cpu)];
+              }
+            }
+          }
+          // At most one of the node's own processes and one of the others, where there are cores for all.
+          if (processes > cores) continue;
+          for (const int count : users) EXPECT_LE(count, 2) << node_count << " x " << cores << ", " << processes;
+        }
+      }
+    }
+  }
+}
+
+TEST(NumaPlacement, StagingBuffersAreOnTheDrivesNode) {
+  using Drives = std::vector<std::optional<int>>;
+  EXPECT_EQ(staging_node(Ints{0}, Drives{1}), 1);
+  EXPECT_EQ(staging_node(Ints{0}, Drives{1, 1}), 1);
+  EXPECT_EQ(staging_node(Ints{0, 1}, Drives{1}), 1) << "not on both in turn";
+  EXPECT_EQ(staging_node(Ints{1}, Drives{1}), std::nullopt) << "it is there already";
+  EXPECT_EQ(staging_node(Ints{0}, Drives{0, 1}), std::nullopt) << "each buffer is read into by both";
+  EXPECT_EQ(staging_node(Ints{0}, Drives{std::nullopt}), std::nullopt);
+  EXPECT_EQ(staging_node(Ints{0}, Drives{1, std::nullopt}), std::nullopt);
+  EXPECT_EQ(staging_node(Ints{}, Drives{1}), std::nullopt) << "the machine has one node, or nothing is to be placed";
+}
+
 // GPU memory that the CPU sees (GH200), or an expander: memory that nobody computes beside.
 TEST(NumaPlacement, MemoryWithoutProcessorsIsNotPinnedMemory) {
   const auto nodes = nodes_with({4, 0, 0});

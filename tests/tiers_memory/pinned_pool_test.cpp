@@ -81,7 +81,7 @@ TEST(PinnedPool, PiecesLieWithinOneSlice) {
   for (const std::uint64_t bytes : requests) plan.add(bytes);
   if (platform::host_memory().free_bytes < 2 * plan.bytes()) GTEST_SKIP() << "too little memory is free";
   Budget budget("pinned", "key", 2 * kGiB);
-  PinnedPool pool(budget, {.bytes = plan.bytes(), .touch_threads = 2});
+  PinnedPool pool(budget, {.bytes = plan.bytes()});
   const auto slices = plan.slices(pool.memory().bytes());
   ASSERT_EQ(slices.size(), 2u);
   for (const std::uint64_t bytes : requests) {

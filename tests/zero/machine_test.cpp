@@ -9,6 +9,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/machine.hpp>
+#include <hoist/zero/predict/machine_fit.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_program.hpp"
@@ -46,6 +47,75 @@ TEST(MachineChoice, OfTheGpuAndOfTheHostWhatIsFreeLessTheReserve) {
   EXPECT_EQ(chosen.pinned_memory_bytes, 52 * kGiB);  // 60 less 6.4, in steps of 2
   EXPECT_LE(chosen.pinned_memory_bytes, 60 * kGiB - kReserve);
   EXPECT_EQ(chosen.host_memory_bytes, 0u) << "two memories";
+}
+
+Machine with_integrated_gpu() {
+  Machine machine = workstation();
+  machine.gpu_count = 1;
+  machine.gpu = machine.host;
+  machine.gpu_memory = platform::gpu_memory({.is_integrated = true, .uses_host_page_tables = true});
+  return machine;
+}
+
+TEST(MachineChoice, OnAnIntegratedGpuBothBudgetsAreOneMemory) {
+  const ChosenOptions chosen = choose({}, with_integrated_gpu());
+  EXPECT_EQ(chosen.runtime.device, DeviceKind::cuda);
+  EXPECT_EQ(chosen.runtime.host_memory_bytes, 52 * kGiB);
+  EXPECT_EQ(chosen.runtime.device_memory_bytes, 52 * kGiB);
+  EXPECT_EQ(chosen.runtime.pinned_memory_bytes, 52 * kGiB);
+  EXPECT_THAT(chosen.choices[1].reason, HasSubstr("of the memory that GPU and processors share"));
+
+  const RuntimeOptions one = choose({.device_memory_bytes = 20 * kGiB}, with_integrated_gpu()).runtime;
+  EXPECT_EQ(one.pinned_memory_bytes, 32 * kGiB) << "the rest, not the same bytes again";
+  const RuntimeOptions other = choose({.pinned_memory_bytes = 20 * kGiB}, with_integrated_gpu()).runtime;
+  EXPECT_EQ(other.device_memory_bytes, 32 * kGiB);
+}
+
+// What the GPU takes at the start is not pinned memory any more.
+TEST(MachineChoice, AnIntegratedGpuTakesAPartAndPinnedMemoryHasTheRest) {
+  ChosenOptions half = choose({}, with_integrated_gpu());
+  divide_shared_memory(half);
+  EXPECT_EQ(half.runtime.device_arena_bytes, 26 * kGiB);
+  EXPECT_EQ(half.runtime.pinned_memory_bytes, 26 * kGiB);
+  EXPECT_EQ(half.choices.back().value, "\"26624MiB\"");
+
+  ChosenOptions told = choose({.device_arena_bytes = 12 * kGiB}, with_integrated_gpu());
+  divide_shared_memory(told);
+  EXPECT_EQ(told.runtime.device_arena_bytes, 12 * kGiB);
+  EXPECT_EQ(told.runtime.pinned_memory_bytes, 40 * kGiB);
+
+  for (const Machine& machine : {with_gpu(), workstation()}) {
+    ChosenOptions other = choose({}, machine);
+    const RuntimeOptions before = other.runtime;
+    divide_shared_memory(other);
+    EXPECT_EQ(other.runtime.device_arena_bytes, 0u);
+    EXPECT_EQ(other.runtime.pinned_memory_bytes, before.pinned_memory_bytes);
+  }
+}
+
+TEST(MachineChoice, OnlyAnIntegratedGpuHasNoMemoryOfItsOwn) {
+  using platform::GpuMemory;
+  EXPECT_EQ(platform::gpu_memory({}), GpuMemory::separate);
+  EXPECT_EQ(platform::gpu_memory({.uses_host_page_tables = true}), GpuMemory::coherent);
+  EXPECT_EQ(platform::gpu_memory({.is_integrated = true}), GpuMemory::integrated);
+  Machine coherent = with_gpu();
+  coherent.gpu_memory = GpuMemory::coherent;
+  EXPECT_EQ(choose({}, coherent).runtime.host_memory_bytes, 0u);
+  EXPECT_EQ(choose({}, coherent).runtime.device_memory_bytes, 70 * kGiB);
+}
+
+TEST(MachineChoice, OfAnIntegratedGpuAndOfTheHostTheFitIsOneMemory) {
+  const Machine machine = with_integrated_gpu();
+  const RuntimeOptions runtime = choose({}, machine).runtime;
+  Prediction prediction;
+  prediction.device = {.budget_bytes = 52 * kGiB, .least_bytes = 30 * kGiB, .bytes = 30 * kGiB};
+  prediction.pinned = prediction.device;
+  prediction.host_budget_bytes = runtime.host_memory_bytes;
+  const MachineFit fit = machine_fit(prediction, runtime, {}, machine);
+  ASSERT_EQ(fit.memories.size(), 1u);
+  EXPECT_EQ(fit.memories[0].name, "memory of GPU and processors");
+  EXPECT_EQ(fit.memories[0].least_bytes, 60 * kGiB);
+  EXPECT_FALSE(fit.fits()) << "52 GiB are not enough for 30 and 30";
 }
 
 TEST(MachineChoice, OnTheHostDeviceBothBudgetsAreOneMemory) {
@@ -105,6 +175,24 @@ TEST(MachineChoice, MemoryAndUpdateThreadsAreBesideTheGpu) {
   const auto cpus = std::ranges::find(chosen.choices, "CPUs of update threads", &MachineChoice::key);
   ASSERT_NE(cpus, chosen.choices.end());
   EXPECT_EQ(cpus->value, "8-15");
+}
+
+TEST(MachineChoice, IoThreadsOfRanksDivideTheDrivesNode) {
+  using Places = std::vector<platform::IoPlace>;
+  EXPECT_EQ(choose({}, server(2, 0)).runtime.io_places,
+            (Places{{0, {0, 1, 2, 3, 4, 5, 6, 7}}, {1, {8, 9, 10, 11, 12, 13, 14, 15}}}));
+  Machine four = server(4, 3);
+  four.gpu_nodes = {0, 0, 1, 1};
+  EXPECT_EQ(choose({}, four).runtime.io_places, (Places{{0, {4, 5, 6, 7}}, {1, {12, 13, 14, 15}}}));
+  EXPECT_TRUE(choose({.numa_placement = false}, server(2, 0)).runtime.io_places.empty());
+  EXPECT_EQ(choose({.io_places = {{1, {9}}}}, server(2, 0)).runtime.io_places, (Places{{1, {9}}}));
+  EXPECT_TRUE(choose({}, workstation()).runtime.io_places.empty());
+  // A launcher that has bound the process: the processors that it may use.
+  Machine bound = server(2, 0);
+  bound.allowed_cpu_count = 8;
+  bound.nodes[1].cpus.clear();
+  bound.nodes[1].cores.clear();
+  EXPECT_EQ(choose({}, bound).runtime.io_places, (Places{{0, {0, 1, 2, 3, 4, 5, 6, 7}}}));
 }
 
 TEST(MachineChoice, OneProcessTakesMemoryFromAllNodesInTurn) {

@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/platform/topology.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_program.hpp"
 
@@ -76,6 +77,39 @@ TEST(NumaTraining, MemoryAndUpdateThreadsAreWhereTheOptionsSay) {
     EXPECT_EQ(bytes.begin()->first, node.os_index);
     EXPECT_GE(bytes.begin()->second, toy.runtime.device_budget().held_bytes());
     EXPECT_EQ(processors_of_threads("hoist-update"), std::vector<std::string>{fmt::to_string(node.cpus.back())});
+    const Digests found = digests_of(toy.model);
+    EXPECT_EQ(found, digests.value_or(found)) << "where memory is never changes the result";
+    digests = found;
+  }
+}
+
+// The I/O thread and the staging buffers, apart from the rest; on a machine with two nodes on the other one.
+TEST(NumaTraining, StagingBuffersAndIoThreadsAreWhereTheOptionsSay) {
+  if (!std::filesystem::exists("/proc/self/numa_maps")) GTEST_SKIP() << "the kernel knows no NUMA nodes";
+  const std::vector<Topology::Node> nodes = Topology::detect().nodes();
+  std::optional<Digests> digests;
+  for (const Topology::Node& node : nodes) {
+    if (node.cpus.empty()) continue;
+    const bool is_alone = nodes.size() == 1;
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    if (!is_alone) setup.runtime.memory_nodes = {(node.os_index == nodes[0].os_index ? nodes[1] : nodes[0]).os_index};
+    setup.runtime.staging_nodes = {node.os_index};
+    setup.runtime.io_places = {{node.os_index, {node.cpus.back()}}};
+    ToyTraining toy(setup);
+    const Prediction plan = predict(setup.runtime, setup.engine, toy.model.model(), 1);
+    const std::uint64_t staging = plan.staging_buffers * round_up(plan.staging_buffer_bytes, kBlockAlignment);
+    ASSERT_GT(staging, 0u);
+    toy.model.initialize();
+    toy.model.train(1, 2);
+    const auto bytes = bytes_with_policy(fmt::format("prefer:{}", node.os_index));
+    ASSERT_EQ(bytes.size(), 1u) << "on the other nodes, too";
+    EXPECT_EQ(bytes.begin()->first, node.os_index);
+    EXPECT_GE(bytes.begin()->second + 2 * 4096, staging);
+    EXPECT_LE(bytes.begin()->second, staging) << "more than the staging buffers";
+    const std::vector<std::string> io = processors_of_threads("hoist-aio");
+    EXPECT_EQ(io, std::vector<std::string>(io.size(), fmt::to_string(node.cpus.back())));
+    EXPECT_FALSE(io.empty());
     const Digests found = digests_of(toy.model);
     EXPECT_EQ(found, digests.value_or(found)) << "where memory is never changes the result";
     digests = found;

@@ -32,6 +32,10 @@ struct Cell {
   bool host_accessible = true;
   double offload_ratio = 1;
   std::optional<std::uint32_t> spilled = 0;
+  // Where memory and threads are: of the machine that the tests run on, its first node and processor, and ones that it
+  // does not have.
+  std::vector<int> memory_nodes{}, staging_nodes{};
+  std::vector<platform::IoPlace> io_places{};
 };
 
 std::ostream& operator<<(std::ostream& out, const Cell& cell) { return out << cell.name; }
@@ -64,6 +68,9 @@ ToySetup setup_of(const Cell& cell, const std::string& directory, DType dtype) {
   setup.engine.parameters_pinned_fraction = cell.pinned_weights;
   setup.engine.optimizer_offload_ratio = cell.offload_ratio;
   setup.engine.gradient_spill_units = cell.spilled;
+  setup.runtime.memory_nodes = cell.memory_nodes;
+  setup.runtime.staging_nodes = cell.staging_nodes;
+  setup.runtime.io_places = cell.io_places;
   choose(setup, dtype);
   return setup;
 }
@@ -137,6 +144,18 @@ const std::vector<Cell>& cells() {
        .host_accessible = false,
        .offload_ratio = 0.5},
       {.name = "nvme_nvme_ratio_half", .pinned_fraction = 0.5, .offload_ratio = 0.5},
+      {.name = "staging_on_the_drives_node", .chaos_seed = 23, .memory_nodes = {0}, .staging_nodes = {0}},
+      {.name = "staging_and_io_apart_threads_backend",
+       .backend = aio::BackendKind::threads,
+       .staging_buffers = 1,
+       .chaos_seed = 24,
+       .staging_nodes = {0},
+       .io_places = {{0, {0}}}},
+      {.name = "staging_and_io_on_nodes_that_are_not_there",
+       .staging_buffers = 3,
+       .memory_nodes = {0},
+       .staging_nodes = {900},
+       .io_places = {{900, {70000}}}},
       {.name = "all_gradients_spilled_chaos", .chaos_seed = 22, .spilled = 99},
       {.name = "one_gradient_spilled_cpu_nvme_one_tile",
        .parameters = kPinned,

@@ -100,6 +100,8 @@ class Creation {
   // From here on everything stays. Returns the directories to flush so that the names last: the store's own and the
   // parents of those that were made.
   std::vector<std::string> keep();
+  // Outermost first.
+  const std::vector<std::string>& made_directories() const { return directories_; }
 
  private:
   struct Made {

@@ -42,7 +42,7 @@ class Store::Impl {
   static std::uint64_t memory_bytes(const StoreOptions& options, const Superblock& superblock);
 
   // A new store: nothing to adopt. The labels are written, and the directories flushed, with the first commit.
-  void start_new(Files files, std::vector<std::string> directories_to_flush,
+  void start_new(Files files, std::vector<std::string> directories_to_flush, std::vector<std::string> made_directories,
                  std::vector<detail::LabelledDrive> labels_to_write);
   // An existing one: reads all slots.
   void start_existing(Files files);
@@ -126,6 +126,7 @@ class Store::Impl {
   std::vector<Checkpoint> listed_;       // for checkpoints(): without what a job has not finished
   std::vector<std::string> damage_;
   std::vector<std::string> directories_to_flush_;       // by the first commit
+  std::vector<std::string> made_directories_;           // for remove_new()
   std::vector<detail::LabelledDrive> labels_to_write_;  // by the first commit, before its manifest
 
   mutable Mutex mutex_;

@@ -64,18 +64,12 @@ void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use) {
       create_store && ranks.job().size() > 1 && !StoreSearch(ranks, options).find_commit();
   if (const int size = detail::gathering_group(options, runtime.world_size()); size > 1)
     gathering_group = runtime.communicator().split(size);
-  ranks.all_together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] {
-    if (ranks.job().rank() == 0 && !options.metrics_path.empty())
-      metrics = std::make_unique<StepMetrics>(options.metrics_path, runtime.ledger());
-    lay_out(directory, use, run, first_commit_is_useless);
-  });
-  // Which units are gathered when follows from the gather memory, and is the same on every rank.
-  const std::uint64_t mine = memory->gather_memory().size();
-  const std::uint64_t common = ranks.smallest(mine);
-  if (common < mine)
-    log_info("rank {} has {} of device memory for gathered units and uses {}: a rank with less has no more",
-             runtime.rank(), format_bytes(mine), format_bytes(common));
-  ranks.all_together("start its streams and threads", [&] { start(common); });
+  try {
+    lay_out_and_start(directory, use, run, first_commit_is_useless);
+  } catch (...) {  // also of another rank
+    if (create_store && store) store->remove_new();
+    throw;
+  }
   checkpoints = std::make_unique<Checkpointer>(options, ranks, store.get(), store ? ranks.job().duplicate() : nullptr,
                                                *state_access, *updates);
   pass = std::make_unique<PassState>(options, table, ranks, *gatherer, *gradients);
@@ -84,6 +78,23 @@ void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use) {
                         *pass,    *checkpoints, drives.get()};
   stepper = std::make_unique<StepRunner>(parts, *notifier);
   state_calls = std::make_unique<StateCalls>(parts, *stepper, *state_access);
+}
+
+void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run,
+                                    bool replace_first_commit) {
+  ranks.all_together(
+      use == StoreUse::create ? "take its memory and make its store" : "take its memory and open its store", [&] {
+        if (ranks.job().rank() == 0 && !options.metrics_path.empty())
+          metrics = std::make_unique<StepMetrics>(options.metrics_path, runtime.ledger());
+        lay_out(directory, use, run, replace_first_commit);
+      });
+  // Which units are gathered when follows from the gather memory, and is the same on every rank.
+  const std::uint64_t mine = memory->gather_memory().size();
+  const std::uint64_t common = ranks.smallest(mine);
+  if (common < mine)
+    log_info("rank {} has {} of device memory for gathered units and uses {}: a rank with less has no more",
+             runtime.rank(), format_bytes(mine), format_bytes(common));
+  ranks.all_together("start its streams and threads", [&] { start(common); });
 }
 
 void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit) {
@@ -97,24 +108,19 @@ void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::ui
   drives = std::make_unique<Drives>(runtime.options(), options, *memory);
   if (use == StoreUse::open) {
     store = tiers::Store::open(wanted, drives->engines());
-    return make_spill(use);
+    return make_spill();
   }
   wanted.store_number = run + static_cast<std::uint64_t>(runtime.rank());
   wanted.replace_first_commit = replace_first_commit;
   wanted.stripe_weights = drives->measured_weights();
   store = tiers::Store::create(wanted, drives->engines());
-  make_spill(use);
+  make_spill();
 }
 
-void EngineParts::make_spill(StoreUse use) {
+void EngineParts::make_spill() {
   if (!memory->spills_gradients()) return;
   const std::uint64_t bytes = memory->plan().units().scratch_bytes();
-  try {
-    spill = std::make_unique<GradientSpill>(runtime, table, *memory, store->make_scratch(bytes, drives->engines()));
-  } catch (...) {
-    if (use == StoreUse::create) store->remove_new();
-    throw;
-  }
+  spill = std::make_unique<GradientSpill>(runtime, table, *memory, store->make_scratch(bytes, drives->engines()));
 }
 
 void EngineParts::start(std::uint64_t gather_bytes) {

@@ -67,8 +67,9 @@ class EngineParts {
   void make_parts(const StoreDirectory& directory, StoreUse use);  // [J]
 
  private:
+  void lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
   void lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
-  void make_spill(StoreUse use);
+  void make_spill();
   void start(std::uint64_t gather_bytes);
 };
 

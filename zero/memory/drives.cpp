@@ -24,19 +24,42 @@ std::string existing_part(const std::string& directory) {
   return path.string();
 }
 
+std::vector<std::string> directories_of(const EngineOptions& options) {
+  std::vector<std::string> directories{options.store_directory};
+  directories.insert(directories.end(), options.stripe_directories.begin(), options.stripe_directories.end());
+  return directories;
+}
+
+// The processors of a drive's I/O thread. Empty: any.
+std::vector<int> io_processors(const std::vector<platform::IoPlace>& places, const std::string& path) {
+  if (places.empty()) return {};
+  if (places.size() == 1) return places.front().cpus;
+  const auto node = platform::Topology::detect().node_of_path(path);
+  const auto place = std::ranges::find_if(places, [&](const auto& one) { return one.node == node; });
+  return node && place != places.end() ? place->cpus : std::vector<int>();
+}
+
 }  // namespace
+
+std::vector<int> staging_nodes(const RuntimeOptions& runtime, const EngineOptions& options) {
+  if (!runtime.staging_nodes.empty()) return runtime.staging_nodes;
+  if (runtime.memory_nodes.empty() || options.store_directory.empty()) return {};
+  const platform::Topology topology = platform::Topology::detect();
+  std::vector<std::optional<int>> nodes;
+  for (const std::string& directory : directories_of(options))
+    nodes.push_back(topology.node_of_path(existing_part(directory)));
+  const auto node = platform::staging_node(runtime.memory_nodes, nodes);
+  return node ? std::vector{*node} : std::vector<int>();
+}
 
 std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime, const std::string& directory,
                                                   const std::vector<std::span<std::byte>>& registered_memory) {
-  std::optional<platform::Topology> topology;
-  if (platform::may_have_several_nodes()) topology = platform::Topology::detect();
-  const bool bound = topology && topology->nodes().size() > 1;
   const std::string place = existing_part(directory);
   const aio::DriveQueueOptions queue{.backend = runtime.aio_backend,
                                      .block_bytes = runtime.aio_block_bytes,
                                      .queue_depth = runtime.aio_queue_depth,
                                      .thread_count = runtime.aio_threads,
-                                     .numa_node = bound ? topology->node_of_path(place).value_or(-1) : -1,
+                                     .cpus = io_processors(runtime.io_places, place),
                                      .registered_memory = registered_memory,
                                      .directory = place,
                                      .answer_timeout = runtime.aio_answer_timeout};
@@ -45,8 +68,7 @@ std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime,
 }
 
 Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memory& memory)
-    : memory_(memory), directories_{options.store_directory} {
-  directories_.insert(directories_.end(), options.stripe_directories.begin(), options.stripe_directories.end());
+    : memory_(memory), directories_(directories_of(options)) {
   for (const std::string& directory : directories_)
     engines_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
 }

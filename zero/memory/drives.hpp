@@ -21,6 +21,10 @@ namespace hoist::detail {
 std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime, const std::string& directory,
                                                   const std::vector<std::span<std::byte>>& registered_memory);
 
+// The NUMA nodes of a store's staging buffers: what the runtime's options say, or the node of its drives. Empty: those
+// of the rest of pinned memory.
+std::vector<int> staging_nodes(const RuntimeOptions& runtime, const EngineOptions& options);
+
 class Drives {
  public:
   Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memory& memory);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <iterator>
 #include <limits>
-#include <thread>
 
 #include <fmt/format.h>
 
+#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/memory/drives.hpp>
 #include <hoist/zero/memory/memory.hpp>
 
 namespace hoist::detail {
@@ -84,7 +86,8 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
       tiers::PinnedPoolOptions{.bytes = plan_.bytes(MemoryTier::pinned),
                                .huge_pages = runtime.options().huge_pages,
                                .numa_nodes = runtime.options().memory_nodes,
-                               .touch_threads = std::max(1u, std::thread::hardware_concurrency())});
+                               .touch_cpus = runtime.options().update_cpus,
+                               .parts = staging_part(staging_nodes(runtime.options(), options))});
   point_to_regions();
   sub_groups_ = plan_.units().sub_groups(plan_.pinned_buffers().sub_group_tiles);
   if (pinned().empty()) return;
@@ -94,6 +97,18 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
 
 Memory::~Memory() { runtime_.device().unregister_host(registered_); }
 
+// Staging buffers follow each other.
+std::vector<platform::HostMemoryPart> Memory::staging_part(const std::vector<int>& nodes) const {
+  const auto is_staging = [](const MemoryRegion& region) { return region.role == MemoryRole::staging_buffer; };
+  const auto first = std::ranges::find_if(plan_.regions(), is_staging);
+  if (first == plan_.regions().end() || nodes.empty()) return {};
+  const auto end = std::find_if_not(first, plan_.regions().end(), is_staging);
+  HOIST_ASSERT(std::none_of(end, plan_.regions().end(), is_staging), "another region is among {} staging buffers",
+               end - first);
+  const MemoryRegion& last = *std::prev(end);
+  return {{.offset = first->offset, .bytes = last.offset + last.bytes - first->offset, .numa_nodes = nodes}};
+}
+
 void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   const tiers::Budget* const common = runtime_.pinned_budget().common();
   if (common == nullptr) return;
@@ -102,7 +117,7 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   if (device_bytes + pinned_bytes <= free_bytes(*common, store_memory_bytes)) return;
   throw over_budget(
       *common, round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
-      fmt::format("{} on the host device, and {} of gradients, states kept in memory and the smallest transfer buffers",
+      fmt::format("{} of device memory, and {} of gradients, states kept in memory and the smallest transfer buffers",
                   format_bytes(device_bytes), format_bytes(pinned_bytes)));
 }
 

@@ -93,6 +93,7 @@ class Memory {
   std::span<std::byte> buffer(MemoryRole role) const {  // the first one, or none
     return buffers(role).empty() ? std::span<std::byte>() : buffers(role).front();
   }
+  std::vector<platform::HostMemoryPart> staging_part(const std::vector<int>& nodes) const;
   void require_host_memory(std::uint64_t store_memory_bytes) const;  // where one budget is for both tiers
   void require_pinned_memory(const EngineOptions& options, std::uint64_t free_bytes) const;
   void point_to_regions();

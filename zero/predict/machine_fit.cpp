@@ -48,14 +48,16 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   MachineFit fit{.ranks = machine.processes};
   const auto ranks = static_cast<std::uint64_t>(machine.processes);
   const bool on_gpu = runtime.device == platform::DeviceKind::cuda;
-  const std::uint64_t device_part = on_gpu ? 0 : 1;
+  const bool has_own_memory = on_gpu && machine.gpu_memory != platform::GpuMemory::integrated;
+  const std::uint64_t device_part = has_own_memory ? 0 : 1;
   if (on_gpu && machine.gpu_count == 0) fit.problems.emplace_back("hoist.device is \"cuda\", and there is no GPU");
-  if (on_gpu && machine.gpu.total_bytes > 0) {
+  if (has_own_memory && machine.gpu.total_bytes > 0) {
     const std::uint64_t per_gpu = divide_up(ranks, static_cast<std::uint64_t>(std::max(machine.gpu_count, 1)));
     fit.memories.push_back({"memory of a GPU", per_gpu * p.device.least_bytes, per_gpu * p.device.bytes,
                             machine.gpu.free_bytes, placement_remedy(engine)});
   }
-  fit.memories.push_back({"host memory", ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
+  fit.memories.push_back({on_gpu && !has_own_memory ? "memory of GPU and processors" : "host memory",
+                          ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           placement_remedy(engine)});
   // A store that is there has its space; scratch is reserved at every start.

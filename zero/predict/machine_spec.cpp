@@ -53,8 +53,10 @@ RankLayout rank_layout(const MachineSpec& spec, int world_size) {
 }
 
 Machine node_of(const MachineSpec& spec, const RankLayout& layout) {
+  const bool is_integrated = spec.gpus_per_node > 0 && spec.device.memory == platform::GpuMemory::integrated;
   return {.gpu_count = static_cast<int>(spec.gpus_per_node),
-          .gpu = all_free(spec.device.memory_gib),
+          .gpu = all_free(is_integrated ? spec.host.memory_gib : spec.device.memory_gib),
+          .gpu_memory = spec.device.memory,
           .host = all_free(spec.host.memory_gib),
           .processes = layout.ranks_per_node};
 }

@@ -22,7 +22,8 @@ struct MachineSpec {
   double gpus_per_node = 0;  // 0: ranks compute on the host device
 
   struct DeviceSpec {
-    double memory_gib = 0;  // of a GPU
+    platform::GpuMemory memory = platform::GpuMemory::separate;
+    double memory_gib = 0;  // of a GPU; 0 if it is integrated: then the host's is its memory, too
     double memory_gb_per_s = 0;
     double host_to_device_gb_per_s = 0;
     double device_to_host_gb_per_s = 0;

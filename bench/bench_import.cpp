@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+// How fast a training run starts from safetensors files, against the drive alone: the same bytes read from the same
+// files, and as many written to new ones.
+//
+//   bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]
+//
+// The model has bf16 weights in the file, and weights and optimizer state on NVMe; an import reads 2 bytes a parameter
+// and writes 12. It is timed from Runtime's construction until the first commit is
+// durable. The drive's leg has the
+// same block size and queue depth, in a file with reserved space that was never written, as a new store has it, and
+// ends with a flush. The files are dropped from the page cache before each leg. Legs alternate; the control compares
+// the drive with itself. "start-up" is the import of a model whose files have been read already: it makes its values.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <hoist/aio/drive_queue.hpp>
+#include <hoist/core/clock.hpp>
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/interchange/import.hpp>
+#include <hoist/interchange/safetensors_writer.hpp>
+#include <hoist/measure/statistics.hpp>
+#include <hoist/platform/host_memory.hpp>
+#include <hoist/zero/engine.hpp>
+
+namespace {
+
+using namespace hoist;
+namespace fs = std::filesystem;
+
+constexpr std::uint64_t kReadBytes = 2, kWrittenBytes = 12;  // a parameter
+constexpr unsigned kUnits = 16;
+
+struct Arguments {
+  std::string path;
+  std::uint64_t parameters = 160'000'000;
+  unsigned pairs = 11;
+  std::string json;
+};
+
+Arguments parse(int argc, char** argv) {
+  Arguments arguments;
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
+    if (option == "--path") arguments.path = value();
+    if (option == "--parameters") arguments.parameters = std::stoull(value());
+    if (option == "--pairs") arguments.pairs = static_cast<unsigned>(std::stoul(value()));
+    if (option == "--json") arguments.json = value();
+    if (option == "--smoke") {
+      arguments.parameters = 1'600'000;
+      arguments.pairs = 2;
+    }
+  }
+  return arguments;
+}
+
+template <typename Leg>
+double seconds_of(const Leg& leg) {
+  const TimePoint begin = Clock::now();
+  leg();
+  return to_seconds(Clock::now() - begin);
+}
+
+// Processor time that all threads have used.
+double processor_seconds() {
+  rusage used{};
+  ::getrusage(RUSAGE_SELF, &used);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(used.ru_utime) + seconds(used.ru_stime);
+}
+
+class Bench {
+ public:
+  explicit Bench(const Arguments& arguments)
+      : arguments_(arguments),
+        weights_(arguments.path + "/hoist-bench-import-weights"),
+        work_(arguments.path + "/hoist-bench-import-work"),
+        model_(uniform_model(arguments.parameters, kUnits)) {
+    clear();
+    fs::remove_all(weights_);
+    write_weights();
+  }
+  ~Bench() {
+    fs::remove_all(weights_);
+    clear();
+  }
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+
+  double gigabytes() const { return static_cast<double>((kReadBytes + kWrittenBytes) * arguments_.parameters) / 1e9; }
+
+  double import() {
+    drop_cache();
+    return created(interchange::fill_from(weights_, model_.parameters()));
+  }
+
+  double start_up() {
+    return created([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); });
+  }
+
+  // Median of the imports since the last call.
+  double processor_seconds_of_imports() { return measure::median(std::exchange(processor_seconds_, {})); }
+
+  double drive() {
+    drop_cache();
+    const double seconds = seconds_of([&] { move_bytes(); });
+    clear();
+    return seconds;
+  }
+
+ private:
+  double created(const Initializer& initializer) {
+    const TimePoint begin = Clock::now();
+    const double processor_begin = processor_seconds();
+    double seconds = 0;
+    {
+      Runtime runtime(runtime_options());
+      Engine engine = Engine::create(runtime, engine_options(), model_, initializer);
+      engine.settle();
+      seconds = to_seconds(Clock::now() - begin);
+      processor_seconds_.push_back(processor_seconds() - processor_begin);
+    }
+    clear();
+    return seconds;
+  }
+
+  RuntimeOptions runtime_options() const {
+    RuntimeOptions options{.device = platform::DeviceKind::host};
+    options.device_memory_bytes = 4 * arguments_.parameters + 64 * kMiB;
+    options.pinned_memory_bytes = 4 * arguments_.parameters + 128 * kMiB;
+    options.communicator = CommunicatorKind::self;
+    return options;
+  }
+
+  EngineOptions engine_options() const {
+    EngineOptions options;
+    options.parameters = options.optimizer = Placement::nvme;
+    options.store_directory = work_;
+    return options;
+  }
+
+  void clear() const { fs::remove_all(work_); }
+
+  void write_weights() {
+    std::vector<interchange::TensorSpec> tensors;
+    for (const ParameterSpec& spec : model_.parameters()) {
+      tensors.push_back({.name = spec.name, .type = interchange::TensorType::bf16, .shape = {}});
+      for (const std::int64_t side : spec.shape) tensors.back().shape.push_back(static_cast<std::uint64_t>(side));
+    }
+    interchange::SafetensorsWriter writer({.directory = weights_}, tensors);
+    const std::vector<std::uint16_t> values(kMiB, to_bf16(0.5f).bits);
+    for (std::uint64_t left = writer.data_bytes(); left > 0;) {
+      const std::uint64_t bytes = std::min<std::uint64_t>(left, 2 * kMiB);
+      writer.write(std::as_bytes(std::span(values)).first(bytes));
+      left -= bytes;
+    }
+    writer.finish();
+    for (const std::string& file : writer.files())
+      if (file.ends_with(".safetensors")) files_.push_back(file);
+  }
+
+  void drop_cache() const {
+    for (const std::string& file : files_) {
+      const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
+      if (descriptor < 0 || ::fdatasync(descriptor) != 0 || ::posix_fadvise(descriptor, 0, 0, POSIX_FADV_DONTNEED) != 0)
+        throw std::runtime_error(file + " stays in the page cache");
+      ::close(descriptor);
+    }
+  }
+
+  // Reads and writes of one block each, both directions in proportion, in as many buffers as the engine has in flight.
+  void move_bytes() {
+    const RuntimeOptions defaults;
+    const std::uint64_t block = defaults.aio_block_bytes;
+    const unsigned depth = 2 * defaults.aio_queue_depth;
+    const platform::HostMemory memory({.bytes = depth * block});
+    aio::DriveQueue queue(
+        {.block_bytes = block, .queue_depth = defaults.aio_queue_depth, .registered_memory = memory.slices()});
+    std::vector<aio::File> sources;
+    for (const std::string& file : files_)
+      sources.emplace_back(file, aio::FileOptions{.mode = aio::OpenMode::read_only});
+    fs::create_directories(work_);
+    const std::uint64_t to_write = round_up(kWrittenBytes * arguments_.parameters, block);
+    aio::File target(work_ + "/target", {.mode = aio::OpenMode::create, .reserve_bytes = to_write});
+    std::vector<Completion> ring(depth);
+    std::size_t slot = 0;
+    std::uint64_t read = 0, source_offset = 0, written = 0;
+    std::size_t source = 0;
+    const auto next_buffer = [&] {
+      ring[slot % depth].wait();
+      return memory.bytes().subspan(slot % depth * block, block);
+    };
+    while (written < to_write || source < sources.size()) {
+      const bool reads =
+          source < sources.size() && (written >= to_write || read * kWrittenBytes <= written * kReadBytes);
+      const std::span<std::byte> buffer = next_buffer();
+      if (reads) {
+        const std::uint64_t left = round_down(fs::file_size(files_[source]) - source_offset, kBlockAlignment);
+        const std::uint64_t bytes = std::min(left, block);
+        if (bytes > 0)
+          ring[slot++ % depth] =
+              queue.read(sources[source], source_offset, buffer.first(bytes), aio::Priority::foreground);
+        source_offset += bytes;
+        read += bytes;
+        if (bytes == left) source_offset = 0, ++source;
+      } else {
+        ring[slot++ % depth] = queue.write(target, written, buffer, aio::Priority::background);
+        written += block;
+      }
+    }
+    for (const Completion& completion : ring) completion.wait();
+    queue.sync(target).wait();
+  }
+
+  const Arguments& arguments_;
+  const std::string weights_, work_;
+  const Model model_;
+  std::vector<std::string> files_;
+  std::vector<double> processor_seconds_;
+};
+
+struct Result {
+  std::string name;
+  std::vector<double> ratios{};
+  double seconds = 0, drive_seconds = 0, processor_seconds = 0;
+};
+
+Result compare(const std::string& name, const Arguments& arguments, Bench& bench, const std::function<double()>& leg) {
+  Result result{.name = name};
+  std::vector<double> ours, theirs;
+  for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
+    double our = 0;
+    if (pair % 2 == 0) our = leg();
+    const double their = bench.drive();
+    if (pair % 2 != 0) our = leg();
+    ours.push_back(our);
+    theirs.push_back(their);
+    result.ratios.push_back(their / our);
+  }
+  result.seconds = measure::median(ours);
+  result.drive_seconds = measure::median(theirs);
+  const measure::Interval interval = measure::median_interval(result.ratios);
+  fmt::print("{:<9} {:.3f} [{:.3f}, {:.3f}]  {:.3f} s, drive {:.3f} s ({:.2f} GB/s)", name,
+             measure::median(result.ratios), interval.low, interval.high, result.seconds, result.drive_seconds,
+             bench.gigabytes() / result.drive_seconds);
+  result.processor_seconds = bench.processor_seconds_of_imports();
+  if (result.processor_seconds > 0) fmt::print(", {:.3f} s of processors", result.processor_seconds);
+  fmt::print("\n");
+  std::fflush(stdout);
+  return result;
+}
+
+int run(const Arguments& arguments) {
+  Bench bench(arguments);
+  fmt::print("{} parameters, {} pairs: {:.2f} GB read and written\nspeed beside the drive's: median [95 %]\n",
+             arguments.parameters, arguments.pairs, bench.gigabytes());
+  const std::vector<Result> results{compare("control", arguments, bench, [&] { return bench.drive(); }),
+                                    compare("import", arguments, bench, [&] { return bench.import(); }),
+                                    compare("start-up", arguments, bench, [&] { return bench.start_up(); })};
+  if (arguments.json.empty()) return 0;
+  std::ofstream file(arguments.json);
+  file << fmt::format(R"({{"parameters":{})", arguments.parameters);
+  for (const Result& result : results) {
+    const measure::Interval interval = measure::median_interval(result.ratios);
+    file << fmt::format(R"(,"{}":{{"ratio":{},"interval":[{},{}],"seconds":{},"drive_seconds":{},)"
+                        R"("processor_seconds":{}}})",
+                        result.name, measure::median(result.ratios), interval.low, interval.high, result.seconds,
+                        result.drive_seconds, result.processor_seconds);
+  }
+  file << "}\n";
+  return file.good() ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Arguments arguments = parse(argc, argv);
+    if (arguments.path.empty() || arguments.pairs == 0) {
+      fmt::print(stderr, "usage: bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]\n");
+      return 2;
+    }
+    return run(arguments);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "bench_import: {}\n", error.what());
+    return 2;
+  }
+}
