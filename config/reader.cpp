@@ -76,12 +76,16 @@ class Reader {
   }
 
   void unknown_key(std::string_view section_path, const JsonMember& member, const std::string& shown) {
-    if (member.key.starts_with('_')) return note_comment(member, shown);
+    if (is_comment(member.key)) return note_comment(member, shown);
     if (is_full()) return;
     problem(shown, std::string(kUnknownKey) + suggestion(section_path, member.key), member.key_offset);
   }
 
-  // People write comments under keys that begin with _.
+  // People write comments under such keys.
+  static bool is_comment(std::string_view key) {
+    return key.starts_with('_') || key.starts_with("//") || key == "comment" || key == "comments";
+  }
+
   void note_comment(const JsonMember& member, const std::string& shown) {
     refuse_duplicates(member.value, shown);
     result_.hints.push_back(shown);
@@ -117,7 +121,10 @@ class Reader {
   void keep(const KeyRow& row, ConfigSetting setting, const JsonMember& member, const std::string& shown) {
     const auto [place, is_new] = given_.try_emplace(&row, setting);
     if (is_new) {
-      if (row.status == KeyStatus::hint) result_.hints.push_back(shown);
+      if (row.status != KeyStatus::hint) return;
+      const bool is_default = place->second.source == ConfigSetting::Source::automatic ||
+                              (!row.default_value.empty() && place->second.value == default_of(row));
+      if (!row.is_explained || !is_default) note_hint(row, shown, !is_default);
       return;
     }
     if (place->second.value != setting.value) {
@@ -129,9 +136,21 @@ class Reader {
     }
   }
 
+  void note_hint(const KeyRow& row, const std::string& shown, bool asks) {
+    if (row.is_explained && asks) {
+      result_.warnings.push_back(fmt::format("{} has no effect: {}", shown, row.note));
+    } else {
+      result_.hints.push_back(shown);
+    }
+  }
+
   void read_section(const KeyRow& row, const JsonMember& member, const std::string& shown) {
     const JsonNode& node = member.value;
     if (row.nullable && is_null(node)) return;
+    if (row.path == "zero_optimization" && node.kind == Kind::scalar && node.scalar.is_boolean()) {
+      read_old_switch(node);
+      return;
+    }
     if (node.kind != Kind::object) {
       problem(shown, not_a_section(row, node), node.offset);
       return;
@@ -142,12 +161,26 @@ class Reader {
     }
     refuse_duplicates(node, shown);
     if (row.status == KeyStatus::hint) {
-      result_.hints.push_back(shown);
+      if (const bool asks = asks_for_something(row, node); asks || row.neutral != "enabled") note_hint(row, shown, asks);
     } else if (asks_for_something(row, node)) {
       problem(shown, "refused: " + std::string(row.note), member.key_offset);
     } else if (row.neutral != "enabled" && !node.members.empty()) {
       result_.hints.push_back(shown);  // members that mean something to another program
     }
+  }
+
+  // DeepSpeed still reads "zero_optimization": true, from before there were stages.
+  void read_old_switch(const JsonNode& node) {
+    const TextPosition at = position_of(text_, node.offset);
+    const std::int64_t stage = node.scalar.get<bool>() ? 1 : 0;
+    const KeyRow* const row = find_key("zero_optimization.stage");
+    given_.try_emplace(row, ConfigSetting{.row = row,
+                                          .value = stage,
+                                          .source = ConfigSetting::Source::file,
+                                          .line = at.line,
+                                          .column = at.column});
+    result_.warnings.push_back(fmt::format("zero_optimization: {} is read as stage {}, as DeepSpeed reads this old form",
+                                           display(node), stage));
   }
 
   // {"enabled": true} for true where the section has such a switch, {"type": "AdamW"} for "AdamW".
@@ -163,19 +196,27 @@ class Reader {
     std::string sentence = fmt::format("{} is not an object", display(node)) + as_section(row, node);
     if (is_null(node)) sentence += "; leave the section out";
     if (row.path.starts_with("zero_optimization.offload_")) sentence += "; write {\"device\": \"cpu\"} or \"nvme\"";
-    if (row.path == "zero_optimization" && node.kind == Kind::scalar && node.scalar.is_boolean()) {
-      sentence +=
-          fmt::format("; in old DeepSpeed it meant stage {}; write {{\"stage\": 3}}", node.scalar.get<bool>() ? 1 : 0);
-    }
     return sentence;
   }
 
   static bool asks_for_something(const KeyRow& row, const JsonNode& section) {
     if (row.neutral.empty()) return !section.members.empty();
+    std::vector<const JsonNode*> switches;
+    find_switches(row, section, switches);
+    const auto is_on = [&row](const JsonNode* node) {
+      return node->kind != Kind::scalar || std::ranges::none_of(row.off_values, [node](std::string_view off) {
+               return node->scalar == json::parse(off);
+             });
+    };
+    const bool lacks_switches = row.switches_in_parts && switches.empty() && !section.members.empty();
+    return lacks_switches || std::ranges::any_of(switches, is_on);
+  }
+
+  static void find_switches(const KeyRow& row, const JsonNode& section, std::vector<const JsonNode*>& found) {
     for (const JsonMember& member : section.members) {
-      if (member.key == row.neutral) return member.value.kind != Kind::scalar || member.value.scalar != json(false);
+      if (member.key == row.neutral) found.push_back(&member.value);
+      if (row.switches_in_parts) find_switches(row, member.value, found);
     }
-    return false;
   }
 
   void refuse_duplicates(const JsonNode& node, const std::string& shown) {

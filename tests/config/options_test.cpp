@@ -369,6 +369,22 @@ TEST(Options, AnUnusedPathIsSaid) {
   EXPECT_THAT(config.warnings, Contains(HasSubstr("offload_param.nvme_path is not used")));
 }
 
+// As DeepSpeed still reads it.
+TEST(Options, ASwitchInsteadOfAStageIsStageOne) {
+  const Config on = parse(R"({"zero_optimization": true, "allgather_size": 5e8})");
+  EXPECT_EQ(on.engine.stage, 1);
+  EXPECT_THAT(on.warnings, Contains(HasSubstr("zero_optimization: true is read as stage 1")));
+  EXPECT_EQ(parse(R"({"zero_optimization": false})").engine.stage, 0);
+}
+
+// Python writes it, in Accelerate's dump of a plugin for example.
+TEST(Options, InfinityIsTakenWhereItHasNoEffect) {
+  const Config config = parse(R"({"steps_per_print": Infinity, "wandb": {"project": "to Infinity"}})");
+  EXPECT_THAT(config.warnings, Contains(HasSubstr("steps_per_print")));
+  EXPECT_THROW(parse(R"({"gradient_clipping": Infinity})"), ConfigError);
+  EXPECT_THROW(parse(R"({"gradient_clipping": NaN})"), ConfigError);
+}
+
 TEST(Options, SettingsKnowWhereTheyCameFrom) {
   const Config config = parse("{\n \"aio\": {\"queue_depth\": 7,\n  \"block_size\": \"auto\"}}");
   int found = 0;
