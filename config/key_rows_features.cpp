@@ -90,7 +90,8 @@ std::vector<KeyRow> engine_choice_rows() {
       hint_section("autotuning", "enabled", "DeepSpeed's search for settings over several runs.",
                    "the run trains with this file's settings; `hoist plan` compares placements without running them"),
       hint_section("compile", "deepcompile", "DeepCompile: gathers and offloading planned from the compiled model.",
-                   "hoist plans gathers and offloading from the recorded order of the first pass; the program may compile its model"),
+                   "hoist plans gathers and offloading from the recorded order of the first pass; the program may "
+                   "compile its model"),
       refused_section("hybrid_engine", "enabled", "Training and generation in one engine.",
                       "begin a pass of kind generate instead; remove the section"),
   };

@@ -226,8 +226,9 @@ std::vector<KeyRow> fp16_rows() {
       {.path = "fp16.auto_cast",
        .type = ValueType::boolean,
        .default_value = "false",
-       .meaning = "Whether hoist.torch casts floating-point inputs of the model to fp16. A C++ program makes the inputs of "
-                  "its layers itself.",
+       .meaning =
+           "Whether hoist.torch casts floating-point inputs of the model to fp16. A C++ program makes the inputs of "
+           "its layers itself.",
        .apply = [](Draft&, const Value&) { /* hoist.torch reads it */ }},
       {.path = "fp16.loss_scale",
        .type = ValueType::number,
@@ -340,7 +341,8 @@ std::vector<KeyRow> reduction_rows() {
        .meaning = "Ranks that share one sequence.",
        .note = kNoSequenceParallelism},
       explained(hint("prescale_gradients", ValueType::boolean, "false",
-                     "Whether gradients are divided by the number of ranks before they are added, or after.", kOneMean)),
+                     "Whether gradients are divided by the number of ranks before they are added, or after.",
+                     kOneMean)),
       {.path = "gradient_predivide_factor",
        .type = ValueType::number,
        .status = KeyStatus::hint,

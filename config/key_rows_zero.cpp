@@ -95,8 +95,9 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .default_value = "8",
        .deepspeed_default = "4",
        .range = {.max = 1024},
-       .meaning = "Pieces of optimizer state in flight: one being read, one being updated, one being written, and slack. "
-                  "Less than 3 is read as 3.",
+       .meaning =
+           "Pieces of optimizer state in flight: one being read, one being updated, one being written, and slack. "
+           "Less than 3 is read as 3.",
        .apply = [](Draft& d, const Value& v) { d.engine.update_buffer_count = as_unsigned(v); }},
       hint("zero_optimization.offload_optimizer.pin_memory", ValueType::boolean, "true",
            "Whether host memory is pinned.", kAlwaysPinned),

@@ -161,7 +161,8 @@ class Reader {
     }
     refuse_duplicates(node, shown);
     if (row.status == KeyStatus::hint) {
-      if (const bool asks = asks_for_something(row, node); asks || row.neutral != "enabled") note_hint(row, shown, asks);
+      if (const bool asks = asks_for_something(row, node); asks || row.neutral != "enabled")
+        note_hint(row, shown, asks);
     } else if (asks_for_something(row, node)) {
       problem(shown, "refused: " + std::string(row.note), member.key_offset);
     } else if (row.neutral != "enabled" && !node.members.empty()) {
@@ -174,13 +175,12 @@ class Reader {
     const TextPosition at = position_of(text_, node.offset);
     const std::int64_t stage = node.scalar.get<bool>() ? 1 : 0;
     const KeyRow* const row = find_key("zero_optimization.stage");
-    given_.try_emplace(row, ConfigSetting{.row = row,
-                                          .value = stage,
-                                          .source = ConfigSetting::Source::file,
-                                          .line = at.line,
-                                          .column = at.column});
-    result_.warnings.push_back(fmt::format("zero_optimization: {} is read as stage {}, as DeepSpeed reads this old form",
-                                           display(node), stage));
+    given_.try_emplace(
+        row,
+        ConfigSetting{
+            .row = row, .value = stage, .source = ConfigSetting::Source::file, .line = at.line, .column = at.column});
+    result_.warnings.push_back(fmt::format(
+        "zero_optimization: {} is read as stage {}, as DeepSpeed reads this old form", display(node), stage));
   }
 
   // {"enabled": true} for true where the section has such a switch, {"type": "AdamW"} for "AdamW".

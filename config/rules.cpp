@@ -156,10 +156,10 @@ class Rules {
     EngineOptions& engine = draft_.engine;
     if (engine.stage == 3 || is_wrong("zero_optimization.stage")) return;
     if (engine.secondary_shard_ranks > 1) {
-      notes_.warnings.push_back(
-          fmt::format("zero_optimization.zero_hpz_partition_size is not used: stage {} keeps all weights gathered, as in "
-                      "DeepSpeed",
-                      engine.stage));
+      notes_.warnings.push_back(fmt::format(
+          "zero_optimization.zero_hpz_partition_size is not used: stage {} keeps all weights gathered, as in "
+          "DeepSpeed",
+          engine.stage));
       engine.secondary_shard_ranks = 1;
       derive("zero_optimization.zero_hpz_partition_size", std::int64_t{1});
     }
@@ -257,8 +257,7 @@ class Rules {
 
   void offload_ratio() {
     if (draft_.engine.optimizer_offload_ratio != 1 && draft_.engine.optimizer == Placement::device)
-      notes_.warnings.push_back(
-          fmt::format("{} is not used: its device is \"none\", which offloads nothing", kRatio));
+      notes_.warnings.push_back(fmt::format("{} is not used: its device is \"none\", which offloads nothing", kRatio));
   }
 
   // The engine refuses these too; here the message names the key.

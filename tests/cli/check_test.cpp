@@ -216,7 +216,8 @@ TEST_F(Check, RefusesWhatEveryEngineWould) {
 
 // On a machine with GPUs, as on one without.
 TEST_F(Check, OffloadsTheStatesOfOffloadedWeights) {
-  write("weights.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true}}})");
+  write("weights.json",
+        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true}}})");
   const std::string machine = std::string(" --machine ") + HOIST_SOURCE_DIR + "/machines/h100-8.json";
   const auto result = run("check weights.json --parameters 7e9 --all" + machine);
   EXPECT_EQ(result.exit_code, 0) << result.errors;

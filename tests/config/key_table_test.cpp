@@ -303,7 +303,9 @@ TEST(KeyTable, ExplainedHintsSayWhyWhereTheyAskForSomething) {
 
 // DeepSpeed's sections for compression have a switch in each part.
 TEST(KeyTable, SectionsWhosePartsAreOffAreAccepted) {
-  const auto verdict = [](const std::string& section) { return refusal("{\"compression_training\": " + section + "}"); };
+  const auto verdict = [](const std::string& section) {
+    return refusal("{\"compression_training\": " + section + "}");
+  };
   EXPECT_EQ(verdict(R"({"weight_quantization": {"shared_parameters": {"enabled": false, "quantize_groups": 1}},
                         "layer_reduction": {"enabled": false}})"),
             "");

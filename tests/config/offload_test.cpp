@@ -76,8 +76,7 @@ TEST(Offload, EveryCombinationHasItsPlacement) {
                              kNames[c.parameters], kNames[c.optimizer], c.device));
     const Config config = parse(c);
     const bool host = std::string_view(c.device) == "host";
-    const Expected& expected =
-        (c.stage < 3 ? kBelowStage3 : host ? kStage3OnHost : kStage3)[c.parameters][c.optimizer];
+    const Expected& expected = (c.stage < 3 ? kBelowStage3 : host ? kStage3OnHost : kStage3)[c.parameters][c.optimizer];
     EXPECT_EQ(config.engine.parameters, expected.parameters);
     EXPECT_EQ(config.engine.optimizer, expected.optimizer);
     EXPECT_EQ(config.engine.store_directory, config.engine.uses_nvme() ? "/nvme/hoist" : "");
@@ -158,8 +157,8 @@ TEST(Offload, KeysThatTheStageLeavesWithoutEffectAreSaid) {
 }
 
 TEST(Offload, FewBuffersAreAsManyAsAnUpdateNeeds) {
-  const Config config = Config::parse(
-      R"({"zero_optimization": {"offload_optimizer": {"device": "cpu", "buffer_count": 1}}})", "t.json");
+  const Config config =
+      Config::parse(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu", "buffer_count": 1}}})", "t.json");
   EXPECT_EQ(config.engine.update_buffer_count, 3u);
   EXPECT_THAT(config.notes, Contains(HasSubstr("buffer_count 1 is read as 3")));
   EXPECT_EQ(value_of(config, "zero_optimization.offload_optimizer.buffer_count"), "3");

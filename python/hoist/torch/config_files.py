@@ -33,7 +33,7 @@ def is_yaml(source: Any) -> bool:
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """The configuration as a dictionary in DeepSpeed's form. Errors: UsageError for anything else, ConfigError for a broken file."""
+    """The configuration as a dictionary in DeepSpeed's form. Errors: UsageError for anything else, ConfigError for broken JSON."""
     if isinstance(source, dict):
         return _of_accelerate(source, "hoist_config") if "distributed_type" in source else source
     if not isinstance(source, (str, os.PathLike)):
@@ -74,14 +74,14 @@ def _of_accelerate(content: dict[str, Any], name: str) -> dict[str, Any]:
     kind, section = str(content.get("distributed_type", "DEEPSPEED")).upper(), content.get("deepspeed_config") or {}
     if kind != "DEEPSPEED":
         raise _hoist.UsageError(f"{name} is a file of `accelerate config` with distributed_type {kind}: hoist reads the section "
-                                "deepspeed_config of distributed_type DEEPSPEED. Run `accelerate config` anew, or pass a DeepSpeed "
-                                "JSON file")
+                                "deepspeed_config of distributed_type DEEPSPEED. Run `accelerate config` anew, or pass a "
+                                "DeepSpeed JSON file")
     if named := section.get("deepspeed_config_file"):
         return read_config(named)
     unknown = section.keys() - _PLACE_OF.keys() - _OF_THE_LAUNCH
     if unknown:
-        raise _hoist.UsageError(f"{name}: deepspeed_config: {', '.join(sorted(unknown))}: hoist does not know this; remove it, or "
-                                "name a DeepSpeed JSON file in deepspeed_config_file")
+        raise _hoist.UsageError(f"{name}: deepspeed_config: {', '.join(sorted(unknown))}: hoist does not know this; remove it, "
+                                "or name a DeepSpeed JSON file in deepspeed_config_file")
     config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
                               "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
     for key, value in section.items():
