@@ -33,7 +33,7 @@ def is_yaml(source: Any) -> bool:
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """The configuration as a dictionary in DeepSpeed's form. Errors: UsageError for anything else, ConfigError for broken JSON."""
+    """A configuration as a dictionary in DeepSpeed's form. Errors: ConfigError for broken JSON, UsageError for anything else."""
     if isinstance(source, dict):
         return _of_accelerate(source, "hoist_config") if "distributed_type" in source else source
     if not isinstance(source, (str, os.PathLike)):

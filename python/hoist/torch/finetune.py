@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a training recipe of LLaMA-Factory or axolotl: SFT, DPO or continued pretraining with TRL's trainers, state where the DeepSpeed file says.
+"""Runs a recipe of LLaMA-Factory or axolotl (SFT, DPO, pretraining) with TRL's trainers, state where its DeepSpeed file says.
 
     python -m hoist.torch.finetune llama3_lora_sft.yaml
     python -m hoist.torch.finetune lora-1b.yml --set num_epochs=2

@@ -54,8 +54,8 @@ def from_the_hub(what: str, path: str) -> Iterator[None]:
         if os.path.exists(path):
             raise
         said = " ".join(str(error).split())
-        raise _hoist.UsageError(f"{what} is no path here, and cannot be read from Hugging Face's hub or cache: {said[:300]}. On a "
-                                f"machine without the hub, `hf download {path}` elsewhere and name the directory in the recipe "
+        raise _hoist.UsageError(f"{what} is no path here, and cannot be read from Hugging Face's hub or cache: {said[:300]}. On "
+                                f"a machine without the hub, `hf download {path}` elsewhere and name the directory in the recipe "
                                 "instead") from error
 
 
@@ -141,7 +141,7 @@ class _Encoder:
                                         "that answers have no place of their own in the text: use rows with a single answer. "
                                         f"The conversation is {messages}")
             answer = after[len(before):] if self.cuts else after[len(before):].rstrip()  # axolotl: up to the end token
-            if self.eot and not answer.endswith(tuple([*self.eot, self.tokenizer.eos_token])):
+            if self.eot and not answer.endswith((*self.eot, self.tokenizer.eos_token)):
                 raise _hoist.UsageError(f"eot_tokens: {', '.join(self.eot)}: the chat template ends an answer with none of them: "
                                         f"{answer[-40:]!r}")
             yield before[len(done):], answer
