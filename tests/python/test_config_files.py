@@ -8,7 +8,7 @@ import pytest
 import hoist
 import hoist.torch
 from hoist.torch.config_files import read_config
-from training import make
+from training import digests, make, train
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (pip install pyyaml)")
 
@@ -91,6 +91,17 @@ def test_python_writes_infinity(tmp_path):
     assert config.training.train_batch_size == 2
     with pytest.raises(hoist.ConfigError, match="gradient_clipping: Infinity is not a number"):
         hoist.torch.load_config({"gradient_clipping": float("inf")})
+
+
+def test_offloaded_weights_alone_train_with_the_same_bits(settings, caplog):
+    """A GPU could not update the states where DeepSpeed leaves them, so they are offloaded, too."""
+    cpu, results = {"device": "cpu"}, []
+    for zero in ({"offload_param": cpu}, {"offload_param": cpu, "offload_optimizer": cpu}, {"stage": 2, "offload_param": cpu}):
+        config = settings(zero_optimization={"stage": 3} | zero, hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})
+        with hoist.torch.wrap(make(), config) as engine:
+            results.append((train(engine, 3), digests(engine)))
+    assert results[0] == results[1] == results[2]
+    assert 'optimizer states are offloaded to "cpu"' in caplog.text and "offload_param is not used: stage 2" in caplog.text
 
 
 def test_the_loader_drops_a_short_batch_where_the_file_says_so(settings):
