@@ -105,7 +105,8 @@ std::string allowed_text(const KeyRow& row);
 // The most similar of some names, if it is similar enough for a typing error; else empty.
 std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name);
 
-// For an unknown member: "did you mean ...?", or the section that has a key of that name, or how to list all keys.
+// For an unknown member: "did you mean ...?", or the section that has a key of that name, or kNoSuggestion.
+inline constexpr std::string_view kNoSuggestion = "`hoist check --print-keys` lists all keys";
 std::string suggestion(std::string_view section_path, std::string_view name);
 
 }  // namespace hoist::config

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/config/detail/reader.hpp>
 #include <hoist/config/detail/values.hpp>
@@ -38,11 +39,30 @@ class Reader {
         continue;
       }
       if (const KeyRow* row = find_member(section_path, member.key)) {
+        knows_a_key_ = true;
         read_member(*row, member, shown);
       } else {
         unknown_key(section_path, member, shown);
       }
     }
+  }
+
+  // DeepSpeed reads its keys by name and ignores others at the top level, such as those of the project that wrote the
+  // file. A file without any key of DeepSpeed's is something else.
+  void note_strangers() {
+    if (strangers_.empty()) return;
+    if (!knows_a_key_) {
+      for (const auto& [shown, offset] : strangers_)
+        problem(shown, std::string(kUnknownKey) + std::string(kNoSuggestion), offset);
+      return;
+    }
+    std::vector<std::string_view> names;
+    constexpr std::size_t kNamesMax = 20;
+    for (const auto& [shown, offset] : strangers_)
+      if (names.size() < kNamesMax) names.push_back(shown);
+    result_.warnings.push_back(fmt::format("not used, since neither hoist nor DeepSpeed 0.19 knows such keys: {}{}",
+                                           fmt::join(names, ", "),
+                                           strangers_.size() > kNamesMax ? ", and others" : ""));
   }
 
   // One setting for each row that ends with a value.
@@ -77,8 +97,14 @@ class Reader {
 
   void unknown_key(std::string_view section_path, const JsonMember& member, const std::string& shown) {
     if (is_comment(member.key)) return note_comment(member, shown);
-    if (is_full()) return;
-    problem(shown, std::string(kUnknownKey) + suggestion(section_path, member.key), member.key_offset);
+    if (strangers_.size() >= kProblemsMax && is_full()) return;
+    const std::string advice = suggestion(section_path, member.key);
+    if (section_path.empty() && advice == kNoSuggestion) {
+      refuse_duplicates(member.value, shown);
+      strangers_.emplace_back(shown, member.key_offset);
+    } else {
+      problem(shown, std::string(kUnknownKey) + advice, member.key_offset);
+    }
   }
 
   // People write comments under such keys.
@@ -237,6 +263,8 @@ class Reader {
   std::string_view text_;
   ReadResult& result_;
   std::map<const KeyRow*, ConfigSetting> given_;
+  std::vector<std::pair<std::string, std::size_t>> strangers_;  // unlike any key, at the top level, with their offsets
+  bool knows_a_key_ = false;
 };
 
 }  // namespace
@@ -246,6 +274,7 @@ ReadResult read_settings(const JsonNode& root, std::string_view text) {
   Reader reader(text, result);
   if (root.kind == Kind::object) {
     reader.read_object(root, "", "");
+    reader.note_strangers();
   } else {
     reader.problem("", fmt::format("the configuration is not an object but {}", display(root)), root.offset);
   }

@@ -17,7 +17,9 @@ check --print-keys` prints this page from the table that the parser uses; do not
 --print-schema` prints the schema for editors from the same table (`docs/hoist.schema.json`, installed as
 `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
-- An unknown key is an error, anywhere, unless it begins with `_` or `//` or is `comment`. So is a key given twice.
+- An unknown key in a section is an error, unless it begins with `_` or `//` or is `comment`. So is one at the top level
+  that resembles a key, since it may be a typing error. DeepSpeed ignores others there, and so does hoist, with a
+  warning. A key given twice is an error.
 - Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are accepted, as in
   DeepSpeed.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at its
