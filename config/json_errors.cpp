@@ -108,6 +108,13 @@ std::string about_place(std::string_view text, const SyntaxFailure& failure) {
   return {};
 }
 
+// Whether a text begins with a line such as "distributed_type: DEEPSPEED".
+bool is_yaml_key(std::string_view text) {
+  const std::string_view line = text.substr(0, text.find('\n'));
+  const auto key = line.substr(0, line.find(':'));
+  return key.size() < line.size() && !key.empty() && std::ranges::all_of(key, is_word_letter);
+}
+
 std::string sentence(std::string_view text, const SyntaxFailure& failure) {
   const std::string_view from_token = text.substr(failure.token_begin);
   if (from_token.starts_with("/*")) return "a comment begins here and does not end; close it with */";
@@ -120,6 +127,10 @@ std::string sentence(std::string_view text, const SyntaxFailure& failure) {
   if (std::string about = about_number(word); !about.empty()) return about;
   const bool at_the_start =
       text.substr(0, word_begin).find_first_not_of(" \t\r\n\xEF\xBB\xBF") == std::string_view::npos;
+  if (at_the_start && is_yaml_key(text.substr(word_begin))) {
+    return "this is YAML; the configuration is the JSON file that it names, as deepspeed or deepspeed_config_file (of "
+           "Accelerate's own settings in YAML, Trainer and hoist.torch read the file)";
+  }
   if (at_the_start) return "this is not JSON: a configuration begins with {";
   return about_place(text, failure);
 }

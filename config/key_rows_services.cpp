@@ -15,9 +15,10 @@ std::vector<KeyRow> logging_rows() {
   using enum ValueType;
   return {
       {.path = "steps_per_print",
-       .type = integer,
+       .type = number,
        .status = KeyStatus::hint,
        .default_value = "10",
+       .range = {.max = 1.79e308},
        .nullable = true,
        .meaning = "Steps between progress lines.",
        .note = kProgramLogs},
@@ -127,9 +128,8 @@ std::vector<KeyRow> checkpoint_rows() {
       hint("checkpoint.checkpoint_serialization", boolean, "true", "The format of torch.save.", kStore),
       hint("checkpoint.parallel_write", opaque, "", "Who writes what.", kStore),
       hint("checkpoint.writer", opaque, "", "How it is written.", kStore),
-      refused_section("nebula", "enabled", "Azure's checkpoint service.", "it is not supported; remove the section"),
-      refused_section("datastates_ckpt", "enabled", "DataStates checkpoints.",
-                      "they are not supported; remove the section"),
+      hint_section("nebula", "enabled", "Azure's checkpoint service.", kStore),
+      hint_section("datastates_ckpt", "enabled", "DataStates checkpoints.", kStore),
   };
 }
 

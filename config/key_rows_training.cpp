@@ -6,15 +6,28 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kOtherOptimizer = "hoist does not have it; use \"AdamW\"";
+constexpr std::string_view kCompressedAdam =
+    "hoist does not compress gradients; use \"Adam\", the same optimizer without compression, and remove the "
+    "parameters that only compression has";
+constexpr std::string_view kLamb =
+    "hoist does not have it; use \"AdamW\", with a learning rate of its own (LAMB scales each layer's step)";
+constexpr std::string_view kMuon = "hoist does not have it; use \"AdamW\", with a learning rate of its own";
+constexpr std::string_view kMup =
+    "hoist does not scale learning rates by width; use the same optimizer without Mu, and parameter groups with the "
+    "learning rates that muP gives";
 constexpr std::string_view kOneKernel = "there is one kernel, the same on every instruction set";
 constexpr std::string_view kOneReduction =
     "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";
+constexpr std::string_view kOneMean =
+    "every order gives the mean; hoist adds in fp32 and rounds once (NCCL adds in the gradients' own type, after a "
+    "division by a power of two, so that sums of fp16 do not overflow)";
 constexpr std::string_view kFp16Sums =
     "an fp16 sum loses the smaller micro-batches' contributions and overflows early; sums are fp32, so leave this key "
     "out";
 constexpr std::string_view kMixedPrecision =
     "mixed precision is bf16 or fp16 weights beside fp32 masters; remove the section, and for fp16 use fp16.enabled";
+constexpr std::string_view kAutocast =
+    "hoist does not start it; put the forward pass under torch.autocast and remove the section, or use bf16.enabled";
 constexpr std::string_view kNoLossScale = "bf16 has the range of fp32, so there is no loss to scale";
 constexpr std::string_view kNoSequenceParallelism = "hoist has no sequence parallelism; leave this key out";
 
@@ -62,20 +75,19 @@ std::vector<KeyRow> optimizer_rows() {
        .type = ValueType::choice,
        .default_value = "\"AdamW\"",
        .choices = {"AdamW", "Adam", "Adagrad", "Lion", "SGD"},
-       .refusals = {{"\"OneBitAdam\"", kOtherOptimizer},
-                    {"\"ZeroOneAdam\"", kOtherOptimizer},
-                    {"\"OneBitLamb\"", kOtherOptimizer},
-                    {"\"Lamb\"", kOtherOptimizer},
-                    {"\"Muon\"", kOtherOptimizer},
-                    {"\"MuAdam\"", kOtherOptimizer},
-                    {"\"MuAdamW\"", kOtherOptimizer},
-                    {"\"MuSGD\"", kOtherOptimizer}},
+       .refusals = {{"\"OneBitAdam\"", kCompressedAdam},
+                    {"\"ZeroOneAdam\"", kCompressedAdam},
+                    {"\"OneBitLamb\"", kLamb},
+                    {"\"Lamb\"", kLamb},
+                    {"\"Muon\"", kMuon},
+                    {"\"MuAdam\"", kMup},
+                    {"\"MuAdamW\"", kMup},
+                    {"\"MuSGD\"", kMup}},
        .meaning = "AdamW and Lion decay weights separately from the gradient. Adam does too, as in DeepSpeed, unless "
                   "adam_w_mode is false: then it adds decay to the gradient (L2), as Adagrad and SGD do. Formulas: "
                   "docs/optimizers.md.",
        .apply = [](Draft& d, const Value& v) { d.optimizer_type = as_text(v); }},
-      refused("optimizer.legacy_fusion", ValueType::boolean, "false", "An old fused kernel's choice.",
-              "there is one kernel, the same on every instruction set; leave this key out"),
+      hint("optimizer.legacy_fusion", ValueType::boolean, "false", "An old fused kernel's choice.", kOneKernel),
       section_row("optimizer.params", "Settings of the optimizer."),
       {.path = "optimizer.params.lr",
        .type = ValueType::number,
@@ -211,8 +223,13 @@ std::vector<KeyRow> fp16_rows() {
            "Whether 16-bit parameters are fp16. The program declares them so (one that declares bf16 is refused) "
            "and multiplies its loss by Engine::loss_scale().",
        .apply = [](Draft& d, const Value& v) { d.fp16.enabled = as_bool(v); }},
-      refused("fp16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast to fp16.",
-              "the program casts its own inputs where its layers need it; leave this key out"),
+      {.path = "fp16.auto_cast",
+       .type = ValueType::boolean,
+       .default_value = "false",
+       .meaning =
+           "Whether hoist.torch casts floating-point inputs of the model to fp16. A C++ program makes the inputs of "
+           "its layers itself.",
+       .apply = [](Draft&, const Value&) { /* hoist.torch reads it */ }},
       {.path = "fp16.loss_scale",
        .type = ValueType::number,
        .default_value = "0",
@@ -246,15 +263,15 @@ std::vector<KeyRow> fp16_rows() {
        .meaning = "Whether that count restarts with every step without an overflow.",
        .apply = [](Draft& d, const Value& v) { d.fp16.consecutive_hysteresis = as_bool(v); }},
       {.path = "fp16.min_loss_scale",
-       .type = ValueType::integer,
+       .type = ValueType::number,
        .default_value = "1",
-       .range = {.min = 1, .max = 9e15},
+       .range = {.max = 9e15, .min_excluded = true},
        .meaning = "Smallest dynamic scale; an overflow at it ends the run with an error, as in DeepSpeed.",
-       .apply = [](Draft& d, const Value& v) { d.fp16.scale_min = static_cast<double>(as_count(v)); }},
+       .apply = [](Draft& d, const Value& v) { d.fp16.scale_min = as_number(v); }},
       refused("fp16.fp16_master_weights_and_grads", ValueType::boolean, "false", "fp16 master weights.",
               "most updates are too small for an fp16 master; masters are fp32, so leave this key out"),
       refused_section("amp", "enabled", "NVIDIA Apex mixed precision.", kMixedPrecision),
-      refused_section("torch_autocast", "enabled", "PyTorch autocast.", kMixedPrecision),
+      refused_section("torch_autocast", "enabled", "PyTorch autocast.", kAutocast),
   };
 }
 
@@ -309,13 +326,12 @@ std::vector<KeyRow> reduction_rows() {
        .note = kOneReduction},
       {.path = "seq_parallel_communication_data_type",
        .type = ValueType::choice,
-       .status = KeyStatus::refused,
+       .status = KeyStatus::hint,
        .default_value = "\"fp32\"",
        .choices = {"fp32", "bf16", "fp16"},
-       .neutral = "\"fp32\"",
        .nullable = true,
-       .meaning = "The same for sequence parallelism.",
-       .note = kNoSequenceParallelism},
+       .meaning = "Type in which gradients travel between ranks that share a sequence.",
+       .note = "no ranks share a sequence"},
       {.path = "sequence_parallel_size",
        .type = ValueType::integer,
        .status = KeyStatus::refused,
@@ -324,16 +340,17 @@ std::vector<KeyRow> reduction_rows() {
        .neutral = "1",
        .meaning = "Ranks that share one sequence.",
        .note = kNoSequenceParallelism},
-      refused("prescale_gradients", ValueType::boolean, "false", "Whether gradients are divided before they are added.",
-              kOneReduction),
+      explained(hint("prescale_gradients", ValueType::boolean, "false",
+                     "Whether gradients are divided by the number of ranks before they are added, or after.",
+                     kOneMean)),
       {.path = "gradient_predivide_factor",
        .type = ValueType::number,
-       .status = KeyStatus::refused,
+       .status = KeyStatus::hint,
        .default_value = "1.0",
        .range = {.min_excluded = true},
-       .neutral = "1.0",
-       .meaning = "What prescaled gradients are divided by.",
-       .note = kOneReduction},
+       .is_explained = true,
+       .meaning = "Part of that number by which gradients are divided before they are added.",
+       .note = kOneMean},
       {.path = "gradient_allreduce_op",
        .type = ValueType::choice,
        .status = KeyStatus::refused,
@@ -343,8 +360,9 @@ std::vector<KeyRow> reduction_rows() {
        .meaning = "Whether gradients are averaged or added over ranks.",
        .note = "gradients are averaged; scale the loss by the world size for a sum"},
       refused("fp32_allreduce", ValueType::boolean, "false", "The old form of communication_data_type.", kOneReduction),
-      refused("sparse_gradients", ValueType::boolean, "false", "Sparse gradients of embeddings.",
-              "gradients are dense; leave this key out"),
+      explained(hint("sparse_gradients", ValueType::boolean, "false",
+                     "Exchange only those rows of an embedding that have a gradient.",
+                     "all rows are reduced, with the same mean")),
   };
 }
 

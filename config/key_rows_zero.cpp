@@ -12,7 +12,9 @@ constexpr std::string_view kBuckets = "each unit's gradients are one bucket, red
 constexpr std::string_view kOneGather = "each unit is gathered in one grouped operation";
 constexpr std::string_view kQuantized =
     "quantised collectives change the result, and hoist does not have them; leave this key out";
-constexpr std::string_view kSecondary = "parameters are partitioned over all ranks; leave this key out";
+constexpr std::string_view kSecondary =
+    "state is partitioned over all ranks, with the same result; for gathers inside of a machine set "
+    "zero_hpz_partition_size";
 constexpr std::string_view kPythonHooks = "the program declares the units, so there are no module hooks to tune";
 constexpr std::string_view kAlwaysPipelined =
     "reading, updating and writing are always pipelined; offload_optimizer.buffer_count sets the depth";
@@ -21,7 +23,8 @@ constexpr std::string_view kNvmePath =
     "Directory on the drive; the store is its subdirectory hoist. Required by device nvme. A list spreads the store "
     "over "
     "several drives: the first directory holds the manifest too.";
-constexpr std::string_view kSamePath = "Both sections name the same paths: a record holds weights and optimizer state.";
+constexpr std::string_view kSamePath =
+    "A record holds weights and optimizer state: if both sections are on NVMe, the paths of offload_optimizer count.";
 
 Placement placement_of(const std::string& device) {
   if (device == "nvme") return Placement::nvme;
@@ -38,7 +41,7 @@ std::vector<KeyRow> offload_param_rows() {
        .type = ValueType::choice,
        .default_value = "\"none\"",
        .choices = {"none", "cpu", "nvme"},
-       .meaning = "none: on the device; cpu: in pinned memory; nvme: in the store.",
+       .meaning = "none: on the device; cpu: in pinned memory; nvme: in the store. Below stage 3 it has no effect.",
        .apply = [](Draft& d, const Value& v) { d.engine.parameters = placement_of(as_text(v)); }},
       {.path = "zero_optimization.offload_param.nvme_path",
        .type = ValueType::path_list,
@@ -78,7 +81,8 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .type = ValueType::choice,
        .default_value = "\"none\"",
        .choices = {"none", "cpu", "nvme"},
-       .meaning = "none: on the device; cpu: in pinned memory; nvme: in the store.",
+       .meaning = "none: on the device, where offload_param is \"none\" too, or hoist.device is \"host\"; otherwise "
+                  "where offload_param says. cpu: in pinned memory; nvme: in the store.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer = placement_of(as_text(v)); }},
       {.path = "zero_optimization.offload_optimizer.nvme_path",
        .type = ValueType::path_list,
@@ -90,9 +94,10 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .type = ValueType::integer,
        .default_value = "8",
        .deepspeed_default = "4",
-       .range = {.min = 3, .max = 1024},
+       .range = {.max = 1024},
        .meaning =
-           "Pieces of optimizer state in flight: one being read, one being updated, one being written, and slack.",
+           "Pieces of optimizer state in flight: one being read, one being updated, one being written, and slack. "
+           "Less than 3 is read as 3.",
        .apply = [](Draft& d, const Value& v) { d.engine.update_buffer_count = as_unsigned(v); }},
       hint("zero_optimization.offload_optimizer.pin_memory", ValueType::boolean, "true",
            "Whether host memory is pinned.", kAlwaysPinned),
@@ -109,10 +114,12 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .meaning =
            "Share of the parameters whose optimizer state is offloaded. The state of the others, whole layers from the "
            "first on, lives in device memory (hoist.device_memory) and is updated there; the result is the same. Works "
-           "at any stage, with cpu and nvme. On a GPU, a ratio below 1 cannot be combined with offload_param.",
+           "at any stage, with cpu and nvme. Beside offload_param it is read as 1, unless hoist.device is \"host\".",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_offload_ratio = as_number(v); }},
-      refused("zero_optimization.offload_optimizer.super_offload", ValueType::boolean, "false",
-              "DeepSpeed's speculative CPU optimizer.", "hoist never updates speculatively; leave this key out"),
+      explained(hint("zero_optimization.offload_optimizer.super_offload", ValueType::boolean, "false",
+                     "DeepSpeed's CPU optimizer that updates early and takes back what should have been clipped or "
+                     "skipped.",
+                     "updates are exact at once, and run under the next forward pass (hoist.update_mode)")),
       {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",
        .type = ValueType::number,
        .status = KeyStatus::hint,
@@ -265,10 +272,10 @@ std::vector<KeyRow> deprecated_rows() {
        .nullable = true,
        .meaning = "The old form of pin_memory.",
        .note = kAlwaysPinned},
-      refused("zero_optimization.elastic_checkpoint", ValueType::boolean, "false", "A legacy checkpoint layout.",
-              "the store is the checkpoint; leave this key out"),
-      refused("zero_optimization.legacy_stage1", ValueType::boolean, "false", "A legacy form of stage 1.",
-              "hoist has one form of stage 1; leave this key out"),
+      hint("zero_optimization.elastic_checkpoint", ValueType::boolean, "false", "A legacy checkpoint layout.",
+           "the store is the checkpoint, and any number of ranks can continue it"),
+      hint("zero_optimization.legacy_stage1", ValueType::boolean, "false", "A legacy form of stage 1.",
+           "there is one form of stage 1"),
   };
 }
 
@@ -277,8 +284,8 @@ std::vector<KeyRow> refused_zero_rows() {
     return refused(path, ValueType::boolean, "false", meaning, note);
   };
   return {
-      refused("zero_optimization.load_from_fp32_weights", ValueType::boolean, "true", "Restore masters from fp32.",
-              "masters are always restored exactly; leave this key out"),
+      hint("zero_optimization.load_from_fp32_weights", ValueType::boolean, "true", "Restore masters from fp32.",
+           "masters are always restored exactly"),
       refused(
           "zero_optimization.compute_grad_norm", ValueType::boolean, "true", "Whether the norm is computed.",
           "hoist always computes the norm, while gradients are copied down; in DeepSpeed stages 1 and 2 may skip it"),
@@ -311,13 +318,14 @@ std::vector<KeyRow> refused_zero_rows() {
            }},
       {.path = "zero_optimization.mics_shard_size",
        .type = ValueType::integer,
-       .status = KeyStatus::refused,
+       .status = KeyStatus::hint,
        .default_value = "-1",
        .range = {.min = -1},
-       .neutral = "-1",
-       .meaning = "Ranks that share one copy of the parameters.",
+       .is_explained = true,
+       .meaning = "Ranks that share one copy of all state (MiCS).",
        .note = kSecondary},
-      off("zero_optimization.mics_hierarchical_params_gather", "Gather in two levels.", kSecondary),
+      explained(hint("zero_optimization.mics_hierarchical_params_gather", ValueType::boolean, "false",
+                     "Gather in two levels.", kSecondary)),
       off("zero_optimization.save_muon_momentum_buffer_in_memory", "Keep Muon's buffer in memory.",
           "hoist does not have Muon; leave this key out"),
   };
@@ -356,8 +364,8 @@ std::vector<KeyRow> aio_rows() {
            "the engine submits in the way that is fastest"),
       hint("aio.overlap_events", ValueType::boolean, "true", "Overlap submitting with completing.",
            "the engine always overlaps"),
-      refused("aio.use_gds", ValueType::boolean, "false", "Transfers straight between drive and GPU.",
-              "GPUDirect Storage is not used; leave this key out"),
+      explained(hint("aio.use_gds", ValueType::boolean, "false", "Transfers straight between drive and GPU.",
+                     "GPUDirect Storage is not used; transfers go through pinned memory, with the same bytes")),
   };
 }
 

@@ -197,7 +197,7 @@ std::string suggestion(std::string_view section_path, std::string_view name) {
                           : fmt::format("did you mean \"{}\" in \"{}\"?", name, home);
     }
   }
-  return "`hoist check --print-keys` lists all keys";
+  return std::string(kNoSuggestion);
 }
 
 }  // namespace hoist::config

@@ -73,9 +73,13 @@ struct KeyRow {
   std::string_view deepspeed_default{};  // JSON text, when it differs
   Range range{};
   std::vector<std::string_view> choices{};
-  // Refused keys only. JSON text of the value that changes nothing; empty: no value is accepted. For
-  // opaque sections the name of the member that switches the section on: off, or absent, is accepted.
+  // Refused keys: JSON text of the value that changes nothing; empty: no value is accepted. Opaque sections, hints too:
+  // the name of the member that switches the section on; off, or absent, it asks for nothing.
   std::string_view neutral{};
+  std::vector<std::string_view> off_values{"false"};  // of that member, as JSON text
+  // The section's parts have switches of that name, at any depth: they must be there, and all of them off.
+  bool switches_in_parts = false;
+  bool is_explained = false;  // hints: has a warning of its own, with the note, where the file asks for something
   std::vector<Refusal> refusals{};
   bool nullable = false;       // null is the same as leaving the key out, as where DeepSpeed's own default is None
   std::string_view meaning{};  // one sentence
@@ -101,7 +105,8 @@ std::string allowed_text(const KeyRow& row);
 // The most similar of some names, if it is similar enough for a typing error; else empty.
 std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name);
 
-// For an unknown member: "did you mean ...?", or the section that has a key of that name, or how to list all keys.
+// For an unknown member: "did you mean ...?", or the section that has a key of that name, or kNoSuggestion.
+inline constexpr std::string_view kNoSuggestion = "`hoist check --print-keys` lists all keys";
 std::string suggestion(std::string_view section_path, std::string_view name);
 
 }  // namespace hoist::config

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/config/detail/reader.hpp>
 #include <hoist/config/detail/values.hpp>
@@ -38,11 +39,30 @@ class Reader {
         continue;
       }
       if (const KeyRow* row = find_member(section_path, member.key)) {
+        knows_a_key_ = true;
         read_member(*row, member, shown);
       } else {
         unknown_key(section_path, member, shown);
       }
     }
+  }
+
+  // DeepSpeed reads its keys by name and ignores others at the top level, such as those of the project that wrote the
+  // file. A file without any key of DeepSpeed's is something else.
+  void note_strangers() {
+    if (strangers_.empty()) return;
+    if (!knows_a_key_) {
+      for (const auto& [shown, offset] : strangers_)
+        problem(shown, std::string(kUnknownKey) + std::string(kNoSuggestion), offset);
+      return;
+    }
+    std::vector<std::string_view> names;
+    constexpr std::size_t kNamesMax = 20;
+    for (const auto& [shown, offset] : strangers_)
+      if (names.size() < kNamesMax) names.push_back(shown);
+    result_.warnings.push_back(fmt::format("not used, since neither hoist nor DeepSpeed 0.19 knows such keys: {}{}",
+                                           fmt::join(names, ", "),
+                                           strangers_.size() > kNamesMax ? ", and others" : ""));
   }
 
   // One setting for each row that ends with a value.
@@ -76,12 +96,22 @@ class Reader {
   }
 
   void unknown_key(std::string_view section_path, const JsonMember& member, const std::string& shown) {
-    if (member.key.starts_with('_')) return note_comment(member, shown);
-    if (is_full()) return;
-    problem(shown, std::string(kUnknownKey) + suggestion(section_path, member.key), member.key_offset);
+    if (is_comment(member.key)) return note_comment(member, shown);
+    if (strangers_.size() >= kProblemsMax && is_full()) return;
+    const std::string advice = suggestion(section_path, member.key);
+    if (section_path.empty() && advice == kNoSuggestion) {
+      refuse_duplicates(member.value, shown);
+      strangers_.emplace_back(shown, member.key_offset);
+    } else {
+      problem(shown, std::string(kUnknownKey) + advice, member.key_offset);
+    }
   }
 
-  // People write comments under keys that begin with _.
+  // People write comments under such keys.
+  static bool is_comment(std::string_view key) {
+    return key.starts_with('_') || key.starts_with("//") || key == "comment" || key == "comments";
+  }
+
   void note_comment(const JsonMember& member, const std::string& shown) {
     refuse_duplicates(member.value, shown);
     result_.hints.push_back(shown);
@@ -117,7 +147,10 @@ class Reader {
   void keep(const KeyRow& row, ConfigSetting setting, const JsonMember& member, const std::string& shown) {
     const auto [place, is_new] = given_.try_emplace(&row, setting);
     if (is_new) {
-      if (row.status == KeyStatus::hint) result_.hints.push_back(shown);
+      if (row.status != KeyStatus::hint) return;
+      const bool is_default = place->second.source == ConfigSetting::Source::automatic ||
+                              (!row.default_value.empty() && place->second.value == default_of(row));
+      if (!row.is_explained || !is_default) note_hint(row, shown, !is_default);
       return;
     }
     if (place->second.value != setting.value) {
@@ -129,9 +162,21 @@ class Reader {
     }
   }
 
+  void note_hint(const KeyRow& row, const std::string& shown, bool asks) {
+    if (row.is_explained && asks) {
+      result_.warnings.push_back(fmt::format("{} has no effect: {}", shown, row.note));
+    } else {
+      result_.hints.push_back(shown);
+    }
+  }
+
   void read_section(const KeyRow& row, const JsonMember& member, const std::string& shown) {
     const JsonNode& node = member.value;
     if (row.nullable && is_null(node)) return;
+    if (row.path == "zero_optimization" && node.kind == Kind::scalar && node.scalar.is_boolean()) {
+      read_old_switch(node);
+      return;
+    }
     if (node.kind != Kind::object) {
       problem(shown, not_a_section(row, node), node.offset);
       return;
@@ -142,12 +187,26 @@ class Reader {
     }
     refuse_duplicates(node, shown);
     if (row.status == KeyStatus::hint) {
-      result_.hints.push_back(shown);
+      if (const bool asks = asks_for_something(row, node); asks || row.neutral != "enabled")
+        note_hint(row, shown, asks);
     } else if (asks_for_something(row, node)) {
       problem(shown, "refused: " + std::string(row.note), member.key_offset);
     } else if (row.neutral != "enabled" && !node.members.empty()) {
       result_.hints.push_back(shown);  // members that mean something to another program
     }
+  }
+
+  // DeepSpeed still reads "zero_optimization": true, from before there were stages.
+  void read_old_switch(const JsonNode& node) {
+    const TextPosition at = position_of(text_, node.offset);
+    const std::int64_t stage = node.scalar.get<bool>() ? 1 : 0;
+    const KeyRow* const row = find_key("zero_optimization.stage");
+    given_.try_emplace(
+        row,
+        ConfigSetting{
+            .row = row, .value = stage, .source = ConfigSetting::Source::file, .line = at.line, .column = at.column});
+    result_.warnings.push_back(fmt::format(
+        "zero_optimization: {} is read as stage {}, as DeepSpeed reads this old form", display(node), stage));
   }
 
   // {"enabled": true} for true where the section has such a switch, {"type": "AdamW"} for "AdamW".
@@ -163,19 +222,27 @@ class Reader {
     std::string sentence = fmt::format("{} is not an object", display(node)) + as_section(row, node);
     if (is_null(node)) sentence += "; leave the section out";
     if (row.path.starts_with("zero_optimization.offload_")) sentence += "; write {\"device\": \"cpu\"} or \"nvme\"";
-    if (row.path == "zero_optimization" && node.kind == Kind::scalar && node.scalar.is_boolean()) {
-      sentence +=
-          fmt::format("; in old DeepSpeed it meant stage {}; write {{\"stage\": 3}}", node.scalar.get<bool>() ? 1 : 0);
-    }
     return sentence;
   }
 
   static bool asks_for_something(const KeyRow& row, const JsonNode& section) {
     if (row.neutral.empty()) return !section.members.empty();
+    std::vector<const JsonNode*> switches;
+    find_switches(row, section, switches);
+    const auto is_on = [&row](const JsonNode* node) {
+      return node->kind != Kind::scalar || std::ranges::none_of(row.off_values, [node](std::string_view off) {
+               return node->scalar == json::parse(off);
+             });
+    };
+    const bool lacks_switches = row.switches_in_parts && switches.empty() && !section.members.empty();
+    return lacks_switches || std::ranges::any_of(switches, is_on);
+  }
+
+  static void find_switches(const KeyRow& row, const JsonNode& section, std::vector<const JsonNode*>& found) {
     for (const JsonMember& member : section.members) {
-      if (member.key == row.neutral) return member.value.kind != Kind::scalar || member.value.scalar != json(false);
+      if (member.key == row.neutral) found.push_back(&member.value);
+      if (row.switches_in_parts) find_switches(row, member.value, found);
     }
-    return false;
   }
 
   void refuse_duplicates(const JsonNode& node, const std::string& shown) {
@@ -196,6 +263,8 @@ class Reader {
   std::string_view text_;
   ReadResult& result_;
   std::map<const KeyRow*, ConfigSetting> given_;
+  std::vector<std::pair<std::string, std::size_t>> strangers_;  // unlike any key, at the top level, with their offsets
+  bool knows_a_key_ = false;
 };
 
 }  // namespace
@@ -205,6 +274,7 @@ ReadResult read_settings(const JsonNode& root, std::string_view text) {
   Reader reader(text, result);
   if (root.kind == Kind::object) {
     reader.read_object(root, "", "");
+    reader.note_strangers();
   } else {
     reader.problem("", fmt::format("the configuration is not an object but {}", display(root)), root.offset);
   }

@@ -17,12 +17,14 @@ check --print-keys` prints this page from the table that the parser uses; do not
 --print-schema` prints the schema for editors from the same table (`docs/hoist.schema.json`, installed as
 `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
-- An unknown key is an error, anywhere, unless it begins with `_`, as comments do. So is a key given twice.
+- An unknown key in a section is an error, unless it begins with `_` or `//` or is `comment`. So is one at the top level
+  that resembles a key, since it may be a typing error. DeepSpeed ignores others there, and so does hoist, with a
+  warning. A key given twice is an error.
 - Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are accepted, as in
   DeepSpeed.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at its
-  neutral value. A **hint** could only change speed or logging; it is accepted without effect and named once in a
-  warning.
+  neutral value. A **hint** could only change speed or logging; it is accepted without effect. One warning names the
+  hints of a file; hints that a person may count on have a warning of their own, which says what hoist does instead.
 - `"auto"` means hoist's default, which may differ from another tool's choice. `hoist check` shows it.
 - Integers may be written as integral floats (`5e8`), byte counts also as `"8GiB"` (a power of two) or `"8GB"` (a power
   of ten). Booleans are never strings. `null` is allowed only where DeepSpeed's own default is none (marked below); it
@@ -67,7 +69,9 @@ std::string sentence(std::string_view text) {
 std::string status_cell(const KeyRow& row) {
   if (row.status != KeyStatus::refused) return std::string(key_status_name(row.status));
   if (row.neutral.empty()) return "refused";
-  if (row.type == ValueType::opaque) return fmt::format("refused unless `{}` is false", row.neutral);
+  if (row.switches_in_parts) return fmt::format("refused unless every `{}` in it is false", row.neutral);
+  if (row.type == ValueType::opaque)
+    return fmt::format("refused unless `{}` is {}", row.neutral, fmt::join(row.off_values, " or "));
   return fmt::format("refused unless {}", code(row.neutral));
 }
 

@@ -21,6 +21,7 @@ constexpr std::string_view kParamDevice = "zero_optimization.offload_param.devic
 constexpr std::string_view kParamPath = "zero_optimization.offload_param.nvme_path";
 constexpr std::string_view kOptimizerDevice = "zero_optimization.offload_optimizer.device";
 constexpr std::string_view kOptimizerPath = "zero_optimization.offload_optimizer.nvme_path";
+constexpr std::string_view kRatio = "zero_optimization.offload_optimizer.ratio";
 
 // "/data/" and "/data/." are the same place.
 std::string plain_path(const std::string& path) {
@@ -46,6 +47,7 @@ class Rules {
   Rules(Draft& draft, ReadResult& read) : draft_(draft), read_(read) {}
 
   RuleNotes apply(RunLength run_length) {
+    std::ranges::move(read_.warnings, std::back_inserter(notes_.warnings));
     forgive_parameters("optimizer.type", "optimizer.params.");
     forgive_parameters("scheduler.type", "scheduler.params.");
     if (!is_wrong("optimizer.type")) apply_optimizer(draft_, read_, notes_);
@@ -57,6 +59,7 @@ class Rules {
     pinned_fractions();
     gradient_spill();
     offload_ratio();
+    buffers();
     store();
     durability();
     mirror();
@@ -128,20 +131,83 @@ class Rules {
   }
 
   void placements() {
+    whole_weights();
     placement(draft_.engine.parameters, draft_.parameter_paths, kParamDevice, kParamPath);
     placement(draft_.engine.optimizer, draft_.optimizer_paths, kOptimizerDevice, kOptimizerPath);
-    if (!is_wrong("zero_optimization.stage") && draft_.engine.stage < 3 &&
-        draft_.engine.parameters != Placement::device) {
-      problem(kParamDevice, "needs stage 3; DeepSpeed silently ignores offload_param below it");
+    one_store();
+    states_beside_weights();
+  }
+
+  // Shows a value that follows from other keys instead of the file's own. Where the file has none, offload_param is the
+  // cause.
+  void derive(std::string_view path, config::Value value) {
+    ConfigSetting* found = setting(path);
+    const ConfigSetting* cause = setting(kParamDevice);
+    if (found == nullptr || cause == nullptr) return;
+    found->value = std::move(value);
+    if (found->source == ConfigSetting::Source::file) return;
+    found->source = cause->source;
+    found->line = cause->line;
+    found->column = cause->column;
+  }
+
+  // As in DeepSpeed, below stage 3 keys about partitioned weights have no effect.
+  void whole_weights() {
+    EngineOptions& engine = draft_.engine;
+    if (engine.stage == 3 || is_wrong("zero_optimization.stage")) return;
+    if (engine.secondary_shard_ranks > 1) {
+      notes_.warnings.push_back(fmt::format(
+          "zero_optimization.zero_hpz_partition_size is not used: stage {} keeps all weights gathered, as in "
+          "DeepSpeed",
+          engine.stage));
+      engine.secondary_shard_ranks = 1;
+      derive("zero_optimization.zero_hpz_partition_size", std::int64_t{1});
     }
+    if (engine.parameters == Placement::device) return;
+    notes_.warnings.push_back(
+        fmt::format("zero_optimization.offload_param is not used: stage {} keeps all weights on the device, as in "
+                    "DeepSpeed; use stage 3 to offload them",
+                    engine.stage));
+    engine.parameters = Placement::device;
+    draft_.parameter_paths.clear();
+    derive(kParamDevice, std::string("none"));
+  }
+
+  // A record holds weights and optimizer state. Most of its bytes are state.
+  void one_store() {
     const bool both = draft_.engine.parameters == Placement::nvme && draft_.engine.optimizer == Placement::nvme;
-    if (both && !draft_.parameter_paths.empty() && !draft_.optimizer_paths.empty() &&
-        plain_paths(draft_.parameter_paths) != plain_paths(draft_.optimizer_paths)) {
-      problem(kOptimizerPath,
-              fmt::format("{} differs from offload_param.nvme_path {}; a record holds weights and optimizer state, so "
-                          "name the same in both",
-                          quoted(draft_.optimizer_paths), quoted(draft_.parameter_paths)));
+    if (!both || draft_.parameter_paths.empty() || draft_.optimizer_paths.empty() ||
+        plain_paths(draft_.parameter_paths) == plain_paths(draft_.optimizer_paths))
+      return;
+    notes_.warnings.push_back(
+        fmt::format("{} {} is not used: weights and optimizer states are stored together, in {} {}; a list of paths "
+                    "spreads them over several drives",
+                    kParamPath, quoted(draft_.parameter_paths), last_part(section_of(kOptimizerPath)),
+                    quoted(draft_.optimizer_paths)));
+    draft_.parameter_paths = draft_.optimizer_paths;
+  }
+
+  // A GPU updates the states in its memory, for which the weights must be there, too. States of offloaded weights are
+  // therefore offloaded, unless the file chooses the host device, where the CPU updates states wherever they are.
+  void states_beside_weights() {
+    EngineOptions& engine = draft_.engine;
+    if (engine.parameters == Placement::device || draft_.runtime.device == platform::DeviceKind::host) return;
+    constexpr std::string_view kWhy =
+        "a GPU can update states in its memory only where the weights are in it, too. The result has the same bits";
+    const auto* const where = engine.parameters == Placement::nvme ? "nvme" : "cpu";
+    if (engine.optimizer == Placement::device && !is_wrong(kOptimizerDevice)) {
+      notes_.warnings.push_back(
+          fmt::format("optimizer states are offloaded to \"{0}\", as {1} \"{0}\" offloads the weights: {2}", where,
+                      kParamDevice, kWhy));
+      engine.optimizer = engine.parameters;
+      draft_.optimizer_paths = draft_.parameter_paths;
+      derive(kOptimizerDevice, std::string(where));
     }
+    if (engine.optimizer_offload_ratio == 1 || is_wrong(kRatio)) return;
+    notes_.warnings.push_back(fmt::format("{} {} is read as 1, beside {} \"{}\": {}", kRatio,
+                                          engine.optimizer_offload_ratio, kParamDevice, where, kWhy));
+    engine.optimizer_offload_ratio = 1;
+    derive(kRatio, 1.0);
   }
 
   void pinned_fractions() {
@@ -179,10 +245,19 @@ class Rules {
           fmt::format("{} is not used: gradients are on the device, as optimizer state is", kSpill));
   }
 
+  // DeepSpeed takes any number.
+  void buffers() {
+    constexpr std::string_view kBuffers = "zero_optimization.offload_optimizer.buffer_count";
+    if (draft_.engine.update_buffer_count >= 3) return;
+    notes_.notes.push_back(fmt::format("{} {} is read as 3: one piece is read, one updated and one written at a time",
+                                       kBuffers, draft_.engine.update_buffer_count));
+    draft_.engine.update_buffer_count = 3;
+    derive(kBuffers, std::int64_t{3});
+  }
+
   void offload_ratio() {
     if (draft_.engine.optimizer_offload_ratio != 1 && draft_.engine.optimizer == Placement::device)
-      notes_.warnings.push_back(
-          "zero_optimization.offload_optimizer.ratio is not used: its device is \"none\", which offloads nothing");
+      notes_.warnings.push_back(fmt::format("{} is not used: its device is \"none\", which offloads nothing", kRatio));
   }
 
   // The engine refuses these too; here the message names the key.
@@ -349,6 +424,7 @@ class Rules {
   void without_fp16() {
     std::vector<std::string_view> keys = dynamic_keys();
     keys.insert(keys.begin(), "fp16.loss_scale");
+    if (says_true("fp16.auto_cast")) keys.push_back("fp16.auto_cast");
     note_unused(keys, "fp16.enabled is not true");
   }
 

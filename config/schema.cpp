@@ -93,7 +93,10 @@ Json honoured_value_of(const KeyRow& row) {
   if (row.status == KeyStatus::refused) {
     if (row.type == ValueType::opaque) {
       if (row.neutral.empty()) return {{"type", "object"}, {"maxProperties", 0}};
-      return {{"type", "object"}, {"properties", {{std::string(row.neutral), {{"const", false}}}}}};
+      if (row.switches_in_parts) return {{"type", "object"}};
+      Json off = Json::array();
+      for (const std::string_view value : row.off_values) off.push_back(Json::parse(value));
+      return {{"type", "object"}, {"properties", {{std::string(row.neutral), {{"enum", std::move(off)}}}}}};
     }
     if (row.neutral.empty()) return nullptr;
     const Json neutral = Json::parse(row.neutral);
@@ -139,7 +142,7 @@ Json section_schema(const KeyRow& row) {
   Json schema{{"description", row.meaning},
               {"type", row.nullable ? Json{"object", "null"} : Json("object")},
               {"additionalProperties", false},
-              {"patternProperties", {{"^_", true}}},
+              {"patternProperties", {{"^(_|//)|^comments?$", true}}},
               {"properties", properties_of(row.path)}};
   return schema;
 }
@@ -165,7 +168,7 @@ std::string schema_json() {
        "from the table the parser uses. Only `hoist check` knows the rules between keys."},
       {"type", "object"},
       {"additionalProperties", false},
-      {"patternProperties", {{"^_", true}}},
+      {"patternProperties", {{"^(_|//)|^comments?$", true}}},
       {"properties", properties_of("")}};
   return schema.dump(1) + "\n";
 }

@@ -231,6 +231,7 @@ bool is_string(const JsonNode& node) { return node.kind == Kind::scalar && node.
 bool is_null(const JsonNode& node) { return node.kind == Kind::scalar && node.scalar.is_null(); }
 
 Checked check_value(const KeyRow& row, const JsonNode& node) {
+  if (is_infinite(node) && row.status != KeyStatus::hint) return not_allowed(row, node);
   Checked checked = check_type(row, node);
   const auto* value = std::get_if<Value>(&checked);
   if (const Refusal* refusal = find_refusal(row, node)) {

@@ -46,8 +46,9 @@ inline constexpr std::size_t kJsonDepthMax = 64;
 // More values than any configuration has; a data file cannot fill memory with one tree node for each.
 inline constexpr std::size_t kJsonValuesMax = 1'000'000;
 
-// The comments and trailing commas that plain_json() accepts are no error.
+// The comments and trailing commas that plain_json() accepts are no error. Neither is Infinity, which Python writes.
 JsonNode parse_json_text(std::string_view text);
+bool is_infinite(const JsonNode& node);
 
 // Both counted from 1; the column in bytes.
 struct TextPosition {

@@ -68,4 +68,24 @@ inline KeyRow refused_section(std::string_view path, std::string_view switch_nam
           .note = note};
 }
 
+// A hint with a warning of its own, where it has another value than its default.
+inline KeyRow explained(KeyRow row) {
+  row.is_explained = true;
+  return row;
+}
+
+// A section that DeepSpeed's engine has no use for, or that only changes speed. It asks for something if its member
+// `switch_name` is on; without such a name, if it has any member.
+inline KeyRow hint_section(std::string_view path, std::string_view switch_name, std::string_view meaning,
+                           std::string_view note) {
+  return {.path = path,
+          .type = ValueType::opaque,
+          .status = KeyStatus::hint,
+          .neutral = switch_name,
+          .is_explained = true,
+          .nullable = true,
+          .meaning = meaning,
+          .note = note};
+}
+
 }  // namespace hoist::config::detail

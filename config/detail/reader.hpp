@@ -19,6 +19,7 @@ struct ReadResult {
   std::size_t unlisted = 0;             // problems beyond those
   std::vector<std::string> hints;       // accepted keys without effect, in the order of the text
   std::vector<std::string> automatic;   // keys given as "auto"
+  std::vector<std::string> warnings;    // about old forms of a value
 };
 
 // The first words of the message about a key without a row.

@@ -206,13 +206,23 @@ TEST_F(Check, ReadsAModelFromTheHeadersOfItsWeights) {
 }
 
 TEST_F(Check, RefusesWhatEveryEngineWould) {
-  write("gpu.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-                        "hoist": {"device": "cuda"}})");
+  write("gpu.json", R"({"hoist": {"device": "cuda", "moments_dtype": "fp8"}})");
   const auto result = run("check gpu.json --json report.json");
   EXPECT_EQ(result.exit_code, 2) << result.output;
-  EXPECT_THAT(result.errors, HasSubstr("zero_optimization.offload_optimizer.device: optimizer states on a GPU"));
+  EXPECT_THAT(result.errors, HasSubstr("hoist.moments_dtype: optimizer states on a GPU"));
   EXPECT_THAT(result.errors, HasSubstr("1 problem in gpu.json"));
-  EXPECT_EQ(json_of("report.json")["problems"][0]["key"], "zero_optimization.offload_optimizer.device");
+  EXPECT_EQ(json_of("report.json")["problems"][0]["key"], "hoist.moments_dtype");
+}
+
+// On a machine with GPUs, as on one without.
+TEST_F(Check, OffloadsTheStatesOfOffloadedWeights) {
+  write("weights.json",
+        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true}}})");
+  const std::string machine = std::string(" --machine ") + HOIST_SOURCE_DIR + "/machines/h100-8.json";
+  const auto result = run("check weights.json --parameters 7e9 --all" + machine);
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("optimizer states are offloaded to \"cpu\", as "));
+  EXPECT_THAT(result.output, testing::ContainsRegex("offload_optimizer[.]device +\"cpu\""));
 }
 
 TEST_F(Check, RefusesModelsItCannotRead) {

@@ -369,6 +369,33 @@ TEST(Options, AnUnusedPathIsSaid) {
   EXPECT_THAT(config.warnings, Contains(HasSubstr("offload_param.nvme_path is not used")));
 }
 
+// Projects keep keys of their own in the file, and DeepSpeed ignores them.
+TEST(Options, KeysUnlikeAnyAreIgnoredAtTheTopLevelAndSaid) {
+  const Config config = parse(R"({"train_batch_size": 8, "cuda_visible_devices": null, "log": {"file": "x"}})");
+  EXPECT_THAT(config.warnings, Contains(HasSubstr("DeepSpeed 0.19 knows such keys: cuda_visible_devices, log")));
+  EXPECT_THROW(parse(R"({"train_batch_size": 8, "train_batchsize": 8})"), ConfigError) << "a typing error";
+  EXPECT_THROW(parse(R"({"train_batch_size": 8, "device": "cpu"})"), ConfigError) << "belongs into a section";
+  EXPECT_THROW(parse(R"({"train_batch_size": 8, "hoist": {"log": 1}})"), ConfigError);
+  EXPECT_THROW(parse(R"({"train_batch_size": 8, "log": {"a": 1, "a": 2}})"), ConfigError) << "given twice";
+  EXPECT_THROW(parse(R"({"vocab_files": 1, "log": {"file": "x"}})"), ConfigError) << "not a configuration";
+}
+
+// As DeepSpeed still reads it.
+TEST(Options, ASwitchInsteadOfAStageIsStageOne) {
+  const Config on = parse(R"({"zero_optimization": true, "allgather_size": 5e8})");
+  EXPECT_EQ(on.engine.stage, 1);
+  EXPECT_THAT(on.warnings, Contains(HasSubstr("zero_optimization: true is read as stage 1")));
+  EXPECT_EQ(parse(R"({"zero_optimization": false})").engine.stage, 0);
+}
+
+// Python writes it, in Accelerate's dump of a plugin for example.
+TEST(Options, InfinityIsTakenWhereItHasNoEffect) {
+  const Config config = parse(R"({"steps_per_print": Infinity, "wandb": {"project": "to Infinity"}})");
+  EXPECT_THAT(config.warnings, Contains(HasSubstr("steps_per_print")));
+  EXPECT_THROW(parse(R"({"gradient_clipping": Infinity})"), ConfigError);
+  EXPECT_THROW(parse(R"({"gradient_clipping": NaN})"), ConfigError);
+}
+
 TEST(Options, SettingsKnowWhereTheyCameFrom) {
   const Config config = parse("{\n \"aio\": {\"queue_depth\": 7,\n  \"block_size\": \"auto\"}}");
   int found = 0;

@@ -169,6 +169,8 @@ weight_decay: 0.01
 deepspeed: {deepspeed}
 """
 UNPACKED = {"sample_packing": "false", "eval_sample_packing": "false", "optimizer": "adamw_torch"}
+PRETRAIN = LORA_SFT.replace("stage: sft", "stage: pt").replace("identity,alpaca_en_demo", "texts").replace(
+    "cutoff_len: 2048", "cutoff_len: 16").replace("template: llama3\n", "")
 
 
 @pytest.fixture
@@ -299,20 +301,116 @@ def test_llama_factory_dpo(tmp_path, places):
     same(history(places), in_memory(places, "dpo", split["train"], split["test"], lora, beta=0.2, **LLAMA_FACTORY))
 
 
-def test_axolotl_lora_alpaca(tmp_path, places, capsys):
-    assert command(AXOLOTL_LORA, places, tmp_path) == 2
-    said = capsys.readouterr().err
-    assert "--set sample_packing=false --set eval_sample_packing=false --set optimizer=adamw_torch" in said
-    assert command(AXOLOTL_LORA, places, tmp_path, **UNPACKED) == 0
+def alpaca_split(places):
     rows = [{"prompt": (ALPACA_INPUT if row["input"] else ALPACA).format(**row), "completion": row["output"]}
             for row in places["alpaca"]]
-    split = datasets.Dataset.from_list(rows).shuffle(seed=42).train_test_split(test_size=0.1, shuffle=False)
-    lora = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, task_type="CAUSAL_LM", target_modules=[
+    return datasets.Dataset.from_list(rows).shuffle(seed=42).train_test_split(test_size=0.1, shuffle=False)
+
+
+def alpaca_adapters():
+    return peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, task_type="CAUSAL_LM", target_modules=[
         "gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"])
+
+
+def test_axolotl_lora_alpaca(tmp_path, places):
+    assert command(AXOLOTL_LORA, places, tmp_path, **UNPACKED) == 0
+    split, lora = alpaca_split(places), alpaca_adapters()
     same(history(places), in_memory(
         places, "sft", split["train"], split["test"], lora, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=2e-4, max_steps=5, warmup_steps=0, per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=0.25,
         eval_on_start=True, weight_decay=0.0))
+
+
+# As axolotl publishes most of its examples: packed, 8-bit optimizer states, a quantized base.
+def test_axolotl_unchanged(tmp_path, places, capsys, caplog):
+    text = AXOLOTL_LORA.replace("adapter: lora\n", "adapter: qlora\nload_in_4bit: true\n").replace(
+        "sequence_len: 2048", "sequence_len: 256") + "fsdp_version: 2\nearly_stopping_patience: 2\n"
+    assert command(text, places, tmp_path) == 0
+    said = capsys.readouterr().err
+    assert "adapter: qlora, load_in_4bit: the base weights are not quantized" in said
+    assert "packing: 18 rows of the training data are in" in said
+    assert "optim adamw_8bit is hoist's AdamW" in caplog.text and "moments of 8 bits" in caplog.text
+    split = alpaca_split(places)
+    found, expected = history(places), in_memory(
+        places, "sft", split["train"], split["test"], alpaca_adapters(), packing=True, max_length=256,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=2e-4, max_steps=steps_of(places),
+        warmup_steps=0, per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=0.25, eval_on_start=True,
+        weight_decay=0.0)
+    # The first losses are before any update, where states of 8 bits make no difference.
+    first = [row for row in found if row[0] <= 1]
+    same(first, [row for row in expected if row[0] <= 1])
+    assert len(found) == len(expected)
+
+
+def steps_of(places):
+    with open(f"{places['out']}/trainer_state.json") as file:
+        return json.load(file)["max_steps"]
+
+
+def test_packed_rows_are_those_of_trl(tmp_path, places, capsys):
+    assert command(AXOLOTL_LORA, places, tmp_path, optimizer="adamw_torch", sequence_len=256) == 0
+    assert "do not see each other" in capsys.readouterr().err
+    split = alpaca_split(places)
+    same(history(places), in_memory(
+        places, "sft", split["train"], split["test"], alpaca_adapters(), packing=True, max_length=256,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=2e-4, max_steps=steps_of(places),
+        warmup_steps=0, per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=0.25, eval_on_start=True,
+        weight_decay=0.0))
+
+
+def test_a_packed_row_sees_its_own_tokens_only(tmp_path, places):
+    """All rows in one step: the loss of its tokens is the same, however they are put together."""
+    one = {"optimizer": "adamw_torch", "sequence_len": 256, "micro_batch_size": 18, "gradient_accumulation_steps": 1,
+           "lora_dropout": 0, "max_steps": 1}
+    losses = []
+    for packing in ("true", "false"):
+        places["out"] += packing
+        assert command(AXOLOTL_LORA, places, tmp_path, sample_packing=packing, eval_sample_packing=packing, **one) == 0
+        losses += [value for _, key, value in history(places) if key in ("loss", "grad_norm")]
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
+
+
+def test_llama_factory_packs_rows_too(tmp_path, places, capsys):
+    assert command(LORA_SFT, places, tmp_path, packing="true", quantization_bit=4) == 0
+    said = capsys.readouterr().err
+    assert "packing: 16 rows of the training data are in 1 of up to 2048" in said and "quantization_bit: the base" in said
+
+
+def test_llama_factory_pretraining(tmp_path, places):
+    """Texts one after the other, in blocks, as LLaMA-Factory's processor cuts them."""
+    texts = [" ".join(f"w{n}" for n in range(at, at + 9)) for at in range(0, 200, 5)]
+    (tmp_path / "data" / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    info = json.loads((tmp_path / "data" / "dataset_info.json").read_text())
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(
+        info | {"texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}}}))
+    keys = {"model_name_or_path": "", "stage": "pt", "dataset": "texts", "dataset_dir": places["data"], "cutoff_len": 16}
+    rows, notices = tokens_of(places, **keys)
+    whole = " ".join(f"[{word}]" for text in texts for word in [*text.split(), "</s>"]).split()
+    assert [row.split() for row in rows] == [whole[at:at + 16] for at in range(0, len(whole) // 16 * 16, 16)]
+    assert notices == ["training data: 40 texts are 25 rows of up to 16 tokens"]
+    rows, _ = tokens_of(places, **keys, packing=False)
+    assert rows == [" ".join(f"[{word}]" for word in [*text.split(), "</s>"]) for text in texts]
+    assert command(PRETRAIN, places, tmp_path) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(places["model"])
+    blocks = [tokenizer.convert_tokens_to_ids([word.strip("[]") for word in whole[at:at + 16]]) for at in range(0, 400, 16)]
+    split = datasets.Dataset.from_list([{"text": text} for text in texts]).train_test_split(test_size=0.2, seed=42)
+    assert len(split["train"]) == 32 and len(blocks) == 25
+    joined = [token for row in split["train"] for token in tokenizer(row["text"] + "</s>", add_special_tokens=False)["input_ids"]]
+    other = [token for row in split["test"] for token in tokenizer(row["text"] + "</s>", add_special_tokens=False)["input_ids"]]
+    cut = [datasets.Dataset.from_list([{"input_ids": tokens[at:at + 16]} for at in range(0, len(tokens) // 16 * 16, 16)])
+           for tokens in (joined, other)]
+    lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    same(history(places), in_memory(places, "sft", *cut, lora, **LLAMA_FACTORY))
+
+
+def test_early_stopping(tmp_path, places):
+    changes = {"early_stopping_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": "true", "save_steps": 1,
+               "eval_steps": 1, "save_strategy": "steps", "learning_rate": 0.5, "num_train_epochs": 8, "max_grad_norm": 0}
+    assert command(LORA_SFT, places, tmp_path, **changes) == 0
+    with open(f"{places['out']}/trainer_state.json") as file:
+        state = json.load(file)
+    losses = [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
+    assert state["global_step"] < state["max_steps"] and losses[1] > losses[0]
 
 
 def test_axolotl_chat_template(tmp_path, places, capsys):
@@ -384,10 +482,12 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places
 
 @pytest.mark.parametrize(("text", "changes", "names"), [
     (LORA_SFT, {"stage": "ppo"}, ["stage: ppo", "--set stage=sft"]),
-    (LORA_SFT, {"finetuning_type": "freeze", "quantization_bit": 4}, [
-        "finetuning_type: freeze", "quantization_bit: 4", "--set finetuning_type=lora --set quantization_bit=null"]),
-    (LORA_SFT, {"packing": True}, ["packing: True"]),
-    (LORA_SFT, {"optim": "adamw_8bit"}, ["optim: adamw_8bit"]),
+    (LORA_SFT, {"finetuning_type": "freeze", "pure_bf16": True}, [
+        "finetuning_type: freeze", "pure_bf16: True", "--set finetuning_type=lora --set pure_bf16=false"]),
+    (LORA_SFT, {"optim": "adafactor"}, ["optim: adafactor"]),
+    (LORA_SFT, {"early_stopping_steps": 2, "eval_strategy": "no"}, ["early_stopping_steps: nothing is evaluated"]),
+    (LORA_SFT, {"model_name_or_path": "no-body/no-model"}, ["the model no-body/no-model is no path here", "hf download"]),
+    (AXOLOTL_CHAT, {"datasets": [{"path": "no-body/no-data", "type": "alpaca"}]}, ["the data set no-body/no-data is no path"]),
     (LORA_SFT, {"lora_ranks": 4}, ["lora_ranks: hoist does not know this key"]),
     (LORA_SFT, {"val_set_size": 0.1}, ["val_set_size: hoist does not know this key"]),
     (LORA_SFT, {"max_length": 16}, ["max_length: hoist does not know this key"]),
@@ -397,8 +497,6 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places
     (LORA_SFT, {"dataset": "dpo_en_demo"}, ["does not ask for DPO"]),
     (LORA_DPO, {"dataset": "identity"}, ["DPO needs pairs of answers"]),
     (LORA_DPO, {"pref_loss": "simpo"}, ["pref_loss: simpo"]),
-    (AXOLOTL_CHAT, {"adapter": "qlora", "load_in_4bit": True}, ["adapter: qlora", "load_in_4bit: True"]),
-    (AXOLOTL_CHAT, {"sample_packing": True}, ["sample_packing: True"]),
     (AXOLOTL_CHAT, {"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, ["plugins: [", "--set plugins=null"]),
     (AXOLOTL_CHAT, {"adapter": "lora"}, ["adapter: lora needs lora_r"]),
     (AXOLOTL_CHAT, {"special_tokens": {"pad_token": "<new>"}}, ["pad_token: <new> is not in the vocabulary"]),
@@ -467,3 +565,10 @@ def test_conversations_need_a_chat_template_that_keeps_earlier_turns(tmp_path, p
         tokenizer.chat_template = template
         with pytest.raises(hoist.UsageError, match=why):
             finetune_data.load_rows(asked, tokenizer, False, [])
+    # The end of an answer, which is trained, is the template's.
+    tokenizer.chat_template = TEMPLATE
+    rows, _ = finetune_data.load_rows(asked | {"eot_tokens": ["</s>"]}, tokenizer, False, [])
+    assert rows["labels"] == finetune_data.load_rows(asked, tokenizer, False, [])[0]["labels"]
+    tokenizer.chat_template = TEMPLATE.replace(" </s>", "")
+    with pytest.raises(hoist.UsageError, match="eot_tokens: <end>"):
+        finetune_data.load_rows(asked | {"eot_tokens": ["<end>"]}, tokenizer, False, [])

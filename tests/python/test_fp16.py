@@ -95,6 +95,36 @@ def movement_apart(engine, reference, before):
     return apart
 
 
+def test_inputs_are_cast_where_the_file_says_so(settings):
+    """As DeepSpeed's engine does it: floating-point inputs only, inside of lists and dictionaries too."""
+
+    class Takes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, rows, *, more):
+            assert more["at"].dtype == torch.int64
+            return self.layer(rows[0]) + self.layer(more["rows"])
+
+    rows = torch.randn(4, 8)
+    for cast in (True, False):
+        model = Takes()
+        weight, bias = (p.detach().half().float() for p in model.layer.parameters())
+        config = in_memory(settings(fp16={"enabled": True, "auto_cast": cast}))
+        with hoist.torch.wrap(model, config) as engine, torch.no_grad():
+            engine.eval()
+            arguments = {"rows": [rows.to(engine.device)],
+                         "more": {"rows": rows.to(engine.device), "at": torch.arange(4, device=engine.device)}}
+            if not cast:
+                with pytest.raises(RuntimeError):
+                    engine(**arguments)
+                continue
+            found = engine(**arguments)
+            assert found.dtype == torch.float16
+            torch.testing.assert_close(found.float().cpu(), 2 * (rows @ weight.T + bias), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("where", ["nvme", "memory"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_half_weights_train_as_with_fp32_masters(settings, where, micro_batches):

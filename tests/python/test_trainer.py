@@ -127,6 +127,56 @@ def the_plain_loop(args, config, steps, batches_per_epoch, batches, optimizer_of
     return losses, norms, ends
 
 
+def test_trainer_reads_the_yaml_file_of_accelerate(tmp_path):
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (pip install pyyaml)")
+    file = tmp_path / "default_config.yaml"
+    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {
+        "zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu", "gradient_accumulation_steps": 2}}))
+    changes = {"lr_scheduler_type": "constant", "max_steps": 4}
+    from_yaml = trainer_of(arguments(tmp_path / "yaml", **changes), file)
+    from_yaml.train()
+    cpu = {"device": "cpu"}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}, "bf16": {"enabled": True}}
+    from_dictionary = trainer_of(arguments(tmp_path / "dictionary", **changes), config)
+    from_dictionary.train()
+    assert losses_of(from_yaml) == losses_of(from_dictionary) and digests(from_yaml.engine) == digests(from_dictionary.engine)
+    with pytest.raises(hoist.UsageError, match="gradient_accumulation_steps is 2, and"):
+        trainer_of(arguments(tmp_path / "other", gradient_accumulation_steps=4, **changes), file).train()
+
+
+@pytest.mark.parametrize("nothing, message", [(None, "pass a DeepSpeed JSON file"), (7, "pass a DeepSpeed JSON file")])
+def test_no_configuration_is_said(tmp_path, nothing, message):
+    with pytest.raises(hoist.UsageError, match=message):
+        trainer_of(arguments(tmp_path), nothing)
+
+
+def test_a_broken_file_is_said_with_its_line(tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization":\n {"stage" 3}}')
+    with pytest.raises(hoist.ConfigError, match=r"a colon is missing after the key .*ds.json:2:11"):
+        trainer_of(arguments(tmp_path), str(tmp_path / "ds.json"))
+
+
+@pytest.mark.parametrize("optim, eight_bits", [("paged_adamw_32bit", False), ("adamw_bnb_8bit", True),
+                                               ("paged_adamw_8bit", True)])
+def test_other_librarys_adamw_is_hoists(tmp_path, caplog, optim, eight_bits):
+    """Nothing of bitsandbytes is needed, and what is done instead is said."""
+    cpu = {"device": "cpu"}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}}
+
+    def trained(name, config):
+        trainer = trainer_of(arguments(tmp_path / name, optim=name, max_steps=4), config)
+        trainer.train()
+        assert trainer.args.optim == name
+        return trainer.engine
+
+    engine = trained(optim, config)
+    assert f"optim {optim} is hoist's AdamW" in caplog.text and ("moments of 8 bits" in caplog.text) == eight_bits
+    assert engine.config.setting("hoist.moments_dtype") == ("fp8" if eight_bits else None)
+    expected = config | ({"hoist": {"moments_dtype": "fp8"}} if eight_bits else {})
+    assert digests(engine) == digests(trained("adamw_torch", expected))
+    assert "hoist" not in config  # the caller's
+
+
 def test_trainer_trains_with_an_unchanged_json(tmp_path):
     """bf16, accumulation, clipping, and the file's own schedule: the plain loop's bits."""
     args = arguments(tmp_path / "out")

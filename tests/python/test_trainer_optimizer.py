@@ -17,7 +17,7 @@ def filled(tmp_path, optim, kind):
     return fill_in(config, args, steps=10)
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_bnb_8bit", "galore_adamw", "lion_32bit"])
+@pytest.mark.parametrize("optim", ["adafactor", "galore_adamw", "lion_32bit"])
 def test_another_optimizer_than_the_files_is_refused(tmp_path, optim):
     with pytest.raises(hoist.UsageError, match=rf"optimizer\.type is AdamW, and optim is {optim}"):
         filled(tmp_path, optim, "AdamW")
@@ -25,6 +25,8 @@ def test_another_optimizer_than_the_files_is_refused(tmp_path, optim):
 
 
 @pytest.mark.parametrize(("optim", "kind"), [(None, "AdamW"), (None, "Lion"), ("adamw_torch", "AdamW"), ("sgd", "SGD"),
-                                             ("adagrad", "Adagrad"), ("lion_32bit", "Lion")])
+                                             ("adagrad", "Adagrad"), ("lion_32bit", "Lion"),
+                                             ("adamw_bnb_8bit", "AdamW"), ("paged_adamw_32bit", "AdamW"),
+                                             ("paged_lion_8bit", "Lion")])
 def test_the_same_optimizer_and_the_default_are_accepted(tmp_path, optim, kind):
     assert filled(tmp_path, optim, kind)["optimizer"]["type"] == kind

@@ -26,6 +26,7 @@ from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 from hoist.torch import distributed
+from hoist.torch.config_files import is_yaml, read_config
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.engine import Engine
 from hoist.torch.estimates import Estimate, estimate_units, model_of
@@ -39,14 +40,15 @@ __all__ = ["Engine", "Estimate", "Optimizer", "estimate", "initialize", "load_co
 
 
 def load_config(config: ConfigSource, *, trains: bool = True) -> _hoist.Config:
-    """A configuration from a file, a dictionary in the file's form, or itself.
+    """A configuration from a file (DeepSpeed's JSON, or the YAML of `accelerate config`), a dictionary in its form, or itself.
 
     `trains` False: a run length of "auto" is left to the trainer that will read the file.
     """
     if isinstance(config, _hoist.Config):
         return config
-    if isinstance(config, dict):
-        return _hoist.Config.parse(json.dumps(config), "config", trains=trains)
+    if not isinstance(config, (str, os.PathLike)) or is_yaml(config):
+        origin = "config" if isinstance(config, dict) else str(config)
+        return _hoist.Config.parse(json.dumps(read_config(config)), origin, trains=trains)
     return _hoist.Config.load(os.fspath(config), trains=trains)
 
 
@@ -164,7 +166,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         sampler = ShuffledShare(training_data, engine.world_size, engine.rank) if engine.world_size > 1 else None
         loader = torch.utils.data.DataLoader(
             training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn,
-            sampler=sampler, shuffle=sampler is None)
+            sampler=sampler, shuffle=sampler is None, drop_last=bool(loaded.setting("dataloader_drop_last")))
     return engine, engine.optimizer, loader, scheduler
 
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import ParamsT
 from hoist import _hoist, program_end
 from hoist.optim import options_of
 from hoist.torch import checkpoints, distributed, initial, program_state, vertical
+from hoist.torch.casts import cast_inputs
 from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
@@ -123,6 +124,8 @@ class Engine(DeepSpeedNames):
         self._hooks = [ModuleHook(self._passes, self._unit_manager, model, users.pop(model, []), is_root=True)]
         self._hooks += [ModuleHook(self._passes, self._unit_manager, module, units, is_root=False)
                         for module, units in users.items()]
+        if config.setting("fp16.auto_cast") is True and dtype_of(config) is torch.float16:
+            cast_inputs(model, torch.float16)
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's

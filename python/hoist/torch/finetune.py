@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a training recipe of LLaMA-Factory or axolotl: SFT or DPO with TRL's trainers, state where the DeepSpeed file says.
+"""Runs a recipe of LLaMA-Factory or axolotl (SFT, DPO, pretraining) with TRL's trainers, state where its DeepSpeed file says.
 
     python -m hoist.torch.finetune llama3_lora_sft.yaml
-    python -m hoist.torch.finetune lora-1b.yml --set sample_packing=false --set optimizer=adamw_torch
+    python -m hoist.torch.finetune lora-1b.yml --set num_epochs=2
     torchrun --nproc-per-node 2 -m hoist.torch.finetune recipe.yaml
 
 Without `deepspeed:` in the recipe, parameters and optimizer states are on NVMe, in the output directory. A key that hoist does
@@ -26,9 +26,15 @@ import trl
 import yaml
 
 from hoist import _hoist
-from hoist.torch.finetune_data import load_rows
+from hoist.torch.finetune_data import from_the_hub, load_rows
 from hoist.torch.pretrained import IS_4
-from hoist.torch.transformers import Trainer, from_pretrained, newest_complete_checkpoint
+from hoist.torch.transformers import (
+    _DEFAULT_OPTIMS,
+    _OTHER_ADAMW,
+    Trainer,
+    from_pretrained,
+    newest_complete_checkpoint,
+)
 
 __all__ = ["main", "run"]
 
@@ -49,17 +55,13 @@ _PLACES = {"cache_dir": "cache_dir", "trust_remote_code": "trust_remote_code", "
            "revision_of_model": "revision"}
 # Keys of which hoist takes one value or a few, and why. The error proposes the first one; None leaves the key out.
 _VALUES = {key: (values, why) for keys, values, why in (
-    ("stage", ("sft", "dpo"), "hoist runs SFT and DPO"),
+    ("stage", ("sft", "dpo", "pt"), "hoist runs SFT, DPO and continued pretraining (pt)"),
     ("rl", ("dpo", "ipo"), "hoist runs SFT, DPO and IPO"),
     ("do_train", (True,), "hoist trains, and evaluates on the way"),
     ("do_predict predict_with_generate", (False,), "hoist trains, and evaluates the loss on the way"),
     ("finetuning_type", ("lora", "full"), "hoist trains all weights, or LoRA adapters"),
-    ("adapter", ("lora",), "hoist trains all weights, or LoRA adapters of weights that are not quantized"),
-    ("load_in_8bit load_in_4bit", (False,), "weights are offloaded as they are, and not quantized"),
-    ("quantization_bit", (None,), "weights are offloaded as they are, and not quantized"),
-    ("packing neat_packing sample_packing eval_sample_packing", (False,), "TRL would pack the rows into other batches"),
-    ("optim optimizer", ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd"), "hoist updates with its own optimizers; their "
-     "states of 8 bits are others, and are set in the DeepSpeed file (docs/optimizers.md)"),
+    ("adapter", ("lora", "qlora"), "hoist trains all weights, or LoRA adapters"),
+    ("optim optimizer", (*_DEFAULT_OPTIMS, *_OTHER_ADAMW, "adagrad", "sgd"), "hoist updates with its own optimizers"),
     ("pref_loss", ("sigmoid", "hinge", "ipo"), "the other losses are not DPO's"),
     ("pref_ftx pref_bco_weight", (0,), "TRL averages this loss differently"),
     ("pure_bf16", (False,), "hoist updates fp32 masters"),
@@ -71,19 +73,28 @@ _VALUES = {key: (values, why) for keys, values, why in (
     ("enable_thinking", (True,), "the tokenizer's chat template is used as it is"),
     ("precompute_ref_log_probs", (False,), "weights are not there before training begins"),
     ("use_unsloth use_galore use_apollo use_badam use_muon use_adam_mini pissa_init "
-     "resize_vocab train_from_scratch shift_attn curriculum_sampling shuffle_before_merging_datasets auto_find_batch_size "
-     "activation_offloading", (False,), "hoist does not have it"),
-    ("adapter_name_or_path lora_model_dir tokenized_path ref_model plugins fsdp fsdp_config loraplus_lr_ratio rope_scaling "
-     "unfrozen_parameters early_stopping_steps early_stopping_patience eot_tokens", (None,), "hoist does not have it"),
+     "resize_vocab train_from_scratch shift_attn curriculum_sampling shuffle_before_merging_datasets auto_find_batch_size",
+     (False,), "hoist does not have it"),
+    ("adapter_name_or_path lora_model_dir tokenized_path ref_model plugins loraplus_lr_ratio rope_scaling unfrozen_parameters",
+     (None,), "hoist does not have it"),
+    ) for key in keys.split()}
+_UNQUANTIZED = "the base weights are not quantized: they keep their 16 or 32 bits, and are offloaded instead"
+# Keys that hoist honours in a way of its own, which is said. False, and null, ask for nothing.
+_OTHERWISE = {key: said for keys, said in (
+    ("load_in_8bit load_in_4bit quantization_bit", _UNQUANTIZED),
+    ("fsdp fsdp_config dp_shard_size", "state is partitioned over the ranks by hoist, and where the deepspeed file says"),
+    ("activation_offloading", "activations stay in memory (gradient_checkpointing computes them again)"),
     ) for key in keys.split()}
 # Keys that this module or finetune_data.py reads, by the key that names the format.
 _READ = {key: set(keys.split()) | set("cache_dir trust_remote_code deepspeed warmup_ratio tf32".split()) for key, keys in {
     "model_name_or_path": """model_name_or_path model_revision flash_attn stage finetuning_type dataset eval_dataset dataset_dir
-        max_samples val_size template train_on_prompt disable_gradient_checkpointing overwrite_output_dir""",
+        max_samples val_size template train_on_prompt disable_gradient_checkpointing overwrite_output_dir packing neat_packing
+        early_stopping_steps""",
     "base_model": """base_model model_type tokenizer_type revision_of_model attn_implementation flash_attention sdp_attention
         eager_attention rl adapter lora_target_linear datasets test_datasets val_set_size chat_template chat_template_jinja
         train_on_inputs special_tokens shuffle_merged_datasets min_sample_len evals_per_epoch saves_per_epoch group_by_length
-        wandb_project wandb_entity auto_resume_from_checkpoints"""}.items()}
+        wandb_project wandb_entity auto_resume_from_checkpoints sample_packing eval_sample_packing early_stopping_patience
+        eot_tokens"""}.items()}
 # Keys that change no result, or only its rounding: Liger's and axolotl's kernels compute what transformers computes.
 _WITHOUT_EFFECT = set("""plot_loss overwrite_cache preprocessing_num_workers preprocessing_batch_size data_shared_file_system
     print_param_status use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc ray_num_workers media_dir buffer_size
@@ -91,8 +102,11 @@ _WITHOUT_EFFECT = set("""plot_loss overwrite_cache preprocessing_num_workers pre
     strict save_safetensors is_llama_derived_model is_mistral_derived_model is_qwen_derived_model local_rank ddp include_tkps
     loss_watchdog_threshold loss_watchdog_patience save_first_step enable_liger_kernel use_liger_kernel liger_rope
     liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_glu_activation liger_cross_entropy liger_fused_linear_cross_entropy
-    lora_mlp_kernel lora_qkv_kernel lora_o_kernel cut_cross_entropy flash_attn_cross_entropy flash_attn_rms_norm""".split())
-_KERNEL_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
+    lora_mlp_kernel lora_qkv_kernel lora_o_kernel cut_cross_entropy flash_attn_cross_entropy flash_attn_rms_norm
+    flash_attn_fuse_qkv flash_attn_fuse_mlp fused_attn_kernel use_kernels use_v1_kernels use_scattermoe use_sonicmoe
+    experts_implementation quantize_moe_experts quantization_method quantization_type double_quantization fsdp_version
+    fsdp_final_state_dict_type flex_attn_compile_kwargs experimental_skip_move_to_device""".split())
+_KERNEL_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin")
 # Fields of TRL that say how to make tokens, which finetune_data.py does instead.
 _NOT_TAKEN = set("""max_length truncation_mode packing_strategy eval_packing padding_free dataset_kwargs dataset_text_field
     eos_token pad_token chat_template_path assistant_only_loss completion_only_loss shuffle_dataset model_init_kwargs""".split())
@@ -118,15 +132,18 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
     read, llama_factory = _READ[formats[0]], formats[0] == "model_name_or_path"
     dpo = recipe.get("stage") == "dpo" or "rl" in recipe
     fields = {field.name for field in dataclasses.fields(trl.DPOConfig if dpo else trl.SFTConfig)} - _NOT_TAKEN
-    adapters = (recipe.get("finetuning_type", "lora") if llama_factory else recipe.get("adapter")) == "lora"
+    adapters = (recipe.get("finetuning_type", "lora") if llama_factory else recipe.get("adapter")) in ("lora", "qlora")
     plan = _Plan(llama_factory, dpo, {}, {} if adapters else None, [])
     needed = ("output_dir", "dataset") if llama_factory else ("output_dir", "datasets", "learning_rate")
     problems = [f"{key}: the recipe lacks it" for key in needed if key not in recipe]
     overrides, without_effect = [f"--set {key}=..." for key in needed if key not in recipe], []
+    otherwise: dict[str, list[str]] = {}
     for key, value in recipe.items():
         accepted, why = _VALUES.get(key, ((value,), ""))
         if key in _WITHOUT_EFFECT or key == "plugins" and all(str(plugin).endswith(_KERNEL_PLUGINS) for plugin in value):
             without_effect.append(key)
+        elif key in _OTHERWISE:
+            otherwise |= {_OTHERWISE[key]: [*otherwise.get(_OTHERWISE[key], []), key]} if value else {}
         elif value not in accepted:
             problems.append(f"{key}: {value}: {why}")
             overrides.append(f"--set {key}={'null' if accepted[0] is None else str(accepted[0]).lower()}")
@@ -144,6 +161,9 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
     if problems:
         raise _hoist.UsageError("hoist cannot run the recipe as it is:\n  " + "\n  ".join(problems) + "\nWith these changes it "
                                 f"runs:\n  {command} {' '.join(overrides)}")
+    if recipe.get("adapter") == "qlora":
+        otherwise[_UNQUANTIZED] = ["adapter: qlora", *otherwise.get(_UNQUANTIZED, [])]
+    plan.notices += [f"{', '.join(keys)}: {said}" for said, keys in otherwise.items()]
     if without_effect:
         plan.notices.append("keys without effect on this run: " + ", ".join(without_effect))
     return plan
@@ -227,6 +247,41 @@ def _tokenizer(recipe: dict[str, Any], name: str, places: dict[str, Any], notice
     return tokenizer
 
 
+def _pack(plan: _Plan, recipe: dict[str, Any], rows: Any, evaluation: bool, limit: int) -> Any:
+    """Several rows in one of up to `limit` tokens, where the recipe says so. None of them sees another."""
+    if plan.llama_factory:
+        asked = bool(recipe.get("packing") or recipe.get("neat_packing")) and recipe.get("stage") != "pt"
+    else:
+        asked = recipe.get("sample_packing", False)
+        asked = recipe.get("eval_sample_packing", asked) if evaluation else asked
+    if not asked or rows is None:
+        return rows
+    if plan.dpo:
+        plan.notices.append("packing: it has no effect on DPO")
+        return rows
+    plan.arguments["padding_free"] = True  # TRL's collator then gives each row positions of its own, which attention goes by
+    packed = trl.pack_dataset(rows, limit, "bfd")
+    plan.notices.append(f"packing: {len(rows)} rows of the {'evaluation' if evaluation else 'training'} data are in "
+                        f"{len(packed)} of up to {limit} tokens, best fit first, and do not see each other")
+    return packed
+
+
+def _stops_early(plan: _Plan, recipe: dict[str, Any]) -> list[transformers.TrainerCallback]:
+    key = "early_stopping_steps" if plan.llama_factory else "early_stopping_patience"
+    if not recipe.get(key):
+        return []
+    arguments = plan.arguments
+    if arguments.get("eval_strategy", "no") == "no":
+        raise _hoist.UsageError(f"{key}: nothing is evaluated, so nothing stops the run: set eval_strategy and evaluation data")
+    arguments.setdefault("metric_for_best_model", "loss")
+    saves, evaluates = (float(arguments.get(f"{kind}_steps") or 0) for kind in ("save", "eval"))
+    same = arguments["eval_strategy"] == arguments.get("save_strategy") and (
+        arguments["eval_strategy"] != "steps" or saves * evaluates > 0 and round(saves / evaluates, 6) % 1 == 0)
+    if not plan.llama_factory and same:  # axolotl loads the best weights where they have been saved
+        arguments.setdefault("load_best_model_at_end", True)
+    return [transformers.EarlyStoppingCallback(recipe[key])]
+
+
 def _attention(recipe: dict[str, Any], notices: list[str]) -> dict[str, str]:
     """Kernels compute the same attention up to rounding."""
     kernels = {"fa2": "flash_attention_2", "flash_attention": "flash_attention_2", "sdpa": "sdpa", "sdp_attention": "sdpa",
@@ -248,9 +303,13 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
     plan = _plan(recipe, command)
     name = recipe.get("model_name_or_path") or recipe["base_model"]
     places = {argument: recipe[key] for key, argument in _PLACES.items() if key in recipe}
-    tokenizer = _tokenizer(recipe, name, places, plan.notices)
+    with from_the_hub(f"the model {name}", name):
+        tokenizer = _tokenizer(recipe, name, places, plan.notices)
     train, evaluation = load_rows(recipe, tokenizer, plan.dpo, plan.notices)
+    limit = recipe.get("cutoff_len", 2048) if plan.llama_factory else recipe.get("sequence_len", 512)
+    train, evaluation = (_pack(plan, recipe, rows, rows is evaluation, limit) for rows in (train, evaluation))
     _complete(plan, recipe, len(train))
+    callbacks = _stops_early(plan, recipe)
     arguments = plan.arguments
     if IS_4 and 0 < arguments["warmup_steps"] < 1:
         arguments["warmup_ratio"] = arguments.pop("warmup_steps")
@@ -265,14 +324,15 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
         print(f"hoist: {notice}", file=sys.stderr)
 
     dtype = torch.bfloat16 if arguments["bf16"] else torch.float16 if arguments.get("fp16") else torch.float32
-    model = from_pretrained(getattr(transformers, recipe.get("model_type", "AutoModelForCausalLM")), name, dtype=dtype, **places,
-                            **kernel)
+    with from_the_hub(f"the model {name}", name):
+        model = from_pretrained(getattr(transformers, recipe.get("model_type", "AutoModelForCausalLM")), name, dtype=dtype,
+                                **places, **kernel)
     base, config = (trl.DPOTrainer, trl.DPOConfig) if plan.dpo else (trl.SFTTrainer, trl.SFTConfig)
     transformers.set_seed(arguments["seed"])  # of the adapters
     trainer = cast(Any, type(f"Hoisted{base.__name__}", (Trainer, base), {}))(
         model=model, args=config(**arguments), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
         peft_config=None if plan.lora is None else peft.LoraConfig(task_type="CAUSAL_LM", **plan.lora),
-        hoist_config=recipe.get("deepspeed", default))
+        hoist_config=recipe.get("deepspeed", default), callbacks=callbacks)
     resume = arguments.get("resume_from_checkpoint")
     if resume is None and (not recipe.get("overwrite_output_dir", False) if plan.llama_factory else recipe.get(
             "auto_resume_from_checkpoints")):
@@ -288,8 +348,8 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hoist.torch.finetune", description=(
-        "Runs a YAML recipe of LLaMA-Factory or axolotl: SFT or DPO, all weights or LoRA, with parameters and optimizer states "
-        "where the recipe's DeepSpeed file says (without one: on NVMe, in the output directory)."))
+        "Runs a YAML recipe of LLaMA-Factory or axolotl: SFT, DPO or continued pretraining, all weights or LoRA, with parameters "
+        "and optimizer states where the recipe's DeepSpeed file says (without one: on NVMe, in the output directory)."))
     parser.add_argument("recipe", metavar="RECIPE", help="the YAML file of `llamafactory-cli train` or `axolotl train`")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="another value for a key of the recipe; null leaves the key out. May be given several times")

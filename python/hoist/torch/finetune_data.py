@@ -7,6 +7,8 @@ counts, and each part is tokenized by itself. Rows are dropped or cut where the 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -16,10 +18,11 @@ import datasets
 
 from hoist import _hoist
 
-__all__ = ["load_rows"]
+__all__ = ["from_the_hub", "load_rows"]
 
 Messages = list[dict[str, str]]
-# A row becomes {"messages": [...]}, {"prompt": [...], "chosen": text, "rejected": text}, {"plain": [source, target]}, or None.
+# A row becomes {"messages": [...]}, {"prompt": [...], "chosen": text, "rejected": text}, {"plain": [source, target]},
+# {"pretrain": text}, or None.
 Convert = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 _BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "txt": "text"}
@@ -42,6 +45,20 @@ def load_rows(recipe: dict[str, Any], tokenizer: Any, dpo: bool,
     return (_llama_factory if "model_name_or_path" in recipe else _axolotl)(recipe, _Encoder(tokenizer, dpo, recipe), notices)
 
 
+@contextlib.contextmanager
+def from_the_hub(what: str, path: str) -> Iterator[None]:
+    """Reads what may be a name on the hub. Errors: UsageError, where it can neither be downloaded nor is in the cache."""
+    try:
+        yield
+    except OSError as error:
+        if os.path.exists(path):
+            raise
+        said = " ".join(str(error).split())
+        raise _hoist.UsageError(f"{what} is no path here, and cannot be read from Hugging Face's hub or cache: {said[:300]}. On "
+                                f"a machine without the hub, `hf download {path}` elsewhere and name the directory in the recipe "
+                                "instead") from error
+
+
 def _read(path: str, name: str | None = None, split: str | None = None, **options: Any) -> Any:
     """A file, a directory (also one that save_to_disk wrote), or a name on the hub or in the cache."""
     split = split or "train"
@@ -53,7 +70,8 @@ def _read(path: str, name: str | None = None, split: str | None = None, **option
     if any(os.path.exists(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json")):
         saved = datasets.load_from_disk(path)
         return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-    return datasets.load_dataset(path, name, split=split, **{key: value for key, value in options.items() if key != "ds_type"})
+    with from_the_hub(f"the data set {path}", path):
+        return datasets.load_dataset(path, name, split=split, **{k: value for k, value in options.items() if k != "ds_type"})
 
 
 class _Encoder:
@@ -61,6 +79,11 @@ class _Encoder:
 
     def __init__(self, tokenizer: Any, dpo: bool, recipe: dict[str, Any]):
         self.tokenizer, self.dpo = tokenizer, dpo
+        self.pretrains, self.packs = recipe.get("stage") == "pt", recipe.get("packing", True)
+        self.rows = recipe.get("preprocessing_batch_size", 1000) if self.pretrains else 100
+        # LLaMA-Factory's template llama3 ends texts by another token than conversations.
+        self.end = "<|end_of_text|>" if recipe.get("template") == "llama3" else tokenizer.eos_token
+        self.eot = recipe.get("eot_tokens") or []
         self.limit = recipe.get("cutoff_len", 2048) if "model_name_or_path" in recipe else recipe.get("sequence_len", 512)
         self.cuts = "model_name_or_path" in recipe  # axolotl drops longer rows
         self.inputs = bool(recipe.get("train_on_prompt") or recipe.get("train_on_inputs"))
@@ -70,10 +93,26 @@ class _Encoder:
         keys = ("prompt", "chosen", "rejected", "tokens") if self.dpo else ("input_ids", "labels", "tokens")
 
         def batch(columns: dict[str, list[str]]) -> dict[str, list[Any]]:
-            made = [new for row in columns["row"] for new in self.one(json.loads(row))]
+            rows = [json.loads(row) for row in columns["row"]]
+            made = self.pretrain([row["pretrain"] for row in rows if row]) if self.pretrains else [
+                new for row in rows for new in self.one(row)]
             return {key: [new[key] for new in made] for key in keys}
 
-        return data.map(batch, batched=True, batch_size=100, remove_columns=["row"])
+        return data.map(batch, batched=True, batch_size=self.rows, remove_columns=["row"])
+
+    def pretrain(self, texts: list[str]) -> list[dict[str, Any]]:
+        """Blocks of as many tokens as a row may have, cut from all texts one after the other; without packing a row a text."""
+        tokens = [self.ids(text + self.end) for text in texts]
+        first = [self.tokenizer.bos_token_id] if getattr(self.tokenizer, "add_bos_token", False) else []
+        if self.packs:
+            joined = list(itertools.chain(*tokens))
+            whole = len(joined) // self.limit * self.limit
+            rows = [first + joined[at + len(first):at + self.limit] for at in range(0, whole, self.limit)]
+        else:
+            rows = [(first + row)[:self.limit] for row in tokens]
+        # LLaMA-Factory's collator leaves out every token that also pads.
+        return [{"input_ids": row, "labels": [-100 if token == self.tokenizer.pad_token_id else token for token in row],
+                 "tokens": len(row)} for row in rows]
 
     def one(self, row: dict[str, Any] | None) -> list[dict[str, Any]]:
         if row is None:
@@ -102,6 +141,9 @@ class _Encoder:
                                         "that answers have no place of their own in the text: use rows with a single answer. "
                                         f"The conversation is {messages}")
             answer = after[len(before):] if self.cuts else after[len(before):].rstrip()  # axolotl: up to the end token
+            if self.eot and not answer.endswith((*self.eot, self.tokenizer.eos_token)):
+                raise _hoist.UsageError(f"eot_tokens: {', '.join(self.eot)}: the chat template ends an answer with none of them: "
+                                        f"{answer[-40:]!r}")
             yield before[len(done):], answer
             done = before + answer
 
@@ -168,13 +210,16 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
         for name in map(str.strip, names.split(",")):
             if name not in known:
                 raise _hoist.UsageError(f"dataset: {name} is not in {directory}/dataset_info.json")
-            data, convert = _of_info(name, known[name], directory)
+            data, convert = _of_info(name, known[name], directory, encoder.pretrains)
             data = data.select(range(min(len(data), recipe.get("max_samples", len(data)))))
             parts.append(_standard(data, convert))
         return datasets.concatenate_datasets(parts)
 
     def encoded(data: Any, role: str) -> Any:
         rows = encoder.encode(data)
+        if encoder.pretrains:
+            notices.append(f"{role}: {len(data)} texts are {len(rows)} rows of up to {encoder.limit} tokens")
+            return rows.remove_columns("tokens")
         longer = sum(length > encoder.limit for length in rows["tokens"])
         if len(rows) < len(data):
             notices.append(f"{role}: {len(data) - len(rows)} rows dropped, whose turns do not alternate or lack an answer")
@@ -192,7 +237,7 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
     return encoded(train, "training data"), None if evaluation is None else encoded(evaluation, "evaluation data")
 
 
-def _of_info(name: str, info: dict[str, Any], directory: str) -> tuple[Any, Convert]:
+def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -> tuple[Any, Convert]:
     """A data set and how to read its rows, from its entry in dataset_info.json."""
     _known(f"dataset_info.json, {name}", info, _INFO_KEYS)
     columns, tags = info.get("columns", _COLUMNS), info.get("tags", _TAGS)
@@ -232,6 +277,8 @@ def _of_info(name: str, info: dict[str, Any], directory: str) -> tuple[Any, Conv
                                 for side in ("chosen", "rejected"))
         system = [messages.pop(0)] if messages and messages[0]["role"] == "system" else (
             [{"role": "system", "content": value(row, "system")}] if value(row, "system") else [])
+        if pretrains:
+            return {"pretrain": messages[0]["content"]} if messages else None
         alternate = all(turn["role"] == ("user", "assistant")[index % 2] for index, turn in enumerate(messages))
         if info.get("ranking"):
             complete = alternate and len(messages) % 2 == 1 and isinstance(chosen, str) and isinstance(rejected, str)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import glob
-import json
 import logging
 import os
 from typing import Any, cast
@@ -25,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hoist.torch
 from hoist import _hoist
+from hoist.torch.config_files import read_config
 from hoist.torch.pretrained import from_pretrained
 from hoist.torch.pretrained_export import save_pretrained
 
@@ -33,8 +33,12 @@ __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint"
 _log = logging.getLogger("hoist")
 
 # What `optim` of TrainingArguments means in the configuration.
-_KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad", "lion_32bit": "Lion"}
 _DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
+# Other libraries' AdamW, whose states are small or in host memory. hoist has its own ways to both.
+_SMALL_ADAMW = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
+_OTHER_ADAMW = (*_SMALL_ADAMW, "paged_adamw_32bit")
+_KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad", "lion_32bit": "Lion", "paged_lion_32bit": "Lion", "lion_8bit": "Lion",
+            "paged_lion_8bit": "Lion"} | dict.fromkeys(_OTHER_ADAMW, "AdamW")
 
 
 def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     match("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
     match("scheduler.params.total_num_steps", steps, "the number of steps")
     # The default of `optim` asks for nothing: the file says which optimizer.
-    optim = str(getattr(args.optim, "value", args.optim))
+    optim = optim_of(args)
     if "optimizer" in config and optim not in _DEFAULT_OPTIMS and config["optimizer"].get("type") != _KIND_OF.get(optim):
         problems.append(f"optimizer.type is {config['optimizer'].get('type')}, and optim is {optim} (leave one of them out)")
     if problems:
@@ -88,10 +92,24 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     return config
 
 
+def optim_of(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def choose_states(config: dict[str, Any], optim: str, offloaded: bool) -> None:
+    """Puts what another library's AdamW asks for into a configuration without an optimizer, and says so."""
+    small = optim in _SMALL_ADAMW and "moments_dtype" not in config.get("hoist", {})
+    if small and offloaded:
+        config.setdefault("hoist", {})["moments_dtype"] = "fp8"
+    _log.warning("optim %s is hoist's AdamW, with its states where the configuration says%s", optim,
+                 "" if not small else ': moments of 8 bits in blocks ("hoist": {"moments_dtype": "fp8"}; "fp32" turns it off)'
+                 if offloaded else ", in fp32: there are no states of 8 bits in a GPU's memory")
+
+
 class Trainer(transformers.Trainer):
     """transformers.Trainer with two arguments more.
 
-    hoist_config   a DeepSpeed JSON, as a file or a dictionary
+    hoist_config   a DeepSpeed JSON, as a file or a dictionary; or the YAML file of `accelerate config` with DeepSpeed
     hoist_options  further arguments of hoist.torch.wrap: weights, initialize, unit_classes, seed
 
     `engine` is there once train() has begun. Until then the model is in memory, as it was built.
@@ -100,10 +118,7 @@ class Trainer(transformers.Trainer):
     def __init__(self, *positional: Any, hoist_config: str | os.PathLike[str] | dict[str, Any],
                  hoist_options: dict[str, Any] | None = None, **arguments: Any):
         self.engine: hoist.torch.Engine | None = None
-        if not isinstance(hoist_config, dict):
-            with open(hoist_config, encoding="utf-8") as file:
-                hoist_config = json.loads(_hoist.plain_json(file.read()))
-        self._hoist_config = cast(dict[str, Any], hoist_config)
+        self._hoist_config = read_config(hoist_config)
         self._hoist_options = hoist_options or {}
         super().__init__(*positional, **arguments)
         if self.args.n_gpu > 1:  # transformers would copy the model to all of them (DataParallel)
@@ -149,6 +164,11 @@ class Trainer(transformers.Trainer):
             return self.optimizer
         filled = fill_in(self._hoist_config, self.args, self.state.max_steps)
         config = hoist.torch.load_config(filled)
+        optim = optim_of(self.args)
+        if optim in _OTHER_ADAMW and self.optimizer is None and "optimizer" not in filled:
+            device = config.setting("zero_optimization.offload_optimizer.device")
+            choose_states(filled, optim, device in ("cpu", "nvme") or self.args.device.type == "cpu")
+            config = hoist.torch.load_config(filled)
         if config.is_vertical:
             raise _hoist.UsageError('Trainer computes one micro-batch after the other: set "hoist": {"micro_batch_order": '
                                     '"horizontal"}, or write the loop with engine.train_batch()')
@@ -166,7 +186,7 @@ class Trainer(transformers.Trainer):
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
         if client is None and "optimizer" not in filled:
-            client = super().create_optimizer(*(() if model is None else (model,)))  # transformers 4 takes none
+            client = self._groups_in_an_optimizer(*(() if model is None else (model,)))  # transformers 4 takes none
         options = {"device": self.args.device.type} if config.device is None else {}
         self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
             model=self.model, optimizer=client, config=config, **options | self._hoist_options)
@@ -185,6 +205,15 @@ class Trainer(transformers.Trainer):
             model if getattr(model, "_is_accelerate_prepared", False) else own(model, *positional, **arguments))
         self.accelerator.backward = self._backward
         return self.optimizer
+
+    def _groups_in_an_optimizer(self, *model: Any) -> torch.optim.Optimizer:
+        optim = self.args.optim
+        try:
+            if optim_of(self.args) in _OTHER_ADAMW:
+                self.args.optim = transformers.training_args.OptimizerNames.ADAMW_TORCH
+            return super().create_optimizer(*model)
+        finally:
+            self.args.optim = optim
 
     def _checkpoints_that_stay(self) -> int:
         if self.args.save_strategy == "no":

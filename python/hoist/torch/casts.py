@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp16.auto_cast of DeepSpeed's file: what the model is called with becomes fp16 where it is another floating type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["cast_inputs"]
+
+
+def cast_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(cast(value, dtype) for value in args), {name: cast(value, dtype) for name, value in kwargs.items()}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(cast(item, dtype) for item in value)
+    if isinstance(value, tuple):
+        return type(value)(*(cast(item, dtype) for item in value))
+    return {key: cast(item, dtype) for key, item in value.items()} if type(value) is dict else value

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations in the forms that Python programs have them: DeepSpeed's JSON, and the YAML that `accelerate config` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from hoist import _hoist
+
+__all__ = ["is_yaml", "read_config"]
+
+_FORMS = "a DeepSpeed JSON file, a dictionary in its form, or the YAML file of `accelerate config`"
+# What Accelerate's section says about DeepSpeed, and where DeepSpeed's file says it.
+_PLACE_OF = {
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+}
+# About the launch, or about how transformers builds a model.
+_OF_THE_LAUNCH = {"zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter",
+                  "deepspeed_inclusion_filter", "deepspeed_moe_layer_cls_names"}
+
+
+def is_yaml(source: Any) -> bool:
+    return isinstance(source, (str, os.PathLike)) and os.fspath(source).endswith((".yaml", ".yml"))
+
+
+def read_config(source: Any) -> dict[str, Any]:
+    """A configuration as a dictionary in DeepSpeed's form. Errors: ConfigError for broken JSON, UsageError for anything else."""
+    if isinstance(source, dict):
+        return _of_accelerate(source, "hoist_config") if "distributed_type" in source else source
+    if not isinstance(source, (str, os.PathLike)):
+        raise _hoist.UsageError(f"the configuration is {source!r}: pass {_FORMS}")
+    name = os.fspath(source)
+    with open(name, encoding="utf-8") as file:
+        text = file.read()
+    if is_yaml(name):
+        return _of_accelerate(_yaml(text, name), name)
+    try:
+        content = json.loads(_hoist.plain_json(text))
+    except ValueError as error:
+        _hoist.Config.parse(text, name)  # says what is wrong, and where
+        raise _hoist.UsageError(f"{name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _hoist.UsageError(f"{name} has no keys: it is to be {_FORMS}")
+    return read_config(content)
+
+
+def _yaml(text: str, name: str) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise _hoist.UsageError(f"{name}: reading YAML needs PyYAML (pip install pyyaml)") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise _hoist.UsageError(f"{name} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise _hoist.UsageError(f"{name} has no keys: it is to be {_FORMS}")
+    return content
+
+
+def _of_accelerate(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """DeepSpeed's form of what Accelerate's file says. Its defaults are Accelerate's."""
+    if "distributed_type" not in content and "deepspeed_config" not in content:
+        raise _hoist.UsageError(f"{name} is not a file of `accelerate config`, which has the key distributed_type: pass {_FORMS}")
+    kind, section = str(content.get("distributed_type", "DEEPSPEED")).upper(), content.get("deepspeed_config") or {}
+    if kind != "DEEPSPEED":
+        raise _hoist.UsageError(f"{name} is a file of `accelerate config` with distributed_type {kind}: hoist reads the section "
+                                "deepspeed_config of distributed_type DEEPSPEED. Run `accelerate config` anew, or pass a "
+                                "DeepSpeed JSON file")
+    if named := section.get("deepspeed_config_file"):
+        return read_config(named)
+    unknown = section.keys() - _PLACE_OF.keys() - _OF_THE_LAUNCH
+    if unknown:
+        raise _hoist.UsageError(f"{name}: deepspeed_config: {', '.join(sorted(unknown))}: hoist does not know this; remove it, "
+                                "or name a DeepSpeed JSON file in deepspeed_config_file")
+    config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
+                              "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    for key, value in section.items():
+        if key in _OF_THE_LAUNCH or value in (None, "none"):
+            continue
+        *sections, last = _PLACE_OF[key]
+        place = config
+        for part in sections:
+            place = place.setdefault(part, {})
+        place[last] = value
+    precision = str(content.get("mixed_precision", "no")).lower()
+    if precision not in ("no", "false", "bf16", "fp16"):
+        raise _hoist.UsageError(f"{name}: mixed_precision: {precision}: hoist trains weights of bf16, fp16 or fp32")
+    if precision in ("bf16", "fp16"):
+        config[precision] = {"enabled": True}
+    return config
