@@ -85,19 +85,21 @@ struct WordPair {
 class RoundingWords {
  public:
   HWY_INLINE explicit RoundingWords(const Rounding& rounding)
-      : key_(rounding.key + 0x9E3779B9u), first_(rounding.first), is_aligned_(rounding.first % kCount == 0) {
+      : key_(rounding.key + 0x9E3779B9u), first_(rounding.first), low_bits_(first_ % kCount == 0 ? 0xFFFFu : 0) {
     begin(first_);
   }
   HWY_INLINE WordPair at(std::size_t i) {
     const auto first = static_cast<std::uint32_t>(first_ + i);
-    if (HWY_LIKELY(is_aligned_)) {
-      if (HWY_UNLIKELY(first % 0x10000 == 0)) begin(first);
-      const auto all = products_.of_all(first);
-      return {mixed_product(hn::Add(lanes_.even, all)), mixed_product(hn::Add(lanes_.odd, all))};
+    if (HWY_UNLIKELY((first & low_bits_) == 0)) {
+      if (low_bits_ == 0) {
+        const Words words;
+        const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
+        return {mixed(key_, even), mixed(key_, hn::Add(even, hn::Set(words, 1u)))};
+      }
+      begin(first);
     }
-    const Words words;
-    const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
-    return {mixed(key_, even), mixed(key_, hn::Add(even, hn::Set(words, 1u)))};
+    const auto all = products_.of_all(first);
+    return {mixed_product(hn::Add(lanes_.even, all)), mixed_product(hn::Add(lanes_.odd, all))};
   }
 
  private:
@@ -110,7 +112,7 @@ class RoundingWords {
   }
 
   std::uint32_t key_, first_;
-  bool is_aligned_;
+  std::uint32_t low_bits_;  // of an index, all zero where products begin anew; none if the tile takes the whole mixer
   FirstProducts<kCount> products_;
   WordPair lanes_;
 };
@@ -128,7 +130,7 @@ HWY_INLINE WordVector rounding_halves(std::uint32_t key, std::uint32_t first) {
 class RoundingHalves {
  public:
   HWY_INLINE explicit RoundingHalves(const Rounding& rounding)
-      : key_(rounding.key), first_(rounding.first), is_aligned_(rounding.first % (2 * kPairs) == 0) {
+      : key_(rounding.key), first_(rounding.first), low_bits_(first_ % (2 * kPairs) == 0 ? 0x1FFFFu : 0) {
     begin(first_ >> 1);
   }
   // The even elements and the odd ones.
@@ -136,24 +138,28 @@ class RoundingHalves {
     const Words words;
     const auto low_half = hn::Set(words, 0xFFFFu);
     const auto first = static_cast<std::uint32_t>(first_ + i);
-    if (HWY_LIKELY(is_aligned_)) {
-      const auto random = aligned(first >> 1);
-      return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
+    if (HWY_UNLIKELY((first & low_bits_) == 0)) {
+      if (low_bits_ == 0) {
+        const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
+        const auto random = mixed(key_, hn::ShiftRight<1>(even));
+        if (first % 2 == 0) return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
+        const auto next = mixed(key_, hn::ShiftRight<1>(hn::Add(even, hn::Set(words, 1u))));
+        return {hn::ShiftRight<16>(random), hn::And(next, low_half)};
+      }
+      begin(first >> 1);
     }
-    const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
-    const auto random = mixed(key_, hn::ShiftRight<1>(even));
-    if (first % 2 == 0) return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
-    const auto next = mixed(key_, hn::ShiftRight<1>(hn::Add(even, hn::Set(words, 1u))));
-    return {hn::ShiftRight<16>(random), hn::And(next, low_half)};
+    const auto random = pairs(first >> 1);
+    return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
   }
   // The first vector's and the second's.
   HWY_INLINE WordPair in_order(std::size_t i) {
     const auto first = static_cast<std::uint32_t>(first_ + i);
 #if HWY_TARGET != HWY_SCALAR
-    if (HWY_LIKELY(is_aligned_)) {
+    if (HWY_LIKELY(low_bits_ != 0)) {
+      if (HWY_UNLIKELY((first & low_bits_) == 0)) begin(first >> 1);
       const Words words;
       const hn::Rebind<std::uint16_t, Words> some;
-      const auto halves = hn::BitCast(hn::Repartition<std::uint16_t, Words>(), aligned(first >> 1));
+      const auto halves = hn::BitCast(hn::Repartition<std::uint16_t, Words>(), pairs(first >> 1));
       return {hn::PromoteTo(words, hn::LowerHalf(some, halves)), hn::PromoteTo(words, hn::UpperHalf(some, halves))};
     }
 #endif
@@ -168,13 +174,12 @@ class RoundingHalves {
     products_ = FirstProducts<kPairs>(key_, first_pair);
     lanes_ = products_.of_lanes(lane_numbers<1>());
   }
-  HWY_INLINE WordVector aligned(std::uint32_t first_pair) {
-    if (HWY_UNLIKELY(first_pair % 0x10000 == 0)) begin(first_pair);
+  HWY_INLINE WordVector pairs(std::uint32_t first_pair) const {
     return mixed_product(hn::Add(lanes_, products_.of_all(first_pair)));
   }
 
   std::uint32_t key_, first_;
-  bool is_aligned_;
+  std::uint32_t low_bits_;  // as above
   FirstProducts<kPairs> products_;
   WordVector lanes_;
 };

@@ -72,23 +72,24 @@ HWY_INLINE WordVector magnitude_of(FloatVector value) {
   return hn::And(hn::BitCast(Words(), value), hn::Set(Words(), 0x7FFFFFFFu));
 }
 
-// Whether a moment's magnitude is below the smallest normal number. Second moments have no sign.
+// `bits`, and zero where the moment's magnitude is below the smallest normal number. Second moments have no sign.
 template <Moment kMoment>
-HWY_INLINE hn::Mask<Words> is_denormal(FloatVector value) {
+HWY_INLINE WordVector unless_denormal(FloatVector moment, WordVector bits) {
   const Words words;
 #if HWY_TARGET == HWY_AVX3
-  return hn::Mask<Words>{_mm512_testn_epi32_mask(hn::BitCast(words, value).raw, hn::Set(words, 0x7F800000u).raw)};
+  const __mmask16 is_normal = _mm512_test_epi32_mask(hn::BitCast(words, moment).raw, hn::Set(words, 0x7F800000u).raw);
+  return hn::IfThenElseZero(hn::Mask<Words>{is_normal}, bits);
 #else
-  if constexpr (kMoment == Moment::second) return hn::RebindMask(words, hn::Lt(value, hn::Set(Floats(), 0x1.0p-126f)));
+  if constexpr (kMoment == Moment::second)
+    return hn::IfThenZeroElse(hn::RebindMask(words, hn::Lt(moment, hn::Set(Floats(), 0x1.0p-126f))), bits);
   const SignedWords signed_words;
-  return hn::RebindMask(words, hn::Lt(hn::BitCast(signed_words, magnitude_of(value)), hn::Set(signed_words, 0x800000)));
+  const auto is_denormal = hn::Lt(hn::BitCast(signed_words, magnitude_of(moment)), hn::Set(signed_words, 0x800000));
+  return hn::IfThenZeroElse(hn::RebindMask(words, is_denormal), bits);
 #endif
 }
-
-// Zero where the magnitude is below the smallest normal number.
 template <Moment kMoment>
-HWY_INLINE FloatVector without_denormals(FloatVector value) {
-  return hn::BitCast(Floats(), hn::IfThenZeroElse(is_denormal<kMoment>(value), hn::BitCast(Words(), value)));
+HWY_INLINE FloatVector without_denormals(FloatVector moment) {
+  return hn::BitCast(Floats(), unless_denormal<kMoment>(moment, hn::BitCast(Words(), moment)));
 }
 
 inline constexpr std::uint32_t kInfinityBits = 0x7F800000u;
@@ -172,7 +173,7 @@ HWY_INLINE void store_moment(FloatVector value, WordVector added, void* moment, 
     hn::StoreU(without_denormals<kMoment>(value), Floats(), static_cast<float*>(moment) + i);
   } else if constexpr (kMoments == MomentType::bf16) {
     const hn::Rebind<std::uint16_t, Floats> halves;
-    const auto rounded = hn::IfThenZeroElse(is_denormal<kMoment>(value), hn::Add(hn::BitCast(Words(), value), added));
+    const auto rounded = unless_denormal<kMoment>(value, hn::Add(hn::BitCast(Words(), value), added));
     hn::StoreU(hn::TruncateTo(halves, hn::ShiftRight<16>(rounded)), halves, static_cast<std::uint16_t*>(moment) + i);
   }
 }
@@ -307,8 +308,8 @@ HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const SplitTile
 template <Moment kMoment>
 HWY_INLINE void store_moments(FloatVector even, FloatVector odd, const WordPair& added, void* moment, std::size_t i) {
   const Words words;
-  const auto even_bits = hn::IfThenZeroElse(is_denormal<kMoment>(even), hn::Add(hn::BitCast(words, even), added.even));
-  const auto odd_bits = hn::IfThenZeroElse(is_denormal<kMoment>(odd), hn::Add(hn::BitCast(words, odd), added.odd));
+  const auto even_bits = unless_denormal<kMoment>(even, hn::Add(hn::BitCast(words, even), added.even));
+  const auto odd_bits = unless_denormal<kMoment>(odd, hn::Add(hn::BitCast(words, odd), added.odd));
   store_words(hn::BitCast(words, upper_halves(even_bits, odd_bits)), moment, i);
 }
 
