@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 
 #include <hwy/cache_control.h>
@@ -476,10 +477,16 @@ bool update_packed(const UpdateCoefficients& coefficients, const Tile& packed) {
   for (; i + kStretch <= tile.count; i += kStretch) {
     prefetch_stretch<kFormula, kMoments>(tile, i);
     for (std::size_t first = i; first < i + kStretch; first += kComputed) {
-      for (std::size_t j = 0; j < kComputed; j += kStep)
-        compute_step<kFormula, kMoments>(c, tile, first + j, random, refusals, numbers[j / kStep]);
-      for (std::size_t j = 0; j < kComputed; j += 2 * kStep)
-        put_two_steps<kFormula, kMoments>(numbers + j / kStep, tile, first + j, refusals.largest);
+      std::size_t at = first;
+      for (StepNumbers& one : numbers) {
+        compute_step<kFormula, kMoments>(c, tile, at, random, refusals, one);
+        at += kStep;
+      }
+      at = first;
+      for (StepNumbers* two = numbers; two != std::end(numbers); two += 2) {
+        put_two_steps<kFormula, kMoments>(two, tile, at, refusals.largest);
+        at += 2 * kStep;
+      }
     }
   }
   bool sound = is_sound<kMoments, Tile>(refusals);
