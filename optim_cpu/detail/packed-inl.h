@@ -1,16 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/detail/packed-inl.h - decodes, updates and encodes 8-bit state in registers, in one pass. Compiled
-// once per instruction set by update.cpp.
-//
-// A step of the loop takes the elements of two vectors, the even ones in one and the odd ones in the other: arrays of 8
-// and 16 bits are taken apart and put together by shifts, and beside each other again, in 16 bits each, a block of
-// moments is one 128-bit block of lanes.
-//
-//   words     | e0    | e2    | e4    | e6    | e8 ...    | e1    | e3    | e5    | e7    | e9 ...
-//   halves    | e0 e1 | e2 e3 | e4 e5 | e6 e7 | e8 ...
-//              `------- a block of 8 --------'
-//
-// block_fp8.hpp defines the bits; tests compare every instruction set with it.
+// optim_cpu/detail/packed-inl.h - decodes, updates and encodes tiles with 8-bit state, a step of two vectors at a time
+// (blocks-inl.h). Compiled once per instruction set by update.cpp.
 #if defined(HOIST_OPTIM_PACKED_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HOIST_OPTIM_PACKED_INL_H_
 #undef HOIST_OPTIM_PACKED_INL_H_
@@ -20,15 +10,18 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <hoist/optim_cpu/block_fp8.hpp>
+#include <hoist/optim_cpu/detail/blocks-inl.h>
 #include <hoist/optim_cpu/detail/update-inl.h>
 #include <hoist/optim_cpu/update.hpp>
 
@@ -102,8 +95,9 @@ struct BlockOfMoments {
   float values[kMomentBlock];
   std::uint32_t added[kMomentBlock];
 
+  template <Moment kMoment>
   void put(std::size_t k, FloatVector value, std::uint32_t added_bits) {
-    values[k] = hn::GetLane(without_denormals(value));
+    values[k] = hn::GetLane(without_denormals<kMoment>(value));
     added[k] = added_bits;
   }
   bool encode(std::size_t count, Moment which, void* codes, std::size_t first, std::uint8_t* scales) const {
@@ -116,7 +110,7 @@ struct BlockOfMoments {
 template <Formula kFormula, MomentType kMoments, class Tile>
 bool update_block(const UpdateCoefficients& c, const Tile& tile, std::size_t first, std::size_t count) {
   BlockOfMoments moment1, moment2;
-  WordVector refused = hn::Zero(Words());
+  Largest largest = none();
   bool sound = true;
   for (std::size_t k = 0; k < count; ++k) {
     const std::size_t i = first + k;
@@ -131,16 +125,18 @@ bool update_block(const UpdateCoefficients& c, const Tile& tile, std::size_t fir
     apply<kFormula>(c, n);
     sound &= store_rounded(n.master, word, tile, i);
     if constexpr (kMoments == MomentType::fp8) {
-      if constexpr (has_moment1(kFormula)) moment1.put(k, n.moment1, added_to_moment1(word));
-      if constexpr (has_moment2(kFormula)) moment2.put(k, n.moment2, added_to_moment2(word));
+      if constexpr (has_moment1(kFormula)) moment1.put<Moment::first>(k, n.moment1, added_to_moment1(word));
+      if constexpr (has_moment2(kFormula)) moment2.put<Moment::second>(k, n.moment2, added_to_moment2(word));
     } else {
       if constexpr (has_moment1(kFormula)) {
-        store_moment1<kMoments>(n.moment1, tile.moment1, i);
-        refused = hn::Or(refused, reaches(n.moment1, kMomentLimitBits<kMoments>));
+        store_moment<Moment::first, kMoments>(n.moment1, hn::Set(Words(), 0x8000u), tile.moment1, i);
+        note_moment<Moment::first>(n.moment1, largest);
       }
       if constexpr (has_moment2(kFormula)) {
-        store_moment2<kMoments>(n.moment2, tile.rounding, tile.moment2, i);
-        refused = hn::Or(refused, reaches(n.moment2, kMomentLimitBits<kMoments>));
+        const auto first_bits = static_cast<std::uint32_t>(tile.rounding.first + i);
+        store_moment<Moment::second, kMoments>(n.moment2, rounding_halves(tile.rounding.key, first_bits), tile.moment2,
+                                               i);
+        note_moment<Moment::second>(n.moment2, largest);
       }
     }
   }
@@ -150,7 +146,7 @@ bool update_block(const UpdateCoefficients& c, const Tile& tile, std::size_t fir
     if constexpr (has_moment2(kFormula))
       sound &= moment2.encode(count, Moment::second, tile.moment2, first, tile.scale2);
   }
-  return sound && (hn::GetLane(refused) & 0x80000000u) == 0;
+  return sound && is_sound<kMoments, Tile>(largest);
 }
 
 template <Formula kFormula, MomentType kMoments, class Tile>
@@ -162,215 +158,6 @@ bool update_packed(const UpdateCoefficients& c, const Tile& tile) {
 }
 
 #else
-
-using Halves = hn::Repartition<std::uint16_t, Floats>;
-using SignedHalves = hn::Repartition<std::int16_t, Floats>;
-using Bytes = hn::Repartition<std::uint8_t, Floats>;
-using HalfVector = hn::Vec<Halves>;
-using HalvesOfWords = hn::Rebind<std::uint16_t, Floats>;  // one for each word
-
-// Elements of a step, and of what is prefetched at a time: 64 bytes of the narrowest arrays.
-inline constexpr std::size_t kStep = 2 * kLanesMax;
-inline constexpr std::size_t kLine = std::max<std::size_t>(64, kStep);
-static_assert(kStep % kMomentBlock == 0);
-
-struct WordPair {
-  WordVector even, odd;
-};
-
-// The lower halves of the words of `even` beside the upper halves of those of `odd`: in the order of the elements.
-HWY_INLINE HalfVector side_by_side(WordVector even, WordVector odd) {
-  return hn::OddEven(hn::BitCast(Halves(), odd), hn::BitCast(Halves(), even));
-}
-HWY_INLINE HalfVector upper_halves(WordVector even, WordVector odd) {
-  return side_by_side(hn::ShiftRight<16>(even), odd);
-}
-
-HWY_INLINE WordVector magnitude_of(FloatVector value) {
-  return hn::And(hn::BitCast(Words(), value), hn::Set(Words(), 0x7FFFFFFFu));
-}
-
-// --- random bits -----------------------------------------------------------------------------------------------------
-
-HWY_INLINE WordVector rounding_word_of(std::uint32_t key, WordVector index) {
-  const Words words;
-  auto x = hn::Xor(index, hn::Set(words, key + 0x9E3779B9u));
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(words, 0x7FEB352Du));
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), hn::Set(words, 0x846CA68Bu));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
-}
-
-// rounding_word of the elements of a step from element i of a tile on.
-HWY_INLINE WordPair rounding_words(const Rounding& rounding, std::size_t i) {
-  const Words words;
-  const auto first = hn::Set(words, static_cast<std::uint32_t>(rounding.first + i));
-  const auto even = hn::Add(first, hn::ShiftLeft<1>(hn::Iota(words, 0u)));
-  const auto odd = hn::Add(even, hn::Set(words, 1u));
-  return {rounding_word_of(rounding.key, even), rounding_word_of(rounding.key, odd)};
-}
-
-// random_halves of the same.
-HWY_INLINE WordPair random_halves_of_pairs(const Rounding& rounding, std::size_t i) {
-  const Words words;
-  const auto low_half = hn::Set(words, 0xFFFFu);
-  const auto first = hn::Set(words, static_cast<std::uint32_t>(rounding.first + i));
-  const auto even = hn::Add(first, hn::ShiftLeft<1>(hn::Iota(words, 0u)));
-  const auto random = mixed_pairs(rounding, hn::ShiftRight<1>(even));
-  if (rounding.first % 2 == 0) return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
-  const auto next = mixed_pairs(rounding, hn::ShiftRight<1>(hn::Add(even, hn::Set(words, 1u))));
-  return {hn::ShiftRight<16>(random), hn::And(next, low_half)};
-}
-
-template <Moment kMoment>
-HWY_INLINE WordVector added_to_moment(WordVector word) {
-  const Words words;
-  if constexpr (kMoment == Moment::first) {
-    return hn::OrAnd(hn::Set(words, 1u << 10), hn::ShiftRight<13>(word), hn::Set(words, 0xFFu << 11));
-  } else {
-    return hn::OrAnd(hn::Set(words, 1u << 2), hn::ShiftLeft<3>(word), hn::Set(words, 0xFFFFu << 3));
-  }
-}
-
-// --- moments of fp8: decoding ----------------------------------------------------------------------------------------
-
-// Two to the exponent of each block of a step, in every word of its block.
-HWY_INLINE FloatVector powers_of(const std::uint8_t* scales) {
-  const Words words;
-  const Bytes bytes;
-  auto table = hn::Zero(bytes);
-  if constexpr (kLanesMax <= 16) {
-    std::uint32_t all = 0;
-    std::memcpy(&all, scales, kLanesMax / 4);
-    table = hn::BitCast(bytes, hn::Set(words, all));
-  } else {
-    HWY_ALIGN std::uint8_t all[16] = {};
-    std::memcpy(all, scales, hn::Lanes(words) / 4);
-    table = hn::LoadDup128(bytes, all);
-  }
-  // Byte k of the table to the top of the words of 128-bit block k, nothing elsewhere.
-  const auto block = hn::ShiftRight<2>(hn::Iota(words, 0u));
-  const auto index = hn::Or(hn::ShiftLeft<24>(block), hn::Set(words, 0x00808080u));
-  const auto scale = hn::BitCast(words, hn::TableLookupBytesOr0(table, hn::BitCast(bytes, index)));
-  return hn::BitCast(Floats(), hn::Add(hn::ShiftRight<1>(scale), hn::Set(words, fp8::kLeastExponent << 23)));
-}
-
-// decode_moment of codes whose lowest bit is the lowest of kFractionBits in fp32; other bits are not looked at.
-template <Moment kMoment>
-HWY_INLINE FloatVector decoded(WordVector codes, FloatVector power) {
-  const Floats d;
-  const Words words;
-  constexpr std::uint32_t kMask = (kMoment == Moment::first ? 0x7Fu : 0xFFu) << fp8::kDroppedBits;
-  constexpr std::uint32_t kZeroExponent = (127 - fp8::top(kMoment)) << 23;
-  static_assert((kMask & kZeroExponent) == 0);
-  const auto value = hn::BitCast(d, hn::OrAnd(hn::Set(words, kZeroExponent), codes, hn::Set(words, kMask)));
-  // With the smallest exponent a number has no 1 before its fraction, which counts twice: 2 x - 2. Others are less
-  // than that, and all of it is exact.
-  const auto two = hn::BitCast(d, hn::Set(words, kZeroExponent + (1u << 23)));
-  const auto below = hn::MulSub(value, hn::Set(d, 2.0f), two);
-  return hn::Mul(hn::Min(value, below), power);
-}
-
-HWY_INLINE FloatVector with_sign_bit(FloatVector value, WordVector sign) {
-  const Words words;
-  return hn::BitCast(Floats(), hn::OrAnd(hn::BitCast(words, value), sign, hn::Set(words, 0x80000000u)));
-}
-
-template <Moment kMoment>
-HWY_INLINE void load_blocks(const void* codes, const std::uint8_t* scales, std::size_t i, FloatVector& even,
-                            FloatVector& odd) {
-  const Words words;
-  const HalvesOfWords halves;
-  const auto* pairs = reinterpret_cast<const std::uint16_t*>(static_cast<const std::uint8_t*>(codes) + i);
-  const auto pair = hn::PromoteTo(words, hn::LoadU(halves, pairs));  // an even code below an odd one
-  const auto power = powers_of(scales + i / kMomentBlock);
-  even = decoded<kMoment>(hn::ShiftLeft<fp8::kDroppedBits>(pair), power);
-  odd = decoded<kMoment>(hn::ShiftLeft<fp8::kDroppedBits - 8>(pair), power);
-  if constexpr (kMoment == Moment::first) {
-    even = with_sign_bit(even, hn::ShiftLeft<24>(pair));
-    odd = with_sign_bit(odd, hn::ShiftLeft<16>(pair));
-  }
-}
-
-// --- moments of fp8: encoding ----------------------------------------------------------------------------------------
-
-// The byte of each block's scale from the bits of its power of two, which are in every word of the block.
-HWY_INLINE void store_scales(WordVector power, std::uint8_t* scales) {
-  const Words words;
-  const auto scale = hn::Sub(hn::ShiftRight<23>(power), hn::Set(words, fp8::kLeastExponent));
-  const auto fourth =
-      hn::And(hn::ShiftLeft<2>(hn::Iota(words, 0u)), hn::Set(words, static_cast<std::uint32_t>(hn::Lanes(words) - 1)));
-  const auto first_words = hn::TableLookupLanes(scale, hn::IndicesFromVec(words, fourth));
-  const auto blocks = hn::LowerHalf(hn::LowerHalf(first_words));
-  const hn::Rebind<std::uint8_t, hn::DFromV<decltype(blocks)>> bytes;
-  hn::StoreU(hn::TruncateTo(bytes, blocks), bytes, scales);
-}
-
-// The code, in its upper half, of a number below the least exponent of its block: what encode_block's `fixed` is,
-// rounded. `unit` has its last bit at 2^-16 of a step, so that adding it cuts the rest off; to the nearest, which is
-// then taken back where it is more than the number.
-HWY_INLINE WordVector code_below(WordVector magnitude, FloatVector unit, WordVector added) {
-  const Floats d;
-  const Words words;
-  const auto number = hn::BitCast(d, magnitude);
-  const auto sum = hn::Add(number, unit);
-  const auto is_more = hn::RebindMask(words, hn::Gt(hn::Sub(sum, unit), number));
-  const auto nearest = hn::Sub(hn::BitCast(words, sum), hn::BitCast(words, unit));
-  const auto fixed = hn::IfThenElse(is_more, hn::Sub(nearest, hn::Set(words, 1u)), nearest);
-  return hn::Add(fixed, hn::ShiftRight<fp8::kDroppedBits - 16>(added));
-}
-
-// encode_block of all blocks of a step; a moment below 2^-126 counts as +0. `largest` takes note of what the scales are
-// chosen by: below kInfinityBits they are sound.
-template <Moment kMoment>
-HWY_INLINE void store_blocks(FloatVector even, FloatVector odd, const WordPair& random, void* codes,
-                             std::uint8_t* scales, std::size_t i, WordVector& largest) {
-  const Floats d;
-  const Words words;
-  const SignedWords signed_words;
-  const Halves halves;
-  const SignedHalves signed_halves;
-  const auto even_bits = hn::BitCast(words, even), odd_bits = hn::BitCast(words, odd);
-  // Second moments have no sign, unless they are NaN; then the master is NaN, too.
-  const auto even_magnitude = kMoment == Moment::first ? magnitude_of(even) : even_bits;
-  const auto odd_magnitude = kMoment == Moment::first ? magnitude_of(odd) : odd_bits;
-  const auto even_added = added_to_moment<kMoment>(random.even), odd_added = added_to_moment<kMoment>(random.odd);
-  const auto even_rounded = hn::Add(even_magnitude, even_added), odd_rounded = hn::Add(odd_magnitude, odd_added);
-
-  auto most = hn::Max(even_rounded, odd_rounded);
-  most = hn::Max(most, hn::Shuffle1032(most));
-  most = hn::Max(most, hn::Shuffle2301(most));
-  largest = hn::Max(largest, most);
-  const auto power = hn::And(hn::Max(most, hn::Set(words, fp8::kLeastExponent << 23)), hn::Set(words, 0xFF800000u));
-  store_scales(power, scales + i / kMomentBlock);
-
-  // Codes of numbers within the exponents of the block; less than kLeastNormal says that they are not.
-  const auto zero_exponent = hn::Sub(power, hn::Set(words, fp8::top(kMoment) << 23));
-  const auto shifted_even =
-      hn::ShiftRight<fp8::kDroppedBits>(hn::BitCast(signed_words, hn::Sub(even_rounded, zero_exponent)));
-  const auto shifted_odd =
-      hn::ShiftRight<fp8::kDroppedBits - 16>(hn::BitCast(signed_words, hn::Sub(odd_rounded, zero_exponent)));
-  auto code = side_by_side(hn::BitCast(words, shifted_even), hn::BitCast(words, shifted_odd));
-  const auto is_normal =
-      hn::RebindMask(halves, hn::Gt(hn::BitCast(signed_halves, code),
-                                    hn::Set(signed_halves, static_cast<std::int16_t>(fp8::kLeastNormal - 1))));
-  // Few blocks have second moments 2^14 times smaller than their largest.
-  if (kMoment == Moment::first || HWY_UNLIKELY(!hn::AllTrue(halves, is_normal))) {
-    const auto unit = hn::BitCast(d, hn::Add(zero_exponent, hn::Set(words, 4u << 23)));
-    auto below = upper_halves(code_below(even_magnitude, unit, even_added), code_below(odd_magnitude, unit, odd_added));
-    if constexpr (kMoment == Moment::second) {
-      const auto one = hn::Set(signed_halves, std::int16_t{1});
-      below = hn::BitCast(halves, hn::Max(hn::BitCast(signed_halves, below), one));
-    }
-    code = hn::IfThenElse(is_normal, code, below);
-    const auto tops = upper_halves(even_bits, odd_bits);
-    if constexpr (kMoment == Moment::first)
-      code = hn::OrAnd(code, hn::ShiftRight<8>(tops), hn::Set(halves, std::uint16_t{0x80}));
-    const auto exponents = hn::And(tops, hn::Set(halves, std::uint16_t{0x7F80}));
-    code = hn::IfThenZeroElse(hn::Eq(exponents, hn::Zero(halves)), code);
-  }
-  const hn::Rebind<std::uint8_t, Halves> bytes;
-  hn::StoreU(hn::TruncateTo(bytes, code), bytes, static_cast<std::uint8_t*>(codes) + i);
-}
 
 // --- masters, gradients and wider moments, two vectors at a time -----------------------------------------------------
 
@@ -404,36 +191,62 @@ HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const Fp16Tile&
   store_words(hn::Or(fp16_of_floats(d, even), hn::ShiftLeft<16>(fp16_of_floats(d, odd))), tile.weight, i);
 }
 
-// The largest resulting magnitudes (bits), to refuse a commit.
-struct Largest {
-  WordVector even_master, odd_master, moment;
+// Whether a pair of lanes has a NaN.
+HWY_INLINE hn::Mask<Floats> either_is_nan(FloatVector a, FloatVector b) {
+#if HWY_TARGET == HWY_AVX3
+  return hn::Mask<Floats>{_mm512_cmp_ps_mask(a.raw, b.raw, _CMP_UNORD_Q)};
+#elif HWY_TARGET == HWY_AVX2
+  return hn::Mask<Floats>{_mm256_cmp_ps(a.raw, b.raw, _CMP_UNORD_Q)};
+#else
+  return hn::Or(hn::IsNaN(a), hn::IsNaN(b));
+#endif
+}
+
+// What may not be committed: besides the largest magnitudes of update-inl.h those of weights whose masters were
+// rounded, which could leave a NaN behind.
+struct Refusals {
+  HWY_INLINE Refusals() : largest(none()), weight(hn::Zero(Halves())), is_nan(hn::FirstN(Floats(), 0)) {}
+  Largest largest;
+  HalfVector weight;
+  hn::Mask<Floats> is_nan;
 };
-HWY_INLINE Largest none() { return {hn::Zero(Words()), hn::Zero(Words()), hn::Zero(Words())}; }
+
+template <MomentType kMoments, class Tile>
+HWY_INLINE bool is_sound(const Refusals& refusals) {
+  const auto fine = hn::Lt(hn::BitCast(SignedHalves(), refusals.weight), hn::Set(SignedHalves(), std::int16_t{0x7F80}));
+  static_assert(kMasterLimitBits + 0x8000 == 0x7F80u << 16);
+  return is_sound<kMoments, Tile>(refusals.largest) && hn::AllTrue(SignedHalves(), fine) &&
+         hn::AllFalse(Floats(), refusals.is_nan);
+}
+
+// added_to_master24 of every word: its third byte.
+HWY_INLINE WordVector added_to_masters(WordVector word) {
+  HWY_ALIGN static constexpr std::uint32_t kThirdBytes[4] = {0x80808002u, 0x80808006u, 0x8080800Au, 0x8080800Eu};
+  const Bytes bytes;
+  const auto index = hn::BitCast(bytes, hn::LoadDup128(Words(), kThirdBytes));
+  return hn::BitCast(Words(), hn::TableLookupBytesOr0(hn::BitCast(bytes, word), index));
+}
 
 template <class Tile>
 HWY_INLINE void put_masters(FloatVector even, FloatVector odd, const WordPair&, const Tile& tile, std::size_t i,
-                            Largest& largest) {
+                            std::uint16_t*, Refusals& refusals) {
   store_masters(even, odd, tile, i);
-  largest.even_master = hn::Max(largest.even_master, magnitude_of(even));
-  largest.odd_master = hn::Max(largest.odd_master, magnitude_of(odd));
+  note_masters(even, odd, refusals.largest);
 }
 HWY_INLINE void put_masters(FloatVector even, FloatVector odd, const WordPair& random, const Split24Tile& tile,
-                            std::size_t i, Largest& largest) {
+                            std::size_t i, std::uint16_t* codes, Refusals& refusals) {
   const Words words;
-  const HalvesOfWords halves;
-  const auto last_byte = hn::Set(words, 0xFFu);
-  const auto even_added = hn::And(hn::ShiftRight<16>(random.even), last_byte);
-  const auto odd_added = hn::And(hn::ShiftRight<16>(random.odd), last_byte);
+  const Halves halves;
+  const auto even_added = added_to_masters(random.even), odd_added = added_to_masters(random.odd);
   // The last 8 bits of the sums are ignored.
   const auto even_sum = hn::Add(hn::BitCast(words, even), even_added);
   const auto odd_sum = hn::Add(hn::BitCast(words, odd), odd_added);
   const auto half = hn::Set(words, 0x8000u);
-  store_words(hn::BitCast(words, upper_halves(hn::Add(even_sum, half), hn::Add(odd_sum, half))), tile.weight, i);
-  const auto remainders = hn::IfVecThenElse(last_byte, hn::ShiftRight<8>(even_sum), odd_sum);
-  hn::StoreU(hn::TruncateTo(halves, remainders), halves, reinterpret_cast<std::uint16_t*>(tile.remainder8 + i));
-  // A sum could leave a NaN behind; that of the magnitude cannot.
-  largest.even_master = hn::Max(largest.even_master, hn::Add(magnitude_of(even), even_added));
-  largest.odd_master = hn::Max(largest.odd_master, hn::Add(magnitude_of(odd), odd_added));
+  const auto weights = upper_halves(hn::Add(even_sum, half), hn::Add(odd_sum, half));
+  store_words(hn::BitCast(words, weights), tile.weight, i);
+  hn::Store(hn::ShiftRight<8>(lower_halves(even_sum, odd_sum)), halves, codes);
+  refusals.weight = hn::Max(refusals.weight, hn::And(weights, hn::Set(halves, std::uint16_t{0x7FFF})));
+  refusals.is_nan = hn::Or(refusals.is_nan, either_is_nan(even, odd));
 }
 
 template <DType kDtype>
@@ -462,29 +275,48 @@ HWY_INLINE void load_moments(const void* moment, const std::uint8_t* scales, std
   }
 }
 
+// What a tile's numbers are rounded with.
+struct Random {
+  HWY_INLINE explicit Random(const Rounding& rounding) : words(rounding), halves(rounding) {}
+  RoundingWords words;
+  RoundingHalves halves;  // of moments of bf16
+};
+
 template <MomentType kMoments, Moment kMoment>
-HWY_INLINE void put_moments(FloatVector even, FloatVector odd, const Rounding& rounding, const WordPair& random,
-                            void* moment, std::uint8_t* scales, std::size_t i, Largest& largest) {
-  if constexpr (kMoments == MomentType::fp8) {
-    store_blocks<kMoment>(even, odd, random, moment, scales, i, largest.moment);
+HWY_INLINE void put_wide_moments(FloatVector even, FloatVector odd, Random& source, void* moment, std::size_t i,
+                                 Largest& largest) {
+  note_moment<kMoment>(even, largest);
+  note_moment<kMoment>(odd, largest);
+  if constexpr (kMoments == MomentType::fp32) {
+    hn::StoreInterleaved2(without_denormals<kMoment>(even), without_denormals<kMoment>(odd), Floats(),
+                          static_cast<float*>(moment) + i);
+  } else if constexpr (kMoment == Moment::first) {
+    const auto half = hn::Set(Words(), 0x8000u);
+    store_moments<kMoment>(even, odd, {half, half}, moment, i);
   } else {
-    largest.moment = hn::Max(largest.moment, hn::Max(magnitude_of(even), magnitude_of(odd)));
-    if constexpr (kMoments == MomentType::fp32) {
-      hn::StoreInterleaved2(without_denormals(even), without_denormals(odd), Floats(), static_cast<float*>(moment) + i);
-    } else if constexpr (kMoment == Moment::first) {
-      const auto half = hn::Set(Words(), 0x8000u);
-      store_moments(even, odd, half, half, moment, i);
-    } else {
-      const WordPair added = random_halves_of_pairs(rounding, i);
-      store_moments(even, odd, added.even, added.odd, moment, i);
-    }
+    store_moments<kMoment>(even, odd, source.halves.at(i), moment, i);
   }
 }
 
 // --- a step, and a tile ----------------------------------------------------------------------------------------------
+//
+// A stretch is computed first, and its moments are rounded then, from memory in between: in one pass the divisions of a
+// step would have to end before a core sees the next one's, more than two hundred instructions away. While it divides,
+// it has time for all that is independent of moments.
 
+struct StepNumbers {
+  HWY_ALIGN float even_moment1[kLanesMax], odd_moment1[kLanesMax];
+  HWY_ALIGN float even_moment2[kLanesMax], odd_moment2[kLanesMax];
+  HWY_ALIGN std::uint32_t even_random[kLanesMax], odd_random[kLanesMax];
+  HWY_ALIGN std::uint16_t remainder[kStep];  // in codes
+};
+
+// Masters from element `end` on become zero: they are nobody's.
 template <Formula kFormula, MomentType kMoments, class Tile>
-HWY_INLINE void update_step(const UpdateCoefficients& c, const Tile& tile, std::size_t i, Largest& largest) {
+HWY_INLINE void compute_step(const UpdateCoefficients& c, const Tile& tile, std::size_t i, Random& source,
+                             Refusals& refusals, StepNumbers& to, std::size_t end = kStep) {
+  const Floats d;
+  const Words words;
   Numbers even, odd;
   load_masters(tile, i, even.master, odd.master);
   load_gradients(tile.gradient, tile.gradient_dtype, i, even.gradient, odd.gradient);
@@ -494,31 +326,85 @@ HWY_INLINE void update_step(const UpdateCoefficients& c, const Tile& tile, std::
     load_moments<kMoments, Moment::second>(tile.moment2, tile.scale2, i, even.moment2, odd.moment2);
   apply<kFormula>(c, even);
   apply<kFormula>(c, odd);
-  WordPair random{hn::Zero(Words()), hn::Zero(Words())};
-  if constexpr (kRoundsAtRandom<kMoments, Tile>) random = rounding_words(tile.rounding, i);
-  put_masters(even.master, odd.master, random, tile, i, largest);
-  if constexpr (has_moment1(kFormula)) {
-    put_moments<kMoments, Moment::first>(even.moment1, odd.moment1, tile.rounding, random, tile.moment1, tile.scale1, i,
-                                         largest);
+  if (end < kStep) {
+    even.master = hn::IfThenElseZero(hn::FirstN(d, (end + 1) / 2), even.master);
+    odd.master = hn::IfThenElseZero(hn::FirstN(d, end / 2), odd.master);
   }
-  if constexpr (has_moment2(kFormula)) {
-    put_moments<kMoments, Moment::second>(even.moment2, odd.moment2, tile.rounding, random, tile.moment2, tile.scale2,
-                                          i, largest);
+  WordPair random{hn::Zero(words), hn::Zero(words)};
+  if constexpr (kRoundsAtRandom<kMoments, Tile>) random = source.words.at(i);
+  put_masters(even.master, odd.master, random, tile, i, to.remainder, refusals);
+  if constexpr (kMoments == MomentType::fp8) {
+    hn::Store(random.even, words, to.even_random);
+    hn::Store(random.odd, words, to.odd_random);
+    if constexpr (has_moment1(kFormula)) {
+      hn::Store(even.moment1, d, to.even_moment1);
+      hn::Store(odd.moment1, d, to.odd_moment1);
+    }
+    if constexpr (has_moment2(kFormula)) {
+      hn::Store(even.moment2, d, to.even_moment2);
+      hn::Store(odd.moment2, d, to.odd_moment2);
+    }
+  } else {
+    Largest& largest = refusals.largest;
+    if constexpr (has_moment1(kFormula))
+      put_wide_moments<kMoments, Moment::first>(even.moment1, odd.moment1, source, tile.moment1, i, largest);
+    if constexpr (has_moment2(kFormula))
+      put_wide_moments<kMoments, Moment::second>(even.moment2, odd.moment2, source, tile.moment2, i, largest);
   }
 }
 
-// kLine elements from element i on; of an array of b bytes an element these are b lines, where kLine is 64.
+template <Formula kFormula, class Tile>
+HWY_INLINE Codes put_moments(const StepNumbers& from, const Tile& tile, std::size_t i, WordVector& largest) {
+  const Floats d;
+  const Words words;
+  Codes codes;
+  const WordPair random{hn::Load(words, from.even_random), hn::Load(words, from.odd_random)};
+  Numbers even, odd;
+  if constexpr (has_moment1(kFormula)) {
+    even.moment1 = hn::Load(d, from.even_moment1);
+    odd.moment1 = hn::Load(d, from.odd_moment1);
+  }
+  if constexpr (has_moment2(kFormula)) {
+    even.moment2 = hn::Load(d, from.even_moment2);
+    odd.moment2 = hn::Load(d, from.odd_moment2);
+  }
+  if constexpr (has_moment1(kFormula) && has_moment2(kFormula)) {
+    put_both_blocks(even.moment1, odd.moment1, even.moment2, odd.moment2, random, tile.scale1, tile.scale2, i, largest,
+                    codes);
+  } else if constexpr (has_moment1(kFormula)) {
+    codes.moment1 = put_blocks<Moment::first>(even.moment1, odd.moment1, random, tile.scale1, i, largest);
+  } else if constexpr (has_moment2(kFormula)) {
+    codes.moment2 = put_blocks<Moment::second>(even.moment2, odd.moment2, random, tile.scale2, i, largest);
+  }
+  return codes;
+}
+
+// What compute_step has left of two steps.
+template <Formula kFormula, MomentType kMoments, class Tile>
+HWY_INLINE void put_two_steps(const StepNumbers* from, const Tile& tile, std::size_t i, Largest& largest) {
+  const Halves halves;
+  if constexpr (std::is_same_v<Tile, Split24Tile>)
+    store_bytes(hn::Load(halves, from[0].remainder), hn::Load(halves, from[1].remainder), tile.remainder8, i);
+  if constexpr (kMoments == MomentType::fp8) {
+    const Codes first = put_moments<kFormula>(from[0], tile, i, largest.moment);
+    const Codes second = put_moments<kFormula>(from[1], tile, i + kStep, largest.moment);
+    if constexpr (has_moment1(kFormula)) store_bytes(first.moment1, second.moment1, tile.moment1, i);
+    if constexpr (has_moment2(kFormula)) store_bytes(first.moment2, second.moment2, tile.moment2, i);
+  }
+}
+
+// kStretch elements from element i on; of an array of b bytes an element these are 2 b lines, where kStretch is 128.
 template <std::size_t kBytes>
 HWY_INLINE void prefetch_elements(const void* array, std::size_t i) {
   const auto* at = static_cast<const std::byte*>(array) + i * kBytes;
-  for (std::size_t b = 0; b < kLine * kBytes; b += 64) hwy::Prefetch(at + b);
+  for (std::size_t b = 0; b < kStretch * kBytes; b += 64) hwy::Prefetch(at + b);
 }
 HWY_INLINE void prefetch_scales(const std::uint8_t* scales, std::size_t i) {
-  if (i / kMomentBlock % 64 < kLine / kMomentBlock) hwy::Prefetch(scales + i / kMomentBlock + 64);
+  if (i / kMomentBlock % 64 < kStretch / kMomentBlock) hwy::Prefetch(scales + i / kMomentBlock + 64);
 }
 
 template <Formula kFormula, MomentType kMoments, class Tile>
-HWY_INLINE void prefetch_step(Tile tile, std::size_t i) {
+HWY_INLINE void prefetch_stretch(Tile tile, std::size_t i) {
   const std::size_t ahead = i + kPrefetchAhead;
   visit_master(tile, [&](auto* array) HWY_ATTR { prefetch_elements<sizeof(*array)>(array, ahead); });
   if constexpr (has_moment1(kFormula)) prefetch_elements<kMomentBytes<kMoments>>(tile.moment1, ahead);
@@ -529,16 +415,16 @@ HWY_INLINE void prefetch_step(Tile tile, std::size_t i) {
                                      : prefetch_elements<2>(tile.gradient, ahead);
 }
 
-// The last elements of a tile, fewer than kLine, in memory of their own that zeros fill up: they leave moments of zero
-// behind, which change no scale. The return value is that of the real ones.
+// The last elements of a tile, fewer than kStretch, in memory of their own that zeros fill up: they leave moments of
+// zero behind, which change no scale.
 template <Formula kFormula, MomentType kMoments, class Tile>
-HWY_NOINLINE Largest update_last(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
+HWY_NOINLINE bool update_last(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
   struct Copy {
     std::byte* original;
     const std::byte* copy;
     std::size_t bytes;
   };
-  constexpr std::size_t kArrays = 7, kArrayBytes = 4 * kLine;
+  constexpr std::size_t kArrays = 7, kArrayBytes = 4 * kStretch;
   HWY_ALIGN std::byte memory[kArrays * kArrayBytes] = {};
   std::array<Copy, kArrays> copies{};
   std::size_t taken = 0;
@@ -563,29 +449,19 @@ HWY_NOINLINE Largest update_last(const UpdateCoefficients& c, const Tile& tile, 
   if constexpr (has_moment2(kFormula)) take_moment(last.moment2, last.scale2);
   last.rounding.first += static_cast<std::uint32_t>(first);
 
-  const Words words;
-  const std::size_t step = 2 * hn::Lanes(words);
-  Largest all = none();
-  for (std::size_t j = 0; j < count; j += step) {
-    Largest largest = none();
-    update_step<kFormula, kMoments>(c, last, j, largest);
-    // Without an epsilon a master beside moments of zero becomes NaN.
-    const std::size_t real = std::min(step, count - j);
-    const auto even = hn::IfThenElseZero(hn::FirstN(words, (real + 1) / 2), largest.even_master);
-    const auto odd = hn::IfThenElseZero(hn::FirstN(words, real / 2), largest.odd_master);
-    all = {hn::Max(all.even_master, even), hn::Max(all.odd_master, odd), hn::Max(all.moment, largest.moment)};
+  Random random(last.rounding);
+  Refusals refusals;
+  StepNumbers numbers[2];
+  for (std::size_t j = 0; j < count; j += 2 * kStep) {
+    for (std::size_t k = 0; k < 2; ++k) {
+      // Without an epsilon a master beside moments of zero becomes NaN.
+      const std::size_t end = count - std::min(count, j + k * kStep);
+      compute_step<kFormula, kMoments>(c, last, j + k * kStep, random, refusals, numbers[k], end);
+    }
+    put_two_steps<kFormula, kMoments>(numbers, last, j, refusals.largest);
   }
   for (std::size_t k = 1; k < taken; ++k) std::memcpy(copies[k].original, copies[k].copy, copies[k].bytes);
-  return all;
-}
-
-template <MomentType kMoments, class Tile>
-HWY_INLINE bool is_sound(const Largest& largest) {
-  const Words words;
-  const auto master = hn::Max(largest.even_master, largest.odd_master);
-  const auto fine = hn::And(hn::Lt(master, hn::Set(words, kMasterLimitOf<Tile>)),
-                            hn::Lt(largest.moment, hn::Set(words, kMomentLimitBits<kMoments>)));
-  return hn::AllTrue(words, fine);
+  return is_sound<kMoments, Tile>(refusals);
 }
 
 template <Formula kFormula, MomentType kMoments, class Tile>
@@ -593,15 +469,28 @@ bool update_packed(const UpdateCoefficients& coefficients, const Tile& packed) {
   // Copies whose address is never given away, or every store could be a store into them.
   const UpdateCoefficients c = coefficients;
   const Tile tile = packed;
-  const std::size_t step = 2 * hn::Lanes(Floats());
-  Largest largest = none();
+  Random random(tile.rounding);
+  Refusals refusals;
+  constexpr std::size_t kComputed = kMoments == MomentType::fp8 ? kStretch : 2 * kStep;
+  StepNumbers numbers[kComputed / kStep];
   std::size_t i = 0;
-  for (; i + kLine <= tile.count; i += kLine) {
-    prefetch_step<kFormula, kMoments>(tile, i);
-    for (std::size_t j = 0; j < kLine; j += step) update_step<kFormula, kMoments>(c, tile, i + j, largest);
+  for (; i + kStretch <= tile.count; i += kStretch) {
+    prefetch_stretch<kFormula, kMoments>(tile, i);
+    for (std::size_t first = i; first < i + kStretch; first += kComputed) {
+      std::size_t at = first;
+      for (StepNumbers& one : numbers) {
+        compute_step<kFormula, kMoments>(c, tile, at, random, refusals, one);
+        at += kStep;
+      }
+      at = first;
+      for (StepNumbers* two = numbers; two != std::end(numbers); two += 2) {
+        put_two_steps<kFormula, kMoments>(two, tile, at, refusals.largest);
+        at += 2 * kStep;
+      }
+    }
   }
-  bool sound = is_sound<kMoments, Tile>(largest);
-  if (i < tile.count) sound &= is_sound<kMoments, Tile>(update_last<kFormula, kMoments>(coefficients, packed, i));
+  bool sound = is_sound<kMoments, Tile>(refusals);
+  if (i < tile.count) sound &= update_last<kFormula, kMoments>(coefficients, packed, i);
   return sound;
 }
 

@@ -16,7 +16,9 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
+#include <hoist/optim_cpu/block_fp8.hpp>
 #include <hoist/optim_cpu/detail/gradient-inl.h>
+#include <hoist/optim_cpu/detail/random-inl.h>
 #include <hoist/optim_cpu/update.hpp>
 
 HWY_BEFORE_NAMESPACE();
@@ -24,12 +26,8 @@ namespace hoist::optim::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-using Floats = hn::ScalableTag<float>;
-using Words = hn::RebindToUnsigned<Floats>;
 using SignedWords = hn::RebindToSigned<Floats>;
 using FloatVector = hn::Vec<Floats>;
-using WordVector = hn::Vec<Words>;
-inline constexpr std::size_t kLanesMax = hn::MaxLanes(Floats());
 
 // One cache line of the 16-bit streams, two of the fp32 ones: each line is prefetched once.
 inline constexpr std::size_t kBlock = std::max<std::size_t>(32, 2 * kLanesMax);
@@ -70,16 +68,28 @@ HWY_INLINE void store_master(FloatVector master, const Fp16Tile& tile, std::size
   store_fp16(Floats(), master, tile.weight + i);
 }
 
-// Zero where the magnitude is below the smallest normal number; NaN stays.
-HWY_INLINE FloatVector without_denormals(FloatVector value) {
-  return hn::IfThenZeroElse(hn::Lt(hn::Abs(value), hn::Set(Floats(), 0x1.0p-126f)), value);
+HWY_INLINE WordVector magnitude_of(FloatVector value) {
+  return hn::And(hn::BitCast(Words(), value), hn::Set(Words(), 0x7FFFFFFFu));
 }
 
-// Sets a lane's top bit where the magnitude's bits reach `limit_bits`: adding the distance carries into it.
-HWY_INLINE WordVector reaches(FloatVector value, std::uint32_t limit_bits) {
+// `bits`, and zero where the moment's magnitude is below the smallest normal number. Second moments have no sign.
+template <Moment kMoment>
+HWY_INLINE WordVector unless_denormal(FloatVector moment, WordVector bits) {
   const Words words;
-  const auto magnitude = hn::And(hn::BitCast(words, value), hn::Set(words, 0x7FFFFFFFu));
-  return hn::Add(magnitude, hn::Set(words, 0x80000000u - limit_bits));
+#if HWY_TARGET == HWY_AVX3
+  const __mmask16 is_normal = _mm512_test_epi32_mask(hn::BitCast(words, moment).raw, hn::Set(words, 0x7F800000u).raw);
+  return hn::IfThenElseZero(hn::Mask<Words>{is_normal}, bits);
+#else
+  if constexpr (kMoment == Moment::second)
+    return hn::IfThenZeroElse(hn::RebindMask(words, hn::Lt(moment, hn::Set(Floats(), 0x1.0p-126f))), bits);
+  const SignedWords signed_words;
+  const auto is_denormal = hn::Lt(hn::BitCast(signed_words, magnitude_of(moment)), hn::Set(signed_words, 0x800000));
+  return hn::IfThenZeroElse(hn::RebindMask(words, is_denormal), bits);
+#endif
+}
+template <Moment kMoment>
+HWY_INLINE FloatVector without_denormals(FloatVector moment) {
+  return hn::BitCast(Floats(), unless_denormal<kMoment>(moment, hn::BitCast(Words(), moment)));
 }
 
 inline constexpr std::uint32_t kInfinityBits = 0x7F800000u;
@@ -148,25 +158,6 @@ HWY_INLINE void apply(const UpdateCoefficients& c, Numbers& n) {
   }
 }
 
-// rounding_bits' mixer on pairs of indices: 16 bits for either of a pair.
-HWY_INLINE WordVector mixed_pairs(const Rounding& rounding, WordVector pair_index) {
-  const Words words;
-  auto x = hn::Xor(pair_index, hn::Set(words, rounding.key));
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(words, 0x7FEB352Du));
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), hn::Set(words, 0x846CA68Bu));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
-}
-
-// The random bits for element i of a tile and those after it. The sequence starts at a constant: GCC 12 makes one
-// that starts anywhere else lane by lane, through memory, which takes longer than the rest of the update.
-HWY_INLINE WordVector random_halves(const Rounding& rounding, std::size_t i) {
-  const Words words;
-  const auto index = hn::Add(hn::Iota(words, 0), hn::Set(words, static_cast<std::uint32_t>(rounding.first + i)));
-  const auto x = mixed_pairs(rounding, hn::ShiftRight<1>(index));
-  const auto is_odd = hn::TestBit(index, hn::Set(words, 1u));
-  return hn::IfThenElse(is_odd, hn::ShiftRight<16>(x), hn::And(x, hn::Set(words, 0xFFFFu)));
-}
-
 template <MomentType kMoments>
 inline constexpr DType kElementOf = kMoments == MomentType::bf16 ? DType::bf16 : DType::fp32;
 
@@ -175,26 +166,16 @@ HWY_INLINE FloatVector load_moment(const void* moment, std::size_t i) {
   return load_floats<kElementOf<kMoments>>(Floats(), moment, i);
 }
 
-// `added` is added to the half that is cut off.
-HWY_INLINE void store_bf16(FloatVector value, WordVector added, void* moment, std::size_t i) {
-  const Words words;
-  const hn::Rebind<std::uint16_t, Floats> halves;
-  const auto high = hn::ShiftRight<16>(hn::Add(hn::BitCast(words, value), added));
-  hn::StoreU(hn::TruncateTo(halves, high), halves, static_cast<std::uint16_t*>(moment) + i);
-}
-
-template <MomentType kMoments>
-HWY_INLINE void store_moment1(FloatVector value, void* moment, std::size_t i) {
-  value = without_denormals(value);
-  if constexpr (kMoments == MomentType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
-  if constexpr (kMoments == MomentType::bf16) store_bf16(value, hn::Set(Words(), 0x8000u), moment, i);
-}
-
-template <MomentType kMoments>
-HWY_INLINE void store_moment2(FloatVector value, const Rounding& rounding, void* moment, std::size_t i) {
-  value = without_denormals(value);
-  if constexpr (kMoments == MomentType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
-  if constexpr (kMoments == MomentType::bf16) store_bf16(value, random_halves(rounding, i), moment, i);
+// `added` is added to the half of a bf16 moment that is cut off.
+template <Moment kMoment, MomentType kMoments>
+HWY_INLINE void store_moment(FloatVector value, WordVector added, void* moment, std::size_t i) {
+  if constexpr (kMoments == MomentType::fp32) {
+    hn::StoreU(without_denormals<kMoment>(value), Floats(), static_cast<float*>(moment) + i);
+  } else if constexpr (kMoments == MomentType::bf16) {
+    const hn::Rebind<std::uint16_t, Floats> halves;
+    const auto rounded = unless_denormal<kMoment>(value, hn::Add(hn::BitCast(Words(), value), added));
+    hn::StoreU(hn::TruncateTo(halves, hn::ShiftRight<16>(rounded)), halves, static_cast<std::uint16_t*>(moment) + i);
+  }
 }
 
 // A moment of bf16 must not round to infinity either; a master's limit keeps half a step away from it, this a whole
@@ -202,9 +183,33 @@ HWY_INLINE void store_moment2(FloatVector value, const Rounding& rounding, void*
 template <MomentType kMoments>
 inline constexpr std::uint32_t kMomentLimitBits = kMoments == MomentType::bf16 ? 0x7F7F0000u : kInfinityBits;
 
-// `refused` collects lanes that may not be committed in its top bits.
+// The largest resulting magnitudes (bits), to refuse a commit. Those of NaN are larger than any number's.
+struct Largest {
+  WordVector master, moment;
+};
+HWY_INLINE Largest none() { return {hn::Zero(Words()), hn::Zero(Words())}; }
+
+template <Moment kMoment>
+HWY_INLINE void note_moment(FloatVector value, Largest& largest) {
+  const auto magnitude = kMoment == Moment::first ? magnitude_of(value) : hn::BitCast(Words(), value);
+  largest.moment = hn::Max(largest.moment, magnitude);
+}
+
+template <MomentType kMoments, class Tile>
+HWY_INLINE bool is_sound(const Largest& largest) {
+  const Words words;
+  const auto fine = hn::And(hn::Lt(largest.master, hn::Set(words, kMasterLimitOf<Tile>)),
+                            hn::Lt(largest.moment, hn::Set(words, kMomentLimitBits<kMoments>)));
+  return hn::AllTrue(words, fine);
+}
+
+template <Formula kFormula, MomentType kMoments>
+inline constexpr bool kRoundsMoment2 = kMoments == MomentType::bf16&& has_moment2(kFormula);
+
+// `added` is what rounds the second moment.
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
-HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std::size_t i, WordVector& refused) {
+HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std::size_t i, WordVector added,
+                              Largest& largest) {
   const Floats d;
   Numbers n;
   n.master = load_master(tile, i);
@@ -213,27 +218,34 @@ HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std
   if constexpr (has_moment2(kFormula)) n.moment2 = load_moment<kMoments>(tile.moment2, i);
   apply<kFormula>(c, n);
   store_master(n.master, tile, i);
-  refused = hn::Or(refused, reaches(n.master, kMasterLimitOf<Tile>));
+  largest.master = hn::Max(largest.master, magnitude_of(n.master));
   if constexpr (has_moment1(kFormula)) {
-    store_moment1<kMoments>(n.moment1, tile.moment1, i);
-    refused = hn::Or(refused, reaches(n.moment1, kMomentLimitBits<kMoments>));
+    store_moment<Moment::first, kMoments>(n.moment1, hn::Set(Words(), 0x8000u), tile.moment1, i);
+    note_moment<Moment::first>(n.moment1, largest);
   }
   if constexpr (has_moment2(kFormula)) {
-    store_moment2<kMoments>(n.moment2, tile.rounding, tile.moment2, i);
-    refused = hn::Or(refused, reaches(n.moment2, kMomentLimitBits<kMoments>));
+    store_moment<Moment::second, kMoments>(n.moment2, added, tile.moment2, i);
+    note_moment<Moment::second>(n.moment2, largest);
   }
 }
 
-// --- arrays of 16 bits only
-// --------------------------------------------------------------------------------------------- Two neighbours are in
-// one word, so a vector of words is split into its even elements and its odd ones by a shift and a mask, which cost
-// less than to widen and narrow, and put together in the same way. Each element goes through the same arithmetic.
+// --- arrays of 16 bits only ------------------------------------------------------------------------------------------
+//
+// Two neighbours are in one word, so a vector of words is split into its even elements and its odd ones by a shift and
+// a mask, which cost less than to widen and narrow, and put together in the same way. Each element goes through the
+// same arithmetic.
 
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 inline constexpr bool kGoesByPairs = HWY_TARGET != HWY_SCALAR&& std::is_same_v<Tile, SplitTile>&& kGradient !=
                                          DType::fp32 &&
                                      (kMoments == MomentType::bf16 ||
                                       !(has_moment1(kFormula) || has_moment2(kFormula)));
+
+#if HWY_TARGET != HWY_SCALAR
+
+using Halves = hn::Repartition<std::uint16_t, Floats>;
+using SignedHalves = hn::Repartition<std::int16_t, Floats>;
+using HalfVector = hn::Vec<Halves>;
 
 inline constexpr std::uint32_t kHighHalf = 0xFFFF0000u;
 
@@ -244,9 +256,16 @@ HWY_INLINE void store_words(WordVector value, void* halves, std::size_t i) {
   hn::StoreU(value, Words(), reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(halves) + i));
 }
 HWY_INLINE WordVector high_half(WordVector words) { return hn::And(words, hn::Set(Words(), kHighHalf)); }
-// The high half of `even` beside the high half of `odd`.
-HWY_INLINE WordVector joined(WordVector even, WordVector odd) {
-  return hn::Or(hn::ShiftRight<16>(even), high_half(odd));
+
+// The lower halves of the words of `even` beside the upper halves of those of `odd`: in the order of the elements.
+HWY_INLINE HalfVector side_by_side(WordVector even, WordVector odd) {
+  return hn::OddEven(hn::BitCast(Halves(), odd), hn::BitCast(Halves(), even));
+}
+HWY_INLINE HalfVector upper_halves(WordVector even, WordVector odd) {
+  return side_by_side(hn::ShiftRight<16>(even), odd);
+}
+HWY_INLINE HalfVector lower_halves(WordVector even, WordVector odd) {
+  return side_by_side(even, hn::ShiftLeft<16>(odd));
 }
 
 template <DType kDtype>
@@ -265,13 +284,15 @@ HWY_INLINE void load_pairs(const void* elements, std::size_t i, FloatVector& eve
 HWY_INLINE void load_masters(const SplitTile& tile, std::size_t i, FloatVector& even, FloatVector& odd) {
   const Floats d;
   const Words words;
-  const SignedWords signed_words;
-  const auto high = load_words(tile.weight, i);
+  const Halves halves;
+  const SignedHalves signed_halves;
+  const auto high = hn::BitCast(halves, load_words(tile.weight, i));
   const auto low = load_words(tile.remainder, i);
-  const auto low_even = hn::ShiftRight<16>(hn::BitCast(signed_words, hn::ShiftLeft<16>(low)));
-  const auto low_odd = hn::ShiftRight<16>(hn::BitCast(signed_words, low));
-  even = hn::BitCast(d, hn::Add(hn::ShiftLeft<16>(high), hn::BitCast(words, low_even)));
-  odd = hn::BitCast(d, hn::Add(high_half(high), hn::BitCast(words, low_odd)));
+  // A weight was rounded up where the remainder is negative.
+  const auto sign = hn::BitCast(halves, hn::ShiftRight<15>(hn::BitCast(signed_halves, low)));
+  const auto cut = hn::BitCast(words, hn::Add(high, sign));
+  even = hn::BitCast(d, lower_halves(low, cut));
+  odd = hn::BitCast(d, upper_halves(low, cut));
 }
 
 HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const SplitTile& tile, std::size_t i) {
@@ -279,26 +300,27 @@ HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const SplitTile
   const auto half = hn::Set(words, 0x8000u);
   const auto even_bits = hn::BitCast(words, even);
   const auto odd_bits = hn::BitCast(words, odd);
-  store_words(joined(hn::Add(even_bits, half), hn::Add(odd_bits, half)), tile.weight, i);
-  store_words(hn::Or(hn::And(even_bits, hn::Set(words, 0xFFFFu)), hn::ShiftLeft<16>(odd_bits)), tile.remainder, i);
+  const auto weights = upper_halves(hn::Add(even_bits, half), hn::Add(odd_bits, half));
+  store_words(hn::BitCast(words, weights), tile.weight, i);
+  store_words(hn::BitCast(words, lower_halves(even_bits, odd_bits)), tile.remainder, i);
 }
 
-HWY_INLINE void store_moments(FloatVector even, FloatVector odd, WordVector added_even, WordVector added_odd,
-                              void* moment, std::size_t i) {
+template <Moment kMoment>
+HWY_INLINE void store_moments(FloatVector even, FloatVector odd, const WordPair& added, void* moment, std::size_t i) {
   const Words words;
-  const auto even_bits = hn::Add(hn::BitCast(words, without_denormals(even)), added_even);
-  const auto odd_bits = hn::Add(hn::BitCast(words, without_denormals(odd)), added_odd);
-  store_words(joined(even_bits, odd_bits), moment, i);
+  const auto even_bits = unless_denormal<kMoment>(even, hn::Add(hn::BitCast(words, even), added.even));
+  const auto odd_bits = unless_denormal<kMoment>(odd, hn::Add(hn::BitCast(words, odd), added.odd));
+  store_words(hn::BitCast(words, upper_halves(even_bits, odd_bits)), moment, i);
 }
 
-HWY_INLINE WordVector either_reaches(FloatVector a, FloatVector b, std::uint32_t limit_bits) {
-  return hn::Or(reaches(a, limit_bits), reaches(b, limit_bits));
+HWY_INLINE void note_masters(FloatVector even, FloatVector odd, Largest& largest) {
+  largest.master = hn::Max(largest.master, hn::Max(magnitude_of(even), magnitude_of(odd)));
 }
 
-// Elements [i, i + twice the lanes). Pre: the tile's first index is even where its rounding counts.
+// Elements [i, i + twice the lanes).
 template <Formula kFormula, DType kGradient>
-HWY_INLINE void update_pairs(const UpdateCoefficients& c, const SplitTile& tile, std::size_t i, WordVector& refused) {
-  const Words words;
+HWY_INLINE void update_pairs(const UpdateCoefficients& c, const SplitTile& tile, std::size_t i, RoundingHalves& random,
+                             Largest& largest) {
   Numbers even, odd;
   load_masters(tile, i, even.master, odd.master);
   load_pairs<kGradient>(tile.gradient, i, even.gradient, odd.gradient);
@@ -307,22 +329,21 @@ HWY_INLINE void update_pairs(const UpdateCoefficients& c, const SplitTile& tile,
   apply<kFormula>(c, even);
   apply<kFormula>(c, odd);
   store_masters(even.master, odd.master, tile, i);
-  refused = hn::Or(refused, either_reaches(even.master, odd.master, kMasterLimitBits));
+  note_masters(even.master, odd.master, largest);
   if constexpr (has_moment1(kFormula)) {
-    const auto half = hn::Set(words, 0x8000u);
-    store_moments(even.moment1, odd.moment1, half, half, tile.moment1, i);
-    refused = hn::Or(refused, either_reaches(even.moment1, odd.moment1, kMomentLimitBits<MomentType::bf16>));
+    const auto half = hn::Set(Words(), 0x8000u);
+    store_moments<Moment::first>(even.moment1, odd.moment1, {half, half}, tile.moment1, i);
+    note_moment<Moment::first>(even.moment1, largest);
+    note_moment<Moment::first>(odd.moment1, largest);
   }
   if constexpr (has_moment2(kFormula)) {
-    // first + i may wrap only from one pair to the next, as both are even.
-    const auto first_pair = hn::Set(words, static_cast<std::uint32_t>(tile.rounding.first + i));
-    const auto index = hn::Add(first_pair, hn::ShiftLeft<1>(hn::Iota(words, 0u)));
-    const auto random = mixed_pairs(tile.rounding, hn::ShiftRight<1>(index));
-    store_moments(even.moment2, odd.moment2, hn::And(random, hn::Set(words, 0xFFFFu)), hn::ShiftRight<16>(random),
-                  tile.moment2, i);
-    refused = hn::Or(refused, either_reaches(even.moment2, odd.moment2, kMomentLimitBits<MomentType::bf16>));
+    store_moments<Moment::second>(even.moment2, odd.moment2, random.at(i), tile.moment2, i);
+    note_moment<Moment::second>(even.moment2, largest);
+    note_moment<Moment::second>(odd.moment2, largest);
   }
 }
+
+#endif  // HWY_TARGET != HWY_SCALAR
 
 HWY_INLINE void prefetch_master(const SplitTile& tile, std::size_t i) {
   hwy::Prefetch(tile.weight + i);
@@ -408,7 +429,6 @@ HWY_INLINE FloatVector load_gradient(const void* gradient, DType dtype, std::siz
 template <Formula kFormula, MomentType kMoments, class Tile>
 HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
   const Floats d;
-  const SignedWords signed_words;
   TailBuffer buffer;
   Tile tail;
   point_master_at(buffer, tail);
@@ -416,9 +436,8 @@ HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std
   tail.moment2 = buffer.moment2;
   tail.gradient = buffer.gradient;
   const std::size_t lanes = hn::Lanes(d);
-  WordVector refused = hn::Zero(Words());
+  Largest largest = none();
   for (; first < tile.count; first += lanes) {
-    tail.rounding = {.key = tile.rounding.key, .first = static_cast<std::uint32_t>(tile.rounding.first + first)};
     for (std::size_t j = 0; j < lanes; ++j) {
       const std::size_t i = std::min(first + j, tile.count - 1);
       copy_master(tile, i, tail, j);
@@ -432,14 +451,17 @@ HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std
     }
     const auto gradient = load_gradient(buffer.gradient, tile.gradient_dtype, 0);
     hn::StoreU(gradient, d, reinterpret_cast<float*>(buffer.gradient));
-    update_vector<kFormula, kMoments, DType::fp32>(c, tail, 0, refused);
+    WordVector added = hn::Zero(Words());
+    if constexpr (kRoundsMoment2<kFormula, kMoments>)
+      added = rounding_halves(tile.rounding.key, static_cast<std::uint32_t>(tile.rounding.first + first));
+    update_vector<kFormula, kMoments, DType::fp32>(c, tail, 0, added, largest);
     for (std::size_t j = 0; j < lanes && first + j < tile.count; ++j) {
       copy_master(tail, j, tile, first + j);
       if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment1, j, tile.moment1, first + j);
       if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment2, j, tile.moment2, first + j);
     }
   }
-  return hn::AllFalse(signed_words, hn::Lt(hn::BitCast(signed_words, refused), hn::Zero(signed_words)));
+  return is_sound<kMoments, Tile>(largest);
 }
 
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
@@ -448,22 +470,23 @@ bool update_whole_or_split(const UpdateCoefficients& coefficients, const Tile& w
   const UpdateCoefficients c = coefficients;
   const Tile tile = whole_tile;
   const std::size_t lanes = hn::Lanes(Floats());
-  WordVector refused = hn::Zero(Words());
-  [[maybe_unused]] const bool by_pairs = tile.rounding.first % 2 == 0;  // neighbours share their random bits
+  Largest largest = none();
+  [[maybe_unused]] RoundingHalves random(tile.rounding);
   std::size_t i = 0;
   for (; i + kBlock <= tile.count; i += kBlock) {
     prefetch_block<kFormula, kMoments, kGradient>(tile, i + kPrefetchAhead);
-    if constexpr (kGoesByPairs<kFormula, kMoments, kGradient, Tile>) {
-      if (by_pairs) {
-        for (std::size_t j = 0; j < kBlock; j += 2 * lanes) update_pairs<kFormula, kGradient>(c, tile, i + j, refused);
-        continue;
+    for (std::size_t j = 0; j < kBlock; j += 2 * lanes) {
+      if constexpr (kGoesByPairs<kFormula, kMoments, kGradient, Tile>) {
+        update_pairs<kFormula, kGradient>(c, tile, i + j, random, largest);
+      } else {
+        WordPair added{hn::Zero(Words()), hn::Zero(Words())};
+        if constexpr (kRoundsMoment2<kFormula, kMoments>) added = random.in_order(i + j);
+        update_vector<kFormula, kMoments, kGradient>(c, tile, i + j, added.even, largest);
+        update_vector<kFormula, kMoments, kGradient>(c, tile, i + j + lanes, added.odd, largest);
       }
     }
-    for (std::size_t j = 0; j < kBlock; j += lanes)
-      update_vector<kFormula, kMoments, kGradient>(c, tile, i + j, refused);
   }
-  const SignedWords signed_words;
-  const bool sound = hn::AllFalse(signed_words, hn::Lt(hn::BitCast(signed_words, refused), hn::Zero(signed_words)));
+  const bool sound = is_sound<kMoments, Tile>(largest);
   return i == tile.count ? sound : update_rest<kFormula, kMoments>(coefficients, whole_tile, i) && sound;
 }
 

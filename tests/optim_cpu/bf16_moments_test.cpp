@@ -58,9 +58,7 @@ TEST_P(HalfMoments, AreFp32MomentsRounded) {
   for (const auto& name : supported_instruction_sets()) {
     const Forced forced(name);
     for (std::size_t count = 0; count < 150; count += count < 70 ? 1 : 13) {
-      const Rounding rounding{
-          .key = 0x9E3779B9u,
-          .first = 0xFFFFFFF0u + static_cast<std::uint32_t>(count % 3)};  // wraps inside of the tile
+      const Rounding rounding{.key = 0x9E3779B9u, .first = first_index(count)};
       Rng rng(count + 1);
       HalfTile tile(count, dtype, count % 5);
       count % 2 == 0 ? fill_ordinary(tile.wide, rng) : fill_extreme(tile.wide, rng);

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// bench/bench_checksum.cpp - verifying bytes, and verifying and copying them, beside memcpy of as many bytes.
+//
+//   bench_checksum [--size MIB] [--pairs N] [--threads N] [--json FILE] [--smoke]
+//
+// Each round verifies all tiles of an array, copies the array with verification, tile by tile, and runs memcpy of the
+// same tiles twice, in an order that changes from round to round, on every processor. A ratio is memcpy's time over
+// ours; the second memcpy over the first is the control. On each instruction set of the machine.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <hoist/core/checksum.hpp>
+#include <hoist/core/clock.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/measure/statistics.hpp>
+#include <hoist/optim_cpu/update.hpp>
+#include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/platform/host_memory.hpp>
+
+namespace {
+
+using namespace hoist;
+
+constexpr std::size_t kTileBytes = 160 << 10;  // the states of AdamW in a tile of 16384 parameters
+
+struct Arguments {
+  std::size_t bytes = 512 << 20;
+  unsigned pairs = 31;
+  unsigned threads = 0;
+  std::string json;
+};
+
+Arguments parse(int argc, char** argv) {
+  Arguments arguments;
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
+    if (option == "--size") arguments.bytes = std::stoull(value()) << 20;
+    if (option == "--pairs") arguments.pairs = static_cast<unsigned>(std::stoul(value()));
+    if (option == "--threads") arguments.threads = static_cast<unsigned>(std::stoul(value()));
+    if (option == "--json") arguments.json = value();
+    if (option == "--smoke") {
+      arguments.bytes = 8 << 20;
+      arguments.pairs = 2;
+    }
+  }
+  return arguments;
+}
+
+enum Leg : std::size_t { first_copy, second_copy, verify, verify_and_copy, legs };
+
+class Legs {
+ public:
+  explicit Legs(const Arguments& arguments)
+      : pool_({.threads = arguments.threads}),
+        tiles_(std::max<std::size_t>(1, arguments.bytes / kTileBytes)),
+        from_({.bytes = tiles_ * kTileBytes, .touch_threads = pool_.threads()}),
+        to_({.bytes = tiles_ * kTileBytes, .touch_threads = pool_.threads()}) {
+    std::size_t i = 0;
+    for (std::byte& byte : from_.bytes()) byte = static_cast<std::byte>(i++ * 0x9E3779B97F4A7C15u >> 56);
+  }
+
+  double seconds(Leg leg) {
+    const TimePoint begin = Clock::now();
+    std::atomic<std::uint64_t> sums{0};
+    pool_.run(tiles_, [&](std::size_t k) {
+      const auto source = from_.bytes().subspan(k * kTileBytes, kTileBytes);
+      if (leg == verify || leg == verify_and_copy)
+        sums.fetch_xor(tile_checksum({.tile = static_cast<std::uint32_t>(k)}, source), std::memory_order_relaxed);
+      if (leg != verify) std::memcpy(to_.bytes().data() + k * kTileBytes, source.data(), kTileBytes);
+    });
+    sink_ = sums.load();
+    return to_seconds(Clock::now() - begin);
+  }
+  unsigned threads() const { return pool_.threads(); }
+
+ private:
+  optim::UpdatePool pool_;
+  std::size_t tiles_;
+  platform::HostMemory from_, to_;
+  volatile std::uint64_t sink_ = 0;
+};
+
+std::string with_interval(const std::vector<double>& ratios) {
+  const measure::Interval interval = measure::median_interval(ratios);
+  return fmt::format("{:.3f} [{:.3f}, {:.3f}]", measure::median(ratios), interval.low, interval.high);
+}
+
+nlohmann::ordered_json json_of(const std::vector<double>& ratios) {
+  const measure::Interval interval = measure::median_interval(ratios);
+  return {{"ratio", measure::median(ratios)}, {"interval", {interval.low, interval.high}}};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Arguments arguments = parse(argc, argv);
+  Legs work(arguments);
+  nlohmann::ordered_json json = nlohmann::ordered_json::array();
+  fmt::print("memcpy's time over ours: {} MiB, {} rounds, {} threads\n", arguments.bytes >> 20, arguments.pairs,
+             work.threads());
+  for (const std::string& name : optim::supported_instruction_sets()) {
+    optim::force_instruction_set(name);
+    for (std::size_t leg = 0; leg < legs; ++leg) (void)work.seconds(static_cast<Leg>(leg));
+    std::vector<double> verified, copied, control;
+    for (unsigned round = 0; round < arguments.pairs; ++round) {
+      std::array<double, legs> seconds{};
+      for (std::size_t k = 0; k < legs; ++k) {  // turned, and backwards in every other round
+        const std::size_t leg = ((round % 2 == 0 ? k : legs - 1 - k) + round / 2) % legs;
+        seconds[leg] = work.seconds(static_cast<Leg>(leg));
+      }
+      verified.push_back(seconds[first_copy] / seconds[verify]);
+      copied.push_back(seconds[first_copy] / seconds[verify_and_copy]);
+      control.push_back(seconds[first_copy] / seconds[second_copy]);
+    }
+    fmt::print("  {:6} verify {}, verify and copy {}, control {}\n", name, with_interval(verified),
+               with_interval(copied), with_interval(control));
+    json.push_back({{"instruction_set", name},
+                    {"verify", json_of(verified)},
+                    {"verify_and_copy", json_of(copied)},
+                    {"control", json_of(control)},
+                    {"pairs", arguments.pairs},
+                    {"threads", work.threads()}});
+  }
+  optim::force_instruction_set("");
+  if (!arguments.json.empty()) std::ofstream(arguments.json) << json.dump(2) << '\n';
+  return 0;
+}

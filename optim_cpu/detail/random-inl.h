@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// optim_cpu/detail/random-inl.h - the random bits that state is rounded with (rounding_bits and rounding_word of
+// update.hpp), a vector at a time. Compiled once per instruction set by update.cpp.
+//
+// Both functions mix a number n with a key: n ^ key, ^ its upper half, times a constant, and so on. While the upper
+// half of n stays the same, the first two of these are n ^ c with one c. If besides a vector's numbers begin at a
+// multiple of their count, the low bits of n ^ c depend on the lane alone, and the others are the same for all lanes.
+// The product is then the sum of two: one for each lane, which a whole tile shares, and a scalar. Two instructions take
+// the place of seven.
+#if defined(HOIST_OPTIM_RANDOM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HOIST_OPTIM_RANDOM_INL_H_
+#undef HOIST_OPTIM_RANDOM_INL_H_
+#else
+#define HOIST_OPTIM_RANDOM_INL_H_
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include <hwy/highway.h>
+
+#include <hoist/optim_cpu/update.hpp>
+
+HWY_BEFORE_NAMESPACE();
+namespace hoist::optim::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using Floats = hn::ScalableTag<float>;
+using Words = hn::RebindToUnsigned<Floats>;
+using WordVector = hn::Vec<Words>;
+inline constexpr std::size_t kLanesMax = hn::MaxLanes(Floats());
+
+inline constexpr std::uint32_t kFirstFactor = 0x7FEB352Du, kSecondFactor = 0x846CA68Bu;
+
+// The mixer after its first product.
+HWY_INLINE WordVector mixed_product(WordVector x) {
+  const Words words;
+  x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), hn::Set(words, kSecondFactor));
+  return hn::Xor(x, hn::ShiftRight<16>(x));
+}
+
+// The whole mixer, for any numbers.
+HWY_INLINE WordVector mixed(std::uint32_t key, WordVector number) {
+  const Words words;
+  const auto x = hn::Xor(number, hn::Set(words, key));
+  return mixed_product(hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(words, kFirstFactor)));
+}
+
+// 0, kStride, 2 kStride ... The sequence starts at a constant: GCC 12 makes one that starts anywhere else lane by lane,
+// through memory, which takes longer than the rest of the update.
+template <std::uint32_t kStride>
+HWY_INLINE WordVector lane_numbers() {
+  const Words words;
+  return kStride == 1 ? hn::Iota(words, 0u) : hn::Mul(hn::Iota(words, 0u), hn::Set(words, kStride));
+}
+
+// The first products of `kCount` numbers that begin at a multiple of kCount and have one upper half.
+template <std::uint32_t kCount>
+class FirstProducts {
+ public:
+  FirstProducts() = default;
+  FirstProducts(std::uint32_t key, std::uint32_t first) : xored_(key ^ key >> 16 ^ first >> 16) {}
+  // Of each lane's number in [0, kCount).
+  HWY_INLINE WordVector of_lanes(WordVector number) const {
+    const Words words;
+    return hn::Mul(hn::Xor(number, hn::Set(words, xored_ & (kCount - 1))), hn::Set(words, kFirstFactor));
+  }
+  // Of `first`, to be added to that.
+  HWY_INLINE WordVector of_all(std::uint32_t first) const {
+    return hn::Set(Words(), ((first ^ xored_) & ~(kCount - 1)) * kFirstFactor);
+  }
+
+ private:
+  std::uint32_t xored_ = 0;
+};
+
+struct WordPair {
+  HWY_INLINE WordPair() {}  // NOLINT(modernize-use-equals-default): see Numbers
+  HWY_INLINE WordPair(WordVector even_words, WordVector odd_words) : even(even_words), odd(odd_words) {}
+  WordVector even, odd;
+};
+
+// rounding_word of the two vectors' worth of elements from element i of a tile on, the even ones and the odd ones.
+class RoundingWords {
+ public:
+  HWY_INLINE explicit RoundingWords(const Rounding& rounding)
+      : key_(rounding.key + 0x9E3779B9u), first_(rounding.first), low_bits_(first_ % kCount == 0 ? 0xFFFFu : 0) {
+    begin(first_);
+  }
+  HWY_INLINE WordPair at(std::size_t i) {
+    const auto first = static_cast<std::uint32_t>(first_ + i);
+    if (HWY_UNLIKELY((first & low_bits_) == 0)) {
+      if (low_bits_ == 0) {
+        const Words words;
+        const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
+        return {mixed(key_, even), mixed(key_, hn::Add(even, hn::Set(words, 1u)))};
+      }
+      begin(first);
+    }
+    const auto all = products_.of_all(first);
+    return {mixed_product(hn::Add(lanes_.even, all)), mixed_product(hn::Add(lanes_.odd, all))};
+  }
+
+ private:
+  static constexpr std::uint32_t kCount = 2 * kLanesMax;
+
+  HWY_INLINE void begin(std::uint32_t first) {
+    const auto even = lane_numbers<2>();
+    products_ = FirstProducts<kCount>(key_, first);
+    lanes_ = {products_.of_lanes(even), products_.of_lanes(hn::Add(even, hn::Set(Words(), 1u)))};
+  }
+
+  std::uint32_t key_, first_;
+  std::uint32_t low_bits_;  // of an index, all zero where products begin anew; none if the tile takes the whole mixer
+  FirstProducts<kCount> products_;
+  WordPair lanes_;
+};
+
+// rounding_bits of a vector's worth of elements from `first` on.
+HWY_INLINE WordVector rounding_halves(std::uint32_t key, std::uint32_t first) {
+  const Words words;
+  const auto index = hn::Add(hn::Set(words, first), lane_numbers<1>());
+  const auto x = mixed(key, hn::ShiftRight<1>(index));
+  const auto is_odd = hn::TestBit(index, hn::Set(words, 1u));
+  return hn::IfThenElse(is_odd, hn::ShiftRight<16>(x), hn::And(x, hn::Set(words, 0xFFFFu)));
+}
+
+// The same of two vectors' worth of elements from element i of a tile on. Neighbours have the halves of one word.
+class RoundingHalves {
+ public:
+  HWY_INLINE explicit RoundingHalves(const Rounding& rounding)
+      : key_(rounding.key), first_(rounding.first), low_bits_(first_ % (2 * kPairs) == 0 ? 0x1FFFFu : 0) {
+    begin(first_ >> 1);
+  }
+  // The even elements and the odd ones.
+  HWY_INLINE WordPair at(std::size_t i) {
+    const Words words;
+    const auto low_half = hn::Set(words, 0xFFFFu);
+    const auto first = static_cast<std::uint32_t>(first_ + i);
+    if (HWY_UNLIKELY((first & low_bits_) == 0)) {
+      if (low_bits_ == 0) {
+        const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
+        const auto random = mixed(key_, hn::ShiftRight<1>(even));
+        if (first % 2 == 0) return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
+        const auto next = mixed(key_, hn::ShiftRight<1>(hn::Add(even, hn::Set(words, 1u))));
+        return {hn::ShiftRight<16>(random), hn::And(next, low_half)};
+      }
+      begin(first >> 1);
+    }
+    const auto random = pairs(first >> 1);
+    return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
+  }
+  // The first vector's and the second's.
+  HWY_INLINE WordPair in_order(std::size_t i) {
+    const auto first = static_cast<std::uint32_t>(first_ + i);
+#if HWY_TARGET != HWY_SCALAR
+    if (HWY_LIKELY(low_bits_ != 0)) {
+      if (HWY_UNLIKELY((first & low_bits_) == 0)) begin(first >> 1);
+      const Words words;
+      const hn::Rebind<std::uint16_t, Words> some;
+      const auto halves = hn::BitCast(hn::Repartition<std::uint16_t, Words>(), pairs(first >> 1));
+      return {hn::PromoteTo(words, hn::LowerHalf(some, halves)), hn::PromoteTo(words, hn::UpperHalf(some, halves))};
+    }
+#endif
+    return {rounding_halves(key_, first),
+            rounding_halves(key_, first + static_cast<std::uint32_t>(hn::Lanes(Words())))};
+  }
+
+ private:
+  static constexpr std::uint32_t kPairs = kLanesMax;
+
+  HWY_INLINE void begin(std::uint32_t first_pair) {
+    products_ = FirstProducts<kPairs>(key_, first_pair);
+    lanes_ = products_.of_lanes(lane_numbers<1>());
+  }
+  HWY_INLINE WordVector pairs(std::uint32_t first_pair) const {
+    return mixed_product(hn::Add(lanes_, products_.of_all(first_pair)));
+  }
+
+  std::uint32_t key_, first_;
+  std::uint32_t low_bits_;  // as above
+  FirstProducts<kPairs> products_;
+  WordVector lanes_;
+};
+
+}  // namespace hoist::optim::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HOIST_OPTIM_RANDOM_INL_H_
