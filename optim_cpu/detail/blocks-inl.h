@@ -141,9 +141,17 @@ HWY_INLINE HalfVector decoded(HalfVector codes, const std::uint8_t* scales) {
   };
   static constexpr Table kTable;
   const auto code = kMoment == Moment::first ? hn::And(codes, hn::Set(halves, std::uint16_t{0x7F})) : codes;
-  // From kLeastNormal on, and in every upper byte, bit 7 is set: the table's answer is 0.
+  // From kLeastNormal on, and in every upper byte, bit 7 of the index is set: the table's answer is 0. x86 ignores bits
+  // 4 to 6.
+#if HWY_ARCH_X86
   const auto index = hn::SaturatedAdd(hn::BitCast(bytes, code),
                                       hn::BitCast(bytes, hn::Set(halves, static_cast<std::uint16_t>(0x8070))));
+#else
+  const auto is_small = hn::Lt(code, hn::Set(halves, static_cast<std::uint16_t>(fp8::kLeastNormal)));
+  const auto no_index = hn::Set(halves, static_cast<std::uint16_t>(0x8080));
+  const auto index = hn::BitCast(
+      bytes, hn::IfThenElse(is_small, hn::Or(code, hn::Set(halves, static_cast<std::uint16_t>(0x8000))), no_index));
+#endif
   const auto added = hn::TableLookupBytesOr0(hn::LoadDup128(bytes, kTable.added), index);
   const auto without_limit = hn::Sub(code, hn::BitCast(halves, added));
   const auto zero = exponents_of<0u - (fp8::top(kMoment) << 7)>(scales);
