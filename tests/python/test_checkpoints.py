@@ -155,13 +155,19 @@ def test_a_schedule_goes_on_where_it_was(settings, kind, how):
 # --- in DeepSpeed's shape --------------------------------------------------------------------------------------------
 
 
+def generators():
+    """What has the states of all random numbers: of the CPU, and of the default device."""
+    device = torch.get_default_device()
+    return [torch.random] if device.type == "cpu" else [torch.random, torch.get_device_module(device)]
+
+
 def random_batch():
     tokens = torch.randint(0, 97, (4, 17))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def train_at_random(engine, steps):
-    """Data, and what is dropped, come from the global generator: only a program that restores it repeats a run."""
+    """Data, and what is dropped, come from the global generators: only a program that restores it repeats a run."""
     losses = []
     for _ in range(steps):
         inputs, targets = random_batch()
@@ -179,7 +185,6 @@ def initialize(config, seed=0):
     return hoist.torch.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
 
 
-@pytest.mark.cpu_tensors("torch.save cannot copy this device's tensors")
 def test_saved_and_loaded_as_by_deepspeeds_programs(settings, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     engine, optimizer, _, _ = initialize(settings())
@@ -187,7 +192,8 @@ def test_saved_and_loaded_as_by_deepspeeds_programs(settings, tmp_path):
     random.seed(5)
     train_at_random(engine, 3)
     assert engine.save_checkpoint(checkpoints, client_state={
-        "epoch": 2, "random": torch.get_rng_state(), "python": random.getstate(), "best": torch.tensor([1.5])})
+        "epoch": 2, "random": [each.get_rng_state() for each in generators()], "python": random.getstate(),
+        "best": torch.tensor([1.5])})
     drawn = random.random()
     expected = train_at_random(engine, 4)
     rate = optimizer.param_groups[0]["lr"]
@@ -205,7 +211,8 @@ def test_saved_and_loaded_as_by_deepspeeds_programs(settings, tmp_path):
     assert path == str(checkpoints / "global_step3")
     assert client["epoch"] == 2 and client["best"].item() == 1.5
     assert engine.global_steps == 3
-    torch.set_rng_state(client["random"])
+    for generator, state in zip(generators(), client["random"], strict=True):
+        generator.set_rng_state(state)
     random.setstate(client["python"])
     assert random.random() == drawn
     assert train_at_random(engine, 4) == expected

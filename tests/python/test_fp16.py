@@ -196,7 +196,6 @@ def test_a_fixed_scale_and_a_backward_of_ones_own(settings, tmp_path):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.cpu_tensors("the program that is killed computes with CPU tensors")
 def test_killed_and_resumed(settings, tmp_path):
     """kill -9 after skipped steps and some that were not: scale and counters go on, and the end has the bits of a run that
     nobody disturbed. A step that was kept right after a skipped one knows of it."""
@@ -221,6 +220,8 @@ def test_killed_and_resumed(settings, tmp_path):
         import os, signal, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from test_fp16 import make, train
         engine = hoist.torch.wrap(make(), {config("killed")!r})
         train(engine, 17)

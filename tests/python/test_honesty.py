@@ -254,6 +254,8 @@ def test_a_ranks_share_of_the_data_has_another_order_each_time():
 
 def test_autocast_around_the_whole_run_keeps_no_old_weights(settings):
     """PyTorch keeps the copies that it has cast until the outermost region ends: beyond the step that changes the weights."""
+    device = torch.get_default_device().type
+
     def trained(name, around_run):
         config = settings()
         for part in config["zero_optimization"].values():
@@ -261,9 +263,9 @@ def test_autocast_around_the_whole_run_keeps_no_old_weights(settings):
                 part["nvme_path"] += "-" + name
         torch.manual_seed(0)
         with (hoist.torch.wrap(Stack("tensor", layers=3), config) as engine,
-              torch.autocast("cpu", torch.bfloat16, enabled=around_run)):
+              torch.autocast(device, torch.bfloat16, enabled=around_run)):
             for _ in range(3):
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast(device, torch.bfloat16):
                     loss = engine(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).float().pow(2).mean()
                 engine.backward(loss)
                 assert engine.step().applied

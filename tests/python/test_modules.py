@@ -375,7 +375,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.cpu_tensors("the ranks compute with CPU tensors")
 @pytest.mark.parametrize("name", ["weights of others", "tied"])
 def test_ranks_wait_for_gradient_memory_alike(settings, tmp_path, name):
     config = settings(hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})

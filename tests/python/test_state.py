@@ -46,7 +46,6 @@ def test_a_run_goes_on_where_it_ended(settings, tmp_path):
         assert [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)] == digests
 
 
-@pytest.mark.cpu_tensors("the program that is killed computes with CPU tensors")
 def test_killed_and_resumed(settings, tmp_path):
     """kill -9 in the middle of training; the resumed run ends in the bits of one that nobody disturbed."""
     config = settings()
@@ -54,6 +53,8 @@ def test_killed_and_resumed(settings, tmp_path):
         import os, signal, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import torch, hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from test_state import make, train
         engine = hoist.torch.wrap(make(), {config!r}, resume=True)
         train(engine, 5)

@@ -8,6 +8,8 @@ random, and the program's where a missing wait would show.
 import contextlib
 import itertools
 import os
+import threading
+import time
 
 import accelerator
 import pytest
@@ -22,6 +24,7 @@ if not os.environ.get("HOIST_TEST_ACCELERATOR"):
     pytest.skip("CPU tensors have no streams: HOIST_TEST_ACCELERATOR=1 runs this file", allow_module_level=True)
 
 DEVICE = torch.get_default_device()
+MODULE = torch.get_device_module(DEVICE)
 DEFAULT = torch.accelerator.current_stream()
 WIDTH, STEPS = 64, 5
 
@@ -186,6 +189,140 @@ def test_several_streams_end_in_the_bits_of_one(settings, tmp_path, kind, memory
     for seed in (1, 2):
         streams = [torch.Stream(DEVICE), torch.Stream(DEVICE)]
         assert ended(settings, tmp_path / str(seed), kind, streams, seed, device_memory=memory) == expected
+
+
+class Marked(torch.autograd.Function):
+    """Takes a while; then the stream notes the time, under one number forward and under its negative backward."""
+
+    @staticmethod
+    def forward(ctx, value, number):
+        ctx.number = number
+        accelerator.sleep(40)
+        MODULE.extension.mark(number)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        accelerator.sleep(40)
+        MODULE.extension.mark(-ctx.number)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.number = nn.Linear(WIDTH, WIDTH, bias=False), number
+
+    def forward(self, x):
+        return Marked.apply(torch.tanh(self.linear(x)), self.number)
+
+
+@pytest.mark.skipif(accelerator.ON_GPU, reason="a GPU's stream does not say when it came to a place")
+def test_weights_come_up_while_the_layer_before_computes(settings):
+    """Forward and backward: when a layer has been computed, the copy of the next one's weights is done."""
+    count = 8
+    config = settings(hoist={"device_memory": "80KiB", "pinned_memory": "32MiB"})
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part] = {"device": "cpu"}
+    with hoist.torch.wrap(nn.Sequential(*(Slow(1 + index) for index in range(count))), config) as engine:
+        seen, ended = [], threading.Event()
+
+        def look():
+            while not ended.wait(0.002):
+                seen.append((engine.statistics()["links"]["host_to_device"], time.monotonic_ns()))
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        for pair in pairs()[:3]:
+            MODULE.extension.take_marks()
+            before = engine.statistics()["links"]["host_to_device"]
+            loss = engine(pair[0]).square().mean()
+            engine.backward(loss)
+            marks = dict(MODULE.extension.take_marks())
+            copied = engine.statistics()["links"]["host_to_device"] - before
+            engine.step()
+        ended.set()
+        looking.join()
+    unit = 4 * WIDTH * WIDTH
+    again = copied // unit - count  # layers whose weights did not stay between the passes
+    assert copied % unit == 0 and count - 4 <= again < count
+
+    def copies(time_ns):
+        return (max(total for total, at in seen if at <= time_ns) - before) // unit
+
+    for number in range(1, count):
+        assert copies(marks[number]) >= number + 1, number
+    for number in range(again, 0, -1):  # the layers that come up again, last one first
+        assert copies(marks[-(number + 1)]) >= count + again - number + 1, number
+
+
+@pytest.fixture
+def default_device():
+    yield torch.set_default_device
+    torch.set_default_device(DEVICE)
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_a_program_that_leaves_the_default_device_alone(settings, tmp_path, default_device, order):
+    """Most programs build a model on the CPU and move batches to the device."""
+    def model():
+        with torch.device("cpu"):
+            torch.manual_seed(0)
+            return nn.Sequential(Aside(None), nn.BatchNorm1d(WIDTH), Aside(None), nn.Linear(WIDTH, 1))
+
+    ends, data = [], pairs()
+    for name, device in (("the device", DEVICE), ("cpu", torch.device("cpu"))):
+        default_device(device)
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / name)}
+        config = settings(gradient_accumulation_steps=2, zero_optimization={
+            "stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+            hoist={"device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order})
+        with hoist.torch.wrap(model(), config) as engine:
+            losses = [engine.train_batch((each.to(DEVICE, non_blocking=True) for each in pair.cpu()),
+                                         lambda batch, engine=engine: engine(batch).square().mean()).item() for pair in data]
+            engine.save().wait()
+            with torch.no_grad():
+                losses.append(engine.eval()(data[0][0].to(DEVICE)).mean().item())
+            saved = {key: value.cpu() for key, value in engine.module.state_dict().items()}
+            ends.append((losses, digests(engine), {key: value.tolist() for key, value in saved.items()}))
+        with hoist.torch.wrap(model(), config, resume=True) as engine:
+            assert digests(engine) == ends[-1][1]
+            assert engine.module[1].running_mean.device.type == DEVICE.type
+            assert engine.module[1].running_mean.tolist() == ends[-1][2]["1.running_mean"]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_autocast(settings, tmp_path, order):
+    """Of fp32 weights, which come and go while operators' bf16 copies of them are in use."""
+    ends, types = [], set()
+    for memory in ("140KiB" if order == "horizontal" else "400KiB", "8MiB"):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / memory)}
+        config = settings(gradient_accumulation_steps=2, hoist={
+            "device_memory": memory, "pinned_memory": "32MiB", "micro_batch_order": order},
+            zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
+        with hoist.torch.wrap(make(recompute="non-reentrant"), config) as engine:
+            engine.module.blocks[0].up.register_forward_hook(lambda *call: types.add(call[2].dtype))
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+                ends.append((train(engine, 3, micro_batches=2), digests(engine)))
+    assert ends[0] == ends[1] and types == {torch.bfloat16}
+    with hoist.torch.wrap(make(), settings(gradient_accumulation_steps=2)) as engine:
+        assert ends[0][0] != train(engine, 3, micro_batches=2)
+
+
+def test_a_step_does_not_wait_for_what_pytorch_computes(settings):
+    """Each such wait (.item(), .cpu(), nonzero()) would leave a GPU without work."""
+    with hoist.torch.wrap(sequence([None]), settings(gradient_accumulation_steps=2, hoist={
+            "device_memory": "4MiB", "pinned_memory": "32MiB"})) as engine:
+        divisor = torch.full((), 2.0)
+        for step, pair in enumerate(pairs()):
+            micro_batches = list(pair)
+            # The first passes of a kind are watched, and shapes are inferred.
+            with accelerator.without_waits() if step >= 2 else contextlib.nullcontext():
+                for micro_batch in micro_batches:
+                    engine.backward(engine(micro_batch).square().mean() / divisor)
+                    engine.step()
+        assert engine.step_count == STEPS
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])

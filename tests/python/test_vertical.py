@@ -196,12 +196,11 @@ def test_frozen_layers(settings, tmp_path):
     assert vertical[:2] == horizontal[:2]
 
 
-@pytest.mark.cpu_tensors("it is the CPU's autocast")
 def test_autocast_of_the_caller(settings, tmp_path):
     ends = []
     for order in ("horizontal", "vertical"):
         with hoist.torch.wrap(untied(), config_of(settings, order, tmp_path / order)) as engine, \
-                torch.autocast("cpu", dtype=torch.bfloat16):
+                torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             types = []
 
             def loss(logits, targets, types=types):

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accelerator that tests run on: a PyTorch device called "slate" (accelerator.cpp), or a GPU where
-HOIST_TEST_ACCELERATOR=cuda. use() makes it the default device of PyTorch and of hoist."""
+"""The accelerator that tests run on. use() makes it the default device of PyTorch and of hoist.
+
+HOIST_TEST_ACCELERATOR=1 means a PyTorch device called "slate" (accelerator.cpp), and "cuda" a GPU. Any other value is the name
+that slate takes: transformers and accelerate train in bf16 and fp16 only on devices whose names they know, such as "musa".
+"""
 
 import atexit
 import contextlib
+import functools
 import hashlib
+import importlib.machinery
 import os
 import pathlib
+import sys
 import tempfile
 import types
 
@@ -17,8 +23,10 @@ import hoist.torch.engine
 import hoist.torch.estimates
 from hoist import _hoist
 
-ON_GPU = os.environ.get("HOIST_TEST_ACCELERATOR") == "cuda"
-NAME = "cuda" if ON_GPU else "slate"
+WANTED = os.environ.get("HOIST_TEST_ACCELERATOR", "1")
+ON_GPU = WANTED == "cuda"
+NAME = "slate" if WANTED == "1" else WANTED
+COLLECTIVES = {"musa": ("mccl",)}  # that accelerate asks for on a device of this name
 STREAMS = 4  # the default one, and those that torch.Stream() takes in turn
 
 
@@ -40,7 +48,23 @@ def sleep(milliseconds):
     if ON_GPU:
         torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles
     else:
-        torch.slate._sleep(milliseconds)
+        getattr(torch, NAME)._sleep(milliseconds)
+
+
+@contextlib.contextmanager
+def without_waits():
+    """Errors: where the program has waited for a stream meanwhile."""
+    if ON_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        extension = getattr(torch, NAME).extension
+        before = extension.waits()
+        yield
+        assert extension.waits() == before
 
 
 def use():
@@ -62,6 +86,7 @@ def use():
                     int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))
     atexit.register(extension.end)
     module = types.ModuleType(f"torch.{NAME}")
+    module.extension = extension
     module.hoist_stream = lambda: streams[extension.current_stream()]
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.stream = lambda stream: stream  # which is a context
@@ -73,16 +98,31 @@ def use():
     module.current_device = lambda: 0
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = lambda seed: extension.synchronize()  # operators draw numbers from the CPU's when they run
+    module.set_device = lambda device: None
+    module.get_device_properties = lambda device=None: types.SimpleNamespace(name="tests", major=1, minor=0)
+    module.empty_cache = lambda: None
+    module.is_bf16_supported = lambda: True
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.amp = types.SimpleNamespace(GradScaler=functools.partial(torch.amp.GradScaler, NAME))
+    module._initialized = True  # so that torch.utils.checkpoint keeps the state of its random numbers
+    module.manual_seed = module.manual_seed_all = extension.manual_seed
+    module.get_rng_state = lambda device=None: extension.get_rng_state()
+    module.set_rng_state = lambda state, device=None: extension.set_rng_state(state)
+    module.get_rng_state_all = lambda: [extension.get_rng_state()]
+    module.set_rng_state_all = lambda states: extension.set_rng_state(states[0])
+    if NAME != "slate":  # the package that would bring the device, for those who look for it
+        package = sys.modules[f"torch_{NAME}"] = types.ModuleType(f"torch_{NAME}")
+        package.__spec__ = importlib.machinery.ModuleSpec(f"torch_{NAME}", None)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, module)
+    setattr(torch.backends, NAME, types.SimpleNamespace(matmul=types.SimpleNamespace(allow_tf32=False)))
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.set_default_device(NAME)
     os.environ["ACCELERATE_TORCH_DEVICE"] = NAME  # the device of transformers' Trainer
-    torch.distributed.Backend.register_backend(
-        "staged", lambda *place: extension.staged(torch.distributed.ProcessGroupGloo(*place)), devices=[NAME])
+    for backend in ("staged", *COLLECTIVES.get(NAME, ())):
+        torch.distributed.Backend.register_backend(
+            backend, lambda *place: extension.staged(torch.distributed.ProcessGroupGloo(*place)), devices=[NAME])
 
     own = hoist.torch.engine.device_of
-    for module in (hoist.torch.engine, hoist.torch.estimates):
-        module.device_of = lambda config, wanted: own(config, wanted or torch.device(NAME, 0))
+    for user in (hoist.torch.engine, hoist.torch.estimates):
+        user.device_of = lambda config, wanted, *more: own(config, wanted or torch.device(NAME, 0), *more)

@@ -28,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -65,8 +66,12 @@ struct Lane {
 std::vector<Lane> lanes;  // by a stream's number in PyTorch; 0 is the default stream
 thread_local c10::StreamId current = 0;
 std::atomic<std::size_t> next_of_pool{0};
+std::atomic<std::uint64_t> waits{0};  // of the program for a stream
 // The program is about to end, or was forked and has no streams: from now on all is done at once.
 std::atomic<bool> ended{false};
+
+std::mutex marks_mutex;
+std::vector<std::pair<int, std::int64_t>> marks;  // numbers, and when a stream came to them
 
 std::mutex error_mutex;
 std::exception_ptr error;  // the first of an operator, for the next call that waits
@@ -100,6 +105,7 @@ void enqueue(c10::StreamId number, std::function<void()> work) {
 
 void synchronize(c10::StreamId number) {
   if (ended) return;
+  ++waits;
   if (PyGILState_Check() != 0) {
     const pybind11::gil_scoped_release release;  // an operator's last tensor may need it
     functions.synchronize(lane(number).stream);
@@ -193,13 +199,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// The device's own, for operators that are given none. Numbers are drawn when an operator runs: in the order of a
+// stream.
+const at::Generator& generator() {
+  static const at::Generator own = at::detail::createCPUGenerator();
+  return own;
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
-  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
     synchronize(current);
@@ -279,15 +290,41 @@ int aliased_argument(const c10::FunctionSchema& schema, std::size_t result) {
   return -1;
 }
 
-// Copies what the CPU's operator made into the tensors that stand for it.
+// An argument like `out`, which only takes a result. The CPU's operator gets an empty tensor in its place: some resize
+// theirs on the way (mse_loss), which memory of another tensor cannot be.
+bool is_out(const c10::FunctionSchema& schema, int argument) {
+  return argument >= 0 && schema.arguments()[static_cast<std::size_t>(argument)].is_out();
+}
+
+void give_generator(const c10::OperatorHandle& op, torch::jit::Stack& work) {
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t a = 0; a < arguments.size(); ++a) {
+    const auto optional = arguments[a].type()->cast<c10::OptionalType>();
+    if (optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType && work[a].isNone())
+      work[a] = generator();
+  }
+}
+
+void replace_outs(const c10::OperatorHandle& op, torch::jit::Stack& work, std::vector<int>& aliases) {
+  for (int& alias : aliases) {
+    if (!is_out(op.schema(), alias) || !work[static_cast<std::size_t>(alias)].isTensor()) continue;
+    c10::IValue& out = work[static_cast<std::size_t>(alias)];
+    out = at::empty({0}, out.toTensor().options());
+    alias = -1;  // its values are copied as those of new tensors are
+  }
+}
+
+// Copies what the CPU's operator made into the tensors that stand for it, as on_cpu() has them.
 void copy_results(const torch::jit::Stack& made, const torch::jit::Stack& wanted, const std::vector<int>& aliases) {
   for (std::size_t r = 0; r < wanted.size(); ++r) {
     if (aliases[r] >= 0) continue;
     if (wanted[r].isTensor()) {
-      if (wanted[r].toTensor().defined()) on_cpu(wanted[r].toTensor()).copy_(made[r].toTensor());
+      const at::Tensor from = made[r].toTensor(), to = wanted[r].toTensor();
+      const bool left_out = from.defined() && from.numel() == 0;  // batch norm's statistics in evaluation, on CPUs
+      if (to.defined() && !left_out) to.copy_(from);
     } else if (wanted[r].isTensorList()) {
       const auto from = made[r].toTensorVector(), to = wanted[r].toTensorVector();
-      for (std::size_t i = 0; i < to.size(); ++i) on_cpu(to[i]).copy_(from[i]);
+      for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
     }
   }
 }
@@ -406,12 +443,16 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<torch::jit::Stack> inferred = infer_or_recall(op, arguments);
   if (inferred) resize_outputs(*inferred, arguments, aliases);
   torch::jit::Stack work = changed(arguments, ToCpu{});
+  std::vector<int> written_in_place = aliases;
+  replace_outs(op, work, written_in_place);
+  give_generator(op, work);
   const bool later = inferred.has_value();
   if (!later) {
     synchronize(current);
     convert_for_cpu(op, work);
     op.callBoxed(&work);
     inferred = work;
+    resize_outputs(*inferred, arguments, aliases);
   }
   torch::jit::Stack results;
   for (std::size_t r = 0; r < inferred->size(); ++r) {
@@ -425,15 +466,16 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     };
     results.push_back(with_tensors((*inferred)[r], Make{}));
   }
+  const torch::jit::Stack wanted = changed(results, ToCpu{});
   if (later) {
-    enqueue(current, [op, work = std::move(work), results, aliases]() mutable {
+    enqueue(current, [op, work = std::move(work), wanted, written_in_place]() mutable {
       const at::AutoDispatchBelowADInplaceOrView below;
       convert_for_cpu(op, work);
       op.callBoxed(&work);
-      copy_results(work, results, aliases);
+      copy_results(work, wanted, written_in_place);
     });
   } else {
-    copy_results(work, results, aliases);
+    copy_results(work, wanted, written_in_place);
   }
   for (c10::IValue& result : results) stack->push_back(std::move(result));
 }
@@ -452,6 +494,13 @@ void run_convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* sta
   const std::int64_t outputs = torch::jit::peek(*stack, 0, 10).toTensor().size(1);
   stack->insert(stack->end() - 7, c10::IValue(std::vector<std::int64_t>{outputs}));  // the bias's extents
   run(op, stack);
+}
+
+// The CPU's draws from the CPU's generator.
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  const at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -506,6 +555,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
          TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(
              at::native::set_storage_cpu_)));
   m.impl("set_.source_Storage", TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_)));
+  m.impl("native_dropout", TORCH_FN(native_dropout));
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution_backward>());
   m.impl("record_stream", [](at::Tensor& self, c10::Stream stream) {
@@ -519,7 +569,21 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
          });
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+// --- autocast: PyTorch's rules for all devices -----------------------------------------------------------------------
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+#define HOIST_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define HOIST_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define HOIST_FP32_SET_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define HOIST_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1,
+                   m){AT_FORALL_LOWER_PRECISION_FP(HOIST_LOWER_PRECISION) AT_FORALL_FP32(HOIST_FP32)
+                          AT_FORALL_FP32_SET_OPT_DTYPE(HOIST_FP32_SET_OPT_DTYPE) AT_FORALL_PROMOTE(HOIST_PROMOTE)}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+}
 
 }  // namespace
 
@@ -534,8 +598,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("staged", &staged_by);
   m.def("synchronize", [] { synchronize_all(); });
+  m.def("manual_seed", [](std::uint64_t seed) {
+    synchronize_all();
+    at::Generator own = generator();
+    own.set_current_seed(seed);
+  });
+  m.def("get_rng_state", [] {
+    synchronize_all();
+    return generator().get_state();
+  });
+  m.def("set_rng_state", [](const at::Tensor& state) {
+    synchronize_all();
+    at::Generator own = generator();
+    own.set_state(state);
+  });
+  m.def("waits", [] { return waits.load(); });
   m.def("sleep", [](int milliseconds) {
     enqueue(current, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+  });
+  m.def("mark", [](int number) {
+    enqueue(current, [number] {
+      const auto now = std::chrono::steady_clock::now().time_since_epoch();
+      const std::lock_guard lock(marks_mutex);
+      marks.emplace_back(number, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+    });
+  });
+  m.def("take_marks", [] {
+    synchronize_all();
+    const std::lock_guard lock(marks_mutex);
+    return std::exchange(marks, {});
   });
   m.def("current_stream", [] { return current; });
   m.def("end", [] {

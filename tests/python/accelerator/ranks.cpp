@@ -43,6 +43,11 @@ class Staged final : public c10d::Backend {
       return gloo_->allgather(received, sent, options);
     });
   }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    std::vector<at::Tensor> outputs{output};
+    at::Tensor sent = input.to(at::kCPU);
+    return staged(outputs, [&](auto& copies) { return gloo_->all_gather_single(copies.at(0), sent, options); });
+  }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     c10d::BarrierOptions of_cpu = options;
     of_cpu.device.reset();
