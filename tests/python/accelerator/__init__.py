@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accelerator that tests run on. use() makes it the default device of PyTorch and of hoist.
 
-HOIST_TEST_ACCELERATOR=1 means a PyTorch device called "slate" (accelerator.cpp), and "cuda" a GPU. Any other value is slate's name:
-transformers and accelerate train in bf16 and fp16 on devices that they know by name only, such as "musa".
+HOIST_TEST_ACCELERATOR=1 means a PyTorch device called "slate" (accelerator.cpp), and "cuda" a GPU. Any other value is the name
+that slate takes: transformers and accelerate train in bf16 and fp16 only on devices whose names they know, such as "musa".
 """
 
 import atexit
