@@ -64,8 +64,8 @@ class Legs {
   explicit Legs(const Arguments& arguments)
       : pool_({.threads = arguments.threads}),
         tiles_(std::max<std::size_t>(1, arguments.bytes / kTileBytes)),
-        from_({.bytes = tiles_ * kTileBytes, .touch_threads = pool_.threads()}),
-        to_({.bytes = tiles_ * kTileBytes, .touch_threads = pool_.threads()}) {
+        from_({.bytes = tiles_ * kTileBytes}),
+        to_({.bytes = tiles_ * kTileBytes}) {
     std::size_t i = 0;
     for (std::byte& byte : from_.bytes()) byte = static_cast<std::byte>(i++ * 0x9E3779B97F4A7C15u >> 56);
   }

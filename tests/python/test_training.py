@@ -388,6 +388,7 @@ def test_compiled(settings, recompute, how):
             assert torch.isfinite(called(inputs)).all()
 
 
+@pytest.mark.skipif(not CAN_REFUSE, reason="before PyTorch 2.13 what was called in the first pass may never be compiled")
 def test_one_graph_of_a_model_that_comes_and_goes_is_refused(settings):
     """By PyTorch, naming the hook."""
     torch._dynamo.reset()
