@@ -110,6 +110,7 @@ def use():
     module.set_rng_state = lambda state, device=None: extension.set_rng_state(state)
     module.get_rng_state_all = lambda: [extension.get_rng_state()]
     module.set_rng_state_all = lambda states: extension.set_rng_state(states[0])
+    module.random = module  # where others look for these functions
     if NAME != "slate":  # the package that would bring the device, for those who look for it
         package = sys.modules[f"torch_{NAME}"] = types.ModuleType(f"torch_{NAME}")
         package.__spec__ = importlib.machinery.ModuleSpec(f"torch_{NAME}", None)
