@@ -11,6 +11,7 @@
 
 #include <hoist/cli/doctor/cgroup.hpp>
 #include <hoist/cli/doctor/drive.hpp>
+#include <hoist/core/units.hpp>
 
 #include "program.hpp"
 
