@@ -26,7 +26,8 @@ std::vector<KeyRow> memory_rows() {
        .type = ValueType::integer,
        .range = {.max = 1023},
        .meaning =
-           "Which GPU. Default: the launcher's local rank, modulo the number of visible GPUs; 0 without a launcher.",
+           "Which GPU. Default: the launcher's local rank, modulo the number of visible GPUs; 0 without a launcher. "
+           "hoist.torch first takes the GPU that the model is on, or that torch.cuda.set_device() chose.",
        .apply = [](Draft& d, const Value& v) { d.runtime.device_ordinal = static_cast<int>(as_count(v)); }},
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,
@@ -243,7 +244,7 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::boolean,
        .default_value = "true",
        .meaning = "Whether pinned memory and update threads are on the NUMA node of the GPU, or divided among the "
-                  "processes of a machine.",
+                  "processes of a machine, and staging buffers and I/O threads on that of the drives.",
        .apply = [](Draft& d, const Value& v) { d.runtime.numa_placement = as_bool(v); }},
       {.path = "hoist.io_engine",
        .type = ValueType::choice,
