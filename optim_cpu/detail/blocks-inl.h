@@ -143,7 +143,7 @@ HWY_INLINE HalfVector decoded(HalfVector codes, const std::uint8_t* scales) {
   const auto code = kMoment == Moment::first ? hn::And(codes, hn::Set(halves, std::uint16_t{0x7F})) : codes;
   // From kLeastNormal on, and in every upper byte, bit 7 of the index is set: the table's answer is 0. x86 ignores bits
   // 4 to 6.
-#if HWY_ARCH_X86
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128
   const auto index = hn::SaturatedAdd(hn::BitCast(bytes, code),
                                       hn::BitCast(bytes, hn::Set(halves, static_cast<std::uint16_t>(0x8070))));
 #else
@@ -197,7 +197,7 @@ HWY_INLINE WordVector cut_to_integer(FloatVector value) {
   return WordVector{_mm512_cvttps_epi32(value.raw)};
 #elif HWY_TARGET == HWY_AVX2
   return WordVector{_mm256_cvttps_epi32(value.raw)};
-#elif HWY_ARCH_X86
+#elif HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128
   return WordVector{_mm_cvttps_epi32(value.raw)};
 #else
   return hn::BitCast(Words(), hn::ConvertTo(SignedWords(), value));
@@ -361,7 +361,7 @@ HWY_INLINE void store_bytes(HalfVector first, HalfVector second, void* array, st
   hn::StoreU(hn::Vec<Bytes>{_mm512_permutexvar_epi64(order, packed)}, bytes, to);
 #elif HWY_TARGET == HWY_AVX2
   hn::StoreU(hn::Vec<Bytes>{_mm256_permute4x64_epi64(_mm256_packus_epi16(first.raw, second.raw), 0xD8)}, bytes, to);
-#elif HWY_ARCH_X86
+#elif HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128
   hn::StoreU(hn::Vec<Bytes>{_mm_packus_epi16(first.raw, second.raw)}, bytes, to);
 #else
   const hn::Rebind<std::uint8_t, Halves> some;
