@@ -239,7 +239,6 @@ TEST(RingFlags, TheLastChoiceAsksForNothingNew) {
 
 // The processors that the thread of a queue with these options may use.
 std::vector<int> processors_of_io_thread(const DriveQueueOptions& options) {
-  DriveQueue engine(options);
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 4 * kKiB});
   const AlignedBuffer memory(4 * kKiB);
@@ -250,6 +249,7 @@ std::vector<int> processors_of_io_thread(const DriveQueueOptions& options) {
   // Held back until the continuation is attached, so that it runs on the I/O thread.
   Promise attached;
   const Completion may_go_on = attached.completion();
+  DriveQueue engine(options);  // ends first: either of the two writes may be done last
   engine.write(file, 0, memory.span(), Priority::foreground).then([&](std::exception_ptr) { may_go_on.wait(); });
   engine.write(file, 0, memory.span(), Priority::foreground).then([&](std::exception_ptr) {
     ::sched_getaffinity(0, sizeof(allowed), &allowed);
