@@ -28,15 +28,11 @@ endfunction()
 # hoist_kernel_sources(FILE...): files of this folder that Highway compiles once per instruction set. A unity build cannot
 # combine them, because each includes itself. The sets: the baseline, SSE4, AVX2 and AVX3; on ARM, NEON. SSSE3 without SSE4
 # is what processors of 2006 had; they run the baseline. No kernel keeps vectors of unknown length (SVE) in a structure,
-# which GCC does not compile. The address sanitizer looks at the baseline and AVX2 only, the thread sanitizer, for which all
-# sets access the same memory, at the baseline.
+# which GCC does not compile. The sanitizers look at the baseline and AVX2 only.
 function(hoist_kernel_sources)
   set(disabled HWY_SSSE3 HWY_SVE HWY_SVE2 HWY_SVE_256 HWY_SVE2_128)
   if(HOIST_SANITIZE)
     list(APPEND disabled HWY_SSE4 HWY_AVX3)
-  endif()
-  if(HOIST_SANITIZE MATCHES "thread")
-    list(APPEND disabled HWY_AVX2)
   endif()
   list(JOIN disabled "|" disabled)
   set_source_files_properties(${ARGN} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
