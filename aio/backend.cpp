@@ -7,6 +7,7 @@
 #include <hoist/aio/detail/backends.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/platform/topology.hpp>
 
 namespace hoist::aio {
@@ -44,7 +45,7 @@ void enter_io_thread(const char* name, const DriveQueueOptions& options) noexcep
   if (options.cpus.empty() && numa_node < 0) return;
   try {
     if (!options.cpus.empty()) {
-      if (!platform::bind_thread(options.cpus))
+      if (!bind_current_thread(options.cpus))
         log_warning(
             "{}: the system refused to bind this thread to its {} processors, of which {} is the first; it "
             "runs anywhere",

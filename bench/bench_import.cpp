@@ -5,8 +5,7 @@
 //   bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]
 //
 // The model has bf16 weights in the file, and weights and optimizer state on NVMe; an import reads 2 bytes a parameter
-// and writes 12. It is timed from Runtime's construction until the first commit is
-// durable. The drive's leg has the
+// and writes 12. It is timed from Runtime's construction until the first commit is durable. The drive's leg has the
 // same block size and queue depth, in a file with reserved space that was never written, as a new store has it, and
 // ends with a flush. The files are dropped from the page cache before each leg. Legs alternate; the control compares
 // the drive with itself. "start-up" is the import of a model whose files have been read already: it makes its values.

@@ -20,8 +20,8 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/core/thread.hpp>
-#include <hoist/optim_cpu/detail/processors.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 
 // oneTBB is not built for the thread sanitizer, which therefore cannot see that it hands tasks over in order. This file
@@ -67,7 +67,7 @@ void end_forked_processes_early() {
 // its program put it.
 class WorkerBinding final : public tbb::task_scheduler_observer {
  public:
-  WorkerBinding(tbb::task_arena& arena, detail::Processors processors)
+  WorkerBinding(tbb::task_arena& arena, Processors processors)
       : tbb::task_scheduler_observer(arena), processors_(std::move(processors)) {
     hand_over(this);
     observe(true);
@@ -80,26 +80,26 @@ class WorkerBinding final : public tbb::task_scheduler_observer {
   void on_scheduler_entry(bool is_worker) override {
     if (!is_worker) return;
     take_over(this);
-    before() = detail::current_processors();
-    detail::bind_current_thread(processors_);
+    before() = current_processors();
+    bind_current_thread(processors_);
     hand_over(this);
   }
   void on_scheduler_exit(bool is_worker) override {
-    if (is_worker) detail::bind_current_thread(before());
+    if (is_worker) bind_current_thread(before());
   }
 
  private:
-  static detail::Processors& before() {
-    thread_local detail::Processors processors;
+  static Processors& before() {
+    thread_local Processors processors;
     return processors;
   }
-  const detail::Processors processors_;
+  const Processors processors_;
 };
 
 // Tries the binding on a separate thread, so that a refusal is an error here and not ignored in a worker.
-void check_processors(const detail::Processors& processors) {
+void check_processors(const Processors& processors) {
   bool accepted = false;
-  start_thread("hoist-binding", [&] { accepted = detail::bind_current_thread(processors); }).join();
+  start_thread("hoist-binding", [&] { accepted = bind_current_thread(processors); }).join();
   if (accepted) return;
   throw UsageError(fmt::format("this process may use none of the processors {}..{}; widen its cpuset or choose others",
                                processors.front(), processors.back()));
@@ -159,7 +159,7 @@ std::optional<tbb::global_control> allowance_for(unsigned threads) {
 }  // namespace
 
 struct UpdatePool::Arena {
-  Arena(unsigned thread_count, detail::Processors bound_to)
+  Arena(unsigned thread_count, Processors bound_to)
       : threads(thread_count),
         processors(std::move(bound_to)),
         allowance(allowance_for(thread_count)),
@@ -169,7 +169,7 @@ struct UpdatePool::Arena {
   }
 
   const unsigned threads;
-  const detail::Processors processors;
+  const Processors processors;
   std::optional<tbb::global_control> allowance;
   tbb::task_arena arena;
   std::optional<WorkerBinding> placement;
@@ -177,10 +177,10 @@ struct UpdatePool::Arena {
 
 UpdatePool::UpdatePool(const UpdatePoolOptions& options) {
   end_forked_processes_early();
-  detail::Processors processors = options.processors;
+  Processors processors = options.processors;
   std::ranges::sort(processors);
   if (!processors.empty()) check_processors(processors);
-  const std::size_t available = processors.empty() ? detail::current_processors().size() : processors.size();
+  const std::size_t available = processors.empty() ? current_processors().size() : processors.size();
   arena_ = std::make_unique<Arena>(options.threads != 0 ? options.threads : static_cast<unsigned>(available),
                                    std::move(processors));
 }
@@ -190,7 +190,7 @@ UpdatePool::~UpdatePool() = default;
 unsigned UpdatePool::threads() const { return arena_->threads; }
 
 void UpdatePool::bind_caller() const {
-  if (!arena_->processors.empty()) detail::bind_current_thread(arena_->processors);
+  if (!arena_->processors.empty()) bind_current_thread(arena_->processors);
 }
 
 void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& work) {

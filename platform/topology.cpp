@@ -9,9 +9,9 @@
 
 #include <fmt/format.h>
 #include <hwloc.h>
-#include <sched.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/platform/detail/sysfs.hpp>
 #include <hoist/platform/topology.hpp>
 
@@ -121,22 +121,11 @@ bool may_have_several_nodes() {
   return !(online >> nodes) || nodes.find_first_of("-,") != std::string::npos;
 }
 
-bool bind_thread(std::span<const int> cpus) {
-  if (cpus.empty() || *std::min_element(cpus.begin(), cpus.end()) < 0) return false;
-  const auto cpu_limit = static_cast<std::size_t>(*std::max_element(cpus.begin(), cpus.end())) + 1;
-  const std::size_t set_bytes = CPU_ALLOC_SIZE(cpu_limit);
-  const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(cpu_limit), [](cpu_set_t* s) { CPU_FREE(s); });
-  if (!set) return false;
-  CPU_ZERO_S(set_bytes, set.get());
-  for (const int cpu : cpus) CPU_SET_S(static_cast<std::size_t>(cpu), set_bytes, set.get());
-  return ::sched_setaffinity(0, set_bytes, set.get()) == 0;
-}
-
 bool bind_thread_to_node(const Topology& topology, int node) {
   const auto& nodes = topology.nodes();
   const auto found = std::find_if(nodes.begin(), nodes.end(),
                                   [&](const Topology::Node& candidate) { return candidate.os_index == node; });
-  return found != nodes.end() && bind_thread(found->cpus);
+  return found != nodes.end() && bind_current_thread(found->cpus);
 }
 
 }  // namespace hoist::platform

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -53,8 +52,6 @@ class Topology {
 // Cost: one small file of sysfs, while detect() takes milliseconds.
 bool may_have_several_nodes();
 
-// Binds the calling thread to these processors, OS numbers. Returns false and changes nothing if the system refuses.
-bool bind_thread(std::span<const int> cpus);
 // Binds the calling thread to the cpus of a node. Returns false and changes nothing if the system refuses.
 bool bind_thread_to_node(const Topology& topology, int node);
 

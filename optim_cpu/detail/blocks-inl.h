@@ -38,7 +38,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using Bytes = hn::Repartition<std::uint8_t, Floats>;
 using HalvesOfWords = hn::Rebind<std::uint16_t, Floats>;  // one for each word
 
-// Elements of a step, and of a stretch: what is prefetched at a time, two lines of the narrowest arrays.
+// Elements of a step, and of a stretch. Each stretch is prefetched at once: two cache lines of the narrowest arrays.
 inline constexpr std::size_t kStep = 2 * kLanesMax;
 inline constexpr std::size_t kStretch = std::max<std::size_t>(128, 2 * kStep);
 static_assert(kStep % kMomentBlock == 0 && kStretch % (2 * kStep) == 0);
@@ -294,7 +294,7 @@ HWY_INLINE WordVector over_block(WordVector largest) {
   return hn::Max(largest, hn::Shuffle2301(largest));
 }
 
-// What is above the dropped bits, sign and all.
+// The bits above the dropped ones, with the sign.
 HWY_INLINE HalfVector coded(WordVector even, WordVector odd) {
   const Words words;
   const SignedWords signed_words;

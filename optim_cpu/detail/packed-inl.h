@@ -311,7 +311,7 @@ struct StepNumbers {
   HWY_ALIGN std::uint16_t remainder[kStep];  // in codes
 };
 
-// Masters from element `end` on become zero: they are nobody's.
+// Masters from element `end` on become zero: the tile ends before them.
 template <Formula kFormula, MomentType kMoments, class Tile>
 HWY_INLINE void compute_step(const UpdateCoefficients& c, const Tile& tile, std::size_t i, Random& source,
                              Refusals& refusals, StepNumbers& to, std::size_t end = kStep) {

@@ -6,13 +6,13 @@
 #include <iterator>
 #include <thread>
 
-#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/first_touch.hpp>
@@ -29,17 +29,6 @@ namespace {
 constexpr std::uint64_t kHugePageBytes = 2 * kMiB;
 constexpr std::uint64_t kChunkBytes = 4 * kHugePageBytes;  // milliseconds of work
 constexpr Nanoseconds kNextLine = std::chrono::seconds(5);
-
-std::vector<int> allowed_processors() {
-  constexpr int kProcessorsMax = 16384;  // above the largest NR_CPUS of any distribution
-  constexpr std::size_t kMaskBytes = kProcessorsMax / 8;
-  std::vector<cpu_set_t> mask(kMaskBytes / sizeof(cpu_set_t));
-  std::vector<int> cpus;
-  if (::sched_getaffinity(0, kMaskBytes, mask.data()) != 0) return {0};
-  for (int cpu = 0; cpu < kProcessorsMax; ++cpu)
-    if (CPU_ISSET_S(static_cast<std::size_t>(cpu), kMaskBytes, mask.data())) cpus.push_back(cpu);
-  return cpus;
-}
 
 // Faults the pages of one part in. 0, or the errno. MADV_POPULATE_WRITE reports a shortage (of reserved huge pages on
 // the bound node, for example) where touching by hand would be killed by SIGBUS.
@@ -62,7 +51,7 @@ class Touch {
       : bytes_(bytes),
         kind_(kind),
         how_(how),
-        cpus_(how.cpus.empty() ? allowed_processors() : how.cpus),
+        cpus_(how.cpus.empty() ? current_processors() : how.cpus),
         lead_bytes_(reinterpret_cast<std::uintptr_t>(bytes.data()) % kHugePageBytes) {}
 
   int run() {
@@ -119,7 +108,7 @@ class Touch {
   }
 
   void work_and_report() {
-    bind_thread(how_.cpus);  // a refusal costs speed only
+    bind_current_thread(how_.cpus);  // a refusal costs speed only
     work();
     const MutexLock lock(mutex_);
     ++ended_;
@@ -160,7 +149,7 @@ int touch_first(std::span<std::byte> bytes, PageKind kind, const FirstTouch& how
 }
 
 std::vector<int> usable_processors(const std::vector<int>& nodes) {
-  const std::vector<int> allowed = allowed_processors();
+  const std::vector<int> allowed = current_processors();
   std::vector<int> cpus;
   const Topology topology = Topology::detect();
   for (const Topology::Node& node : topology.nodes()) {

@@ -87,7 +87,7 @@ TEST(Offload, EveryCombinationHasItsPlacement) {
       runtime.device = device;
       EXPECT_NO_THROW(check(config.engine, runtime, 4));
     }
-    // What was chosen instead of what the file says is said, and shown.
+    // A note names a value that was chosen instead of the file's, and the settings show it.
     const Placement asked_parameters = std::array{kD, kP, kN}[c.parameters];
     const Placement asked_optimizer = std::array{kD, kP, kN}[c.optimizer];
     const auto ignored = Contains(HasSubstr("offload_param is not used: stage"));

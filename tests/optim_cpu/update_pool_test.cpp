@@ -12,7 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/optim_cpu/detail/processors.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/optim_cpu/norm.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/tests/support/forked.hpp>
@@ -37,7 +37,7 @@ TEST(UpdatePool, EveryItemOnceWhateverTheWidth) {
 }
 
 TEST(UpdatePool, ZeroThreadsMeansWhatTheProcessMayUse) {
-  EXPECT_EQ(UpdatePool().threads(), detail::current_processors().size());
+  EXPECT_EQ(UpdatePool().threads(), current_processors().size());
 }
 
 TEST(UpdatePool, WritesOfItemsAreVisibleAfterRun) {
@@ -64,8 +64,8 @@ bool runs_two_at_once(UpdatePool& pool) {
 
 TEST(UpdatePool, HasItsThreadsEvenWhenTheHostIsBoundToOneProcessor) {
   // As under OMP_PROC_BIND, before oneTBB has looked at the process.
-  const auto all = detail::current_processors();
-  ASSERT_TRUE(detail::bind_current_thread({all.front()}));
+  const auto all = current_processors();
+  ASSERT_TRUE(bind_current_thread({all.front()}));
   EXPECT_EQ(UpdatePool().threads(), 1u);
   UpdatePool pool({.threads = 4, .processors = all});
   EXPECT_TRUE(runs_two_at_once(pool));
@@ -78,12 +78,12 @@ TEST(UpdatePool, HasItsThreadsEvenWhenTheHostIsBoundToOneProcessor) {
       std::this_thread::sleep_for(200us);
       if (std::this_thread::get_id() == host) return;
       const std::scoped_lock lock(mutex);
-      worker_sets.insert(detail::current_processors());
+      worker_sets.insert(current_processors());
     });
   }
   EXPECT_THAT(worker_sets, ::testing::ElementsAre(all));
-  EXPECT_EQ(detail::current_processors(), detail::Processors{all.front()});
-  ASSERT_TRUE(detail::bind_current_thread(all));
+  EXPECT_EQ(current_processors(), Processors{all.front()});
+  ASSERT_TRUE(bind_current_thread(all));
 }
 
 TEST(UpdatePool, ExceptionsReachTheCaller) {
@@ -135,17 +135,17 @@ TEST(UpdatePool, MayBeCalledFromItsOwnItems) {
 TEST(UpdatePool, ProcessorsThatNobodyHasAreRefused) { EXPECT_THROW(UpdatePool({.processors = {16383}}), UsageError); }
 
 TEST(UpdatePool, ACallerMayJoinItsWorkers) {
-  const auto all = detail::current_processors();
+  const auto all = current_processors();
   const UpdatePool bound({.threads = 1, .processors = {all.back()}}), anywhere({.threads = 1});
-  detail::Processors before, after;
+  Processors before, after;
   std::thread([&] {
     anywhere.bind_caller();
-    before = detail::current_processors();
+    before = current_processors();
     bound.bind_caller();
-    after = detail::current_processors();
+    after = current_processors();
   }).join();
   EXPECT_EQ(before, all);
-  EXPECT_EQ(after, detail::Processors{all.back()});
+  EXPECT_EQ(after, Processors{all.back()});
 }
 
 // The whole update, tiled over the pool: thread count never changes a bit.

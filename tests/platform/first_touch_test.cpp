@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first touch, by the kernel's records of pages: which are in memory, which thread touched them, what is in them.
+// The first touch of memory, checked by the kernel's records: which pages are in memory, who touched them, their
+// contents.
 #include <algorithm>
 #include <array>
 #include <vector>

@@ -46,7 +46,7 @@ def read_config(source: Any) -> dict[str, Any]:
     try:
         content = json.loads(_hoist.plain_json(text))
     except ValueError as error:
-        _hoist.Config.parse(text, name)  # says what is wrong, and where
+        _hoist.Config.parse(text, name)  # its error says what is wrong, and in which line
         raise _hoist.UsageError(f"{name} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise _hoist.UsageError(f"{name} has no keys: it is to be {_FORMS}")

@@ -33,12 +33,12 @@ __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint"
 _log = logging.getLogger("hoist")
 
 # What `optim` of TrainingArguments means in the configuration.
-_DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
+DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
 # Other libraries' AdamW, whose states are small or in host memory. hoist has its own ways to both.
 _SMALL_ADAMW = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
-_OTHER_ADAMW = (*_SMALL_ADAMW, "paged_adamw_32bit")
+OTHER_ADAMW = (*_SMALL_ADAMW, "paged_adamw_32bit")
 _KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad", "lion_32bit": "Lion", "paged_lion_32bit": "Lion", "lion_8bit": "Lion",
-            "paged_lion_8bit": "Lion"} | dict.fromkeys(_OTHER_ADAMW, "AdamW")
+            "paged_lion_8bit": "Lion"} | dict.fromkeys(OTHER_ADAMW, "AdamW")
 
 
 def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     match("scheduler.params.total_num_steps", steps, "the number of steps")
     # The default of `optim` asks for nothing: the file says which optimizer.
     optim = optim_of(args)
-    if "optimizer" in config and optim not in _DEFAULT_OPTIMS and config["optimizer"].get("type") != _KIND_OF.get(optim):
+    if "optimizer" in config and optim not in DEFAULT_OPTIMS and config["optimizer"].get("type") != _KIND_OF.get(optim):
         problems.append(f"optimizer.type is {config['optimizer'].get('type')}, and optim is {optim} (leave one of them out)")
     if problems:
         raise _hoist.UsageError("the configuration and the arguments contradict each other (\"auto\" takes the argument's "
@@ -165,7 +165,7 @@ class Trainer(transformers.Trainer):
         filled = fill_in(self._hoist_config, self.args, self.state.max_steps)
         config = hoist.torch.load_config(filled)
         optim = optim_of(self.args)
-        if optim in _OTHER_ADAMW and self.optimizer is None and "optimizer" not in filled:
+        if optim in OTHER_ADAMW and self.optimizer is None and "optimizer" not in filled:
             device = config.setting("zero_optimization.offload_optimizer.device")
             choose_states(filled, optim, device in ("cpu", "nvme") or self.args.device.type == "cpu")
             config = hoist.torch.load_config(filled)
@@ -209,7 +209,7 @@ class Trainer(transformers.Trainer):
     def _groups_in_an_optimizer(self, *model: Any) -> torch.optim.Optimizer:
         optim = self.args.optim
         try:
-            if optim_of(self.args) in _OTHER_ADAMW:
+            if optim_of(self.args) in OTHER_ADAMW:
                 self.args.optim = transformers.training_args.OptimizerNames.ADAMW_TORCH
             return super().create_optimizer(*model)
         finally:

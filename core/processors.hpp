@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/detail/processors.hpp - the processors that threads may run on, by the kernel's record.
+// core/processors.hpp - the processors that threads may run on, by the kernel's record.
 #pragma once
 
 #include <vector>
 
 #include <sched.h>
 
-namespace hoist::optim::detail {
+namespace hoist {
 
 // Processor numbers, ascending.
 using Processors = std::vector<int>;
@@ -14,7 +14,7 @@ using Processors = std::vector<int>;
 // Those the calling thread may run on.
 Processors current_processors();
 
-// Binds the calling thread. False if the kernel refuses (none of them is in the process's cpuset).
+// Binds the calling thread. False if the kernel refuses (there are none, or none of them is in the process's cpuset).
 bool bind_current_thread(const Processors& processors);
 
-}  // namespace hoist::optim::detail
+}  // namespace hoist

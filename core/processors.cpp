@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sched.h>
 
-#include <hoist/optim_cpu/detail/processors.hpp>
+#include <hoist/core/processors.hpp>
 
-namespace hoist::optim::detail {
+namespace hoist {
 
 namespace {
 
@@ -38,4 +38,4 @@ bool bind_current_thread(const Processors& processors) {
   return sched_setaffinity(0, kMaskBytes, mask.data()) == 0;
 }
 
-}  // namespace hoist::optim::detail
+}  // namespace hoist
