@@ -6,6 +6,7 @@
 //
 // Not yet run on GPUs.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -133,6 +134,8 @@ class NcclTransport final : public Transport {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     check(kWhat, ncclCommSplit(communicator_, group, rank, &part->communicator_, &config));
+    // A thread of NCCL's stores the new communicator, and may do so after this one has come to success.
+    for (Deadline deadline(timeout_); std::atomic_ref(part->communicator_).load() == nullptr;) pause(kWhat, deadline);
     part->check(kWhat, ncclInProgress);
     part->take_buffers();
     return part;

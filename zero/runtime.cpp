@@ -114,7 +114,8 @@ Runtime::Runtime(const RuntimeOptions& options)
 Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join)
     : Runtime(options, Groups{.sharding = join, .norm = {}}) {}
 
-Runtime::Runtime(const RuntimeOptions& options, const Groups& groups) : Runtime(options, groups, /*alone=*/false) {}
+Runtime::Runtime(const RuntimeOptions& options, const Groups& groups)
+    : Runtime(options, groups, /*alone=*/!groups.sharding) {}
 
 Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone)
     : Runtime(chosen(options), groups, alone) {}
@@ -129,7 +130,7 @@ Runtime::Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone)
                                  .ledger = &parts.ledger,
                                  .timeout = options_.comm_timeout,
                                  .device_ordinal = options_.device_ordinal};
-  parts.communicator = groups.sharding(comm);
+  parts.communicator = groups.sharding ? groups.sharding(comm) : comm::make_self(comm);
   if (world_size() == 1) parts.comm_scratch = {};
   if (rank() == 0) say_choices(chosen.choices);
   if (parts.trace) Trace::check(trace_file());  // now, not when the run is over

@@ -49,7 +49,7 @@ class Runtime {
   // find_checkpoints(), step(), save() and write() in the same order (a group that has nothing to write() passes no
   // values); the other collective calls are each group's own. Each group has an offload directory of its own.
   struct Groups {
-    MakeCommunicator sharding;
+    MakeCommunicator sharding;  // empty: each rank has all of its model
     MakeCommunicator norm;
   };
   Runtime(const RuntimeOptions& options, const Groups& groups);

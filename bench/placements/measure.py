@@ -35,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MIB = 1 << 20
@@ -109,6 +110,7 @@ def run(name: str, arguments) -> dict:
             command += ["--" + option.replace("_", "-"), str(getattr(arguments, option))]
         command += ["--batch", *map(str, arguments.batch)]
         environment = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ
+        begin = time.monotonic()
         ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     for line in ended.stdout.splitlines():
         if not line.startswith("{"):
@@ -118,6 +120,7 @@ def run(name: str, arguments) -> dict:
             cell["batches"].append(entry)
         else:
             cell |= entry
+    cell["whole_seconds"] = time.monotonic() - begin
     if ended.returncode != 0 or not cell["batches"]:
         said = [line for line in ended.stderr.splitlines() if line.strip()]
         cell["error"] = (said or ["no reason given"])[-1]
@@ -236,7 +239,10 @@ def main() -> int:
     result["cells"] = []
     for name in arguments.cells:
         print(f"{name} ...", file=sys.stderr)
-        result["cells"].append(run(name, arguments))
+        cell = run(name, arguments)
+        result["cells"].append(cell)
+        steps = [f"{entry['batch']}: {entry['seconds']:.3f} s" for entry in cell["batches"] if "seconds" in entry]
+        print(f"    {', '.join(steps)}; with the start {cell.get('whole_seconds', 0):.0f} s", file=sys.stderr)
     known = next((cell for cell in result["cells"] if "parameters" in cell), {})
     versions = {name: version for cell in result["cells"] for name, version in cell.get("versions", {}).items()}
     print(f"Llama of {arguments.model}, {known.get('parameters', 0) / 1e6:.1f} M parameters in {arguments.layers} layers of "

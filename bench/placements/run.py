@@ -171,7 +171,9 @@ def main() -> None:
 
     if arguments.device == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)  # else no two runs end in the same bits
-    model, blocks = build(arguments.model, arguments.layers, arguments.width, arguments.heads, arguments.context)
+    with torch.device(arguments.device):  # a GPU draws a billion initial values in a moment
+        model, blocks = build(arguments.model, arguments.layers, arguments.width, arguments.heads, arguments.context)
+    model.cpu()
     parameters = sum(p.numel() for p in model.parameters())
     with open(arguments.config) as file:
         engine = ENGINES[arguments.engine](model, blocks, json.load(file), arguments)

@@ -207,18 +207,21 @@ void UnitManager::open_runtime() {
   const platform::DeviceKind device = options_.runtime.device.value_or(platform::DeviceKind::host);
   const std::shared_ptr<comm::Transport> job = options_.make_job_channel ? options_.make_job_channel() : nullptr;
   const std::shared_ptr<comm::Transport> sharding = options_.make_channel ? options_.make_channel() : nullptr;
-  // Called when this rank has taken its memory.
+  // Both are called when this rank has taken its memory, and the first to be called meets the other ranks.
   const auto join = [&](const comm::CommunicatorOptions& comm) {
-    if (const auto& all = job ? job : sharding) all->barrier();
-    return sharding ? join_over(sharding, device, comm) : comm::make_self(comm);
+    (job ? job : sharding)->barrier();
+    return join_over(sharding, device, comm);
+  };
+  // The job's ranks exchange what they agree on, never weights.
+  const auto norm = [&](const comm::CommunicatorOptions& comm) {
+    if (!sharding) job->barrier();
+    return join_over(job, platform::DeviceKind::host, {.timeout = comm.timeout});
   };
   try {
     if (job) {
-      // The job's ranks exchange what they agree on, never weights.
-      const auto norm = [&](const comm::CommunicatorOptions& comm) {
-        return join_over(job, platform::DeviceKind::host, {.timeout = comm.timeout});
-      };
-      runtime_ = std::make_unique<Runtime>(options_.runtime, Runtime::Groups{join, norm});
+      Runtime::Groups groups{.sharding = {}, .norm = norm};
+      if (sharding) groups.sharding = join;
+      runtime_ = std::make_unique<Runtime>(options_.runtime, groups);
     } else if (sharding) {
       runtime_ = std::make_unique<Runtime>(options_.runtime, join);
     } else {

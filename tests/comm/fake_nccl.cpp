@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fake_nccl.hpp"
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <thread>
 
 #include <fmt/format.h>
 #include <nccl.h>
@@ -32,6 +35,7 @@ struct Library {
   std::set<int> operators;
   Counts counts;
   bool stalled = false;
+  std::vector<std::jthread> late;  // last: they end before what they use
 };
 Library library;
 
@@ -89,6 +93,7 @@ void reset() {
   library.operators.clear();
   library.counts = {};
   library.stalled = false;
+  library.late.clear();
 }
 void stall() {
   const std::lock_guard lock(library.mutex);
@@ -127,10 +132,15 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int size, ncclUniqueId, in
   *made = make(rank, size, config);
   return ncclInProgress;
 }
+// The communicator is stored by a thread of NCCL's, which may be late.
 ncclResult_t ncclCommSplit(ncclComm_t from, int, int rank, ncclComm_t* made, ncclConfig_t* config) {
   const std::lock_guard lock(library.mutex);
   require_free(from, "ncclCommSplit");
-  *made = make(rank, from->size, config);
+  *made = nullptr;
+  library.late.emplace_back([made, communicator = make(rank, from->size, config)] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::atomic_ref(*made).store(communicator);
+  });
   return begun(from);
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* state) {

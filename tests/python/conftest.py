@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import copy
 import os
 
@@ -19,6 +20,17 @@ def pytest_collection_modifyitems(items):
     for item in items if os.environ.get("HOIST_TEST_ACCELERATOR") else []:
         for marker in item.iter_markers("cpu_tensors"):
             item.add_marker(pytest.mark.skip(reason=f"not on the test accelerator: {marker.args[0]}"))
+        for marker in item.iter_markers("host_device") if accelerator.ON_GPU else []:
+            item.add_marker(pytest.mark.skip(reason=f"not on a GPU: {marker.args[0]}"))
+
+
+@pytest.fixture
+def cpu_by_default():
+    """On a GPU, for data loaders of PyTorch's: they draw with the CPU's generator, which fails under another default device. The
+    test accelerator's models must be made on it: to(device) would untie their weights, which are of another type there."""
+    on_gpu = os.environ.get("HOIST_TEST_ACCELERATOR") == "cuda"
+    with torch.device("cpu") if on_gpu else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

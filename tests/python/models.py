@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 97
 CONTEXT = 16
+DEVICE = torch.get_default_device()  # of the thread that imports this; other threads have the CPU
 
 
 class Block(nn.Module):
@@ -45,7 +46,7 @@ class Gpt(nn.Module):
         self.recompute = recompute  # "non-reentrant", "reentrant" or None
 
     def forward(self, tokens):
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             if self.recompute is None:
                 x = block(x)
@@ -81,11 +82,16 @@ def freeze_base(model):
     return model
 
 
+def on_device_of_tests(drawn):
+    """Numbers that the CPU's generator drew: they are the same on every device."""
+    return drawn.to(DEVICE)
+
+
 def batches(count, seed=1, batch=4, length=CONTEXT):
     """(inputs, targets) of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        tokens = torch.randint(0, VOCABULARY, (batch, length + 1), generator=generator)
+        tokens = on_device_of_tests(torch.randint(0, VOCABULARY, (batch, length + 1), generator=generator, device="cpu"))
         yield tokens[:, :-1], tokens[:, 1:]
 
 
@@ -139,10 +145,10 @@ TINY_VOCABULARY = 16
 def tiny_batch(step, batch=4, length=8):
     """(inputs, targets) of sequences with a rule to learn, and an exception now and then."""
     generator = torch.Generator().manual_seed(step)
-    tokens = [torch.randint(0, TINY_VOCABULARY, (batch,), generator=generator)]
+    tokens = [torch.randint(0, TINY_VOCABULARY, (batch,), generator=generator, device="cpu")]
     for _ in range(length):
-        surprise = torch.rand(batch, generator=generator) < 0.1
-        tokens.append(torch.where(surprise, torch.randint(0, TINY_VOCABULARY, (batch,), generator=generator),
-                                  (5 * tokens[-1] + 3) % TINY_VOCABULARY))
-    tokens = torch.stack(tokens, 1)
+        surprise = torch.rand(batch, generator=generator, device="cpu") < 0.1
+        other = torch.randint(0, TINY_VOCABULARY, (batch,), generator=generator, device="cpu")
+        tokens.append(torch.where(surprise, other, (5 * tokens[-1] + 3) % TINY_VOCABULARY))
+    tokens = on_device_of_tests(torch.stack(tokens, 1))
     return tokens[:, :-1], tokens[:, 1:]

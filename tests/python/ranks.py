@@ -89,8 +89,12 @@ def _run(text, arguments, environment, said):
     os._exit(code)
 
 
-def start(program, directory, config, size=2, **environment):
-    """Ranks of a job that run the program after BEGIN. They find each other in the directory."""
+def start(program, directory, config, size=2, share_gpu=False, **environment):
+    """Ranks of a job that run the program after BEGIN. They find each other in the directory.
+
+    share_gpu: nothing is divided among them, so that one GPU is enough.
+    """
+    accelerator.skip_without_gpus(1 if share_gpu else size)
     os.makedirs(directory, exist_ok=True)
     return [Program(BEGIN + textwrap.dedent(program), [directory, json.dumps(config)],
                     {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)} | environment)

@@ -14,6 +14,8 @@ def main():
         return 77
 
     device = os.environ.get("HOIST_TEST_ACCELERATOR")
+    if device != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a configuration that names no device would mean the GPU
     if device == "cuda":
         import torch
 

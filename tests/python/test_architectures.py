@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hoist.torch
+from models import on_device_of_tests
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
 
@@ -51,7 +52,7 @@ def cases():
 def batches():
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        yield torch.randint(3, WORDS, (4, 16), generator=generator)
+        yield on_device_of_tests(torch.randint(3, WORDS, (4, 16), generator=generator, device="cpu"))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

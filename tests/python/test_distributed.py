@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 
+import accelerator
 import pytest
 
 import hoist
@@ -148,6 +149,7 @@ def test_torchrun_and_initialize(settings, tmp_path):
             json.dump([engine.world_size, seen, digests(engine)], file)
         engine.close()
     """))
+    accelerator.skip_without_gpus(2)
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
                    check=True, capture_output=True, text=True, timeout=240)
     first, second = (json.loads((tmp_path / f"seen-{rank}").read_text()) for rank in range(2))

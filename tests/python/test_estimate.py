@@ -25,6 +25,7 @@ def test_is_what_the_engine_then_takes(settings):
         assert tiers["device"]["peak_bytes"] == estimate.device_bytes
 
 
+@pytest.mark.host_device("the memory of the GPU is what lacks first")
 def test_of_a_model_on_the_meta_device_that_no_machine_has_room_for():
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Linear(100_000, 100_000) for _ in range(100)))

@@ -179,7 +179,7 @@ def places(tmp_path):
     generator = torch.Generator().manual_seed(5)
 
     def said():
-        return " ".join(f"w{n}" for n in torch.randint(0, 250, (6,), generator=generator).tolist())
+        return " ".join(f"w{n}" for n in torch.randint(0, 250, (6,), generator=generator, device="cpu").tolist())
 
     own = " ".join([ALPACA_INPUT, "<| user |> system assistant"])
     words = ["<pad>", "<s>", "</s>", "<unk>", *sorted({word for word, _ in pre_tokenizers.Whitespace().pre_tokenize_str(own)}),

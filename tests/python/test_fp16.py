@@ -122,7 +122,7 @@ def test_inputs_are_cast_where_the_file_says_so(settings):
                 continue
             found = engine(**arguments)
             assert found.dtype == torch.float16
-            torch.testing.assert_close(found.float().cpu(), 2 * (rows @ weight.T + bias), rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(found.float().cpu(), (2 * (rows @ weight.T + bias)).cpu(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("where", ["nvme", "memory"])
@@ -276,8 +276,8 @@ def test_what_goes_out_is_what_forward_computes_with(settings, tmp_path):
         assert {v.dtype for v in half.values()} == {torch.float16}
         with engine.gathered():
             for name, parameter in model.named_parameters():
-                assert torch.equal(half[name], parameter) and torch.equal(half[name], whole[name].half()), name
-        assert all(torch.equal(v, half[n]) for n, v in model.state_dict().items())
+                assert torch.equal(half[name], parameter.cpu()) and torch.equal(half[name], whole[name].half()), name
+        assert all(torch.equal(v.cpu(), half[n]) for n, v in model.state_dict().items())
         engine.export(str(tmp_path / "half"), torch.float16)
         exported = load_file(tmp_path / "half" / "model.safetensors")
         assert len(exported) == len(list(model.parameters()))
@@ -317,7 +317,7 @@ def test_a_frozen_half_base_needs_none(settings):
         block.up.weight.data = block.up.weight.data.half()
     before = model.blocks[0].up.weight.clone()
     with hoist.torch.wrap(model, settings()) as engine:
-        assert torch.equal(engine.state_dict()["blocks.0.up.weight"], before)
+        assert torch.equal(engine.state_dict()["blocks.0.up.weight"], before.cpu())
 
 
 def test_a_scale_that_cannot_fall_any_more_ends_the_run(settings):

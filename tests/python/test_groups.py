@@ -13,6 +13,7 @@ from torch import nn
 
 import hoist
 import hoist.torch
+from models import on_device_of_tests
 from ranks import results, start
 from test_distributed import at
 
@@ -83,7 +84,7 @@ class Net(nn.Module):
 
 def data(count):
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(8, 16, generator=generator) for _ in range(count)]
+    return [on_device_of_tests(torch.randn(8, 16, generator=generator, device="cpu")) for _ in range(count)]
 
 
 def train(engine, share, shares, first=0, steps=STEPS):

@@ -69,6 +69,7 @@ def test_no_python_for_a_tensor(settings, tmp_path, changes):
     assert counts[0]["ModuleHook.before" if sys.version_info >= (3, 11) else "before"] >= 6
 
 
+@pytest.mark.host_device("its batches are on the CPU")
 def test_a_program_that_compiles_nothing_does_without_the_compiler(settings):
     """torch._dynamo is not imported; hooks stay outside of graphs all the same (test_training.py)."""
     program = """

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hoist
 import hoist.torch
 import ranks
-from models import has_values
+from models import has_values, on_device_of_tests
 from training import digests
 
 WIDTH, STEPS = 12, 4
@@ -269,7 +269,7 @@ CASES = {
 
 def batches():
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)]
+    return [on_device_of_tests(torch.randn(4, WIDTH, generator=generator, device="cpu")) for _ in range(STEPS)]
 
 
 def make(kind):

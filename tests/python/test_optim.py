@@ -58,7 +58,7 @@ def test_bf16_parameters_have_an_exact_master():
     ours.set_master(parameter, master)
     theirs = torch.optim.AdamW([reference], lr=1e-5, weight_decay=0.0)
     for step in range(50):
-        gradient = torch.randn(1000, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+        gradient = torch.randn(1000, generator=torch.Generator().manual_seed(step), device="cpu").to(master.device, torch.bfloat16)
         parameter.grad, reference.grad = gradient, gradient.float()
         ours.step()
         theirs.step()

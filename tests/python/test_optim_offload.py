@@ -59,13 +59,17 @@ class Program:
 
     def train(self, first, last):
         for step in range(first, last):
+            # On the CPU: a GPU rounds in other places.
+            values = [nn.Parameter(parameter.detach().cpu()) for parameter in self.parameters]
             for micro_batch in range(2):
                 made = torch.Generator().manual_seed(2 * step + micro_batch)
-                for parameter in self.parameters:
-                    noise = torch.randn(parameter.shape, generator=made, device="cpu").to(parameter.device, parameter.dtype)
-                    gradient = (noise + 0.1 * parameter.detach()) / 2
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-            torch.nn.utils.clip_grad_norm_(self.parameters, 20.0)
+                for value in values:
+                    noise = torch.randn(value.shape, generator=made, device="cpu").to(value.dtype)
+                    gradient = (noise + 0.1 * value.detach()) / 2
+                    value.grad = gradient if value.grad is None else value.grad + gradient
+            torch.nn.utils.clip_grad_norm_(values, 20.0)
+            for parameter, value in zip(self.parameters, values, strict=True):
+                parameter.grad = value.grad.to(parameter.device)
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()

@@ -56,7 +56,7 @@ def ends(model, optimizer):
 def on_two_ranks(tmp_path, name, divided, offload="cpu", dtype="float32", first=0, last=8, program=TRAIN, **arguments):
     config = {"divided": divided, "dtype": dtype, "first": first, "last": last,
               "arguments": place(offload, tmp_path, name) | arguments}
-    return results(start(program, tmp_path / f"meet-{name}-{first}", config))
+    return results(start(program, tmp_path / f"meet-{name}-{first}", config, share_gpu=not divided))
 
 
 def alone(last=8):
@@ -87,7 +87,7 @@ train_with_ddp(ddp, optimizer, rank, size, 0, 5)
 optimizer.settle()
 dist.barrier()
 os.kill(os.getpid(), signal.SIGKILL)
-""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("nvme", tmp_path)})
+""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("nvme", tmp_path)}, share_gpu=not divided)
     assert [process.wait(timeout=240) for process in killed] == [-9, -9]
     assert on_two_ranks(tmp_path, "store", divided, "nvme", first=5, resume=True) == [alone(), alone()]
 
@@ -142,7 +142,8 @@ try:
 except (hoist.CommError, ValueError) as error:
     print(json.dumps(str(error)), flush=True)
 os._exit(0)
-""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("cpu" if divided else "nvme", tmp_path)})
+""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("cpu" if divided else "nvme", tmp_path)},
+                    share_gpu=not divided)
     first, second = results(failing)
     assert second == "out of data" and "out of data" in first and "rank 1" in first
 

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import hoist
 import hoist.torch
+from models import on_device_of_tests
 
 WIDTH, STEPS, RATE = 16, 6, 1e-2
 
@@ -33,7 +34,7 @@ def model_of(seed=0):
 
 def batches(count=STEPS):
     generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)) for _ in range(count)]
+    return [tuple(on_device_of_tests(torch.randn(4, WIDTH, generator=generator, device="cpu")) for _ in range(2)) for _ in range(count)]
 
 
 @pytest.fixture

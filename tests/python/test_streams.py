@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import hoist.torch
-from models import batches, loss_of
+from models import batches, loss_of, on_device_of_tests
 from training import digests, make, train
 
 if not os.environ.get("HOIST_TEST_ACCELERATOR"):
@@ -128,7 +128,7 @@ class InTurns(nn.Module):
 
 def pairs():
     made = torch.Generator().manual_seed(2)
-    return [torch.randn(2, 8, WIDTH, generator=made) for _ in range(STEPS)]
+    return [on_device_of_tests(torch.randn(2, 8, WIDTH, generator=made, device="cpu")) for _ in range(STEPS)]
 
 
 MODELS = {"twin": Twin, "aside": sequence, "in turns": InTurns}
@@ -137,7 +137,7 @@ MODELS = {"twin": Twin, "aside": sequence, "in turns": InTurns}
 def ended(settings, path, kind, streams, seed, **memory):
     nvme = {"device": "nvme", "nvme_path": str(path)}
     config = settings(zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-                      hoist={"pinned_memory": "32MiB", "chaos_seed": seed} | memory)
+                      hoist={"pinned_memory": "32MiB"} | accelerator.random_delays(seed) | memory)
     torch.manual_seed(0)
     losses = []
     with hoist.torch.wrap(MODELS[kind](streams), config) as engine:
@@ -336,7 +336,7 @@ def test_a_program_on_a_stream_of_its_own(settings, tmp_path, order):
     for stream in (None, torch.Stream(DEVICE)):
         nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(stream is None))}
         config = settings(gradient_accumulation_steps=2, hoist={
-            "device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order, "chaos_seed": 3},
+            "device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order} | accelerator.random_delays(3),
             zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
         with stream or contextlib.nullcontext():
             with hoist.torch.wrap(make(), config) as engine:

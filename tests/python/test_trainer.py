@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 
+import accelerator
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
 from training import digests  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("cpu_by_default")
 ON_CPU = torch.get_default_device().type == "cpu"
 IS_4 = transformers.__version__.startswith("4.")  # whose mean counts each sequence's first token, too
 
@@ -60,7 +62,7 @@ def tiny_llama(seed=0, **changes):
 
 class Tokens(torch.utils.data.Dataset):
     def __init__(self, count=96):
-        self.rows = torch.randint(0, 97, (count, 16), generator=torch.Generator().manual_seed(3)) % 13
+        self.rows = torch.randint(0, 97, (count, 16), generator=torch.Generator().manual_seed(3), device="cpu") % 13
 
     def __len__(self):
         return len(self.rows)
@@ -115,7 +117,8 @@ def the_plain_loop(args, config, steps, batches_per_epoch, batches, optimizer_of
         items = sum(batch["labels"][:, 0 if IS_4 else 1:].ne(-100).sum() for batch in step)
         total = 0.0
         for index, batch in enumerate(step):
-            loss = engine(**batch, num_items_in_batch=items).loss
+            inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+            loss = engine(**inputs, num_items_in_batch=items.to(engine.device)).loss
             engine.set_gradient_accumulation_boundary(index == len(step) - 1)
             engine.backward(loss, scale_wrt_gas=False)
             engine.step()
@@ -223,7 +226,7 @@ def test_fp16(tmp_path):
     expected, ours = engine.state_dict(), digests(engine)
     engine.close()
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights", dtype="auto")
-    assert all(value.dtype == torch.float16 and torch.equal(value, expected[n]) for n, value in loaded.state_dict().items())
+    assert all(value.dtype == torch.float16 and torch.equal(value.cpu(), expected[n]) for n, value in loaded.state_dict().items())
     _, _, loop_ends = the_plain_loop(args, fp16_config(tmp_path / "loop", 28), 16, 24, recorded.batches)
     assert ours == loop_ends
 
@@ -305,7 +308,7 @@ def test_evaluation_and_what_is_saved(tmp_path):
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert set(expected) == set(loaded.state_dict())
     for name, value in loaded.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+        assert torch.equal(value.cpu(), expected[name]), name
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["trainers_optimizer", "the_files_optimizer"])
@@ -503,6 +506,7 @@ def test_two_ranks(tmp_path):
             json.dump([losses_of(trainer), digests(trainer.engine), len(saved)], file)
         trainer.engine.close()
     """))
+    accelerator.skip_without_gpus(2)
     ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                             str(script)], capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -611,4 +615,4 @@ def test_a_model_whose_files_have_other_names(tmp_path):
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "weights")
     assert set(expected) == set(loaded.state_dict())
     for name, value in loaded.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+        assert torch.equal(value.cpu(), expected[name]), name

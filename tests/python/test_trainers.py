@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
 
 WORDS = 300
+pytestmark = pytest.mark.usefixtures("cpu_by_default")
 ON_CPU = torch.get_default_device().type == "cpu"
 
 
@@ -31,7 +32,7 @@ def tokenizer():
 
 
 def text(seed):
-    words = torch.randint(3, WORDS, (32, 8), generator=torch.Generator().manual_seed(seed))
+    words = torch.randint(3, WORDS, (32, 8), generator=torch.Generator().manual_seed(seed), device="cpu")
     return [" ".join(f"w{n}" for n in row) for row in words.tolist()]
 
 
@@ -39,7 +40,7 @@ def reward(completions, **_):
     return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
 
-ROWS = torch.randint(3, WORDS, (32, 12), generator=torch.Generator().manual_seed(4)).tolist()
+ROWS = torch.randint(3, WORDS, (32, 12), generator=torch.Generator().manual_seed(4), device="cpu").tolist()
 TOKENS = {"input_ids": ROWS, "labels": ROWS}
 SHAPE = {"vocab_size": WORDS, "pad_token_id": 0, "eos_token_id": 2}
 LLAMA = (transformers.LlamaForCausalLM, transformers.LlamaConfig(

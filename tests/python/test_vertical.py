@@ -13,7 +13,7 @@ from torch import nn
 
 import hoist
 import hoist.torch
-from models import batches, loss_of
+from models import batches, loss_of, on_device_of_tests
 from ranks import results, start
 from test_distributed import at
 from training import digests, make
@@ -185,8 +185,9 @@ def test_a_module_around_another(settings, tmp_path, memory):
         config = config_of(settings, order, tmp_path / order)
         config["hoist"]["device_memory"] = memory
         with hoist.torch.wrap(model, config) as engine:
-            ends.append([engine.train_batch(torch.randn(COUNT, 8, 16, generator=torch.Generator().manual_seed(step)),
-                                            lambda batch: engine(batch).square().mean()).item() for step in range(3)])
+            generator = torch.Generator().manual_seed(1)
+            drawn = on_device_of_tests(torch.randn(3, COUNT, 8, 16, generator=generator, device="cpu"))
+            ends.append([engine.train_batch(step, lambda batch: engine(batch).square().mean()).item() for step in drawn])
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 

@@ -4,6 +4,7 @@
 import pytest
 import test_engine
 import torch
+from accelerator import random_delays
 from test_optim_offload import Program, assert_equal, small_units  # noqa: F401
 
 import hoist
@@ -17,7 +18,7 @@ def ended(settings, tmp_path):
     def run(seed, memory, program):
         nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(seed))}
         memories = {"device_memory": memory, "pinned_memory": "32MiB"}
-        config = settings(gradient_accumulation_steps=2, hoist=memories | {"chaos_seed": seed},
+        config = settings(gradient_accumulation_steps=2, hoist=memories | random_delays(seed),
                           zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
         with hoist.torch.wrap(make(), config) as engine:
             return program(engine), digests(engine)
@@ -94,7 +95,7 @@ def test_a_gradient_whose_memory_the_system_takes_back(settings):
 def test_an_optimizer_with_offloaded_states(dtype):
     expected = Program("AdamW", dtype).train(0, 4).bits()
     for seed in (1, 2):
-        program = Program("AdamW", dtype, torch.get_default_device(), settings={"settings": {"chaos_seed": seed}},
+        program = Program("AdamW", dtype, torch.get_default_device(), settings={"settings": random_delays(seed)},
                           offload="cpu", pinned_memory="32MiB", device_memory="16MiB")
         with program.optimizer:
             assert_equal(program.train(0, 4).bits(), expected)

@@ -192,7 +192,8 @@ class ShuffledShare(torch.utils.data.DistributedSampler[Any]):
     """This rank's share of the data, in another order each time, also where the program never calls set_epoch()."""
 
     def __iter__(self) -> Iterator[Any]:
-        order = super().__iter__()
+        with torch.device("cpu"):  # its generator is the CPU's, wherever the program makes its tensors
+            order = super().__iter__()
         self.epoch += 1
         return order
 

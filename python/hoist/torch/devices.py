@@ -87,12 +87,13 @@ def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterato
 
 
 def carried_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """What PyTorch keeps for each thread, of the calling thread, for another one to work under: autocast, and the current
-    stream of an accelerator. Other state of a thread (a mode of the program's own, a default device) is not carried over."""
+    """What PyTorch keeps for each thread, of the calling thread, for another one to work under: autocast, the default device, and
+    the current stream of an accelerator. Other state of a thread (a mode of the program's own) is not carried over."""
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     caches = torch.is_autocast_cache_enabled()
     backend: Any = None if current_stream_of(device) is None else getattr(torch, device.type)
     stream = backend.current_stream(device) if backend is not None else None
+    default_device = torch.get_default_device()
 
     @contextlib.contextmanager
     def carried() -> Iterator[None]:
@@ -100,6 +101,8 @@ def carried_state(device: torch.device) -> Callable[[], contextlib.AbstractConte
             if stream is not None:
                 stack.enter_context(backend.device(device))
                 stack.enter_context(backend.stream(stream))
+            if default_device.type != "cpu":
+                stack.enter_context(default_device)
             for kind, dtype in autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
             yield

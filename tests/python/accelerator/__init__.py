@@ -16,6 +16,7 @@ import sys
 import tempfile
 import types
 
+import pytest
 import torch
 import torch.utils.cpp_extension
 
@@ -41,6 +42,16 @@ def process_group_backend():
     if not os.environ.get("HOIST_TEST_ACCELERATOR"):
         return "gloo"
     return f"cpu:gloo,{NAME}:{'gloo' if ON_GPU else 'staged'}"  # NCCL wants a GPU for each rank
+
+
+def random_delays(seed):
+    """Keys of the section "hoist" that delay its streams; those of a GPU are as late as they are."""
+    return {} if ON_GPU else {"chaos_seed": seed}
+
+
+def skip_without_gpus(count):
+    if ON_GPU and torch.cuda.device_count() < count:
+        pytest.skip(f"NCCL wants a GPU for each of {count} ranks")
 
 
 def sleep(milliseconds):

@@ -206,12 +206,19 @@ const at::Generator& generator() {
   return own;
 }
 
+// Generators of this device. They are the CPU's, so only this list tells them from those of the CPU.
+std::mutex generators_mutex;
+std::vector<at::Generator> generators;
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return generator(); }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    const std::lock_guard lock(generators_mutex);
+    return generators.emplace_back(at::detail::createCPUGenerator());
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
     synchronize(current);
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
@@ -296,13 +303,38 @@ bool is_out(const c10::FunctionSchema& schema, int argument) {
   return argument >= 0 && schema.arguments()[static_cast<std::size_t>(argument)].is_out();
 }
 
+// As a GPU's operators, these draw from generators of the device only, but for randperm: PyTorch's samplers use it with
+// the CPU's generator, and tests that have samplers need this device by default, where a GPU's have the CPU.
 void give_generator(const c10::OperatorHandle& op, torch::jit::Stack& work) {
   const auto& arguments = op.schema().arguments();
   for (std::size_t a = 0; a < arguments.size(); ++a) {
     const auto optional = arguments[a].type()->cast<c10::OptionalType>();
-    if (optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType && work[a].isNone())
+    if (!optional || optional->getElementType()->kind() != c10::TypeKind::GeneratorType) continue;
+    if (work[a].isNone()) {
       work[a] = generator();
+      continue;
+    }
+    if (op.schema().name() == "aten::randperm") continue;
+    const std::lock_guard lock(generators_mutex);
+    TORCH_CHECK(std::ranges::find(generators, work[a].toGenerator()) != generators.end(),
+                "Expected a '", kType, "' device type for generator but found 'cpu'");
   }
+}
+
+// As a GPU's operators, these take tensors of the CPU for numbers, and as indices, but not beside their own.
+void refuse_cpu_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  bool here = false, on_cpu = false;
+  const auto look = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    here = here || is_here(tensor);
+    on_cpu = on_cpu || (tensor.device().is_cpu() && tensor.dim() > 0);
+  };
+  for (const c10::IValue& value : arguments) {
+    if (value.isTensor()) look(value.toTensor());
+    if (value.isTensorList()) std::ranges::for_each(value.toTensorVector(), look);
+  }
+  TORCH_CHECK(!here || !on_cpu, "Expected all tensors to be on the same device, but ", op.schema().name(),
+              " has some on the CPU and some on '", kType, "'");
 }
 
 void replace_outs(const c10::OperatorHandle& op, torch::jit::Stack& work, std::vector<int>& aliases) {
@@ -438,6 +470,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, count);
   std::vector<int> aliases;
   for (std::size_t r = 0; r < schema.returns().size(); ++r) aliases.push_back(aliased_argument(schema, r));
+  refuse_cpu_tensors(op, arguments);
 
   const at::AutoDispatchBelowADInplaceOrView guard;
   std::optional<torch::jit::Stack> inferred = infer_or_recall(op, arguments);
