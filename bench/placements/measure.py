@@ -74,7 +74,7 @@ def configuration(parameters: str, optimizer: str, arguments, store: str) -> dic
     if parameters == "nvme":
         zero["offload_param"]["max_in_cpu"] = 0  # DeepSpeed keeps 1e9 parameters in memory otherwise
     settings = {"device": "cuda" if on_gpu else "host", "device_memory": arguments.device_memory,
-                "pinned_memory": arguments.pinned_memory}
+                "pinned_memory": arguments.pinned_memory, "trace": arguments.trace}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
@@ -218,6 +218,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", help="sequences a step, in ascending order")
     parser.add_argument("--device-memory", help="hoist.device_memory; default: by the machine")
     parser.add_argument("--pinned-memory", help="hoist.pinned_memory; default: by the machine")
+    parser.add_argument("--trace", help="hoist.trace of hoist's cells, each in the place of the one before")
     parser.add_argument("--json")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()

@@ -292,6 +292,8 @@ def test_killed_while_saving(settings, tmp_path):
         import json, os, signal, sys, threading, time
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from test_checkpoints import initialize, train
         after = float(sys.argv[1])
         engine, *_ = initialize(json.loads({json.dumps(json.dumps(config))}))
@@ -325,6 +327,8 @@ def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
         import json, os, signal, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from hoist.torch import checkpoints
         from test_checkpoints import initialize, train
         engine, *_ = initialize(json.loads({json.dumps(json.dumps(config))}))

@@ -92,6 +92,7 @@ def test_a_forked_process_ends_normally_and_the_parent_continues(settings):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.host_device("a forked process cannot use CUDA, and PyTorch says so")
 def test_calls_in_a_forked_process_are_usage_errors(settings):
     program = PROGRAM + """
     def child():

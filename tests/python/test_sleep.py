@@ -3,6 +3,7 @@
 
 import os
 
+import accelerator
 import pytest
 import torch
 
@@ -172,7 +173,8 @@ def test_everything_is_given_back(settings, tmp_path):
             if sleep % 20 == 0:
                 train(engine, 1)
         last = asleep[-1]
-        assert last["mapped"] < awake["mapped"] - held and last["resident"] < awake["resident"] - 0.9 * held
+        assert last["resident"] < awake["resident"] - 0.9 * held
+        assert last["mapped"] < awake["mapped"] - held or accelerator.ON_GPU  # CUDA maps memory of its own meanwhile
         assert last["threads"] < awake["threads"] and last["files"] < awake["files"]
         assert last["files"] == asleep[10]["files"] and last["threads"] == asleep[10]["threads"]
         assert last["resident"] < asleep[10]["resident"] + 8 * 2**20

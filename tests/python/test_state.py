@@ -84,6 +84,8 @@ def test_the_last_step_of_a_program_that_ends_is_committed(settings):
         import sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import accelerator
+        accelerator.use_if_asked()
         from test_state import make, train
         engine = hoist.torch.wrap(make(), {config!r})
         train(engine, 3)

@@ -333,7 +333,7 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
         import accelerator
-        accelerator.use_if_asked()
+        accelerator.use_if_asked(cpu_by_default=True)
         from test_trainer import *
         class Kill(transformers.TrainerCallback):
             def on_step_end(self, args, state, control, **_):
@@ -367,7 +367,7 @@ def test_killed_before_a_checkpoint_was_complete(tmp_path):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
         import accelerator
-        accelerator.use_if_asked()
+        accelerator.use_if_asked(cpu_by_default=True)
         from test_trainer import *
         path = Path({str(tmp_path)!r})
         class Dying(hoist_transformers.Trainer):
@@ -489,7 +489,7 @@ def test_two_ranks(tmp_path):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
         import accelerator
-        accelerator.use_if_asked()
+        accelerator.use_if_asked(cpu_by_default=True)
         from test_trainer import *
         path = Path({str(tmp_path)!r})
         saved, save = [], transformers.Trainer._save
@@ -556,7 +556,7 @@ def test_memory_of_the_process_is_bounded(tmp_path):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
         import accelerator
-        accelerator.use_if_asked()
+        accelerator.use_if_asked(cpu_by_default=True)
         from pathlib import Path
         from test_trainer import *
         path = Path({str(tmp_path)!r})

@@ -31,10 +31,12 @@ COLLECTIVES = {"musa": ("mccl",)}  # that accelerate asks for on a device of thi
 STREAMS = 4  # the default one, and those that torch.Stream() takes in turn
 
 
-def use_if_asked():
-    """For programs that tests start."""
+def use_if_asked(cpu_by_default=False):
+    """For programs that tests start; cpu_by_default is conftest's fixture of that name."""
     if os.environ.get("HOIST_TEST_ACCELERATOR"):
         use()
+        if cpu_by_default and ON_GPU:
+            torch.set_default_device("cpu")
 
 
 def process_group_backend():
@@ -82,6 +84,8 @@ def use():
     if ON_GPU:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # tests compare bits
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_flash_sdp(False)  # these two are not deterministic where the others only warn
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.set_default_device(NAME)
         return
     home = pathlib.Path(__file__).parent
