@@ -5,8 +5,8 @@
 //   bench_cuda_copies [--bytes N] [--piece N] [--pairs N] [--ordinal N] [--json FILE] [--smoke]
 //
 // Legs alternate, plain and pool, on the same device memory; a control compares the plain leg with itself. Both
-// directions at once are compared with plain copies at once, and with the sum of both plain speeds of the same round: no
-// link need reach that. Ends with 77 where there is no card. Aims: 0.97 of plain copies, 0.9 of the sum.
+// directions at once are compared with plain copies at once, and with the sum of both plain speeds of the same round:
+// no link need reach that. Ends with 77 where there is no card. Aims: 0.97 of plain copies, 0.9 of the sum.
 #include <algorithm>
 #include <array>
 #include <cstdio>

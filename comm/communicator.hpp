@@ -151,7 +151,7 @@ std::unique_ptr<Communicator> make_nccl_over(std::unique_ptr<Communicator> contr
                                              const CommunicatorOptions& options = {});
 // Over NCCL alone, without MPI: ranks find each other at `endpoint` ("host:port") by NCCL's own bootstrap
 // (NCCL_COMM_ID; set while this runs, unless the environment has one, which then wins). Rank 0 listens there. The
-// control plane is NCCL too, over 64 KiB of pinned host memory. Not yet run on GPUs.
+// control plane is NCCL too, over 64 KiB of pinned host memory. On GPUs it has run with one rank only.
 std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank, int size,
                                            const CommunicatorOptions& options = {});
 

@@ -267,8 +267,10 @@ void CudaCore::count(const Measure& measure) const {
   const Nanoseconds elapsed(static_cast<std::int64_t>(static_cast<double>(milliseconds) * 1e6));
   if (const auto* transfer = std::get_if<Measure::Transfer>(&measure.what)) {
     ledger_->count(transfer->link, transfer->bytes, elapsed);
+  } else if (const auto* cause = std::get_if<WaitCause>(&measure.what)) {
+    ledger_->waited(*cause, elapsed);
   } else {
-    ledger_->waited(std::get<WaitCause>(measure.what), elapsed);
+    std::get<std::function<void(Nanoseconds)>>(measure.what)(elapsed);
   }
 }
 

@@ -77,12 +77,22 @@ PooledEvent CudaStream::mark(PooledEvent::Timing timing) {
 }
 
 template <typename Enqueue>
-void CudaStream::measured(std::variant<Measure::Transfer, WaitCause> what, Enqueue enqueue) {
+void CudaStream::measured(Measure::What what, Enqueue enqueue) {
   const CurrentCard card(options_.core->ordinal());
   if (options_.core->ledger() == nullptr) return enqueue();
   PooledEvent start = mark(PooledEvent::Timing::on);
   enqueue();
-  options_.core->measure(Measure{std::move(start), mark(PooledEvent::Timing::on), what});
+  options_.core->measure(Measure{std::move(start), mark(PooledEvent::Timing::on), std::move(what)});
+}
+
+// An event is reached when the work before it is done, so that two have the time between them in which there was none.
+std::function<void(Stream::CountIdle)> CudaStream::watch_idle() {
+  if (options_.core->ledger() == nullptr) return [](const CountIdle&) {};
+  const CurrentCard card(options_.core->ordinal());
+  return [this, start = std::make_shared<PooledEvent>(mark(PooledEvent::Timing::on))](CountIdle count) {
+    const CurrentCard current(options_.core->ordinal());
+    options_.core->measure(Measure{std::move(*start), mark(PooledEvent::Timing::on), std::move(count)});
+  };
 }
 
 void CudaStream::wait(const StreamEvent& event, WaitCause cause) {

@@ -99,6 +99,10 @@ void HostStream::synchronize() {
   record().wait();
 }
 
+std::function<void(Stream::CountIdle)> HostStream::watch_idle() {
+  return [this, before = idle_time()](const CountIdle& count) { count(idle_time() - before); };
+}
+
 Nanoseconds HostStream::idle_time() const {
   MutexLock lock(mutex_);
   return idle_total_ + (idle_ ? Clock::now() - idle_since_ : Nanoseconds{0});

@@ -85,8 +85,10 @@ class Stream {
   // Blocks until everything enqueued so far is done; rethrows the first error. Never called by launched work or by a
   // completion's continuation: the stream would wait for itself.
   virtual void synchronize() = 0;
-  // Cumulative time this stream has had nothing to do. The CUDA device cannot tell and returns 0.
-  virtual Nanoseconds idle_time() const = 0;
+  // How long this stream has nothing to do between this call and that of the function it returns, which tells `count`:
+  // at once on the host device, on CUDA from the polling thread, once the stream has come so far.
+  using CountIdle = std::function<void(Nanoseconds idle)>;
+  virtual std::function<void(CountIdle count)> watch_idle() = 0;
   // The driver's handle (cudaStream_t), null on the host device.
   virtual void* native() const = 0;
   // Whether work that is enqueued now becomes part of a CUDA graph instead of running.

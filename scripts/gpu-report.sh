@@ -4,11 +4,10 @@
 # measures copies, and PyTorch training with its state in every place (bench/placements/measure.py), repeats the GPU tests
 # under compute-sanitizer, runs the rest of the suite, and prints one report.
 #
-#   scripts/gpu-report.sh [--prefix DIR]... [--build DIR] [--out DIR] [--disk DIR] [--jobs N] [--keep-going]
+#   scripts/gpu-report.sh [--packed DIR | --build DIR] [--out DIR] [--disk DIR] [--jobs N] [--keep-going]
 #                         [--minutes N] [--python PROGRAM] [--torch "OPTION..."]
 #
-#   --prefix DIR   distribution packages unpacked there by scripts/unpack-deps.sh, for machines where liburing, hwloc,
-#                  oneTBB, Highway and the rest cannot be installed; several times for several trees
+#   --packed DIR   nothing is compiled: a folder that scripts/pack-build.sh made elsewhere, for --python's version
 #   --build DIR    default: build/gpu-report
 #   --out DIR      logs and the report; default: BUILD/report
 #   --disk DIR     on the drive that holds the state when it is on NVMe; default: the report's folder
@@ -22,10 +21,10 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-prefixes=() build=$root/build/gpu-report out='' disk='' python=python3 torch=() jobs=$(nproc) keep_going='' deadline=
+packed='' build=$root/build/gpu-report out='' disk='' python=python3 torch=() jobs=$(nproc) keep_going='' deadline=
 while [ $# -gt 0 ]; do
   case $1 in
-    --prefix) prefixes+=("$(cd "${2:?--prefix needs a folder}" && pwd)"); shift 2 ;;
+    --packed) packed=$(cd "${2:?--packed needs a folder}" && pwd); shift 2 ;;
     --build) build=${2:?--build needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
     --disk) disk=${2:?--disk needs a folder}; shift 2 ;;
@@ -34,7 +33,7 @@ while [ $# -gt 0 ]; do
     --jobs) jobs=${2:?--jobs needs a number}; shift 2 ;;
     --keep-going) keep_going=yes; shift ;;
     --minutes) deadline=$((SECONDS + 60 * ${2:?--minutes needs a number})); shift 2 ;;
-    *) sed -n '3,21p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
+    *) sed -n '3,20p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
   esac
 done
 
@@ -46,26 +45,6 @@ command -v nvidia-smi >/dev/null || no_gpu "nvidia-smi is not there, so the NVID
 cards=$(nvidia-smi --list-gpus 2>&1) || no_gpu "nvidia-smi finds no card ($(head -1 <<<"$cards"))"
 grep -q '^GPU ' <<<"$cards" || no_gpu "nvidia-smi lists no card ($(head -1 <<<"$cards"))"
 command -v nvcc >/dev/null || no_gpu "nvcc is not there; install the CUDA Toolkit, 12.0 or newer, and put it on the PATH"
-
-# --- packages that are unpacked instead of installed -----------------------------------------------------------------
-
-# prepend VARIABLE PATH: in front of what the variable lists already.
-prepend() {
-  if [ -d "$2" ]; then export "$1=$2${!1:+:${!1}}"; fi
-}
-for prefix in "${prefixes[@]}"; do
-  for usr in "$prefix/usr" "$prefix"; do
-    prepend PATH "$usr/bin"
-    prepend CPATH "$usr/include"
-    prepend CMAKE_PREFIX_PATH "$usr"
-    for lib in "$usr/lib" "$usr/lib/$(uname -m)-linux-gnu"; do
-      prepend LIBRARY_PATH "$lib"
-      prepend LD_LIBRARY_PATH "$lib"
-      prepend PKG_CONFIG_PATH "$lib/pkgconfig"
-    done
-    prepend PKG_CONFIG_PATH "$usr/share/pkgconfig"
-  done
-done
 
 mkdir -p "$build"
 build=$(cd "$build" && pwd)
@@ -133,17 +112,25 @@ say ""
 say "| step | | took | |"
 say "|---|---|---|---|"
 
-generator=()
-if command -v ninja >/dev/null; then generator=(-G Ninja); fi
-step configure cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DHOIST_WITH_CUDA=ON \
-  -DHOIST_WITH_NCCL=AUTO -DHOIST_WARNINGS_AS_ERRORS=OFF -DPython_EXECUTABLE="$(command -v "$python" || echo "$python")"
-step build cmake --build "$build" --parallel "$jobs"
+if [ -n "$packed" ]; then
+  bin=$packed/bin package=$packed/python
+  # NCCL comes with the toolkit or with PyTorch.
+  nccl=$("$python" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2>/dev/null || true)
+  export LD_LIBRARY_PATH=$packed/lib:/usr/local/cuda/lib64${nccl:+:$nccl/lib}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+else
+  bin=$build/bin package=$build/python
+  generator=()
+  if command -v ninja >/dev/null; then generator=(-G Ninja); fi
+  step configure cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DHOIST_WITH_CUDA=ON \
+    -DHOIST_WITH_NCCL=AUTO -DHOIST_WARNINGS_AS_ERRORS=OFF -DPython_EXECUTABLE="$(command -v "$python" || echo "$python")"
+  step build cmake --build "$build" --parallel "$jobs"
+fi
 
 # The CUDA half of every suite; the same tests run on the host device in "suite".
 gpu_tests='*/cuda:Cuda*:Nccl.*'
 programs=(platform_test tiers_memory_test zero_test zero_state_test comm_test embed_device_test)
 step "GPU tests" bash -c 'for program in "${@:2}"; do "$program" --gtest_filter="$1" || exit; done' _ "$gpu_tests" \
-  "${programs[@]/#/$build/bin/}"
+  "${programs[@]/#/$bin/}"
 # A suite that skipped everything has shown nothing.
 if ! grep -q '\[       OK \].*/cuda' "$out/GPU-tests.log"; then
   say "| GPU tests | **failed** | | every one was skipped |"
@@ -151,7 +138,7 @@ if ! grep -q '\[       OK \].*/cuda' "$out/GPU-tests.log"; then
 fi
 
 # Every file of Python tests, with its models on the GPU. A file's log is python-FILE.log. test_accelerator tests another device.
-export PYTHONPATH=$build/python${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
 importable=yes
 lacks=$("$python" -c 'import pytest, hoist.torch' 2>&1) || importable=
 python_tests() {
@@ -171,7 +158,7 @@ else
   say "| Python suite on the GPU | not run | | $python lacks: $(tail -n 1 <<<"$lacks") |"
 fi
 
-step copies "$build/bin/bench_cuda_copies" --json "$out/copies.json"
+step copies "$bin/bench_cuda_copies" --json "$out/copies.json"
 detail "$out/copies.log"
 
 # Placements of a PyTorch program's state: step times, links, waiting and peaks.
@@ -186,14 +173,15 @@ sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/compute-sanitizer
 for tool in memcheck racecheck; do
   if [ -n "$sanitizer" ]; then
     # NCCL's own kernels poll memory that others write, so that only ours are looked at for races.
-    step "$tool" bash -c 'for program in "${@:4}"; do "$1" --tool "$2" --error-exitcode 9 "$program" --gtest_filter="$3" || exit; done' \
-      _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$build/bin/platform_test" "$build/bin/zero_test" "$build/bin/embed_device_test"
+    step "$tool" bash -c 'for program in "${@:4}"; do "$1" --tool "$2" --report-api-errors no --error-exitcode 9 "$program" --gtest_filter="$3" || exit; done' \
+      _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$bin/platform_test" "$bin/zero_test" "$bin/embed_device_test"
   else
     say "| $tool | not run | | compute-sanitizer is not there: install it with the CUDA Toolkit |"
   fi
 done
 
-step suite ctest --test-dir "$build" --parallel "$jobs" --output-on-failure --label-exclude slow
+# The packed build has no other tests.
+[ -n "$packed" ] || step suite ctest --test-dir "$build" --parallel "$jobs" --output-on-failure --label-exclude slow
 
 for log in "${details[@]}"; do
   say ""

@@ -13,6 +13,7 @@
 
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -62,7 +63,7 @@ class PooledEvent {
   Timing timing_;
 };
 
-// The meaning of the time between two events: a copy over a link, or a wait.
+// The meaning of the time between two events: a copy over a link, a wait, or what someone else counts.
 struct Measure {
   struct Transfer {
     Link link;
@@ -70,7 +71,8 @@ struct Measure {
   };
   PooledEvent start;
   PooledEvent end;
-  std::variant<Transfer, WaitCause> what;
+  using What = std::variant<Transfer, WaitCause, std::function<void(Nanoseconds)>>;
+  What what;
 };
 
 class CudaCore {

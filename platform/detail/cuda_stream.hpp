@@ -52,7 +52,7 @@ class CudaStream final : public Stream {
   void update(const UpdateFactors& factors, const UpdateArrays& arrays) override;
   void launch(std::string_view what, std::function<void()> work) override;
   void synchronize() override;
-  Nanoseconds idle_time() const override { return Nanoseconds{0}; }
+  std::function<void(CountIdle)> watch_idle() override;
   void* native() const override { return options_.stream; }
   bool capturing() const override;
 
@@ -63,7 +63,7 @@ class CudaStream final : public Stream {
   void run_kernel(const Arguments& arguments, const char* name);
   // Runs `enqueue` between two timing events, whose distance the core then counts.
   template <typename Enqueue>
-  void measured(std::variant<Measure::Transfer, WaitCause> what, Enqueue enqueue);
+  void measured(Measure::What what, Enqueue enqueue);
 
   const CudaStreamOptions options_;
 };

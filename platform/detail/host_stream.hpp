@@ -47,11 +47,12 @@ class HostStream final : public Stream {
   void update(const UpdateFactors& factors, const UpdateArrays& arrays) override;
   void launch(std::string_view what, std::function<void()> work) override;
   void synchronize() override;
-  Nanoseconds idle_time() const override;
+  std::function<void(CountIdle)> watch_idle() override;
   void* native() const override { return nullptr; }
   bool capturing() const override { return false; }
 
  private:
+  Nanoseconds idle_time() const;  // all that there was so far
   struct Record {
     Promise passed;
   };

@@ -49,7 +49,7 @@ class TorchStream final : public platform::Stream {
   }
   void launch(std::string_view what, std::function<void()> work) override { stream_->launch(what, std::move(work)); }
   void synchronize() override { stream_->synchronize(); }
-  Nanoseconds idle_time() const override { return stream_->idle_time(); }
+  std::function<void(CountIdle)> watch_idle() override { return stream_->watch_idle(); }
   void* native() const override { return nullptr; }
   bool capturing() const override { return false; }
 

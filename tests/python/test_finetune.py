@@ -5,6 +5,7 @@ Each is compared with the run that it stands for: TRL's trainer in memory, with 
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E4
 import hoist  # noqa: E402
 from hoist.torch import finetune, finetune_data  # noqa: E402
 
-ON_CPU = torch.get_default_device().type == "cpu"
+ON_CPU = not os.environ.get("HOIST_TEST_ACCELERATOR")
 # A recipe takes CUDA, or the CPU; another device when it is told so.
 DEVICE = {} if ON_CPU else {"use_cpu": False, "dataloader_pin_memory": False}
 

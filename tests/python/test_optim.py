@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import hoist
 import hoist.optim
 from models import Gpt, batches, loss_of
 
-ON_CPU = torch.get_default_device().type == "cpu"
+ON_CPU = not os.environ.get("HOIST_TEST_ACCELERATOR")
 # States of parameters that are not in CPU memory are in pinned memory.
 PLACE = {} if ON_CPU else {"offload": "cpu", "pinned_memory": "32MiB", "device_memory": "16MiB"}
 
@@ -58,7 +59,8 @@ def test_bf16_parameters_have_an_exact_master():
     ours.set_master(parameter, master)
     theirs = torch.optim.AdamW([reference], lr=1e-5, weight_decay=0.0)
     for step in range(50):
-        gradient = torch.randn(1000, generator=torch.Generator().manual_seed(step), device="cpu").to(master.device, torch.bfloat16)
+        drawn = torch.randn(1000, generator=torch.Generator().manual_seed(step), device="cpu")
+        gradient = drawn.to(master.device, torch.bfloat16)
         parameter.grad, reference.grad = gradient, gradient.float()
         ours.step()
         theirs.step()

@@ -34,7 +34,8 @@ def model_of(seed=0):
 
 def batches(count=STEPS):
     generator = torch.Generator().manual_seed(5)
-    return [tuple(on_device_of_tests(torch.randn(4, WIDTH, generator=generator, device="cpu")) for _ in range(2)) for _ in range(count)]
+    drawn = on_device_of_tests(torch.randn(count, 2, 4, WIDTH, generator=generator, device="cpu"))
+    return [tuple(pair) for pair in drawn]
 
 
 @pytest.fixture

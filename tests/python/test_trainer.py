@@ -22,7 +22,7 @@ import hoist.torch.transformers as hoist_transformers  # noqa: E402
 from training import digests  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("cpu_by_default")
-ON_CPU = torch.get_default_device().type == "cpu"
+ON_CPU = not os.environ.get("HOIST_TEST_ACCELERATOR")
 IS_4 = transformers.__version__.startswith("4.")  # whose mean counts each sequence's first token, too
 
 # As people have it for Hugging Face's DeepSpeed integration, ZeRO-3 with NVMe; nothing of hoist's own.

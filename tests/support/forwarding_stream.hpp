@@ -35,7 +35,7 @@ class ForwardingStream : public platform::Stream {
   }
   void launch(std::string_view what, std::function<void()> work) override { inner_.launch(what, std::move(work)); }
   void synchronize() override { inner_.synchronize(); }
-  Nanoseconds idle_time() const override { return inner_.idle_time(); }
+  std::function<void(CountIdle)> watch_idle() override { return inner_.watch_idle(); }
   void* native() const override { return inner_.native(); }
   bool capturing() const override { return inner_.capturing(); }
 

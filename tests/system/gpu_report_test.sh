@@ -32,7 +32,7 @@ nvidia_smi 9 "NVIDIA-SMI has failed because it could not communicate with the NV
 expect 77 '^no GPU report: nvidia-smi finds no card \(NVIDIA-SMI has failed'
 nvidia_smi 0 "No devices were found"
 expect 77 '^no GPU report: nvidia-smi lists no card \(No devices'
-expect 2 'gpu-report.sh \[--prefix DIR\]' --no-such-option
+expect 2 'gpu-report.sh \[--packed DIR' --no-such-option
 if [ -e "$work/build" ]; then
   echo "a build was begun" >&2
   exit 1

@@ -44,7 +44,9 @@ class CapturedStream final : public platform::Stream {
   void update(const UpdateFactors&, const platform::UpdateArrays&) override { touched<int>(); }
   void launch(std::string_view, std::function<void()>) override { touched<int>(); }
   void synchronize() override { touched<int>(); }
-  Nanoseconds idle_time() const override { return Nanoseconds{0}; }
+  std::function<void(CountIdle)> watch_idle() override {
+    return [](const CountIdle&) {};
+  }
   void* native() const override { return nullptr; }
 
  private:

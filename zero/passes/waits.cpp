@@ -5,22 +5,35 @@
 
 namespace hoist::detail {
 
-UpdateWait::UpdateWait(const UpdateQueue& updates)
-    : updates_(&updates), began_(Clock::now()), busy_before_(updates.busy()) {}
+namespace {
 
-void UpdateWait::count_into(Ledger& ledger, Nanoseconds waited, WaitCause rest) const {
+void count(Ledger& ledger, Nanoseconds waited, Nanoseconds updating, WaitCause rest) {
   waited = std::max(waited, Nanoseconds(0));
-  const Nanoseconds updating = updates_ == nullptr ? Nanoseconds(0) : std::min(waited, updates_->busy() - busy_before_);
+  updating = std::min(waited, updating);
   if (updating.count() > 0) ledger.waited(WaitCause::optimizer, updating);
   ledger.waited(rest, waited - updating);
 }
 
+}  // namespace
+
+UpdateWait::UpdateWait(const UpdateQueue& updates)
+    : updates_(&updates), began_(Clock::now()), busy_before_(updates.busy()) {}
+
+Nanoseconds UpdateWait::updating() const {
+  return updates_ == nullptr ? Nanoseconds(0) : updates_->busy() - busy_before_;
+}
+
+void UpdateWait::count_into(Ledger& ledger, Nanoseconds waited, WaitCause rest) const {
+  count(ledger, waited, updating(), rest);
+}
+
 void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue& updates, Ledger& ledger) {
   if (submitted.done()) return submitted.wait();  // rethrows
-  const Nanoseconds idle_before = stream->idle_time();
+  const auto tell_idle = stream->watch_idle();
   const UpdateWait wait(updates);
   submitted.wait();
-  wait.count_into(ledger, stream->idle_time() - idle_before);
+  tell_idle(
+      [&ledger, updating = wait.updating()](Nanoseconds idle) { count(ledger, idle, updating, WaitCause::nvme); });
 }
 
 }  // namespace hoist::detail
