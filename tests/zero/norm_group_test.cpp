@@ -92,5 +92,21 @@ TEST(NormGroup, MustHoldTheShardingGroup) {
   }
 }
 
+// Only ranks that divide weights stage them for collectives, in 4 MiB of device memory.
+TEST(NormGroup, RanksThatDivideNothingNeedNoMemoryForCollectives) {
+  comm::ThreadGroup pair(2);
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const Runtime::Groups groups{.sharding = {},
+                                   .norm = [&](const comm::CommunicatorOptions& o) { return pair.join(rank, o); }};
+      const Runtime runtime(
+          {.device = platform::DeviceKind::host, .device_memory_bytes = 1 * kMiB, .pinned_memory_bytes = 1 * kMiB},
+          groups);
+      EXPECT_EQ(runtime.world_size(), 1);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace hoist::test::norm_group_test
