@@ -19,6 +19,7 @@ import hoist
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
+from hoist.torch.unit_tensors import CAN_REFUSE  # noqa: E402
 from training import digests  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("cpu_by_default")
@@ -277,6 +278,7 @@ def test_trainers_own_optimizer_and_schedule(tmp_path):
     assert losses == pytest.approx(loop_losses, rel=1e-3)
 
 
+@pytest.mark.skipif(not CAN_REFUSE, reason="before PyTorch 2.13 the modules of the first pass stay uncompiled (docs/pytorch.md)")
 def test_compiled_by_trainer(tmp_path):
     """torch_compile of TrainingArguments; aot_eager traces and differentiates as inductor does, and needs no compiler."""
     losses = []
