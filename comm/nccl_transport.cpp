@@ -133,8 +133,10 @@ class NcclTransport final : public Transport {
     auto part = std::make_unique<NcclTransport>(rank, size, device_ordinal_, timeout_);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    check(kWhat, ncclCommSplit(communicator_, group, rank, &part->communicator_, &config));
-    // A thread of NCCL's stores the new communicator, and may do so after this one has come to success.
+    // It may say success when it has only begun. A thread of NCCL's stores the new communicator, also where the split
+    // fails; what give_up() aborts first, this communicator, joins that thread before `part` ends.
+    const ncclResult_t begun = ncclCommSplit(communicator_, group, rank, &part->communicator_, &config);
+    check(kWhat, begun == ncclSuccess ? ncclInProgress : begun);
     for (Deadline deadline(timeout_); std::atomic_ref(part->communicator_).load() == nullptr;) pause(kWhat, deadline);
     part->check(kWhat, ncclInProgress);
     part->take_buffers();

@@ -85,7 +85,8 @@ void CudaStream::measured(Measure::What what, Enqueue enqueue) {
   options_.core->measure(Measure{std::move(start), mark(PooledEvent::Timing::on), std::move(what)});
 }
 
-// An event is reached when the work before it is done, so that two have the time between them in which there was none.
+// An event is reached when the work before it is done: the time between two that follow each other is the time in which
+// there was none.
 std::function<void(Stream::CountIdle)> CudaStream::watch_idle() {
   if (options_.core->ledger() == nullptr) return [](const CountIdle&) {};
   const CurrentCard card(options_.core->ordinal());

@@ -85,8 +85,9 @@ class Stream {
   // Blocks until everything enqueued so far is done; rethrows the first error. Never called by launched work or by a
   // completion's continuation: the stream would wait for itself.
   virtual void synchronize() = 0;
-  // How long this stream has nothing to do between this call and that of the function it returns, which tells `count`:
-  // at once on the host device, on CUDA from the polling thread, once the stream has come so far.
+  // Begins to measure how long this stream has nothing to do. The returned function ends that and gives `count` the
+  // result: at once on the host device; on CUDA later, on any thread, and never if the device has no ledger. It is
+  // called once at most, while the stream lives. `count` must not call the device.
   using CountIdle = std::function<void(Nanoseconds idle)>;
   virtual std::function<void(CountIdle count)> watch_idle() = 0;
   // The driver's handle (cudaStream_t), null on the host device.

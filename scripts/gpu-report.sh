@@ -44,7 +44,7 @@ no_gpu() { echo "no GPU report: $1"; exit 77; }
 command -v nvidia-smi >/dev/null || no_gpu "nvidia-smi is not there, so the NVIDIA driver is not installed"
 cards=$(nvidia-smi --list-gpus 2>&1) || no_gpu "nvidia-smi finds no card ($(head -1 <<<"$cards"))"
 grep -q '^GPU ' <<<"$cards" || no_gpu "nvidia-smi lists no card ($(head -1 <<<"$cards"))"
-command -v nvcc >/dev/null || no_gpu "nvcc is not there; install the CUDA Toolkit, 12.0 or newer, and put it on the PATH"
+[ -n "$packed" ] || command -v nvcc >/dev/null || no_gpu "nvcc is not there; install the CUDA Toolkit, 12.0 or newer, and put it on the PATH"
 
 mkdir -p "$build"
 build=$(cd "$build" && pwd)
@@ -99,12 +99,12 @@ summary() {
 : >"$report"
 say "# hoist on a GPU"
 say ""
-say "$(date -u '+%F %H:%M UTC'), commit $(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)."
+say "$(date -u '+%F %H:%M UTC'), commit $(cat "${packed:-/}/commit" 2>/dev/null || git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)."
 say ""
 say "| | |"
 say "|---|---|"
 say "| card | $(nvidia-smi --query-gpu=name,memory.total,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader | tr '\n' ';') |"
-say "| toolkit | $(nvcc --version | grep -o 'release.*') |"
+say "| toolkit | $(nvcc --version 2>/dev/null | grep -o 'release.*' || echo none) |"
 say "| CPU | $(grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-), $(nproc) cores |"
 say "| memory | $(awk '/MemTotal/ {printf "%.0f GiB", $2 / 1048576}' /proc/meminfo), locked at most $(ulimit -l) KiB |"
 say "| system | $(uname -r), $(. /etc/os-release 2>/dev/null && echo "${PRETTY_NAME:-unknown}") |"
@@ -116,7 +116,7 @@ if [ -n "$packed" ]; then
   bin=$packed/bin package=$packed/python
   # NCCL comes with the toolkit or with PyTorch.
   nccl=$("$python" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2>/dev/null || true)
-  export LD_LIBRARY_PATH=$packed/lib:/usr/local/cuda/lib64${nccl:+:$nccl/lib}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  export LD_LIBRARY_PATH=$packed/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}:/usr/local/cuda/lib64${nccl:+:$nccl/lib}
 else
   bin=$build/bin package=$build/python
   generator=()
@@ -155,7 +155,8 @@ if [ -n "$importable" ]; then
     step "Python suite on the GPU" bash -c 'python_tests "$@"' _ "$root/tests/python" "$(((jobs + 1) / 2))" "$python" "$out"
   detail "$out/Python-suite-on-the-GPU.log"
 else
-  say "| Python suite on the GPU | not run | | $python lacks: $(tail -n 1 <<<"$lacks") |"
+  say "| Python suite and placements | not run | | $python lacks: $(tail -n 1 <<<"$lacks") |"
+  [ -z "$packed" ] || failed=1 # the package was packed for another version, say
 fi
 
 step copies "$bin/bench_cuda_copies" --json "$out/copies.json"
@@ -172,7 +173,8 @@ fi
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/compute-sanitizer/compute-sanitizer 2>/dev/null || true)
 for tool in memcheck racecheck; do
   if [ -n "$sanitizer" ]; then
-    # NCCL's own kernels poll memory that others write, so that only ours are looked at for races.
+    # NCCL's own kernels poll memory that others write, so that only ours are looked at for races. Tests make calls that CUDA
+    # refuses, such as memory registered twice, which are no errors here.
     step "$tool" bash -c 'for program in "${@:4}"; do "$1" --tool "$2" --report-api-errors no --error-exitcode 9 "$program" --gtest_filter="$3" || exit; done' \
       _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$bin/platform_test" "$bin/zero_test" "$bin/embed_device_test"
   else

@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", help="sequences a step, in ascending order")
     parser.add_argument("--device-memory", help="hoist.device_memory; default: by the machine")
     parser.add_argument("--pinned-memory", help="hoist.pinned_memory; default: by the machine")
-    parser.add_argument("--trace", help="hoist.trace of hoist's cells, each in the place of the one before")
+    parser.add_argument("--trace", help="hoist.trace of hoist's cells; each cell overwrites the file of the one before")
     parser.add_argument("--json")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()

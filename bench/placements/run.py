@@ -191,6 +191,8 @@ def main() -> None:
     with torch.device(arguments.device):  # a GPU draws a billion initial values in a moment
         model, blocks = build(arguments.model, arguments.layers, arguments.width, arguments.heads, arguments.context)
     model.cpu()
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()  # or the peaks below would have what building took
     parameters = sum(p.numel() for p in model.parameters())
     with open(arguments.config) as file:
         engine = ENGINES[arguments.engine](model, blocks, json.load(file), arguments)

@@ -63,7 +63,7 @@ class PooledEvent {
   Timing timing_;
 };
 
-// The meaning of the time between two events: a copy over a link, a wait, or what someone else counts.
+// The meaning of the time between two events: a copy over a link, a wait, or what a function is told.
 struct Measure {
   struct Transfer {
     Link link;

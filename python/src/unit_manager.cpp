@@ -207,7 +207,7 @@ void UnitManager::open_runtime() {
   const platform::DeviceKind device = options_.runtime.device.value_or(platform::DeviceKind::host);
   const std::shared_ptr<comm::Transport> job = options_.make_job_channel ? options_.make_job_channel() : nullptr;
   const std::shared_ptr<comm::Transport> sharding = options_.make_channel ? options_.make_channel() : nullptr;
-  // Both are called when this rank has taken its memory, and the first to be called meets the other ranks.
+  // Both are called when this rank has taken its memory; the first one called waits for the other ranks.
   const auto join = [&](const comm::CommunicatorOptions& comm) {
     (job ? job : sharding)->barrier();
     return join_over(sharding, device, comm);

@@ -132,7 +132,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int size, ncclUniqueId, in
   *made = make(rank, size, config);
   return ncclInProgress;
 }
-// The communicator is stored by a thread of NCCL's, which may be late.
+// As NCCL's, it says success when it has only begun, and a thread stores the communicator, which may be late.
 ncclResult_t ncclCommSplit(ncclComm_t from, int, int rank, ncclComm_t* made, ncclConfig_t* config) {
   const std::lock_guard lock(library.mutex);
   require_free(from, "ncclCommSplit");
@@ -141,7 +141,8 @@ ncclResult_t ncclCommSplit(ncclComm_t from, int, int rank, ncclComm_t* made, ncc
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     std::atomic_ref(*made).store(communicator);
   });
-  return begun(from);
+  begun(from);
+  return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* state) {
   const std::lock_guard lock(library.mutex);

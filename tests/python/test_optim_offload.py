@@ -7,6 +7,7 @@ import json
 import signal
 import weakref
 
+import accelerator
 import pytest
 import torch
 from test_processes import run_program
@@ -59,12 +60,12 @@ class Program:
 
     def train(self, first, last):
         for step in range(first, last):
-            # On the CPU: a GPU rounds in other places.
-            values = [nn.Parameter(parameter.detach().cpu()) for parameter in self.parameters]
+            # A GPU rounds in other places than the CPU, where `expected` comes from.
+            values = [nn.Parameter(p.detach().cpu()) for p in self.parameters] if accelerator.ON_GPU else self.parameters
             for micro_batch in range(2):
                 made = torch.Generator().manual_seed(2 * step + micro_batch)
                 for value in values:
-                    noise = torch.randn(value.shape, generator=made, device="cpu").to(value.dtype)
+                    noise = torch.randn(value.shape, generator=made, device="cpu").to(value.device, value.dtype)
                     gradient = (noise + 0.1 * value.detach()) / 2
                     value.grad = gradient if value.grad is None else value.grad + gradient
             torch.nn.utils.clip_grad_norm_(values, 20.0)

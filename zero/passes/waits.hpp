@@ -21,7 +21,7 @@ class UpdateWait {
   explicit UpdateWait(const UpdateQueue& updates);
   UpdateWait() : began_(Clock::now()) {}  // all of it is the drive's
   Nanoseconds elapsed() const { return Clock::now() - began_; }
-  Nanoseconds updating() const;  // the arithmetic's part
+  Nanoseconds updating() const;  // how long the update's arithmetic ran
   // Counts so much of it: as the arithmetic as far as that ran, else as `rest`.
   void count_into(Ledger& ledger, Nanoseconds waited, WaitCause rest = WaitCause::nvme) const;
 

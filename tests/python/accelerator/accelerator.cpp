@@ -316,8 +316,9 @@ void give_generator(const c10::OperatorHandle& op, torch::jit::Stack& work) {
     }
     if (op.schema().name() == "aten::randperm") continue;
     const std::lock_guard lock(generators_mutex);
-    TORCH_CHECK(std::ranges::find(generators, work[a].toGenerator()) != generators.end(), "Expected a '", kType,
-                "' device type for generator but found 'cpu'");
+    TORCH_CHECK(work[a].toGenerator() == generator() ||
+                    std::ranges::find(generators, work[a].toGenerator()) != generators.end(),
+                "Expected a '", kType, "' device type for generator but found 'cpu'");
   }
 }
 
