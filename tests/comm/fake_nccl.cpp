@@ -165,8 +165,10 @@ ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
   ++library.counts.destroyed;
   return ncclSuccess;
 }
+// Ends the threads that make communicators, as NCCL's does.
 ncclResult_t ncclCommAbort(ncclComm_t communicator) {
   const std::lock_guard lock(library.mutex);
+  library.late.clear();
   require(!communicator->ended, "ncclCommAbort after the communicator's end");
   communicator->ended = true;
   ++library.counts.aborted;

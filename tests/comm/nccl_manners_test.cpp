@@ -133,6 +133,18 @@ TEST_F(NcclManners, AnEndThatNeverComesIsGivenUp) {
   EXPECT_EQ(nccl::counts().aborted, 2);  // its control plane's, too
 }
 
+// The communicator that NCCL makes meanwhile is not left behind.
+TEST_F(NcclManners, ASplitThatNeverComesIsGivenUp) {
+  {
+    const auto communicator = make_nccl_at("127.0.0.1:29513", 0, 1, {.timeout = milliseconds(50), .device_ordinal = 1});
+    nccl::stall();
+    EXPECT_THROW(communicator->duplicate(), CommError);
+    EXPECT_THROW(communicator->barrier(), CommError);
+  }
+  EXPECT_THAT(nccl::violations(), IsEmpty());
+  EXPECT_EQ(nccl::counts().made, nccl::counts().destroyed + nccl::counts().aborted);
+}
+
 TEST_F(NcclManners, TheControlPlaneWorksOnAnyThread) {
   const auto communicator =
       make_nccl_at("127.0.0.1:29513", 0, 1, {.timeout = std::chrono::minutes(1), .device_ordinal = 1});
