@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of transformers.Trainer: killed runs go on from the newest complete one, and what could not be saved is refused."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import hoist
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
+from test_trainer import arguments, ds_config, tiny_llama, trainer_of  # noqa: E402
+
+import hoist.torch.transformers as hoist_transformers  # noqa: E402
+from training import digests  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("cpu_by_default")
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["trainers_optimizer", "the_files_optimizer"])
+def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
+    """Saved every 3 steps and killed after step 11: resumed at 9, it ends in the bits of a run that nobody disturbed."""
+    without = ("optimizer", "scheduler") if own else ()
+
+    def run(path, max_steps=12, **options):
+        args = arguments(tmp_path / path / "out", max_steps=max_steps, save_strategy="steps", save_steps=3)
+        trainer = trainer_of(args, ds_config(tmp_path / path / "nvme", without=without), model=tiny_llama(
+            seed=options.pop("seed", 0), attention_dropout=0.1))
+        trainer.train(**options)
+        return trainer
+
+    whole = run("whole")
+    expected = digests(whole.engine)
+    whole.engine.close()
+
+    program = textwrap.dedent(f"""
+        import os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        import accelerator
+        accelerator.use_if_asked(cpu_by_default=True)
+        from test_trainer import *
+        class Kill(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **_):
+                if state.global_step == 11:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        path = Path({str(tmp_path / "killed")!r})
+        args = arguments(path / "out", max_steps=12, save_strategy="steps", save_steps=3)
+        trainer = trainer_of(args, ds_config(path / "nvme", without={without!r}), model=tiny_llama(attention_dropout=0.1),
+                             callbacks=[Kill()])
+        trainer.train()
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    checkpoints = sorted(os.listdir(tmp_path / "killed" / "out"))
+    assert checkpoints == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    with pytest.raises(hoist.StoreError, match="holds a run"):
+        run("killed")
+    with pytest.raises(hoist.StoreError, match=r"'global_step3'.*'global_step6' \(step 6\), 'global_step9' \(step 9\)"):
+        run("killed", resume_from_checkpoint=str(tmp_path / "killed" / "out" / "checkpoint-3"))
+    resumed = run("killed", seed=5, resume_from_checkpoint=True)
+    assert resumed.state.global_step == resumed.engine.global_steps == 12
+    assert digests(resumed.engine) == expected
+    resumed.engine.close()
+
+
+def test_killed_before_a_checkpoint_was_complete(tmp_path):
+    """The checkpoint is there, its directory lacks Trainer's own state: the run goes on from the checkpoint before it."""
+    program = textwrap.dedent(f"""
+        import os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        import accelerator
+        accelerator.use_if_asked(cpu_by_default=True)
+        from test_trainer import *
+        path = Path({str(tmp_path)!r})
+        class Dying(hoist_transformers.Trainer):
+            def _save_rng_state(self, output_dir):
+                if self.state.global_step == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                super()._save_rng_state(output_dir)
+        args = arguments(path / "out", max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
+        Dying(model=tiny_llama(), args=args, train_dataset=Tokens(), hoist_config=ds_config(path / "nvme")).train()
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-4"]
+    assert not (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").exists()
+    args = arguments(tmp_path / "out", max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
+    trainer = trainer_of(args, ds_config(tmp_path / "nvme"), model=tiny_llama(seed=5))
+    trainer.train(resume_from_checkpoint=True)
+    ours = digests(trainer.engine)
+    assert trainer.engine.checkpoints() == {"global_step4": 4, "global_step6": 6}
+    trainer.engine.close()
+    whole = trainer_of(arguments(tmp_path / "whole", max_steps=6), ds_config(tmp_path / "whole-nvme"))
+    whole.train()
+    assert ours == digests(whole.engine)
+    whole.engine.close()
+
+
+def test_the_newest_complete_checkpoint(tmp_path):
+    newest = hoist_transformers.newest_complete_checkpoint
+    assert newest(str(tmp_path / "nothing")) is None and newest(str(tmp_path)) is None
+    for step in (9, 10, 11, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    assert newest(str(tmp_path)) is None
+    transformers.TrainerState(global_step=9).save_to_json(str(tmp_path / "checkpoint-9" / "trainer_state.json"))
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+    transformers.TrainerState(global_step=10).save_to_json(str(tmp_path / "checkpoint-10" / "trainer_state.json"))
+    whole = (tmp_path / "checkpoint-10" / "trainer_state.json").read_text()
+    (tmp_path / "checkpoint-11" / "trainer_state.json").write_text(whole[:len(whole) // 2])
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trainer_of(arguments(tmp_path / "nothing"), ds_config(tmp_path / "nvme")).train(resume_from_checkpoint=True)
+
+
+def in_memory(config):
+    for part in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][part] = {"device": "cpu"}
+    return config
+
+
+@pytest.mark.parametrize("why", ["durability", "keep_steps"])
+def test_checkpoints_that_could_not_be_saved_are_refused_at_the_start(tmp_path, why):
+    """Trainer saves by default, every 500 steps: that is late to learn that the store keeps nothing."""
+    def config():
+        made = ds_config(tmp_path / "nvme")
+        made["hoist"] = {"durability": "none"} if why == "durability" else {"keep_steps": 0}
+        return made
+
+    args = arguments(tmp_path / "out", max_steps=2, save_strategy="steps")
+    with pytest.raises(hoist.UsageError, match="keep_steps.*durability.*save_strategy='no'"):
+        trainer_of(args, config()).train()
+    assert not (tmp_path / "nvme").exists()
+    for saving in ({"save_strategy": "no"}, {"save_only_model": True}):
+        trainer = trainer_of(arguments(tmp_path / "out", max_steps=2, **{"save_strategy": "steps"} | saving), config())
+        assert trainer.train().global_step == 2
+        trainer.engine.close()
+        shutil.rmtree(tmp_path / "nvme", ignore_errors=True)
+
+
+def test_state_in_memory_is_saved_where_the_file_names_a_store(tmp_path):
+    config = in_memory(ds_config(tmp_path / "nvme"))
+    config["hoist"] = {"checkpoint_path": str(tmp_path / "kept")}
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=2, save_strategy="steps"), config)
+    trainer.train()
+    assert trainer.engine.checkpoints() == {"global_step2": 2}
+    trainer.engine.close()
+
+
+def test_state_in_memory_is_saved_beside_trainers_own_files_otherwise(tmp_path):
+    """Trainer saves by default, and a canonical file names no directory."""
+    def trained(steps, resume):
+        trainer = trainer_of(arguments(tmp_path / "out", max_steps=steps, save_strategy="steps", save_steps=2),
+                             in_memory(ds_config(tmp_path / "nvme")))
+        trainer.train(resume_from_checkpoint=resume)
+        kept = trainer.engine.checkpoints()
+        trainer.engine.close()
+        return kept
+
+    assert trained(2, resume=False) == {"global_step2": 2}
+    assert (tmp_path / "out" / "hoist").is_dir() and not (tmp_path / "nvme").exists()
+    assert trained(4, resume=True)["global_step4"] == 4
