@@ -192,8 +192,10 @@ std::vector<Figure> measured(const Arguments& a) {
       figures[kind].ratios.push_back((first + again) / 2 / ours);
       figures[kind].control.push_back(first / again);
       figures[kind].gigabytes_per_second.push_back(speed);
-      if (kind < 2) sum += gigabytes / first;
-      if (kind < 2) continue;
+      if (kind < 2) {
+        sum += gigabytes / first;
+        continue;
+      }
       figures[3].ratios.push_back(speed / sum);
       figures[3].gigabytes_per_second.push_back(speed);
     }

@@ -20,7 +20,7 @@ if [ -e "$target" ] && [ -n "$(ls -A "$target")" ] && [ ! -e "$target/commit" ];
   exit 2
 fi
 build=${3:-$root/build/packed}
-# The GPU tests, and what is measured.
+# The programs that gpu-report.sh runs, and the command line.
 programs=(platform_test tiers_memory_test zero_test zero_state_test comm_test embed_device_test bench_cuda_copies hoist)
 
 generator=()

@@ -268,17 +268,17 @@ void give_generator(const c10::OperatorHandle& op, torch::jit::Stack& work) {
 
 // As a GPU's operators, these take tensors of the CPU for numbers, and as indices, but not beside their own.
 void refuse_cpu_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
-  bool here = false, on_cpu = false;
+  bool some_here = false, some_on_cpu = false;
   const auto look = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
-    here = here || is_here(tensor);
-    on_cpu = on_cpu || (tensor.device().is_cpu() && tensor.dim() > 0);
+    some_here = some_here || is_here(tensor);
+    some_on_cpu = some_on_cpu || (tensor.device().is_cpu() && tensor.dim() > 0);
   };
   for (const c10::IValue& value : arguments) {
     if (value.isTensor()) look(value.toTensor());
     if (value.isTensorList()) std::ranges::for_each(value.toTensorVector(), look);
   }
-  TORCH_CHECK(!here || !on_cpu, "Expected all tensors to be on the same device, but ", op.schema().name(),
+  TORCH_CHECK(!some_here || !some_on_cpu, "Expected all tensors to be on the same device, but ", op.schema().name(),
               " has some on the CPU and some on '", kType, "'");
 }
 
