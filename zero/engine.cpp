@@ -188,6 +188,10 @@ void Engine::set_learning_rate(GroupId group, double learning_rate) {
 
 float Engine::loss_scale() const { return static_cast<float>(core_->settings.scaler.scale()); }
 
+double Engine::gradient_norm() {
+  return core_->run([&] { return core_->stepper->gradient_norm(); });
+}
+
 StepReport Engine::step(const StepOptions& options) {
   return core_->run([&] { return core_->step(options); });
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -106,6 +107,9 @@ struct StepOptions {
   // between commits, too: a write() commits the step it finds. At most EngineOptions::caller_state_bytes_max; equal on
   // all ranks or not, each rank gets its own back.
   std::span<const std::byte> caller_state{};
+  // The step's gradients are scaled down to this global norm where theirs is larger, as by
+  // EngineOptions::gradient_clipping, if that is not lower. Equal on all ranks. Not in update mode `backward`.
+  double gradient_norm_max = std::numeric_limits<double>::infinity();
 };
 
 struct StepReport {

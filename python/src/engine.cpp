@@ -286,12 +286,15 @@ void bind_engine(nb::module_& module) {
           "learning_rate"_a)
       .def(
           "step",
-          [](PyEngine& e, const nb::bytes& state) {
+          [](PyEngine& e, const nb::bytes& state, double gradient_norm_max) {
             const std::span bytes(static_cast<const std::byte*>(state.data()), state.size());
             const nb::gil_scoped_release release;
-            return e.engine().step({.caller_state = bytes});
+            return e.engine().step({.caller_state = bytes, .gradient_norm_max = gradient_norm_max});
           },
-          "caller_state"_a = nb::bytes("", 0))
+          "caller_state"_a = nb::bytes("", 0), "gradient_norm_max"_a = StepOptions{}.gradient_norm_max)
+      .def(
+          "gradient_norm", [](PyEngine& e) { return e.engine().gradient_norm(); }, no_gil,
+          "The global norm of the gradients that step() will take. Waits for them.")
       .def(
           "settle", [](PyEngine& e) { e.engine().settle(); }, no_gil)
       .def(

@@ -346,13 +346,21 @@ void bind_unit_manager(nb::module_& module) {
           "unit"_a, "begins_graph"_a, keep)
       .def(
           "step",
-          [](UnitManager& unit_manager, const nb::bytes& state) {
+          [](UnitManager& unit_manager, const nb::bytes& state, double gradient_norm_max) {
             const auto bytes = bytes_of(state);
             const nb::gil_scoped_release release;
             const std::lock_guard lock(unit_manager.engine_mutex());
-            return unit_manager.engine().step({.caller_state = bytes});
+            return unit_manager.engine().step({.caller_state = bytes, .gradient_norm_max = gradient_norm_max});
           },
-          "caller_state"_a)
+          "caller_state"_a, "gradient_norm_max"_a = StepOptions{}.gradient_norm_max)
+      .def(
+          "gradient_norm",
+          [](UnitManager& unit_manager) {
+            const nb::gil_scoped_release release;
+            const std::lock_guard lock(unit_manager.engine_mutex());
+            return unit_manager.engine().gradient_norm();
+          },
+          "The global norm of the gradients that step() will take. Waits for them.")
       .def(
           "step_tensors",
           [](UnitManager& unit_manager, const std::vector<std::uintptr_t>& gradients, const std::vector<DType>& dtypes,

@@ -253,6 +253,8 @@ TEST_P(BackwardMode, NothingButTheStepFollowsThePass) {
   EXPECT_THROW(run->engine().read(run->model.matrix(0), State::gradient, 0, values), UsageError);
   EXPECT_THROW(run->engine().write(run->model.matrix(0), State::master, 0, values), UsageError);
   EXPECT_THROW(run->engine().settle(), UsageError);
+  EXPECT_THROW(run->engine().gradient_norm(), UsageError);
+  EXPECT_THROW(run->engine().step({.gradient_norm_max = 1}), UsageError);
   EXPECT_THROW(run->engine().save("now", {}), UsageError);
   EXPECT_THROW(run->engine().set_learning_rate(GroupId{0}, 0.5), UsageError);
   run->engine().set_learning_rate(GroupId{0}, run->engine().learning_rate(GroupId{0}));  // as it is

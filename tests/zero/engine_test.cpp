@@ -351,6 +351,48 @@ TEST(Engine, ReportsNormAndClipFactor) {
   EXPECT_DOUBLE_EQ(report.clip_factor, std::min(1.0, 0.5 / (report.gradient_norm + 1e-6)));
 }
 
+TEST(Engine, AStepsOwnLargestNormClipsAsTheOptionsDo) {
+  for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward}) {
+    ToySetup of_options = in_memory(), of_step = in_memory();
+    for (ToySetup* setup : {&of_options, &of_step}) setup->engine.update_mode = mode;
+    of_step.engine.gradient_clipping = 0;
+    Fixture expected(of_options), found(of_step);
+    expected.init().model.train(1, 4);
+    found.init();
+    for (std::uint64_t step = 1; step <= 4; ++step) {
+      found.model.pass(step);
+      const double norm = found.engine().gradient_norm();
+      EXPECT_EQ(found.engine().gradient_norm(), norm);
+      const StepReport report = found.engine().step({.gradient_norm_max = of_options.engine.gradient_clipping});
+      EXPECT_EQ(report.gradient_norm, norm);
+      EXPECT_EQ(report.clip_factor, expected.model.reports[step - 1].clip_factor);
+      EXPECT_LT(report.clip_factor, 1);
+    }
+    EXPECT_EQ(digests_of(found.model), digests_of(expected.model));
+  }
+}
+
+TEST(Engine, TheSmallerOfTwoLargestNormsCounts) {
+  Fixture f(in_memory());
+  f.init();
+  for (const double of_step : {0.25, 4.0}) {
+    f.model.pass(f.engine().step_count() + 1);
+    const StepReport report = f.engine().step({.gradient_norm_max = of_step});
+    EXPECT_DOUBLE_EQ(report.clip_factor, std::min(of_step, 0.5) / (report.gradient_norm + 1e-6));
+  }
+}
+
+TEST(Engine, TheNormIsAskedForBetweenPassAndStep) {
+  Fixture f(in_memory());
+  f.init();
+  EXPECT_THROW(f.engine().gradient_norm(), UsageError);
+  f.model.pass(1);
+  EXPECT_THROW(f.engine().step({.gradient_norm_max = -1}), UsageError);
+  EXPECT_THROW(f.engine().step({.gradient_norm_max = std::nan("")}), UsageError);
+  EXPECT_TRUE(f.engine().step().applied);
+  EXPECT_THROW(f.engine().gradient_norm(), UsageError);
+}
+
 TEST(Engine, LearningRateTakesEffectAtTheNextStep) {
   Fixture a(in_memory()), b(in_memory());
   a.init().model.train(1, 2);

@@ -2,6 +2,7 @@
 // Several ranks: partitioned state, equal results on every communicator, divergence that is named instead of hanging.
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -290,7 +291,9 @@ TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
 
 // Each rank steps its own shard: settings that differ would mix two trainings in one model without a word.
 TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
-  const auto trained = [](const auto& change_setup, const auto& change_engine) -> std::string {
+  // `before_step`: what rank 2 calls between its second pass and step().
+  const auto trained = [](const auto& change_setup, const auto& change_engine,
+                          const std::function<void(Engine&)>& before_step = nullptr) -> std::string {
     try {
       on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
         ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
@@ -300,7 +303,9 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
         model.initialize();
         model.train(1, 2);
         if (rank == 2) change_engine(model.engine());
-        model.train(3, 3);
+        model.pass(3);
+        if (rank == 2 && before_step) before_step(model.engine());
+        model.engine().step();
       });
     } catch (const CommError& error) {
       return error.what();
@@ -313,6 +318,10 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
               testing::AllOf(testing::HasSubstr("rank 2 is at"), testing::HasSubstr("learning rate 0.125")));
   EXPECT_THAT(trained([](ToySetup& setup) { setup.engine.gradient_clipping = 0.25; }, no_engine),
               testing::AllOf(testing::HasSubstr("rank 2 is at"), testing::HasSubstr("clipping 0.25")));
+  const auto asks_for_the_norm = [](Engine& engine) { engine.gradient_norm(); };
+  EXPECT_THAT(trained(no_setup, no_engine, asks_for_the_norm), testing::HasSubstr("gradient_norm()"));
+  EXPECT_THAT(trained(no_setup, no_engine, [](Engine& engine) { engine.step({.gradient_norm_max = 0.125}); }),
+              testing::HasSubstr("clipping 0.125"));
   EXPECT_THAT(trained([](ToySetup& setup) { setup.engine.optimizer_defaults.weight_decay = 0.5; }, no_engine),
               testing::HasSubstr("the ranks have diverged: rank 2"));
   EXPECT_EQ(trained(no_setup, no_engine), "nobody noticed");

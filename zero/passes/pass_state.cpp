@@ -95,18 +95,22 @@ void PassState::require_finished() const {
   }
 }
 
-void PassState::require_gradients() const {
-  if (pass_) throw UsageError("step() inside of a pass; end the PassScope first");
+void PassState::require_gradients(const char* call) const {
+  if (pass_) throw UsageError(fmt::format("{} inside of a pass; end the PassScope first", call));
   if (!gradients_due_) {
-    throw UsageError(micro_batches_done_ == 0 ? std::string("step() needs a train pass before it")
-                                              : fmt::format("step() after micro-batch {} of {}; it needs all of them",
+    throw UsageError(micro_batches_done_ == 0 ? fmt::format("{} needs a train pass before it", call)
+                                              : fmt::format("{} after micro-batch {} of {}; it needs all of them", call,
                                                             micro_batches_done_, micro_batches_));
   }
   require_finished();
 }
 
 void PassState::check_agreement(const std::optional<Settings>& settings) {
-  if (!std::exchange(agreement_due_, false) || table_.world_size() == 1) return;
+  if (std::exchange(agreement_due_, false)) agree_on(settings);
+}
+
+void PassState::agree_on(const std::optional<Settings>& settings) const {
+  if (table_.world_size() == 1) return;
   const scheduler::AccessTrace& trace = gatherer_.planner().trace();
   std::string last = "no unit";
   if (!trace.empty()) last = fmt::format("unit '{}' last", table_.units()[trace.back().item].name);

@@ -42,8 +42,8 @@ class PassState {
   int micro_batches_done() const { return micro_batches_done_; }
   bool gradients_due() const { return gradients_due_; }  // all passes ended; step() or discard() is next
   bool completes_step() const { return pass_ == Pass::train && micro_batches_done_ + 1 == micro_batches_; }
-  void require_gradients() const;  // UsageError unless step() can follow
-  void gradients_taken();          // step() has applied or skipped them
+  void require_gradients(const char* call) const;  // UsageError, naming `call`, unless step() can follow
+  void gradients_taken();                          // step() has applied or skipped them
 
   // The values that decide, besides the gradients, how the next step changes state.
   struct Settings {
@@ -53,6 +53,8 @@ class PassState {
   // [C] All ranks made the same calls in the pass that ended, and have equal settings. Once for each pass: ranks that
   // differ have mixed up their data, or would each change their own shard in their own way.
   void check_agreement(const std::optional<Settings>& settings = std::nullopt);
+  // [C] The same before another exchange between the pass and its step, as often as there is one.
+  void agree_on(const std::optional<Settings>& settings) const;
 
  private:
   bool in_vertical_order() const { return table_.gradient_sums() == GradientSums::on_device; }

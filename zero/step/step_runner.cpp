@@ -22,23 +22,40 @@ double StepRunner::global_norm() {
   }
   double total = 0;
   for (const double rank : all) total += rank;
-  return std::sqrt(total);
+  return std::sqrt(total) * parts_.settings.gradient_mean(parts_.pass.micro_batches());
+}
+
+double StepRunner::gradient_norm() {
+  const FloatEnvironment environment;
+  parts_.pass.require_gradients("gradient_norm()");
+  policy_->require_undecided("gradient_norm()");
+  parts_.pass.agree_on(PassState::Settings{.hash = 0, .text = ", then gradient_norm()"});
+  policy_->await_inputs();
+  return global_norm();
 }
 
 StepReport StepRunner::run(const StepOptions& step_options) {
   const FloatEnvironment environment;  // of the norm, the clip factor and the rates; the program may have another
   const TraceSpan span(parts_.runtime.trace(), TraceRow::program, "step");
   StepSettings& settings = parts_.settings;
-  parts_.pass.require_gradients();
+  parts_.pass.require_gradients("step()");
+  if (!(step_options.gradient_norm_max >= 0))
+    throw UsageError(fmt::format("step() with a largest norm of {}", step_options.gradient_norm_max));
+  if (std::isfinite(step_options.gradient_norm_max) && policy_->is_decided()) {
+    throw UsageError(
+        "a largest norm for a step whose units were updated in the backward pass (hoist.update_mode "
+        "\"backward\"); \"forward\" knows the norm before it updates");
+  }
   require_room(parts_.options, step_options.caller_state);
-  parts_.pass.check_agreement(PassState::Settings{settings.hash(), settings.describe()});
+  const double norm_max = settings.gradient_norm_max(step_options.gradient_norm_max);
+  parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max)});
   policy_->await_inputs();
 
   StepReport report;
   report.learning_rate = settings.learning_rate(GroupId{0});
   report.loss_scale = settings.scaler.scale();
   const double mean = settings.gradient_mean(parts_.pass.micro_batches());
-  report.gradient_norm = global_norm() * mean;
+  report.gradient_norm = global_norm();
   report.applied = std::isfinite(report.gradient_norm);
   if (!report.applied && policy_->is_decided()) {
     notifier_.told_in_norm();
@@ -47,8 +64,7 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   settings.scaler.update(/*overflow=*/!report.applied);  // before the commit, which the next scale belongs to
   parts_.pass.gradients_taken();
   if (report.applied) {
-    if (parts_.options.gradient_clipping > 0)
-      report.clip_factor = std::min(1.0, parts_.options.gradient_clipping / (report.gradient_norm + 1e-6));
+    if (std::isfinite(norm_max)) report.clip_factor = std::min(1.0, norm_max / (report.gradient_norm + 1e-6));
     parts_.gatherer.quiesce();
     report.committed =
         policy_->apply(report.clip_factor * mean, CommitState::of(settings.scaler, step_options.caller_state));

@@ -19,6 +19,7 @@ class StepRunner {
       : parts_(parts), notifier_(notifier), policy_(make_update_policy(parts)) {}
 
   StepReport run(const StepOptions& options);  // [J]
+  double gradient_norm();                      // [J] what the next run() will report
   void settle();
   void settle_together();  // [C] the same; an update that fails on one rank fails on all
   void drain();            // until the streams have no work
@@ -26,7 +27,7 @@ class StepRunner {
   UpdatePolicy& policy() { return *policy_; }
 
  private:
-  double global_norm();  // of the sum over micro-batches, with the loss scale
+  double global_norm();  // of the mean over micro-batches, without the loss scale. Pre: all gradients have arrived
 
   StepParts parts_;
   AbortNotifier& notifier_;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <type_traits>
@@ -52,8 +53,12 @@ std::shared_ptr<StepUpdate> StepSettings::make_update(std::uint64_t step, double
   return std::make_shared<StepUpdate>(step, now, gradient_scale, rank_);
 }
 
-std::uint64_t StepSettings::hash() const {
-  std::uint64_t hash = std::bit_cast<std::uint64_t>(options_.gradient_clipping);
+double StepSettings::gradient_norm_max(double step_max) const {
+  return options_.gradient_clipping > 0 ? std::min(options_.gradient_clipping, step_max) : step_max;
+}
+
+std::uint64_t StepSettings::hash(double gradient_norm_max) const {
+  std::uint64_t hash = std::bit_cast<std::uint64_t>(gradient_norm_max);
   const auto add = [&](auto value) {
     if constexpr (std::is_same_v<decltype(value), double>)
       hash = random_bits(hash, std::bit_cast<std::uint64_t>(value));
@@ -69,8 +74,9 @@ std::uint64_t StepSettings::hash() const {
   return hash;
 }
 
-std::string StepSettings::describe() const {
-  return fmt::format(", learning rate {:g}, clipping {:g}", learning_rate(GroupId{0}), options_.gradient_clipping);
+std::string StepSettings::describe(double gradient_norm_max) const {
+  return fmt::format(", learning rate {:g}, clipping {:g}", learning_rate(GroupId{0}),
+                     std::isfinite(gradient_norm_max) ? gradient_norm_max : 0);
 }
 
 }  // namespace hoist::detail

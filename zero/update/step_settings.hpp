@@ -35,9 +35,11 @@ class StepSettings {
   double gradient_mean(int micro_batches) const { return 1.0 / micro_batches / scaler.scale(); }
   // Updates tiles for step `step`, counted from 1. `gradient_scale`: what sums of gradients are multiplied by.
   std::shared_ptr<StepUpdate> make_update(std::uint64_t step, double gradient_scale) const;
+  // The global norm that the next step's gradients are scaled down to; infinity: none. `step_max`: of that step alone.
+  double gradient_norm_max(double step_max) const;
   // Equal where the next step changes equal state with equal gradients in the same way.
-  std::uint64_t hash() const;
-  std::string describe() const;  // ", learning rate 0.1, clipping 1"
+  std::uint64_t hash(double gradient_norm_max) const;
+  std::string describe(double gradient_norm_max) const;  // ", learning rate 0.1, clipping 1"
 
  private:
   // The group's options for the step after `applied_steps` others.

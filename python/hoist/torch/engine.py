@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from hoist import _hoist, program_end
 from hoist.optim import options_of
 from hoist.torch import checkpoints, distributed, initial, program_state, vertical
 from hoist.torch.casts import cast_inputs
+from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
@@ -131,6 +133,7 @@ class Engine(DeepSpeedNames):
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_schedule()
         claim(model, self)
+        clip_through(self)
         passes = weakref.ref(self._passes)
         program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
 
@@ -280,6 +283,28 @@ class Engine(DeepSpeedNames):
     # --- steps -------------------------------------------------------------------------------------------------------
 
     @takes_turn
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """[C] Scales the gradients of the next step() down to a global norm, as torch.nn.utils.clip_grad_norm_ does, which calls
+        this for parameters of a wrapped model. Returns the norm before that. The configuration's gradient_clipping counts as
+        well: the smaller one.
+
+        Errors: UsageError before the last micro-batch's backward pass, for other norms than the second, and in update mode
+        "backward"; RuntimeError for a norm that is not finite, if that is wanted: step() skips it otherwise.
+        """
+        if float(norm_type) != 2:
+            raise _hoist.UsageError(f"clip_grad_norm_() with the norm of order {norm_type}: hoist knows order 2")
+        if not float(max_norm) >= 0:
+            raise _hoist.UsageError(f"clip_grad_norm_() to a norm of {max_norm}")
+        if not self._passes.end_for_step(at_boundary=bool(self._boundary), call="clip_grad_norm_()"):
+            raise _hoist.UsageError(f"clip_grad_norm_() after micro-batch {self._passes.micro_batch} of "
+                                    f"{self._passes.micro_batches}: the gradients are complete after the last one")
+        norm = self._unit_manager.gradient_norm()
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the gradients' norm is {norm}, and error_if_nonfinite=True was asked for")
+        self._passes.gradient_norm_max = min(self._passes.gradient_norm_max, float(max_norm))
+        return torch.tensor(norm, dtype=torch.float32, device=self.device)
+
+    @takes_turn
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> _hoist.StepReport | None:
         """One optimizer step when all its micro-batches are done; None, and nothing, before that. `lr_kwargs` go to the
         step() of the scheduler."""
@@ -291,7 +316,7 @@ class Engine(DeepSpeedNames):
         self._parameters.refuse_other_trainability()
         if self._takes_rates:
             self.optimizer.push_rates()
-        report = self._unit_manager.step(self._commit_state(schedule_lags=True))
+        report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
         self._passes.forget()
         self.optimizer._opt_called = True
         self._last_report = report

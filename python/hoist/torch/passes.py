@@ -67,6 +67,7 @@ class Passes:
         self.micro_batches = micro_batches
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
+        self.gradient_norm_max = math.inf  # of the step that is due
         self._step_was_called = False  # since the last backward pass
         self._may_be_divided = False  # a loss of this step, by the number of its micro-batches; nobody would see it
         self._is_called = False  # backward() of the engine is under way
@@ -351,16 +352,17 @@ class Passes:
 
     # --- between passes ----------------------------------------------------------------------------------------------
 
-    def end_for_step(self, at_boundary: bool) -> bool:
-        """Whether a step is to be made. `at_boundary`: also of fewer micro-batches than usual, as at the end of the data;
-        the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did not end."""
+    def end_for_step(self, at_boundary: bool, call: str = "step()") -> bool:
+        """Whether a step is to be made, by `call` or after it. `at_boundary`: also of fewer micro-batches than usual, as at the
+        end of the data; the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did
+        not end."""
         unit_manager = self._unit_manager
         self._step_was_called = True
         if unit_manager.current_pass == _hoist.Pass.train:
             if self._backward_seen or unit_manager.has_gradients():
                 unit_manager.discard()
                 self._backward_seen = False
-                raise _hoist.UsageError("step() after a backward pass that did not end; its gradients were dropped")
+                raise _hoist.UsageError(f"{call} after a backward pass that did not end; its gradients were dropped")
             unit_manager.discard()  # a forward pass whose result was not used
         elif unit_manager.current_pass is not None:
             unit_manager.end()
@@ -371,7 +373,7 @@ class Passes:
                 self.micro_batch += 1
             self.due = True
         if not self.due and self.micro_batch == 0:
-            raise _hoist.UsageError("step() needs a backward pass before it")
+            raise _hoist.UsageError(f"{call} needs a backward pass before it")
         return self.due
 
     def end_for_state(self) -> None:
@@ -405,4 +407,5 @@ class Passes:
     def forget(self) -> None:
         """The next pass is the first one of a step."""
         self.due = self._backward_seen = self._is_scaled = self._may_be_divided = False
+        self.gradient_norm_max = math.inf
         self.micro_batch = 0

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.nn.utils.clip_grad_norm_ for wrapped models: it finds no gradients in their parameters, so their engine is asked.
+
+Without this a training loop that clips by itself would go on, and silently clip nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from hoist import _hoist
+
+if TYPE_CHECKING:
+    from hoist.torch.engine import Engine
+
+_Given = torch.Tensor | Iterable[torch.Tensor]
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def clip_through(engine: Engine) -> None:
+    """From now on PyTorch's functions that clip gradients know the engine's parameters, until it is closed."""
+    _engines.add(engine)
+    _replace_functions()
+
+
+@functools.cache  # once in a process
+def _replace_functions() -> None:
+    """Programs import these functions by name, so every module that has one gets the other in its place."""
+    replacements: dict[Any, Callable[..., Any]] = {torch.nn.utils.clip_grad_norm_: _clip_norm}
+    for name in ("clip_grad_value_", "clip_grads_with_norm_"):
+        replacements[getattr(torch.nn.utils, name)] = _refuse(name)
+    others = {id(original): _for_engines(original, of_engine) for original, of_engine in replacements.items()}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in others:
+                setattr(module, name, others[id(value)])
+
+
+def _for_engines(original: Callable[..., Any], of_engine: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def clip(parameters: _Given, *args: Any, **kwargs: Any) -> Any:
+        taken = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = _engine_of(taken)
+        return original(taken, *args, **kwargs) if engine is None else of_engine(engine, taken, *args, **kwargs)
+
+    return clip
+
+
+def _engine_of(parameters: list[torch.Tensor]) -> Engine | None:
+    """The open engine that has one of the parameters."""
+    ids = {id(parameter) for parameter in parameters}
+    return next((engine for engine in _engines if engine._unit_manager.is_open
+                 and any(id(parameter) in ids for parameter in engine._parameters.trainable)), None)
+
+
+def _clip_norm(engine: Engine, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0,
+               error_if_nonfinite: bool = False, foreach: bool | None = None) -> torch.Tensor:
+    ids = {id(parameter) for parameter in parameters}
+    if any(id(parameter) not in ids for parameter in engine._parameters.trainable):
+        raise _hoist.UsageError("clip_grad_norm_() of some parameters of a wrapped model: hoist takes the norm of all that are "
+                                "trained together")
+    if any(parameter.grad is not None for parameter in parameters):
+        raise _hoist.UsageError("clip_grad_norm_() of a wrapped model's parameters together with others: call it for each "
+                                "by itself")
+    return engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise _hoist.UsageError(f"{name}() of a wrapped model's parameters: hoist has taken the gradients, and can scale them "
+                                "to a norm only (clip_grad_norm_(), or gradient_clipping in the configuration)")
+
+    return refuse
