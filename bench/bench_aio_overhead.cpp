@@ -20,6 +20,8 @@
 
 #include <hoist/aio/drive_queue.hpp>
 
+#include "options.hpp"
+
 namespace {
 
 using namespace hoist;
@@ -112,21 +114,13 @@ struct Arguments {
   std::string json;
 };
 
-Arguments parse(int count, char** words) {
+Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
   Arguments arguments;
-  for (int i = 1; i < count; ++i) {
-    const std::string word = words[i];
-    if (word == "--smoke") {
-      arguments.smoke = true;
-    } else if (word == "--limit-ns" && i + 1 < count) {
-      arguments.limit_ns = std::stod(words[++i]);
-    } else if (word == "--json" && i + 1 < count) {
-      arguments.json = words[++i];
-    } else {
-      fmt::print(stderr, "bench_aio_overhead: '{}' is unknown; usage: [--smoke] [--limit-ns N] [--json FILE]\n", word);
-      std::exit(2);
-    }
-  }
+  arguments.smoke = options.flag("--smoke");
+  arguments.limit_ns = static_cast<double>(options.number("--limit-ns", 1000));
+  arguments.json = options.text("--json");
+  options.end();
   return arguments;
 }
 
@@ -141,8 +135,8 @@ aio::File some_file() {
 
 }  // namespace
 
-int main(int count, char** words) {
-  const Arguments arguments = parse(count, words);
+int main(int argc, char** argv) try {
+  const Arguments arguments = parse(argc, argv);
   const aio::File file = some_file();
   aio::DriveQueue engine({.backend = aio::BackendKind::null, .block_bytes = kBlock, .queue_depth = 32});
   Bench bench(engine, file);
@@ -165,4 +159,7 @@ int main(int count, char** words) {
   if (!arguments.json.empty())
     std::ofstream(arguments.json) << fmt::format("{{\"limit_ns\":{},\"results\":[{}]}}\n", arguments.limit_ns, json);
   return holds ? 0 : 1;
+} catch (const std::exception& error) {
+  fmt::print(stderr, "bench_aio_overhead: {}\n", error.what());
+  return 2;
 }

@@ -27,6 +27,8 @@
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/platform/host_memory.hpp>
 
+#include "options.hpp"
+
 namespace {
 
 using namespace hoist;
@@ -41,19 +43,14 @@ struct Arguments {
 };
 
 Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
-    if (option == "--size") arguments.bytes = std::stoull(value()) << 20;
-    if (option == "--pairs") arguments.pairs = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--threads") arguments.threads = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--json") arguments.json = value();
-    if (option == "--smoke") {
-      arguments.bytes = 8 << 20;
-      arguments.pairs = 2;
-    }
-  }
+  arguments.bytes = options.number("--size", smoke ? 8 : 512) << 20;
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : 31));
+  arguments.threads = static_cast<unsigned>(options.number("--threads", 0));
+  arguments.json = options.text("--json");
+  options.end();
   return arguments;
 }
 
@@ -103,7 +100,7 @@ nlohmann::ordered_json json_of(const std::vector<double>& ratios) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const Arguments arguments = parse(argc, argv);
   Legs work(arguments);
   nlohmann::ordered_json json = nlohmann::ordered_json::array();
@@ -135,4 +132,7 @@ int main(int argc, char** argv) {
   optim::force_instruction_set("");
   if (!arguments.json.empty()) std::ofstream(arguments.json) << json.dump(2) << '\n';
   return 0;
+} catch (const std::exception& error) {
+  fmt::print(stderr, "bench_checksum: {}\n", error.what());
+  return 2;
 }

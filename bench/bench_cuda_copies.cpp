@@ -26,6 +26,8 @@
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
+#include "options.hpp"
+
 namespace {
 
 using namespace hoist;
@@ -41,30 +43,17 @@ struct Arguments {
   std::string json;
 };
 
-std::uint64_t bytes_of(const std::string& text) {
-  const auto bytes = parse_bytes(text);
-  if (!bytes) throw std::runtime_error(fmt::format("'{}' is not a number of bytes; 64MiB is one", text));
-  return *bytes;
-}
-
 Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
-    if (option == "--bytes") arguments.bytes = bytes_of(value());
-    if (option == "--piece") arguments.piece = bytes_of(value());
-    if (option == "--pairs") arguments.pairs = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--ordinal") arguments.ordinal = std::stoi(value());
-    if (option == "--json") arguments.json = value();
-    if (option == "--smoke") {
-      arguments.bytes = 64 * kMiB;
-      arguments.piece = 8 * kMiB;
-      arguments.pairs = 3;
-    }
-  }
-  arguments.piece = round_up(arguments.piece, kBlockAlignment);
-  arguments.bytes = std::max(arguments.piece, round_up(arguments.bytes, arguments.piece));
+  arguments.piece = round_up(options.bytes("--piece", smoke ? 8 * kMiB : 64 * kMiB), kBlockAlignment);
+  arguments.bytes =
+      std::max(arguments.piece, round_up(options.bytes("--bytes", smoke ? 64 * kMiB : 2 * kGiB), arguments.piece));
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : 31));
+  arguments.ordinal = static_cast<int>(options.number("--ordinal", 0));
+  arguments.json = options.text("--json");
+  options.end();
   return arguments;
 }
 

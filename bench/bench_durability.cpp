@@ -39,6 +39,7 @@
 
 #include "checksum_twice.hpp"
 #include "held_backend.hpp"
+#include "options.hpp"
 
 namespace {
 
@@ -291,41 +292,28 @@ int run(const Arguments& arguments) {
   return 0;
 }
 
-// False when there is no such option.
-bool take(Arguments& arguments, std::string_view key, const char* value) {
-  const auto number = [value] { return static_cast<unsigned>(std::atoi(value)); };
-  if (key == "--path") return arguments.path = value, true;
-  if (key == "--json") return arguments.json = value, true;
-  if (key == "--pairs") return arguments.pairs = number(), true;
-  if (key == "--layers") return arguments.layers = number(), true;
-  if (key == "--elements") return arguments.elements = std::atoll(value), true;
-  if (key == "--steps-per-turn") return arguments.steps_per_turn = number(), true;
-  if (key == "--compute-ms") return arguments.compute_ms = number(), true;
-  if (key == "--flush-ms") return arguments.flush_ms = number(), true;
-  return false;
+Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
+  const auto number = [&](std::string_view name, unsigned otherwise) {
+    return static_cast<unsigned>(options.number(name, otherwise));
+  };
+  Arguments arguments;
+  arguments.path = options.text("--path", arguments.path);
+  arguments.json = options.text("--json");
+  arguments.pairs = number("--pairs", smoke ? 2 : arguments.pairs);
+  arguments.layers = number("--layers", arguments.layers);
+  arguments.elements = number("--elements", smoke ? 1 << 17 : static_cast<unsigned>(arguments.elements));
+  arguments.steps_per_turn = number("--steps-per-turn", arguments.steps_per_turn);
+  arguments.compute_ms = number("--compute-ms", arguments.compute_ms);
+  arguments.flush_ms = number("--flush-ms", arguments.flush_ms);
+  options.end();
+  return arguments;
 }
 
 }  // namespace
 
-int main(int count, char** words) {
-  Arguments arguments;
-  for (int i = 1; i < count; ++i) {
-    const std::string_view key = words[i];
-    if (key == "--smoke") {
-      arguments.pairs = 2;
-      arguments.elements = 1 << 17;
-    } else if (i + 1 == count || !take(arguments, key, words[i + 1])) {
-      fmt::print(stderr, "{} is not known, or has no value; the first lines of bench_durability.cpp name them all\n",
-                 key);
-      return 2;
-    } else {
-      ++i;
-    }
-  }
-  try {
-    return run(arguments);
-  } catch (const Error& error) {
-    fmt::print(stderr, "{}\n", error.what());
-    return 1;
-  }
+int main(int argc, char** argv) try { return run(parse(argc, argv)); } catch (const std::exception& error) {
+  fmt::print(stderr, "bench_durability: {}\n", error.what());
+  return 2;
 }

@@ -36,9 +36,12 @@
 #include <hoist/platform/host_memory.hpp>
 #include <hoist/zero/engine.hpp>
 
+#include "options.hpp"
+
 namespace {
 
 using namespace hoist;
+using bench::seconds_of;
 namespace fs = std::filesystem;
 
 constexpr std::uint64_t kReadBytes = 2, kWrittenBytes = 12;  // a parameter
@@ -52,27 +55,15 @@ struct Arguments {
 };
 
 Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
-    if (option == "--path") arguments.path = value();
-    if (option == "--parameters") arguments.parameters = std::stoull(value());
-    if (option == "--pairs") arguments.pairs = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--json") arguments.json = value();
-    if (option == "--smoke") {
-      arguments.parameters = 1'600'000;
-      arguments.pairs = 2;
-    }
-  }
+  arguments.path = options.text("--path");
+  arguments.parameters = options.number("--parameters", smoke ? 1'600'000 : 160'000'000);
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : 11));
+  arguments.json = options.text("--json");
+  options.end();
   return arguments;
-}
-
-template <typename Leg>
-double seconds_of(const Leg& leg) {
-  const TimePoint begin = Clock::now();
-  leg();
-  return to_seconds(Clock::now() - begin);
 }
 
 // Processor time that all threads have used.
@@ -289,16 +280,14 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    const Arguments arguments = parse(argc, argv);
-    if (arguments.path.empty() || arguments.pairs == 0) {
-      fmt::print(stderr, "usage: bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]\n");
-      return 2;
-    }
-    return run(arguments);
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "bench_import: {}\n", error.what());
+int main(int argc, char** argv) try {
+  const Arguments arguments = parse(argc, argv);
+  if (arguments.path.empty() || arguments.pairs == 0) {
+    fmt::print(stderr, "usage: bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]\n");
     return 2;
   }
+  return run(arguments);
+} catch (const std::exception& error) {
+  fmt::print(stderr, "bench_import: {}\n", error.what());
+  return 2;
 }

@@ -27,6 +27,8 @@
 #include <hoist/measure/statistics.hpp>
 #include <hoist/platform/device.hpp>
 
+#include "options.hpp"
+
 namespace {
 
 using namespace hoist;
@@ -45,28 +47,15 @@ struct Arguments {
   std::string json;
 };
 
-std::vector<std::uint64_t> byte_counts(const std::string& text) {
-  std::vector<std::uint64_t> counts;
-  for (std::size_t first = 0; first <= text.size();) {
-    const std::size_t end = std::min(text.find(',', first), text.size());
-    const auto bytes = parse_bytes(text.substr(first, end - first));
-    if (!bytes) throw std::runtime_error(fmt::format("--units {}: each is a number of bytes such as 8MiB", text));
-    counts.push_back(*bytes);
-    first = end + 1;
-  }
-  return counts;
-}
-
 Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
-    if (option == "--units") arguments.units = byte_counts(value());
-    if (option == "--pairs") arguments.pairs = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--json") arguments.json = value();
-    if (option == "--smoke") arguments = {{1 * kMiB}, 3, std::chrono::milliseconds(200), arguments.json};
-  }
+  if (smoke) arguments = {{1 * kMiB}, 3, std::chrono::milliseconds(200), {}};
+  arguments.units = options.byte_counts("--units", arguments.units);
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", arguments.pairs));
+  arguments.json = options.text("--json");
+  options.end();
   return arguments;
 }
 

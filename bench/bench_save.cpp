@@ -20,6 +20,8 @@
 #include <hoist/measure/statistics.hpp>
 #include <hoist/zero/engine.hpp>
 
+#include "options.hpp"
+
 namespace {
 
 using namespace hoist;
@@ -42,19 +44,14 @@ struct Figures {
 constexpr unsigned kUnits = 8;
 
 Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
-    if (option == "--path") arguments.path = value();
-    if (option == "--parameters") arguments.parameters = std::stoull(value());
-    if (option == "--saves") arguments.saves = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--json") arguments.json = value();
-    if (option == "--smoke") {
-      arguments.parameters = 400'000;
-      arguments.saves = 6;
-    }
-  }
+  arguments.path = options.text("--path");
+  arguments.parameters = options.number("--parameters", smoke ? 400'000 : 40'000'000);
+  arguments.saves = static_cast<unsigned>(options.number("--saves", smoke ? 6 : 100));
+  arguments.json = options.text("--json");
+  options.end();
   return arguments;
 }
 
@@ -154,7 +151,7 @@ Figures measured(const Arguments& arguments, Placement placement, const char* na
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const Arguments arguments = parse(argc, argv);
   if (arguments.path.empty() || arguments.saves == 0) {
     fmt::print(stderr, "usage: bench_save --path DIR [--parameters N] [--saves N] [--json FILE] [--smoke]\n");
@@ -177,4 +174,7 @@ int main(int argc, char** argv) {
                         f.durable_median_ms, f.step_ratio, f.step_interval.low, f.step_interval.high);
   file << "]\n";
   return file.good() ? 0 : 1;
+} catch (const std::exception& error) {
+  fmt::print(stderr, "bench_save: {}\n", error.what());
+  return 2;
 }

@@ -34,9 +34,12 @@
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
+#include "options.hpp"
+
 namespace {
 
 using namespace hoist;
+using bench::seconds_of;
 
 constexpr double kLeastRatio = 0.6;
 
@@ -48,35 +51,17 @@ struct Arguments {
   std::string json;
 };
 
-std::uint64_t bytes_of(const std::string& text) {
-  const auto bytes = parse_bytes(text);
-  if (!bytes) throw std::runtime_error(fmt::format("'{}' is not a number of bytes; 64MiB is one", text));
-  return *bytes;
-}
-
 Arguments parse(int argc, char** argv) {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
-    if (option == "--bytes") arguments.bytes = round_up(bytes_of(value()), kBlockAlignment);
-    if (option == "--pairs") arguments.pairs = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--drives") arguments.drives = static_cast<unsigned>(std::stoul(value()));
-    if (option == "--json") arguments.json = value();
-    if (option == "--smoke") {
-      arguments.smoke = true;
-      arguments.bytes = 64 * kMiB;
-      arguments.pairs = 3;
-    }
-  }
+  arguments.smoke = smoke;
+  arguments.bytes = round_up(options.bytes("--bytes", smoke ? 64 * kMiB : 4 * kGiB), kBlockAlignment);
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : 31));
+  arguments.drives = static_cast<unsigned>(options.number("--drives", 1));
+  arguments.json = options.text("--json");
+  options.end();
   return arguments;
-}
-
-template <typename Leg>
-double seconds_of(const Leg& leg) {
-  const TimePoint begin = Clock::now();
-  leg();
-  return to_seconds(Clock::now() - begin);
 }
 
 // The threads take chunks in turn, which is the fastest way on a machine that does other things, too.
@@ -248,11 +233,7 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(parse(argc, argv));
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "bench_start: {}\n", error.what());
-    return 2;
-  }
+int main(int argc, char** argv) try { return run(parse(argc, argv)); } catch (const std::exception& error) {
+  fmt::print(stderr, "bench_start: {}\n", error.what());
+  return 2;
 }

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// bench/options.hpp - the command line of a bench: options that have a value, and flags.
+//
+//   Options options(argc, argv);
+//   const bool smoke = options.flag("--smoke");
+//   const std::uint64_t pairs = options.number("--pairs", smoke ? 2 : 31);
+//   options.end();
+//
+// Errors     UsageError for an option without its value, for a value that is no number, and, in end(), for a word that
+//            nothing has asked for.
+#pragma once
+
+#include <charconv>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+
+namespace hoist::bench {
+
+class Options {
+ public:
+  Options(int argc, char** argv) : words_(argv + 1, argv + argc) {}
+
+  bool flag(std::string_view name) { return std::erase(words_, name) > 0; }
+
+  std::string text(std::string_view name, std::string otherwise = {}) {
+    for (auto word = words_.begin(); word != words_.end(); ++word) {
+      if (*word != name) continue;
+      if (word + 1 == words_.end()) throw UsageError(fmt::format("{} has no value", name));
+      std::string value = *(word + 1);
+      words_.erase(word, word + 2);
+      return value;
+    }
+    return otherwise;
+  }
+
+  std::uint64_t number(std::string_view name, std::uint64_t otherwise) {
+    const std::string value = text(name);
+    if (value.empty()) return otherwise;
+    std::uint64_t number = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+    if (error != std::errc() || end != value.data() + value.size())
+      throw UsageError(fmt::format("{} {}: this is not a number", name, value));
+    return number;
+  }
+
+  // Such as 64MiB; several with commas between them.
+  std::vector<std::uint64_t> byte_counts(std::string_view name, const std::vector<std::uint64_t>& otherwise) {
+    const std::string value = text(name);
+    if (value.empty()) return otherwise;
+    std::vector<std::uint64_t> counts;
+    for (std::size_t first = 0; first <= value.size();) {
+      const std::size_t end = std::min(value.find(',', first), value.size());
+      const auto bytes = parse_bytes(std::string_view(value).substr(first, end - first));
+      if (!bytes) throw UsageError(fmt::format("{} {}: a number of bytes is written as 64MiB", name, value));
+      counts.push_back(*bytes);
+      first = end + 1;
+    }
+    return counts;
+  }
+  std::uint64_t bytes(std::string_view name, std::uint64_t otherwise) { return byte_counts(name, {otherwise}).front(); }
+
+  // All options have been asked for.
+  void end() const {
+    if (!words_.empty()) throw UsageError(fmt::format("'{}' is not an option of this bench", words_.front()));
+  }
+
+ private:
+  std::vector<std::string> words_;  // that nothing has asked for yet
+};
+
+template <typename Work>
+double seconds_of(const Work& work) {
+  const TimePoint begin = Clock::now();
+  work();
+  return to_seconds(Clock::now() - begin);
+}
+
+}  // namespace hoist::bench
