@@ -7,31 +7,47 @@
 //
 //   bench_step_time --path DIR [--smoke]      --smoke: one cell, whose time is not judged
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <string>
 
 #include <fmt/format.h>
 
+#include <hoist/core/units.hpp>
+#include <hoist/measure/workload.hpp>
+
+#include "options.hpp"
 #include "timed_steps.hpp"
 
 using namespace hoist;
 
-int main(int argc, char** argv) {
-  std::filesystem::path path = ".";
-  bool smoke = false;
-  for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--smoke") == 0) smoke = true;
-    if (std::strcmp(argv[i], "--path") == 0 && i + 1 < argc) path = argv[++i];
-  }
+namespace {
+
+double flush_seconds(const std::filesystem::path& directory) {
+  measure::ScratchFile file(directory, 16 * kMiB);
+  const measure::DriveOptions options{.queue_depth = 16};
+  const measure::BlockBuffers buffers(options.queue_depth * options.block_bytes, /*numa_node=*/-1);
+  measure::Drive drive(file, buffers, options);
+  measure::Drive* const drives[] = {&drive};
+  return measure::seconds_of_flush(drives);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  bench::Options options(argc, argv);
+  const bool smoke = options.flag("--smoke");
+  const std::filesystem::path path = options.text("--path", ".");
+  options.end();
   constexpr int kWindows = 20;
   int failed = 0;
+  const double flush = flush_seconds(path);
+  fmt::print("a flush of the drive takes {:.1f} ms\n", flush * 1e3);
   fmt::print("{:<18} {:>10} {:>10} {:>7} {:>10}\n", "cell", "step", "expected", "ratio", "explained");
   for (const bench::TimedCell& cell : bench::kTimedCells) {
     const std::filesystem::path directory = path / fmt::format("step-time-{}", cell.name);
     std::filesystem::remove_all(directory);
     std::filesystem::create_directories(directory);
-    const bench::TimedSteps timed = bench::time_steps(cell, directory, smoke ? 1 : kWindows);
+    const bench::TimedSteps timed = bench::time_steps(cell, directory, smoke ? 1 : kWindows, flush);
     std::filesystem::remove_all(directory);
     const double expected = timed.predicted.expected_seconds;
     const bool in_time = timed.seconds <= 1.1 * expected && timed.seconds >= 0.9 * expected;
@@ -43,4 +59,7 @@ int main(int argc, char** argv) {
     if (smoke) return 0;
   }
   return failed;
+} catch (const std::exception& error) {
+  fmt::print(stderr, "bench_step_time: {}\n", error.what());
+  return 2;
 }

@@ -130,13 +130,15 @@ class Steps {
 
 }  // namespace
 
-TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& directory, int windows) {
+TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& directory, int windows,
+                      double flush_seconds) {
   Steps steps(cell, directory);
   for (int i = 0; i < 2; ++i) steps.step();  // recorded, then planned
   steps.synchronize();
   const StepSpeeds speeds{.nvme_read = kDriveSpeed,
                           .nvme_write = kDriveSpeed,
                           .nvme_mixed = kDriveSpeed,
+                          .nvme_flush = flush_seconds,
                           .compute_seconds = cell.compute_ms * 1e-3};
   TimedSteps timed{.seconds = 1e9, .predicted = predict_time(steps.prediction(), speeds)};
   for (int window = 0; window < windows; ++window) {

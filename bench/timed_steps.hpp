@@ -49,7 +49,8 @@ struct TimedSteps {
   double explained_or_running = 0;
 };
 
-// Trains `windows` times a few steps in `directory`, which is empty.
-TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& directory, int windows);
+// Trains `windows` times a few steps in `directory`, which is empty. `flush_seconds`: of its drive, for the prediction.
+TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& directory, int windows,
+                      double flush_seconds = 0);
 
 }  // namespace hoist::bench

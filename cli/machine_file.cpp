@@ -44,6 +44,7 @@ void for_each_number(Spec& spec, const Visit& visit) {
   visit("drives.write_gb_per_s", spec.drives.write_gb_per_s, kTiny, kHuge, Need::always);
   visit("drives.mixed_gb_per_s", spec.drives.mixed_gb_per_s, kTiny, kHuge, Need::never);
   visit("drives.latency_us", spec.drives.latency_us, 0, kHuge, Need::never);
+  visit("drives.flush_us", spec.drives.flush_us, 0, kHuge, Need::never);
   visit("drives.endurance_tb_written", spec.drives.endurance_tb_written, kTiny, kHuge, Need::never);
   visit("network.in_node_gb_per_s", spec.network.in_node_gb_per_s, kTiny, kHuge, Need::never);
   visit("network.between_nodes_gb_per_s", spec.network.between_nodes_gb_per_s, kTiny, kHuge, Need::never);

@@ -8,6 +8,8 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/measure/statistics.hpp>
 #include <hoist/measure/workload.hpp>
 
 namespace hoist::measure {
@@ -260,6 +262,17 @@ WorkloadResult run_workload(std::span<Drive* const> drives, const WorkloadOption
   }
   result.seconds = to_seconds(end - begin);
   return result;
+}
+
+double seconds_of_flush(std::span<Drive* const> drives) {
+  constexpr int kBursts = 15;
+  constexpr std::uint64_t kBurstBytes = 16 * kMiB;
+  std::vector<double> seconds;
+  for (int i = 0; i < kBursts; ++i) {
+    const WorkloadOptions burst{.pattern = Pattern::write, .region = {0, kBurstBytes}, .bytes_max = kBurstBytes};
+    seconds.push_back(run_workload(drives, burst).flush_seconds);
+  }
+  return median(seconds);
 }
 
 }  // namespace hoist::measure

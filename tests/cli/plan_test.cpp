@@ -199,6 +199,17 @@ TEST_F(Plan, WaitsForLatencies) {
   EXPECT_GT(seconds(100'000), without + 0.1);
 }
 
+TEST_F(Plan, WaitsForFlushes) {
+  const auto seconds = [&](double microseconds) {
+    nlohmann::json machine = kMachine;
+    machine["drives"]["flush_us"] = microseconds;
+    write("machine.json", machine.dump());
+    EXPECT_EQ(run("plan --parameters 7e9 --tokens 64" + std::string(kOneRank)).exit_code, 0);
+    return row(json_of("plan.json"), "nvme", "nvme")["seconds"]["expected"].get<double>();
+  };
+  EXPECT_GT(seconds(1e6), seconds(0));
+}
+
 TEST_F(Plan, CountsActivations) {
   const auto device_bytes = [&](const std::string& arguments) {
     EXPECT_EQ(run("plan " + arguments + kOneRank).exit_code, 0);
@@ -525,7 +536,7 @@ TEST_F(Plan, WhatFitsNowhereIsSaid) {
   EXPECT_THAT(plan("--device-memory 16GiB --pinned-memory 24GiB"), HasSubstr("of drives for a rank at least"));
 }
 
-// Without a configuration as with one that names these places: every step is a commit, in one of two extents.
+// As with a configuration that names these placements, every step is a commit, in one of two extents.
 TEST_F(Plan, ReservesWhatCommitsTake) {
   ASSERT_EQ(run("plan --parameters 1e9 --json plan.json").exit_code, 0);
   for (const char* parameters : {"device", "pinned", "nvme"})

@@ -81,7 +81,8 @@ StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout) {
           .device_memory = spec.device.memory_gb_per_s * kGigabyte,
           .nvme_latency = spec.drives.latency_us * kMicrosecond,
           .copy_latency = spec.device.copy_latency_us * kMicrosecond,
-          .wire_latency = spec.network.latency_us * kMicrosecond};
+          .wire_latency = spec.network.latency_us * kMicrosecond,
+          .nvme_flush = spec.drives.flush_us * kMicrosecond};
 }
 
 double drive_bytes(const MachineSpec& spec, const RankLayout& layout) {

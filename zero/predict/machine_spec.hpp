@@ -44,6 +44,7 @@ struct MachineSpec {
     double write_gb_per_s = 0;
     double mixed_gb_per_s = 0;  // both directions at once, added up; 0: as if one waited for the other
     double latency_us = 0;
+    double flush_us = 0;                     // until a flush ends, after writes
     double endurance_tb_written = 0;         // in the life of a drive; 0: unknown
     std::vector<std::string> directories{};  // for a store, one for each drive
   } drives;

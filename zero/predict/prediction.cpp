@@ -194,6 +194,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   out.passes = detail::passes_of_a_step(engine);
   out.updates_under_forward = detail::updates_under_forward(engine);
   out.updates_under_backward = detail::hands_gradients_on(engine);
+  if (detail::writes_resident_state(engine, /*committed=*/true)) out.commits = 1.0 / engine.commit_every;
   out.awaits_norm = engine.gradient_clipping > 0 || engine.weights_dtype == DType::fp16;
   out.updates_on_request = detail::update_order(engine) == detail::UpdateOrder::on_request;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {

@@ -70,6 +70,7 @@ struct Prediction {
   // both are false, inside step().
   bool updates_under_forward = false;
   bool updates_under_backward = false;
+  double commits = 0;        // that a step makes: less than 1 where a commit has several steps
   bool awaits_norm = false;  // whether an update needs every gradient: clipping, loss scaling
   // Whether a unit's update begins only when a staging buffer is free: weights are on NVMe, the update under forward.
   bool updates_on_request = false;

@@ -269,7 +269,9 @@ class Builder {
     Tasks after = std::move(gradients_);
     gradients_.clear();
     after.push_back(*last_compute_);
-    if (p_.updates_under_forward) await_writes(after);  // step() begins when the last step's commit is durable
+    // step() begins when the last step's commit is durable.
+    if (Tasks written; p_.updates_under_forward && (await_writes(written), !written.empty()))
+      after.push_back(commit(written));
     out_.decided.push_back(add_point(after));
     after = {out_.decided.back()};
     std::uint64_t brought_down = 0;
@@ -289,7 +291,14 @@ class Builder {
     if (!p_.updates_under_backward) return;
     Tasks written;  // the program does not wait for this commit, but the next step's updates do
     await_writes(written);
-    committed_ = add_point(written);
+    committed_ = commit(written);
+  }
+
+  // When a commit of these writes is durable: it flushes them, and after them its manifest.
+  TaskIndex commit(const Tasks& written) {
+    const double flushes = 2 * p_.commits * speeds_.nvme_flush;
+    if (flushes <= 0) return add_point(written);
+    return out_.tasks.add(static_cast<std::uint32_t>(Resource::nvme), 0, written, Urgency::somebody_waits, flushes);
   }
 
   // Adds all writes of the latest updates.

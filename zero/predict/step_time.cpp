@@ -131,6 +131,7 @@ double path_through_a_unit(const std::vector<UnitSeconds>& units, unsigned passe
 StepSpeeds slowed(StepSpeeds speeds, const StepDisturbance& disturbance) {
   for (double* const speed : {&speeds.nvme_read, &speeds.nvme_write, &speeds.nvme_mixed})
     *speed /= disturbance.slow_drive;
+  speeds.nvme_flush *= disturbance.slow_drive;
   for (double* const speed : {&speeds.host_memory, &speeds.device_memory}) *speed /= disturbance.slow_rank;
   speeds.compute_seconds *= disturbance.slow_rank;
   return speeds;

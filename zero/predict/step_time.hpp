@@ -51,6 +51,7 @@ struct StepSpeeds {
   double nvme_latency = 0;
   double copy_latency = 0;  // between host and device
   double wire_latency = 0;
+  double nvme_flush = 0;       // seconds of a flush of the drives; a commit makes two, one after the other
   double compute_seconds = 0;  // of forward and backward, when nothing is waited for
   // Forward's part of them: a third, a quarter where backward computes forward once more.
   double forward_share = 1.0 / 3;
