@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // optim_cpu/block_fp8.hpp - 8-bit moments: blocks of small floating-point numbers that share an exponent.
 //
-// A block is kMomentBlock = 8 neighbours; its scale is a byte: the exponent field of its largest magnitude, as fp32 has
-// it, less 32. An element of a first moment is a sign, 3 bits of exponent and 4 of fraction; of a second moment, which
-// is never negative, 4 of exponent and 4 of fraction. The largest exponent is the block's; the smallest one's numbers
-// go down to zero evenly, like fp32's denormals. So an element is held to 1/16 of its power of two down to 2^-6 of the
-// block's largest (second moments: 2^-14), and below that to 2^-10 (2^-18) of the block's.
+// A block is kMomentBlock = 8 neighbours. Its scale is a byte: the fp32 exponent field of its largest magnitude, less
+// 32. A first moment has a sign, 3 exponent bits and 4 fraction bits. A second moment, which is never negative, has 4
+// exponent bits and 4 fraction bits. The largest exponent stands for the block's own exponent. The smallest one covers
+// the range down to zero in equal steps, like fp32's denormals. So elements from 2^-6 of the block's power of two up
+// (second moments: from 2^-14) have steps of 1/16 of their own power of two. Below that, the step is 2^-10 (2^-18) of
+// the block's power of two.
 //
 // Four properties that the update relies on:
-// - An unchanged number is not rounded again: the representable numbers do not move with the scale, except near zero.
+// - An unchanged number is not rounded again: the representable numbers do not depend on the scale, except near zero.
 // - Encoding a decoded block gives the same bytes, however it was rounded before (encode_block chooses the scale by the
 //   rounded values); a block of zeros is bytes of zero.
-// - A second moment above zero is never stored as zero, but as the least that the block can hold: a parameter whose
-//   first moment is kept and whose second is gone would be moved without bound.
+// - A second moment above zero is never stored as zero, but at least as the smallest number that the block can hold. If
+//   it became zero beside a first moment that is not, the update would move the parameter without bound.
 // - Integer arithmetic on the bits of fp32 only: the same bytes on every machine.
 //
 // Threading  Pure functions.
@@ -34,12 +35,12 @@ namespace fp8 {
 
 inline constexpr std::uint32_t kFractionBits = 4;
 inline constexpr std::uint32_t kDroppedBits = 23 - kFractionBits;    // of fp32's fraction
-inline constexpr std::uint32_t kLeastNormal = 1u << kFractionBits;   // the code of the smallest exponent's first
-inline constexpr std::uint32_t kLeastExponent = 32;                  // of a block: nothing below reaches 0
+inline constexpr std::uint32_t kLeastNormal = 1u << kFractionBits;   // the first code of the smallest exponent
+inline constexpr std::uint32_t kLeastExponent = 32;                  // of a block; smaller ones in it stay above 0
 inline constexpr std::uint32_t kNearest = 1u << (kDroppedBits - 1);  // the addend that rounds to nearest
 inline constexpr std::uint32_t kInfiniteExponent = 255;
 
-// The code of numbers with the block's own exponent, without its fraction, in units of the exponent.
+// The exponent field of the code of a number that has the block's own exponent.
 constexpr std::uint32_t top(Moment moment) { return moment == Moment::first ? 7 : 15; }
 
 }  // namespace fp8
@@ -50,7 +51,7 @@ constexpr float decode_moment(std::uint8_t code, std::uint8_t scale, Moment mome
   const std::uint32_t zero_exponent = (scale + fp8::kLeastExponent - fp8::top(moment)) << 23;
   if (magnitude >= fp8::kLeastNormal)
     return std::bit_cast<float>(sign | ((magnitude << fp8::kDroppedBits) + zero_exponent));
-  // Below, a number with the least exponent loses the 1 before its fraction.
+  // A smaller code has no implicit 1 before its fraction: decode it with that 1, then subtract the 1.
   const auto with_one = std::bit_cast<float>(((magnitude + fp8::kLeastNormal) << fp8::kDroppedBits) + zero_exponent);
   const auto one = std::bit_cast<float>((fp8::kLeastNormal << fp8::kDroppedBits) + zero_exponent);
   return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(with_one - one));
@@ -77,7 +78,7 @@ constexpr bool encode_block(std::span<const float> values, std::span<const std::
     if (magnitude != 0 && rounded >= ((zero_exponent + 1) << fp8::kFractionBits)) {
       code = rounded - (zero_exponent << fp8::kFractionBits);
     } else if (magnitude != 0) {
-      // In steps of 2^(zero_exponent + 1 - 127 - 4): the fraction with its 1, shifted down to 16 bits behind the step.
+      // The code counts steps of 2^(zero_exponent + 1 - 127 - 4). `fixed` counts them with 16 binary places.
       const std::uint32_t shift = zero_exponent + 4 - (magnitude >> 23);
       const std::uint32_t fixed = shift < 32 ? ((magnitude & 0x7FFFFFu) | 0x800000u) >> shift : 0;
       code = (fixed + (added[i] >> (fp8::kDroppedBits - 16))) >> 16;

@@ -31,11 +31,11 @@
 //
 //   stored: p; m and v, each as +0 when its magnitude is below 2^-126
 //
-// Moments of bf16 are widened exactly, and rounded when they are stored: m to nearest, halves away from zero, as
-// weights are; v stochastically, since an average as long as beta2 = 0.999 changes by less than half a bf16 step at a
-// time and would stand still: the 16 bits that fall away, plus 16 random bits, carry into those that stay. The random
-// bits are a pure function of a key and the parameter's index (rounding_bits), and so the same for every tiling and
-// thread.
+// Moments of bf16 are widened exactly, and rounded when they are stored. m is rounded to nearest, halves away from
+// zero, as weights are. v is rounded stochastically: 16 random bits are added to the 16 bits that fall away, and the
+// carry goes into the bits that stay. Rounded to nearest, v would stand still, since an average as long as beta2 =
+// 0.999 changes by less than half a bf16 step at a time. The random bits are a pure function of a key and the
+// parameter's index (rounding_bits), and so the same for every tiling and thread.
 //
 // Moments of fp8 (block_fp8.hpp) and the 8-bit remainder of a master of 24 bits are decoded exactly, updated in fp32 by
 // the formulas above, and rounded stochastically when they are stored, each to one of the two neighbouring numbers, so
@@ -72,15 +72,16 @@ using Formula = UpdateFormula;
 using hoist::Rounding;
 using hoist::rounding_bits;
 
-// 32 random bits for parameter `index`, other ones than rounding_bits'.
+// 32 random bits for parameter `index`, different from those of rounding_bits().
 constexpr std::uint32_t rounding_word(std::uint32_t key, std::uint32_t index) {
   std::uint32_t x = index ^ (key + 0x9E3779B9u);
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
   return x ^ (x >> 16);
 }
-// The parts of a rounding word: for the 19 bits that a moment of fp8 drops (block_fp8.hpp), with half a unit of the
-// last random bit so that none is favoured, and for the 8 that a master of 24 bits drops.
+// The parts of a rounding word that are added before the low bits are dropped: an fp8 moment drops 19 bits
+// (block_fp8.hpp), a 24-bit master 8. The moments' parts include half a unit of the last random bit, so that rounding
+// favours neither neighbour.
 constexpr std::uint32_t added_to_moment1(std::uint32_t word) { return (word >> 24) << 11 | 1u << 10; }
 constexpr std::uint32_t added_to_moment2(std::uint32_t word) { return (word & 0xFFFFu) << 3 | 1u << 2; }
 constexpr std::uint32_t added_to_master24(std::uint32_t word) { return word >> 16 & 0xFFu; }
@@ -91,9 +92,9 @@ struct UpdateCoefficients : UpdateFactors {
   UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double gradient_scale);
 };
 
-// A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements, those of
-// scales one for each kMomentBlock begun; moments that the formula does not have are ignored. Blocks are counted from
-// the tile's first element.
+// A tile whose master is split: master = join_master(weight, remainder). Arrays have `count` elements; arrays of
+// scales have one for each block of kMomentBlock elements, counted from the tile's first element, and the last block
+// may be shorter. Moments that the formula does not have are ignored.
 struct SplitTile {
   bf16* weight = nullptr;             // read and written
   std::int16_t* remainder = nullptr;  // or remainder8

@@ -49,9 +49,10 @@ void take_over([[maybe_unused]] void* address) {
 #endif
 }
 
-// oneTBB's allocator has an exit handler that waits for its lock. If a thread has that lock while the process is
-// forked, the child has the lock and not the thread, and would never end. So processes that are forked from now on end
-// without the exit handlers of before; handlers that they register themselves do run, since the last one runs first.
+// oneTBB's allocator has an exit handler that waits for a lock. If a thread holds that lock during a fork, the lock
+// stays held in the child, which does not have the thread, so the child would never end. Processes that are forked from
+// now on therefore skip the exit handlers registered before the fork. Handlers that they register themselves do run,
+// since the last registered handler runs first.
 void end_forked_processes_early() {
   [[maybe_unused]] static const int once = ::pthread_atfork(nullptr, nullptr, [] {
     ::on_exit(
@@ -148,8 +149,8 @@ class Spans {
   std::exception_ptr error_;
 };
 
-// oneTBB set its limit when it started; a larger arena would stay without workers. One
-// large value, as the smallest of all live controls counts.
+// oneTBB set its thread limit when it started; a larger arena would not get more workers. The new limit is at least
+// 256 threads, because the smallest of all live controls counts.
 std::optional<tbb::global_control> allowance_for(unsigned threads) {
   if (static_cast<int>(threads) <= tbb::info::default_concurrency()) return std::nullopt;
   return std::optional<tbb::global_control>(std::in_place, tbb::global_control::max_allowed_parallelism,

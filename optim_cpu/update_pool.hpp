@@ -14,8 +14,8 @@
 namespace hoist::optim {
 
 struct UpdatePoolOptions {
-  // 0: as many as the processors below. A larger number works too, also if oneTBB alone would see fewer (in a program
-  // that binds its main thread, as OMP_PROC_BIND does), unless the program itself set a lower tbb::global_control.
+  // 0: one for each of the processors below. A larger number works too, even where oneTBB sees fewer processors (in a
+  // program that binds its main thread, as OMP_PROC_BIND does), unless the program set a lower tbb::global_control.
   unsigned threads = 0;
   // The processors of the workers, OS numbers; empty: those of the constructing thread.
   std::vector<int> processors;

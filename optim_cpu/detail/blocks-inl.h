@@ -2,8 +2,8 @@
 // optim_cpu/detail/blocks-inl.h - decodes and encodes blocks of 8-bit moments in registers. block_fp8.hpp defines the
 // bits; tests compare every instruction set with it. Compiled once per instruction set by update.cpp.
 //
-// A step takes the elements of two vectors, the even ones in one and the odd ones in the other: arrays of 8 and 16 bits
-// are taken apart and put together by shifts, and beside each other again, in 16 bits each, a block of moments is one
+// A step handles the elements of two vectors: one vector has the even elements, the other the odd ones. Shifts split
+// arrays of 8 and 16 bits in this way, and join them again. Joined in halves of 16 bits, a block of moments is one
 // 128-bit block of lanes.
 //
 //   words     | e0    | e2    | e4    | e6    | e8 ...    | e1    | e3    | e5    | e7    | e9 ...
@@ -56,7 +56,7 @@ HWY_INLINE WordVector added_to_moment(WordVector word) {
   const auto mask = hn::Set(words, kMoment == Moment::first ? 0xFFu << 11 : 0xFFFFu << 3);
   const auto half = hn::Set(words, kMoment == Moment::first ? 1u << 10 : 1u << 2);
 #if HWY_TARGET == HWY_AVX3
-  return WordVector{_mm512_ternarylogic_epi32(shifted.raw, mask.raw, half.raw, 0xEA)};  // takes no copy of a constant
+  return WordVector{_mm512_ternarylogic_epi32(shifted.raw, mask.raw, half.raw, 0xEA)};  // needs no copy of a constant
 #else
   return hn::OrAnd(half, shifted, mask);
 #endif
@@ -64,15 +64,17 @@ HWY_INLINE WordVector added_to_moment(WordVector word) {
 
 // --- moments of fp8: decoding ----------------------------------------------------------------------------------------
 //
-// A number has few enough bits to be a bf16 one, so that it is made of 16: from the exponent of its block and its code
-// as fp32 has them, one shifted to the place of the other. That is right for codes with a 1 before their fraction; for
-// the others, below kLeastNormal, a table says what code a number of their value would have if exponents went on.
+// Every number of the format is also a bf16 number, so 16 bits are enough to decode it: its code, shifted to the place
+// of bf16's fraction, is added to the exponent of its block. That is right for codes with an implicit 1 before their
+// fraction. For the others, below kLeastNormal, a table gives the code that the same value would have if exponents
+// continued below the least one.
 
 template <Moment kMoment>
 inline constexpr std::uint32_t kLargestCode = kMoment == Moment::first ? 0x7F : 0xFF;
 inline constexpr std::uint32_t kCodeShift = 7 - fp8::kFractionBits;  // to the place of bf16's fraction
 
-// For the code 2^e + f: exponent e - 3 of the least one's, fraction f. Zero's does not matter.
+// The code of the same value if exponents continued below the least one, whose field is 1: the code 2^e + f has the
+// exponent field e - 3 and the fraction f, shifted up. The result for code 0 is not used.
 constexpr std::int32_t code_without_limit(std::uint32_t code) {
   if (code == 0 || code >= fp8::kLeastNormal) return static_cast<std::int32_t>(code);
   const auto exponent = static_cast<std::uint32_t>(std::bit_width(code)) - 1;
@@ -81,7 +83,7 @@ constexpr std::int32_t code_without_limit(std::uint32_t code) {
          static_cast<std::int32_t>(fraction);
 }
 
-// The exponent of each block of a step, in the place where bf16 has it, plus kAdded; in every half of the block.
+// Returns each block's exponent plus kAdded, in the place where bf16 has it and in every half of the block, for a step.
 template <std::uint32_t kAdded>
 HWY_INLINE HalfVector exponents_of(const std::uint8_t* scales) {
   const Halves halves;
@@ -89,11 +91,11 @@ HWY_INLINE HalfVector exponents_of(const std::uint8_t* scales) {
   UnsignedOf<kStepBlocks> all;
   std::memcpy(&all, scales, kStepBlocks);
   const auto table = hn::BitCast(bytes, hn::Set(hn::Repartition<decltype(all), Floats>(), all));
-  // Byte k of the table to the upper bytes of 128-bit block k, nothing to the others.
+  // Puts byte k of the table into the upper bytes of 128-bit block k, and zero into the lower bytes.
   const auto block = hn::ShiftRight<3>(hn::Iota(halves, std::uint16_t{0}));
   const auto index = hn::Or(hn::ShiftLeft<8>(block), hn::Set(halves, std::uint16_t{0x80}));
   const auto scale = hn::BitCast(halves, hn::TableLookupBytesOr0(table, hn::BitCast(bytes, index)));
-  // A scale is one place too high: half of the sum.
+  // The scale is one bit above the place of bf16's exponent; the average halves it.
   return hn::AverageRound(scale,
                           hn::Set(halves, static_cast<std::uint16_t>(2 * ((fp8::kLeastExponent << 7) + kAdded))));
 }
@@ -104,7 +106,8 @@ HWY_INLINE HalfVector exponents_of(const std::uint8_t* scales) {
 template <Moment kMoment>
 HWY_INLINE HalfVector decoded(HalfVector codes, const std::uint8_t* scales) {
   constexpr auto kLargest = static_cast<std::uint16_t>(kLargestCode<kMoment>);
-  // How far a code is below the largest, by 31 less its last five bits; zero is below everything.
+  // The distance of a code from the largest code. The index is 31 less the code's last five bits. For code 0 the
+  // distance is so large that the subtraction below saturates at zero.
   struct Table {
     constexpr Table() {
       for (std::uint32_t code = 1; code < fp8::kLeastNormal; ++code)
@@ -120,7 +123,7 @@ HWY_INLINE HalfVector decoded(HalfVector codes, const std::uint8_t* scales) {
       _mm512_cmpgt_epu16_mask(rest.raw, hn::Set(halves, static_cast<std::uint16_t>(kLargest - fp8::kLeastNormal)).raw);
   const auto below = _mm512_mask_permutexvar_epi16(hn::ShiftLeft<kCodeShift>(rest).raw, is_small, rest.raw,
                                                    hn::Load(halves, kTable.below).raw);
-  // The largest number of a block has its exponent and a fraction of ones.
+  // The largest number of a block has the block's exponent and only ones in its fraction.
   const auto largest = exponents_of<((1u << fp8::kFractionBits) - 1) << kCodeShift>(scales);
   return hn::SaturatedSub(largest, HalfVector{below});
 }
@@ -131,7 +134,7 @@ template <Moment kMoment>
 HWY_INLINE HalfVector decoded(HalfVector codes, const std::uint8_t* scales) {
   const Halves halves;
   const Bytes bytes;
-  // What the limit has added to a code: nothing from kLeastNormal on.
+  // The difference between a code and code_without_limit() of it: 0 from kLeastNormal on.
   struct Table {
     constexpr Table() {
       for (std::uint32_t code = 1; code < fp8::kLeastNormal; ++code)
@@ -141,8 +144,8 @@ HWY_INLINE HalfVector decoded(HalfVector codes, const std::uint8_t* scales) {
   };
   static constexpr Table kTable;
   const auto code = kMoment == Moment::first ? hn::And(codes, hn::Set(halves, std::uint16_t{0x7F})) : codes;
-  // From kLeastNormal on, and in every upper byte, bit 7 of the index is set: the table's answer is 0. x86 ignores bits
-  // 4 to 6.
+  // Bit 7 of the index is set for codes from kLeastNormal on and in every upper byte, so that the lookup returns 0
+  // there. x86 ignores bits 4 to 6 of the index.
 #if HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128
   const auto index = hn::SaturatedAdd(hn::BitCast(bytes, code),
                                       hn::BitCast(bytes, hn::Set(halves, static_cast<std::uint16_t>(0x8070))));
@@ -157,7 +160,7 @@ HWY_INLINE HalfVector decoded(HalfVector codes, const std::uint8_t* scales) {
   const auto zero = exponents_of<0u - (fp8::top(kMoment) << 7)>(scales);
   const auto magnitude = hn::Add(zero, hn::ShiftLeft<kCodeShift>(without_limit));
 #if HWY_TARGET == HWY_AVX2
-  return HalfVector{_mm256_sign_epi16(magnitude.raw, code.raw)};  // 0 where the code is
+  return HalfVector{_mm256_sign_epi16(magnitude.raw, code.raw)};  // 0 where the code is 0
 #elif HWY_TARGET == HWY_SSE4
   return HalfVector{_mm_sign_epi16(magnitude.raw, code.raw)};
 #else
@@ -190,8 +193,8 @@ HWY_INLINE void load_blocks(const void* codes, const std::uint8_t* scales, std::
 
 // --- moments of fp8: encoding ----------------------------------------------------------------------------------------
 
-// What an integer conversion that cuts the fraction off makes of numbers within its range. Highway's takes care of the
-// others, too, which costs several instructions.
+// Truncates to integers; the result is unspecified for values that do not fit. Highway's own conversion handles those,
+// too, which costs several instructions.
 HWY_INLINE WordVector cut_to_integer(FloatVector value) {
 #if HWY_TARGET == HWY_AVX3
   return WordVector{_mm512_cvttps_epi32(value.raw)};
@@ -204,9 +207,9 @@ HWY_INLINE WordVector cut_to_integer(FloatVector value) {
 #endif
 }
 
-// encode_block's code of every first moment of a vector, above kDroppedBits that are to be ignored. `rounded` is
-// `magnitude` plus `added`. Numbers from the least exponent on keep the distance of their bits to `zero_exponent`;
-// those below it are counted in units that have as many bits.
+// Returns encode_block's code of every first moment of a vector, shifted up by kDroppedBits; the caller ignores the
+// bits below. `rounded` is `magnitude` plus `added`. For a number from the least exponent on, this is the distance of
+// its bits to those of `zero_exponent`. A smaller number is counted in units that have as many bits.
 HWY_INLINE WordVector encoded(WordVector magnitude, WordVector rounded, WordVector added, WordVector zero_exponent) {
   const Words words;
   const SignedWords signed_words;
@@ -219,7 +222,8 @@ HWY_INLINE WordVector encoded(WordVector magnitude, WordVector rounded, WordVect
   const auto is_below = hn::RebindMask(words, hn::Lt(hn::BitCast(signed_words, normal), least));
   return hn::IfThenElse(is_below, hn::Add(units, added), normal);
 #else
-  // The units of a number below the least exponent are more than its distance, and less than `least`.
+  // The larger of the two is right: below the least exponent the units exceed the distance; from it on, the distance
+  // is at least `least`, the limit of the units.
   (void)rounded;
   const auto distance = hn::BitCast(signed_words, hn::Sub(magnitude, zero_exponent));
   const auto limited = hn::Min(hn::BitCast(signed_words, units), least);
@@ -227,9 +231,9 @@ HWY_INLINE WordVector encoded(WordVector magnitude, WordVector rounded, WordVect
 #endif
 }
 
-// The same of second moments below the least exponent, whose units fp32 cannot hold. `unit` has its last bit at 2^-19
-// of a step of the code, so that adding it cuts the rest off; to the nearest, which is then taken back where it is more
-// than the number.
+// Does the same for second moments below the least exponent, whose units fp32 cannot hold. The last bit of `unit` is
+// 2^-16 of a step of the code, so adding `unit` rounds the number to a multiple of that. Where the addition has rounded
+// up, one is subtracted, so that the result is truncated.
 HWY_INLINE WordVector encoded_below(WordVector magnitude, FloatVector unit, WordVector added) {
   const Floats d;
   const Words words;
@@ -255,15 +259,16 @@ struct RoundedMoments {
   WordVector even_magnitude, odd_magnitude, even_added, odd_added, even, odd;
 };
 
-// The largest magnitudes of all blocks of a step as the exponents of their scales, in place. `largest` takes note of
-// them: below kInfinityBits they are sound.
+// Returns the exponents of the blocks' scales, in the place where fp32 has them, from the blocks' largest magnitudes.
+// Also raises `largest` to these: the moments are finite while it is below kInfinityBits.
 HWY_INLINE WordVector noted_exponents(WordVector most, WordVector& largest) {
   const Words words;
   largest = hn::Max(largest, most);
   return hn::And(hn::Max(most, hn::Set(words, fp8::kLeastExponent << 23)), hn::Set(words, 0xFF800000u));
 }
 
-// The bytes of scales from exponents in place; of 128-bit block k of lanes the lanes of `which` at kStepBlocks w + k.
+// Returns the scales as bytes, from exponents in the place where fp32 has them. Byte kStepBlocks * w + k comes from
+// lane w of the k-th 128-bit block of lanes.
 template <std::size_t kOfEach>
 HWY_INLINE UnsignedOf<kOfEach * kStepBlocks> scale_bytes(WordVector exponents) {
   const Words words;
@@ -294,7 +299,7 @@ HWY_INLINE WordVector over_block(WordVector largest) {
   return hn::Max(largest, hn::Shuffle2301(largest));
 }
 
-// The bits above the dropped ones, with the sign.
+// Joins the bits above the dropped ones, with the sign, of the even and the odd elements.
 HWY_INLINE HalfVector coded(WordVector even, WordVector odd) {
   const Words words;
   const SignedWords signed_words;
@@ -384,7 +389,7 @@ HWY_INLINE HalfVector put_blocks(FloatVector even, FloatVector odd, const WordPa
   return coded(rounded, even, odd, hn::Sub(exponents, hn::Set(Words(), fp8::top(kMoment) << 23)));
 }
 
-// Both moments' blocks: one search for the largest of both, in lanes that take turns.
+// Encodes the blocks of both moments. One search finds the largest magnitudes of both, in alternate lanes.
 HWY_INLINE void put_both_blocks(FloatVector even1, FloatVector odd1, FloatVector even2, FloatVector odd2,
                                 const WordPair& random, std::uint8_t* scales1, std::uint8_t* scales2, std::size_t i,
                                 WordVector& largest, Codes& codes) {

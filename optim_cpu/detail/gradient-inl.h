@@ -50,7 +50,7 @@ template <class D, class U32 = hn::Vec<hn::RebindToUnsigned<D>>>
 HWY_INLINE hn::Vec<D> floats_of_fp16(D d, U32 bits) {
   return hn::PromoteTo(d, hn::BitCast(Fp16Of<D>(), hn::TruncateTo(BitsOfFp16Of<D>(), bits)));
 }
-// The other way round.
+// The fp16 bit patterns of the floats of `value`, one in the low half of each lane.
 template <class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp16_of_floats(D, hn::Vec<D> value) {
   return hn::PromoteTo(hn::RebindToUnsigned<D>(), hn::BitCast(BitsOfFp16Of<D>(), hn::DemoteTo(Fp16Of<D>(), value)));
@@ -58,8 +58,8 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp16_of_floats(D, hn::Vec<D> value) 
 
 #else
 
-// The floats of Lanes(d) fp16 bit patterns, one in the low half of each lane. In integers rather than by the
-// hardware's conversion, which some targets lack; exact for every pattern.
+// The floats of Lanes(d) fp16 bit patterns, one in the low half of each lane. Uses integers instead of the
+// hardware's conversion, which some targets lack. Exact for every pattern.
 template <class D, class U32 = hn::Vec<hn::RebindToUnsigned<D>>>
 HWY_INLINE hn::Vec<D> floats_of_fp16(D d, U32 bits) {
   const hn::RebindToUnsigned<D> du;
@@ -86,11 +86,12 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp16_of_floats(D d, hn::Vec<D> value
   const auto sign = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 0x8000u));
   const auto magnitude = hn::And(bits, hn::Set(du, 0x7FFFFFFFu));
   const auto signed_magnitude = hn::BitCast(di, magnitude);
-  // Half of what falls away, less one bit where the result would be even already; exponents from 127 to 15.
+  // Rounds to nearest even: adds half of the last bit that stays, less one unless that bit is 1. The same addition
+  // changes the exponent's bias from 127 to 15.
   const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(du, 1u));
   const auto carried = hn::Add(hn::Add(magnitude, hn::Set(du, 0xFFFu - (112u << 23))), odd);
   const auto normal = hn::Min(hn::BitCast(di, hn::ShiftRight<13>(carried)), hn::Set(di, 0x7C00));
-  // A float beside 0.5 has steps of 2^-24, fp16's smallest number: the addition rounds to a count of them.
+  // Floats from 0.5 to 1 are multiples of 2^-24, fp16's smallest number, so the addition rounds to a count of these.
   const auto beside_half = hn::Add(hn::BitCast(d, magnitude), hn::Set(d, 0.5f));
   const auto subnormal = hn::Sub(hn::BitCast(di, beside_half), hn::Set(di, 0x3F000000));
   const auto is_subnormal = hn::Lt(signed_magnitude, hn::Set(di, 0x38800000));

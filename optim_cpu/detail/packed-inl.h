@@ -167,7 +167,7 @@ HWY_INLINE void load_masters(const Split24Tile& tile, std::size_t i, FloatVector
   const SignedWords signed_words;
   const hn::Rebind<std::int16_t, Floats> signed_halves;
   const auto high = load_words(tile.weight, i);
-  // Two remainders in the lower half of each word; the odd one is the upper of them, sign and all.
+  // The lower half of each word has two remainders. The odd element's is the upper byte, already sign-extended.
   const auto low =
       hn::PromoteTo(signed_words, hn::LoadU(signed_halves, reinterpret_cast<const std::int16_t*>(tile.remainder8 + i)));
   const auto even_low = hn::ShiftRight<16>(hn::ShiftLeft<24>(low));
@@ -202,8 +202,8 @@ HWY_INLINE hn::Mask<Floats> either_is_nan(FloatVector a, FloatVector b) {
 #endif
 }
 
-// What may not be committed: besides the largest magnitudes of update-inl.h those of weights whose masters were
-// rounded, which could leave a NaN behind.
+// Collects the reasons to refuse a commit: the largest magnitudes (update-inl.h), and for masters that are rounded the
+// largest weight and whether a master was NaN, since the addition that rounds can turn a NaN into a number.
 struct Refusals {
   HWY_INLINE Refusals() : largest(none()), weight(hn::Zero(Halves())), is_nan(hn::FirstN(Floats(), 0)) {}
   Largest largest;
@@ -275,7 +275,7 @@ HWY_INLINE void load_moments(const void* moment, const std::uint8_t* scales, std
   }
 }
 
-// What a tile's numbers are rounded with.
+// The random bits that round a tile's numbers.
 struct Random {
   HWY_INLINE explicit Random(const Rounding& rounding) : words(rounding), halves(rounding) {}
   RoundingWords words;
@@ -300,9 +300,10 @@ HWY_INLINE void put_wide_moments(FloatVector even, FloatVector odd, Random& sour
 
 // --- a step, and a tile ----------------------------------------------------------------------------------------------
 //
-// A stretch is computed first, and its moments are rounded then, from memory in between: in one pass the divisions of a
-// step would have to end before a core sees the next one's, more than two hundred instructions away. While it divides,
-// it has time for all that is independent of moments.
+// The kernel first computes a whole stretch and keeps its numbers in memory; then it rounds and encodes the moments. In
+// a single pass the divisions of the next step would be more than two hundred instructions away, so a core would not
+// see them before the divisions of this step have ended. While a core divides, it has time for all the work that is
+// independent of moments.
 
 struct StepNumbers {
   HWY_ALIGN float even_moment1[kLanesMax], odd_moment1[kLanesMax];
@@ -379,7 +380,7 @@ HWY_INLINE Codes put_moments(const StepNumbers& from, const Tile& tile, std::siz
   return codes;
 }
 
-// What compute_step has left of two steps.
+// Encodes and stores what compute_step has left in `from` for two steps.
 template <Formula kFormula, MomentType kMoments, class Tile>
 HWY_INLINE void put_two_steps(const StepNumbers* from, const Tile& tile, std::size_t i, Largest& largest) {
   const Halves halves;
@@ -393,7 +394,7 @@ HWY_INLINE void put_two_steps(const StepNumbers* from, const Tile& tile, std::si
   }
 }
 
-// kStretch elements from element i on; of an array of b bytes an element these are 2 b lines, where kStretch is 128.
+// Prefetches kStretch elements from element i on: 2 * kBytes cache lines where kStretch is 128.
 template <std::size_t kBytes>
 HWY_INLINE void prefetch_elements(const void* array, std::size_t i) {
   const auto* at = static_cast<const std::byte*>(array) + i * kBytes;
@@ -415,8 +416,8 @@ HWY_INLINE void prefetch_stretch(Tile tile, std::size_t i) {
                                      : prefetch_elements<2>(tile.gradient, ahead);
 }
 
-// The last elements of a tile, fewer than kStretch, in memory of their own that zeros fill up: they leave moments of
-// zero behind, which change no scale.
+// Updates the last elements of a tile, fewer than kStretch, in a copy that is padded with zeros. The padding keeps
+// moments of zero, which change no scale.
 template <Formula kFormula, MomentType kMoments, class Tile>
 HWY_NOINLINE bool update_last(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
   struct Copy {
@@ -429,7 +430,7 @@ HWY_NOINLINE bool update_last(const UpdateCoefficients& c, const Tile& tile, std
   std::array<Copy, kArrays> copies{};
   std::size_t taken = 0;
   const std::size_t count = tile.count - first;
-  // Points `array`, whose first `begin` bytes belong to others, at a copy of the next ones.
+  // Copies `bytes` bytes from byte `begin` of `array` on, and points `array` at the copy.
   const auto take = [&](auto*& array, std::size_t begin, std::size_t bytes) {
     using Element = std::remove_reference_t<decltype(array)>;
     auto* const original = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(array))) + begin;
@@ -454,7 +455,7 @@ HWY_NOINLINE bool update_last(const UpdateCoefficients& c, const Tile& tile, std
   StepNumbers numbers[2];
   for (std::size_t j = 0; j < count; j += 2 * kStep) {
     for (std::size_t k = 0; k < 2; ++k) {
-      // Without an epsilon a master beside moments of zero becomes NaN.
+      // Masters from `end` on are set to zero: without an epsilon, moments of zero would make them NaN.
       const std::size_t end = count - std::min(count, j + k * kStep);
       compute_step<kFormula, kMoments>(c, last, j + k * kStep, random, refusals, numbers[k], end);
     }
@@ -466,7 +467,7 @@ HWY_NOINLINE bool update_last(const UpdateCoefficients& c, const Tile& tile, std
 
 template <Formula kFormula, MomentType kMoments, class Tile>
 bool update_packed(const UpdateCoefficients& coefficients, const Tile& packed) {
-  // Copies whose address is never given away, or every store could be a store into them.
+  // Copies whose address is never taken: the compiler would otherwise assume that any store may change them.
   const UpdateCoefficients c = coefficients;
   const Tile tile = packed;
   Random random(tile.rounding);

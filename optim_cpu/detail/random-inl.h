@@ -2,11 +2,11 @@
 // optim_cpu/detail/random-inl.h - the random bits that state is rounded with (rounding_bits and rounding_word of
 // update.hpp), a vector at a time. Compiled once per instruction set by update.cpp.
 //
-// Both functions mix a number n with a key: n ^ key, ^ its upper half, times a constant, and so on. While the upper
-// half of n stays the same, the first two of these are n ^ c with one c. If besides a vector's numbers begin at a
-// multiple of their count, the low bits of n ^ c depend on the lane alone, and the others are the same for all lanes.
-// The product is then the sum of two: one for each lane, which a whole tile shares, and a scalar. Two instructions take
-// the place of seven.
+// Both functions mix a number n with a key. They begin with x = n ^ key; x ^= x >> 16; x *= a constant. While the upper
+// half of n stays the same, the first two operations are n ^ c with a fixed c. If a vector's numbers also begin at a
+// multiple of their count, the low bits of n ^ c depend on the lane alone, and the other bits are the same for all
+// lanes. The product is then the sum of two products: one for each lane, which a whole tile shares, and a scalar. So
+// two instructions replace seven.
 #if defined(HOIST_OPTIM_RANDOM_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HOIST_OPTIM_RANDOM_INL_H_
 #undef HOIST_OPTIM_RANDOM_INL_H_
@@ -61,12 +61,12 @@ class FirstProducts {
  public:
   FirstProducts() = default;
   FirstProducts(std::uint32_t key, std::uint32_t first) : xored_(key ^ key >> 16 ^ first >> 16) {}
-  // Of each lane's number in [0, kCount).
+  // The part of the product that depends on the lane, whose number is in [0, kCount).
   HWY_INLINE WordVector of_lanes(WordVector number) const {
     const Words words;
     return hn::Mul(hn::Xor(number, hn::Set(words, xored_ & (kCount - 1))), hn::Set(words, kFirstFactor));
   }
-  // Of `first`, to be added to that.
+  // The part that is the same for all lanes; the sum of both parts is the product.
   HWY_INLINE WordVector of_all(std::uint32_t first) const {
     return hn::Set(Words(), ((first ^ xored_) & ~(kCount - 1)) * kFirstFactor);
   }
@@ -81,7 +81,7 @@ struct WordPair {
   WordVector even, odd;
 };
 
-// rounding_word of the two vectors' worth of elements from element i of a tile on, the even ones and the odd ones.
+// at(i) returns rounding_word of two vectors' worth of elements from element i of a tile on: the even and the odd ones.
 class RoundingWords {
  public:
   HWY_INLINE explicit RoundingWords(const Rounding& rounding)
@@ -112,7 +112,7 @@ class RoundingWords {
   }
 
   std::uint32_t key_, first_;
-  std::uint32_t low_bits_;  // of an index, all zero where products begin anew; none if the tile takes the whole mixer
+  std::uint32_t low_bits_;  // products begin anew at an index without these bits; 0: no products, the whole mixer
   FirstProducts<kCount> products_;
   WordPair lanes_;
 };
@@ -126,7 +126,7 @@ HWY_INLINE WordVector rounding_halves(std::uint32_t key, std::uint32_t first) {
   return hn::IfThenElse(is_odd, hn::ShiftRight<16>(x), hn::And(x, hn::Set(words, 0xFFFFu)));
 }
 
-// The same of two vectors' worth of elements from element i of a tile on. Neighbours have the halves of one word.
+// Like RoundingWords, for rounding_bits. Two neighbours have the two halves of one word.
 class RoundingHalves {
  public:
   HWY_INLINE explicit RoundingHalves(const Rounding& rounding)

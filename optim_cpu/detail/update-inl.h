@@ -72,7 +72,7 @@ HWY_INLINE WordVector magnitude_of(FloatVector value) {
   return hn::And(hn::BitCast(Words(), value), hn::Set(Words(), 0x7FFFFFFFu));
 }
 
-// `bits`, and zero where the moment's magnitude is below the smallest normal number. Second moments have no sign.
+// Returns `bits`, or zero where the moment is denormal. Second moments have no sign.
 template <Moment kMoment>
 HWY_INLINE WordVector unless_denormal(FloatVector moment, WordVector bits) {
   const Words words;
@@ -178,8 +178,8 @@ HWY_INLINE void store_moment(FloatVector value, WordVector added, void* moment, 
   }
 }
 
-// A moment of bf16 must not round to infinity either; a master's limit keeps half a step away from it, this a whole
-// one.
+// A bf16 moment must not round to infinity either. Its limit is a whole bf16 step below infinity, since random bits can
+// round up by nearly a step; a master's limit is half a step below.
 template <MomentType kMoments>
 inline constexpr std::uint32_t kMomentLimitBits = kMoments == MomentType::bf16 ? 0x7F7F0000u : kInfinityBits;
 
@@ -353,7 +353,7 @@ HWY_INLINE void prefetch_master(const WholeTile& tile, std::size_t i) {
   hwy::Prefetch(tile.weight + i);
   hwy::Prefetch(tile.weight + i + 16);
 }
-// The weights' line, too: it is written whole, but a store still waits for it.
+// Prefetches the weights' line, too: the kernel overwrites all of it, but a store still waits for the line.
 HWY_INLINE void prefetch_master(const Fp16Tile& tile, std::size_t i) {
   hwy::Prefetch(tile.weight + i);
   hwy::Prefetch(tile.master + i);
@@ -424,8 +424,8 @@ HWY_INLINE FloatVector load_gradient(const void* gradient, DType dtype, std::siz
 
 // Updates elements [first, tile.count), fewer than a block, a vector at a time in buffers; false when one of them may
 // not be committed. Spare lanes of the last vector repeat the last element: their results are discarded, and they
-// refuse only what that element refuses anyway. Not inlined, and one function for all gradient dtypes: it is a large
-// part of what there is to compile, and a small part of what runs.
+// refuse only what that element refuses anyway. Not inlined, and one function for all gradient dtypes: this
+// code takes much of the compile time and little of the run time.
 template <Formula kFormula, MomentType kMoments, class Tile>
 HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
   const Floats d;
@@ -466,7 +466,7 @@ HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std
 
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 bool update_whole_or_split(const UpdateCoefficients& coefficients, const Tile& whole_tile) {
-  // Copies whose address is never given away, or every store could be a store into them.
+  // Copies whose address is never taken: the compiler would otherwise assume that any store may change them.
   const UpdateCoefficients c = coefficients;
   const Tile tile = whole_tile;
   const std::size_t lanes = hn::Lanes(Floats());

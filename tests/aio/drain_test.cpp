@@ -90,7 +90,7 @@ TEST_P(Drain, ADriveThatNeverAnswersFailsItsTransfersAndLeaksWhatItMayWriteTo) {
   }
 }
 
-// Not at the end, but in the middle of its life: whoever waits is told, and so is everybody who comes later.
+// The drive goes silent in the middle of the engine's life: pending transfers fail, and so does every later one.
 TEST_P(Drain, ADriveThatStopsAnsweringIsGivenUp) {
   faults_->add({.kind = Fault::Kind::delay,
                 .path_contains = "file",
@@ -118,7 +118,7 @@ TEST_P(Drain, ADriveThatStopsAnsweringIsGivenUp) {
   EXPECT_LT(Clock::now() - start, seconds(20));
 }
 
-// Time without anything to do is not silence.
+// An idle drive does not count as one that does not answer.
 TEST_P(Drain, AnIdleDriveIsNotGivenUp) {
   DriveQueueOptions engine_options = options(milliseconds(500));
   engine_options.answer_timeout = seconds(1);  // as long as a busy drive may take for a block
@@ -131,8 +131,8 @@ TEST_P(Drain, AnIdleDriveIsNotGivenUp) {
   EXPECT_FALSE(engine.gave_up());
 }
 
-// A process that is stopped, as by Ctrl-Z, is so in its wait: it comes back late and empty-handed, and what the drive
-// answered meanwhile is there to be seen at the next look.
+// Simulates a process that is stopped (as by Ctrl-Z) while it waits: one reap() returns late and without blocks. The
+// next reap() returns the blocks that the drive finished meanwhile.
 class StoppedBackend final : public Backend {
  public:
   StoppedBackend(std::unique_ptr<Backend> inner, Nanoseconds stopped) : inner_(std::move(inner)), stopped_(stopped) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fault injector does what it says, so that tests of other rooms can lean on it.
+// The fault injector does what it promises, so that tests in other folders can rely on it.
 #include <bit>
 #include <set>
 

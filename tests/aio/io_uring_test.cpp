@@ -108,8 +108,8 @@ TEST(IoUringRefused, WithoutRegistrationOfFilesItUsesDescriptors) {
   });
 }
 
-// Room for the rings, which the kernel counts for all processes of a user, and for a while after they were closed; not
-// for the memory that tests register.
+// Enough for the rings, but not for the memory that tests register. The kernel counts the rings of all of a user's
+// processes, and still does so for a while after they were closed.
 constexpr rlim_t kRoomForRings = 2 * kMiB;
 
 // Without CAP_IPC_LOCK the memlock limit binds. The capability is the thread's, the limit the process's.
@@ -177,8 +177,7 @@ class PollingProbe : public testing::Test {
   test::TempDirectory directory_;
 };
 
-// Calls that enter the ring say they went well and do nothing: what a drive without poll queues looks like on some
-// kernels.
+// Calls that enter the ring report success and do nothing, like a drive without poll queues on some kernels.
 TEST_F(PollingProbe, OneThatNeverEndsIsGivenUpInTime) {
   in_a_thread([this] {
     if (!refuse_system_call(__NR_io_uring_enter, 0)) GTEST_SKIP() << "no seccomp filter can be set here";

@@ -82,8 +82,8 @@ constexpr std::uint64_t kWriteBlock = 256 * kKiB;
 constexpr std::uint64_t kWriteBytes = 32 * kMiB;  // of each of the two writes that are under way
 constexpr unsigned kQueueDepth = 8;
 
-// How many blocks of writes go to a real drive between the call that starts a read and the read, when writes always
-// wait. Each time of a few; what the drive itself puts first is not the engine's to choose, and not counted.
+// For each of several reads, how many blocks of waiting writes the engine hands to a real drive before the read. The
+// drive may then change the order; that is not counted.
 std::vector<std::size_t> blocks_submitted_before_reads(Priority of_reads) {
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 2 * kWriteBytes + kMiB});
@@ -98,7 +98,7 @@ std::vector<std::size_t> blocks_submitted_before_reads(Priority of_reads) {
   std::size_t written = memory.span().size() / kWriteBlock;
   Completion writes[2];
   for (int i = 0; i < 15; ++i) {
-    // Nothing is under way; two writes start, and of the first at most what the drive has taken meanwhile is ahead.
+    // Nothing is in flight. Two writes start; ahead of the read are only blocks that the drive has taken meanwhile.
     writes[0] = engine.write(file, 0, memory.part(0, kWriteBytes), Priority::background);
     writes[1] = engine.write(file, kWriteBytes, memory.part(kWriteBytes, kWriteBytes), Priority::background);
     const Completion read = engine.read(file, 2 * kWriteBytes, memory.part(2 * kWriteBytes, kWriteBlock), of_reads);
@@ -114,7 +114,7 @@ TEST(Priority, OnARealDriveReadsAreHandedOverBeforeQueuedWrites) {
   constexpr std::size_t kAll = 2 * kWriteBytes / kWriteBlock;
   for (const std::size_t blocks : blocks_submitted_before_reads(Priority::background)) EXPECT_EQ(blocks, kAll);
   std::vector<std::size_t> ahead = blocks_submitted_before_reads(Priority::foreground);
-  // The drive may take blocks between the two calls, however quick it is: of most reads a queue depth or two.
+  // Between the calls the drive may take blocks; ahead of most reads these are at most two queue depths.
   std::sort(ahead.begin(), ahead.end());
   EXPECT_LE(ahead[ahead.size() / 2], 2 * kQueueDepth);
 }

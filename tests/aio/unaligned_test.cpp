@@ -100,8 +100,8 @@ const StripeLayout& two_drives() {
   return layout;
 }
 
-// Lengths from 1 byte to 3 blocks: each of them on threads, every 11th on the other ways to the drive, which do not see
-// alignments. Those of offset and address run through all residues. Each transfer has 20 KiB of file and of memory to
+// Lengths from 1 byte to 3 blocks: every length on the threads backend, every 11th on the others, which do not depend
+// on alignment. Offsets and addresses run through all residues. Each transfer has 20 KiB of file and of memory to
 // itself, so that many can be in flight at once.
 TEST_P(UnalignedTransfers, EveryLengthAtEveryAlignmentAcrossStripes) {
   constexpr std::uint64_t kRoom = 5 * kBlock;

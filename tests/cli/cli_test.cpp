@@ -157,7 +157,7 @@ TEST_F(Cli, AReportThatCannotBeWrittenIsAFailure) {
   EXPECT_THAT(run("doctor --json /no/such/directory/report.json").exit_code, 1);
 }
 
-// The redirections of a command of the test's own; its exit code is printed.
+// The test's command has redirections of its own, so it prints the exit code itself.
 TEST_F(Cli, OutputThatIsLostIsAFailure) {
   write("good.json", kGood);
   for (const char* lost : {">/dev/full", ">&-"}) {
@@ -165,7 +165,7 @@ TEST_F(Cli, OutputThatIsLostIsAFailure) {
     EXPECT_EQ(result.output, "1\n") << lost;
     EXPECT_THAT(test::text_of(path("errors")), HasSubstr("standard output could not be written")) << lost;
   }
-  // What cannot be complained about does not change what is complained about.
+  // A lost error message does not change the exit code.
   write("bad.json", "{\"a\": 1}");
   for (const char* lost : {"2>/dev/full", "2>&-", ">&- 2>&- <&-"})
     EXPECT_EQ(run(std::string("check bad.json ") + lost + "; echo $?").output, "2\n") << lost;

@@ -47,7 +47,7 @@ TEST_F(Doctor, LooksAtEverything) {
     const auto found = finding(report, subject);
     EXPECT_THAT(found["found"].get<std::string>(), Not(IsEmpty())) << subject;
     EXPECT_THAT(result.output, HasSubstr(subject));
-    // Whoever is told that something is not as it should be is told what it costs and what to do.
+    // A finding that is not ok also names the cost and the remedy.
     if (found["verdict"] == "ok") continue;
     EXPECT_THAT(found["cost"].get<std::string>(), Not(IsEmpty())) << subject;
     EXPECT_THAT(found["remedy"].get<std::string>(), Not(IsEmpty())) << subject;

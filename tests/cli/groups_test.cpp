@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// inspect and export of the stores of several sharding groups: what the job has, not what one of them has.
+// hoist inspect and export on the stores of several sharding groups: the result is about the job, not about one group.
 #include <filesystem>
 
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist verify: every damage of what a store would give back is named, nothing is changed, and nobody waits.
+// hoist verify names all damage in what a store would give back. It changes nothing, and no other program waits for it.
 #include <map>
 #include <set>
 

@@ -549,7 +549,7 @@ TEST(Load, ADirectoryAndAnEndlessFileSayWhatTheyAre) {
   EXPECT_THAT(message("/dev/zero"), HasSubstr("only regular files"));
 }
 
-// A named pipe would have to be waited for; what a shell's <(...) and /dev/stdin are has its writer.
+// Reading a named pipe could hang, so it is refused. Pipes from a shell's <(...) and /dev/stdin already have a writer.
 TEST(Load, APipeIsReadIfItWasGivenAndRefusedByName) {
   const test::TestDeadline deadline;
   const std::string name = "pipe-" + std::to_string(::getpid());

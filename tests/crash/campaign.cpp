@@ -25,7 +25,7 @@ constexpr std::uint64_t kSteps = LifeTerms{}.last_step;
 constexpr std::uint64_t kStepsToMoment = 2, kStepsToMomentMirrored = 12;
 constexpr unsigned kStepsToCopy = 2;
 constexpr std::uint64_t kLossesOneIn = 3;  // kills after which there is a copy to go on from
-constexpr Nanoseconds kRivalsTimeout = std::chrono::milliseconds(300);  // of two that have a rank's lock each
+constexpr Nanoseconds kRivalsTimeout = std::chrono::milliseconds(300);  // two processes may each hold one rank's lock
 
 }  // namespace
 
@@ -198,7 +198,7 @@ LifeEnd Campaign::live_with(Disturbance disturbance, const LifeTerms& terms, Wit
   return other_end;
 }
 
-// A life that begins in trouble: it goes on as it must, or hoist refuses it and the next one goes on.
+// Runs a life that begins in trouble: either it continues correctly, or hoist refuses it and the next life continues.
 std::string Campaign::disturb(std::uint64_t seed, LifeTerms& terms, CrashTally& tally) {
   Rng rng(seed);
   if (older_.empty() || rng.below(2) == 0) {

@@ -33,20 +33,20 @@ inline constexpr std::size_t kDisturbanceCount = 8;
 const char* name_of(Disturbance disturbance);
 inline bool is_of_files(Disturbance disturbance) { return disturbance <= Disturbance::older; }
 
-// What is in all files below a directory, by their paths from there; without the text of the lock's holder, which
-// nothing depends on.
+// The contents of all files below a directory, by relative path. The text about the lock's holder is left out, since
+// nothing depends on it.
 using Files = std::map<std::string, std::string>;
 Files files_below(const std::string& directory);
 
-// Does it to the files of a store.
+// Applies a disturbance to the files of a store.
 class DisturbedFiles {
  public:
-  // `foreign`: those of another run; `older`: of this one.
+  // `foreign`: the files of another run; `older`: earlier files of this run.
   DisturbedFiles(Disturbance disturbance, const std::string& store, const Files& foreign, const Files& older, Rng& rng);
-  // Puts the right files back, and leaves the others as they are now; after older files, all files as they were: ranks
-  // may have gone back to a step that one of them seemed to be at.
+  // Puts the disturbed files back and leaves all others as they are now. After `older`, it restores all files:
+  // ranks may have gone back to the step that the older files showed.
   void undo() const;
-  // For people.
+  // A description of what was done, for messages.
   const std::string& text() const { return text_; }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/crash/hostile.hpp - a training that something happens to, and what must be left of it.
+// tests/crash/hostile.hpp - runs a training that a test disturbs, and checks the state that is left.
 #pragma once
 
 #include <cstdint>

@@ -127,7 +127,7 @@ TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
   }
 }
 
-// A manifest's write is the one that is never answered: its memory is neither given back nor used again.
+// The drive never answers the write of a manifest. The memory of that write must be neither freed nor reused.
 TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
   ToySetup setup = toy(directory_ / "store");
   setup.runtime.aio_backend = aio::BackendKind::threads;
@@ -156,7 +156,7 @@ TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
   EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
   ASSERT_GT(faults->hits(Fault::Kind::delay), 0u);
   ASSERT_NE(last.data, nullptr);
-  std::vector<std::unique_ptr<aio::TransferMemory>> others;  // for which freed memory would be good
+  std::vector<std::unique_ptr<aio::TransferMemory>> others;  // allocations that could reuse freed memory
   for (int i = 0; i < 64; ++i) {
     others.push_back(std::make_unique<aio::TransferMemory>(last.bytes.size()));
     std::memset(others.back()->span().data(), 0xFF, last.bytes.size());

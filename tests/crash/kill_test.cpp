@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// P3 against SIGKILL: a real process dies in every phase, and its work ends in the bits of one that nobody disturbed.
-// The short form; hoist_crash_campaign is the long one.
+// P3 against SIGKILL: a real process dies in every phase, and the resumed run ends in the bits of an undisturbed one.
+// This is the short form; the program hoist_crash_campaign is the long one.
 #include <array>
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace {
 class Kills : public testing::TestWithParam<CrashSetup> {};
 
 TEST_P(Kills, InEveryPhaseEndInTheSameBits) {
-  // One that plans a restore before anything is there to be restored ends early.
+  // A run ends early when it plans to die in a restore before there is a commit to restore.
   const std::uint64_t runs = GetParam().groups > 1 ? 4 : 2;
   const TempDirectory directory;
   Campaign campaign(GetParam(), directory.path().string());
@@ -22,7 +22,7 @@ TEST_P(Kills, InEveryPhaseEndInTheSameBits) {
   for (std::uint64_t seed = 1; seed <= runs; ++seed) ASSERT_EQ(campaign.run(seed, tally), "");
   SCOPED_TRACE(table(tally, 1));
   const auto hits = [&](Phase phase) { return tally.hits[static_cast<std::size_t>(phase)]; };
-  // Mode `backward` updates in the phase backward; what trails into the forward may be nothing.
+  // Mode `backward` updates in the phase backward. It may have nothing left to update in the next forward.
   constexpr std::array kUpdates{Phase::step_update, Phase::forward_update, Phase::backward};
   const UpdateMode mode = GetParam().update_mode;
   const Phase update = kUpdates[mode == UpdateMode::step ? 0 : mode == UpdateMode::forward ? 1 : 2];

@@ -259,7 +259,7 @@ std::string Power::cut_at(std::uint64_t dies_at, std::uint64_t seed, const Mutat
     faults->add({.kind = Fault::Kind::delay,
                  .operation = aio::Operation::write,
                  .path_contains = GetParam().groups > 1 ? "group-1/rank-00000.manifest" : "rank-00001.manifest",
-                 // Without the others from its first manifest on, the other rank needs this one alone to be late.
+                 // With no_adopt_barrier the other rank does not wait after its first manifest, so one delay is enough.
                  .count = mutation.no_adopt_barrier ? 1 : Faults::kForever,
                  .delay = mutation.no_adopt_barrier ? std::chrono::milliseconds(20) : std::chrono::milliseconds(4)});
   History history;

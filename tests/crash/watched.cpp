@@ -82,8 +82,8 @@ std::unique_ptr<comm::Communicator> watch(std::unique_ptr<comm::Communicator> co
   return std::make_unique<WatchedCommunicator>(std::move(communicator), rank, /*of_commits=*/false);
 }
 
-// A store makes these calls only while it is made, but for the flush of its directories at its first commit, and what
-// is removed when another has taken it over.
+// A store makes these calls only while it is created, except that its first commit flushes its directories, and that
+// files are removed after another store has taken over.
 bool WatchedSystemCalls::before(const SystemCall& call) {
   if (call.path.ends_with(".lock-info")) return true;  // information, for people
   using Kind = SystemCall::Kind;

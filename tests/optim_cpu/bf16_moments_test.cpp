@@ -12,7 +12,7 @@ struct HalfTile {
   HalfTile(std::size_t count, DType gradient_dtype, std::size_t offset = 0)
       : wide(count, gradient_dtype, offset), moment1(count, offset), moment2(count, offset) {}
 
-  // Takes the wide tile's state, its moments rounded to what bf16 can hold; those of the wide tile, too.
+  // Rounds the wide tile's moments to bf16, and takes the wide tile's state.
   void adopt() {
     for (std::size_t i = 0; i < wide.count(); ++i) {
       moment1[i] = to_bf16(wide.moment1[i]);
@@ -37,7 +37,7 @@ struct HalfTile {
     tile.rounding = rounding;
     return tile;
   }
-  Tile wide;  // masters and gradient; its moments are what the bf16 ones say
+  Tile wide;  // masters, gradient, and the moments as fp32
   Guarded<bf16> moment1, moment2;
 };
 
@@ -158,8 +158,8 @@ TEST(RoundingBits, AreEvenOverIndicesAndKeys) {
   }
 }
 
-// What stochastic rounding is for: an average over a thousand steps. To nearest it would stop far from its goal, since
-// one step changes it by less than half a step of bf16.
+// An average over a thousand steps needs stochastic rounding. Rounded to nearest, it would stop far from its goal,
+// since one step changes it by less than half a step of bf16.
 TEST(HalfMomentsAverage, SecondMomentFollowsASmallChange) {
   constexpr std::size_t kCount = 4096;
   OptimizerOptions options{.weight_decay = 0};

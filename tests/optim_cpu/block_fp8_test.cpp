@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moments of 8 bits, the format by itself: what it holds, how exactly, and that writing what was read changes nothing.
+// The format of 8-bit moments by itself: its range, its precision, and that encoding a decoded block changes nothing.
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -104,7 +104,7 @@ TEST(BlockFp8, NearestIsNear) {
   }
 }
 
-// Whatever rounded a block, its numbers are where they are, and rounding them again in any way changes no byte.
+// However a block was rounded, decoding it and rounding it again, in any way, changes no byte.
 TEST(BlockFp8, EncodingWhatWasDecodedChangesNothing) {
   Rng rng(2);
   for (int round = 0; round < 50000; ++round) {
@@ -180,7 +180,7 @@ TEST(BlockFp8, WhatRoundsToInfinityIsRefused) {
   }
 }
 
-// Denormals have no place, and neither have numbers so small that a step of theirs would be one.
+// The format holds no denormals, and no numbers so small that their step would be a denormal.
 TEST(BlockFp8, TheSmallestNumbers) {
   for (const Moment moment : kMoments) {
     Values values{0x1.0p-127f, 0x1.0p-149f};

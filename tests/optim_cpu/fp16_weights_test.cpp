@@ -21,7 +21,7 @@ struct WithFp16 {
     for (std::size_t i = 0; i < count; ++i) weight[i] = 0x7E01;  // never read: a NaN that must not show
   }
 
-  // The bf16 moments hold what the state's say; those of the state, too.
+  // Rounds the state's moments to bf16, and copies them into the bf16 moments.
   void adopt() {
     if (moments != MomentType::bf16) return;
     for (std::size_t i = 0; i < state.count(); ++i) {

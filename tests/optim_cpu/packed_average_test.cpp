@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// State of 8 bits over thousands of steps: averages go where those of fp32 go, since what is rounded is rounded at
-// random, up as often as down.
+// State of 8 bits over thousands of steps: averages follow those of fp32, since rounding is random and unbiased.
 #include <array>
 #include <cmath>
 #include <span>
@@ -10,7 +9,7 @@
 namespace hoist::optim::test::packed_average_test {
 namespace {
 
-// What stochastic rounding is for: a second moment over a thousand steps changes by a sixtieth of a step at a time.
+// This needs stochastic rounding: a second moment over a thousand steps changes by a sixtieth of a step at a time.
 TEST(PackedStateAverage, SecondMomentFollowsASmallChange) {
   constexpr std::size_t kCount = 4096;
   OptimizerOptions options{.weight_decay = 0};
@@ -75,7 +74,7 @@ TEST(PackedStateAverage, SecondMomentOfNoiseHasItsMeanInEveryPartOfABlock) {
   EXPECT_LT(mean[2], 16);
 }
 
-// A first moment rounded to nearest would stop where a tenth of what is missing is less than half a step.
+// Rounded to nearest, a first moment would stop where one step's change is less than half a step of the format.
 TEST(PackedStateAverage, FirstMomentReachesASteadyGradient) {
   constexpr std::size_t kCount = 4096;
   OptimizerOptions options{.learning_rate = 0, .beta1 = 0.99, .weight_decay = 0};

@@ -194,7 +194,7 @@ TEST(PackedStateBits, AreTheOnesThatStoresHold) {
   }
 }
 
-// Lion with beta2 = 0 stores the gradient as its moment: any number beside any other, where rounding turns.
+// Lion with beta2 = 0 stores the gradient as its moment, so a test can place any values around the rounding thresholds.
 TEST(PackedStateBits, EveryThresholdOfRoundingIsTheScalarTexts) {
   const UpdateCoefficients c({.kind = OptimizerKind::lion, .learning_rate = 1e-4, .beta2 = 0, .weight_decay = 0}, 1, 1);
   constexpr std::size_t kCount = 4096;
@@ -206,8 +206,8 @@ TEST(PackedStateBits, EveryThresholdOfRoundingIsTheScalarTexts) {
       PackedTile tile({"", DType::fp32, MomentType::fp8}, kCount, DType::fp32);
       Guarded<float> values(kCount);
       for (std::size_t i = 0; i < kCount; ++i) {
-        // Beside a largest with an exponent that is the block's: multiples of 2^-20 of the least exponent, where the
-        // random bits begin to count, and what lies a bit beside them.
+        // One element of each block sets its exponent. The others are multiples of 2^-20 of the least exponent, where
+        // the random bits begin to count, or the floats next to these.
         const int exponent = static_cast<int>(i / kMomentBlock % 190) - 80;
         const int bits = static_cast<int>(rng.below(25));
         const auto multiple = static_cast<double>(rng.below(std::uint64_t{1} << bits));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/optim_cpu/packed_tile.hpp - tiles of which some state has 8 bits, and what such state says exactly.
+// tests/optim_cpu/packed_tile.hpp - tiles with some 8-bit state, together with the exact fp32 values of that state.
 #pragma once
 
 #include <algorithm>

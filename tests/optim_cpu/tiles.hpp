@@ -188,8 +188,8 @@ inline const std::vector<NamedOptions>& every_optimizer() {
 inline bool keeps_moment1(const OptimizerOptions& options) { return has_moment1(state_of(options)); }
 inline bool keeps_moment2(const OptimizerOptions& options) { return has_moment2(state_of(options)); }
 
-// Where a tile's random numbers begin: at a multiple of every vector's length, so that the upper half of the indices
-// changes inside of the tile (those of pairs, too), and beside one; and where the indices wrap.
+// The index at which a tile's random numbers begin: on or beside a multiple of every vector's length, where the upper
+// half of the indices (of pairs, too) changes within the tile, or just before the indices wrap.
 inline std::uint32_t first_index(std::size_t turn) {
   constexpr std::uint32_t kFirst[] = {0x1FFE0u, 0xFFFFFFF0u, 0xFFFFFFF1u, 0x2FFC0u, 0xFFFFFFF2u, 0xFFFFFFC0u, 0x1FFE2u};
   return kFirst[turn % std::size(kFirst)];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction set, which storage of the master, which place in memory: never another bit.
+// The instruction set, the storage of the master and the place in memory never change a bit of the result.
 #include <array>
 #include <cmath>
 #include <span>

@@ -125,7 +125,7 @@ TEST(HostMemory, EveryPageIsOnTheNodeThatWasAskedFor) {
   EXPECT_EQ(std::ranges::count(found, nodes[1].os_index), 512);
 }
 
-// Edges of a part move inwards to whole pages; what is between two parts is as without them.
+// The edges of a part move inwards to whole pages. Memory between two parts is placed as if there were no parts.
 TEST(HostMemory, APartHasNodesOfItsOwn) {
   if (!std::filesystem::exists("/proc/self/numa_maps")) GTEST_SKIP() << "the kernel knows no NUMA nodes";
   const int node = Topology::detect().nodes().back().os_index;

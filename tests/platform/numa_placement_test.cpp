@@ -116,8 +116,8 @@ TEST(NumaPlacement, NoIoThreadIsWhereThereAreNoProcessors) {
   EXPECT_EQ(io_of(nodes, {}, 2, 1), (std::vector<IoPlace>{{0, {1}}}));
 }
 
-// As for every machine above: each has a place on every node, on that node's processors, and as few share one as can
-// be.
+// Holds on every machine: each process's I/O threads have a place on every node, on that node's processors, and as few
+// of them as possible share a processor.
 TEST(NumaPlacement, EveryIoThreadHasCoresOnEveryNode) {
   for (const int node_count : {1, 2, 4}) {
     for (const int cores : {1, 3, 8}) {

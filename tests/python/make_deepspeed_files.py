@@ -22,7 +22,7 @@ RANKS = 2
 STEPS, LAST = 20, 40
 HERE = os.path.dirname(os.path.abspath(__file__))
 
-# By which DeepSpeed chooses another class for the optimizer: BF16_Optimizer.
+# With these settings, DeepSpeed chooses another class for the optimizer: BF16_Optimizer.
 _FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _BF16 = {"bf16": {"enabled": True}}
 # Overflows in the first steps; or doubles before and after the checkpoint, far from any overflow.

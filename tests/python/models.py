@@ -12,8 +12,8 @@ DEVICE = torch.get_default_device()  # of the thread that imports this; other th
 
 
 class Block(nn.Module):
-    # No bias for keys: attention does not depend on it, so that its gradient is rounding noise, which AdamW makes
-    # steps of full size of. Two programs that round differently then differ there, and mean nothing by it.
+    # No bias for keys: attention does not depend on it, so its gradient would be rounding noise, which AdamW turns
+    # into steps of full size. Two programs that round differently would then differ there without a reason.
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/support/faults.hpp - what shall go wrong with which blocks, what did, and what a power cut would lose.
+// tests/support/faults.hpp - which blocks shall fail and how, which have failed, and what a power cut would lose.
 //
 // Shared by a test and by the FaultyBackends it hands to engines; it outlives them, so a power cut can come after the
 // engine has gone. Whether the n-th block that a fault matches is hit is a pure function of (seed, fault, n).

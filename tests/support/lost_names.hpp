@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/support/lost_names.hpp - what a power cut does to names: created and renamed ones last only once their
-// directory was flushed; and to small files that are written past the engine, which last once they were.
+// tests/support/lost_names.hpp - simulates what a power cut does to names and small files. Created and renamed names
+// last only after a flush of their directory. Small files that are written past the engine last only after their flush.
 //
 // Threading  As SystemCallObserver; power_cut when nobody uses the files.
 #pragma once

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/support/meeting.hpp - the ranks of a job on one machine wait for each other without MPI, which is beyond use
-// after a failed rank. The launcher ends the job with the first process to go, so none may go before all have printed.
+// tests/support/meeting.hpp - the ranks of a job on one machine wait for each other without MPI, which cannot be used
+// after a rank has failed. The launcher ends the job with the first process that exits, so none may exit before all
+// have printed.
 #pragma once
 
 #include <chrono>

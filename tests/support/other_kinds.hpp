@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/support/other_kinds.hpp - what may lie where a file is expected, and an end to waiting for it.
+// tests/support/other_kinds.hpp - pipes, devices and the like in place of a file, and a deadline for tests with them.
 #pragma once
 
 #include <array>
@@ -25,8 +25,8 @@ struct OtherKind {
 inline constexpr std::array kOtherKinds{OtherKind{"pipe", S_IFIFO}, OtherKind{"socket", S_IFSOCK},
                                         OtherKind{"directory", S_IFDIR}, OtherKind{"device", S_IFCHR}};
 
-// Ends the process by a signal when something in its scope waits for good; nothing that is tested under it takes a
-// hundredth of that.
+// Ends the process by a signal when something in its scope hangs. A test under it takes less than a hundredth of the
+// deadline.
 class TestDeadline {
  public:
   TestDeadline() { ::alarm(120); }

@@ -46,7 +46,7 @@ SystemCallObserver* observe_system_calls(SystemCallObserver* observer) { return 
 
 }  // namespace hoist::test
 
-// The program's own definitions come before those of the C library.
+// These definitions replace the C library's in this program.
 extern "C" {
 
 int fsync(int descriptor) {

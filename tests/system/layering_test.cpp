@@ -15,7 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Lowest row first; siblings do not know each other.
+// Lowest row first; modules of one row do not include each other.
 const std::vector<std::set<std::string>> kRows{
     {"core"},      {"platform"}, {"aio", "comm", "optim_cpu"},         {"tiers"},
     {"scheduler"}, {"zero"},     {"config", "interchange", "measure"}, {"cli", "examples", "bench", "python"}};
@@ -25,9 +25,9 @@ const std::vector<std::set<std::string>> kZeroRows{
     {"layout"}, {"ranks", "memory"}, {"update"}, {"passes"}, {"checkpoint"}, {"step"}, {"predict"}, {"detail"}};
 const std::set<std::string> kZeroVocabulary{"types.hpp", "options.hpp", "model.hpp",
                                             "lease.hpp", "runtime.hpp", "machine.hpp"};
-// Headers of options that are declared in a higher row than they are used from.
+// Headers of options that modules of lower rows than their own may include.
 const std::set<std::string> kZeroOptions{"update/learning_rate.hpp", "update/loss_scale.hpp"};
-// platform is hardware's door; the optimizers need none of it.
+// platform gives access to the hardware, which the CPU optimizers do not need.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only modules that may include them.
 const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{

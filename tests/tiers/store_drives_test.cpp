@@ -159,7 +159,7 @@ TEST_F(StoreDrivesTest, AnotherStoresDriveIsNeitherOpenedNorOverwritten) {
   EXPECT_EQ(refusal_to_open(options_), "it was opened");
 }
 
-// One entry of the list was dropped, or swapped to the front: what would be made new there is half of a store.
+// One entry of the list was dropped, or swapped to the front: its directory already holds a part of another store.
 TEST_F(StoreDrivesTest, AFurtherDriveIsNotTakenForAFreshDirectory) {
   for (const std::string& drive : options_.stripe_directories) {
     const auto before = read_file(drive + "/rank-00000.data");
@@ -224,8 +224,8 @@ TEST_F(StoreDrivesTest, AStoreThatNeverCommittedIsReplaced) {
   run_step(*store, fresh, 0, all_records(fresh));
 }
 
-// Ranks that died between their first commits leave stores that give way; whatever stops that, the next start can go
-// on.
+// Ranks that died between their first commits leave stores that the next start replaces. If that is interrupted, the
+// start after it succeeds.
 TEST_F(StoreDrivesTest, AReplacementThatFailsHalfWayLeavesNothingInTheWay) {
   for (const bool by_kill : {false, true}) {
     StoreOptions replaced = small_model_on(directory_ / (by_kill ? "killed" : "failed"), 3);

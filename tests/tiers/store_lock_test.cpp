@@ -78,7 +78,7 @@ TEST_F(StoreLockTest, AStoreBeingFilledIsNotReplaced) {
   run_step(*store, options_, 0, all_records(options_));
 }
 
-// From the first look at the directory on: two that start at once never both find nothing there.
+// The lock holds from the first look at the directory on: two processes that start at once never both find it empty.
 TEST_F(StoreLockTest, AStoreBeingMadeIsNotReplaced) {
   {
     detail::Creation first(detail::StorePaths(options_.directory, 0));

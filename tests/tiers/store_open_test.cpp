@@ -148,7 +148,7 @@ TEST_F(StoreOpenTest, AHalfMadeStoreIsReplaced) {
   EXPECT_FALSE(fs::exists(file("manifest-new")));
 }
 
-// A manifest that somebody moved, or has not copied yet: its data are worth nothing without it, and everything with it.
+// Somebody moved the manifest, or has not copied it yet. The data are useless without it, but must not be overwritten.
 TEST_F(StoreOpenTest, DataThatLackTheirManifestAreNotOverwritten) {
   make_committed(3);
   fs::rename(file("manifest"), directory_ / "aside");
@@ -170,7 +170,7 @@ TEST_F(StoreOpenTest, DataThatWereNeverWrittenNeedNoManifest) {
   make_committed(1);
 }
 
-// Killed while it replaced a store without a commit, or removed one: the next one needs nobody's help.
+// A process was killed while it replaced or removed a store without a commit. The next one starts without help.
 TEST_F(StoreOpenTest, AnInterruptedReplacementIsReplaced) {
   make_committed(1);
   fs::rename(file("manifest"), file("manifest-new"));

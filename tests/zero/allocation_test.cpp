@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heap allocations of passes and steps that repeat, per unit: the tests state how many there are, so that they cannot
-// become more unnoticed. A program of its own, because it replaces operator new.
+// Limits the heap allocations of repeated passes and steps, per unit, so that an increase fails a test. This is a
+// program of its own because it replaces operator new.
 #include <gtest/gtest.h>
 
 #include "counting_new.hpp"
@@ -67,7 +67,7 @@ struct Cost {
   double per_pass = 0;  // in addition, whatever the number of units
 };
 
-// `once(model, units)` on `ranks` ranks, for two numbers of units.
+// Measures `once(model, units)` on `ranks` ranks with two numbers of units, and derives the cost of one unit.
 template <typename Once>
 Cost cost(Placement parameters, Placement optimizer, int ranks, const Once& once) {
   constexpr std::size_t kFew = 4, kMany = 12;

@@ -21,7 +21,7 @@ ToySetup setup_with(std::uint64_t device, std::uint64_t pinned, const std::strin
   return setup;
 }
 
-// The need a run with these budgets is refused with; nothing when it trains.
+// The need that the refusal of these budgets names; nullopt when the run trains.
 std::optional<BudgetError::Need> refusal(std::uint64_t device, std::uint64_t pinned) {
   const TempDirectory directory;
   const ToySetup setup = setup_with(device, pinned, (directory / "store"));
@@ -158,7 +158,7 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   setup.engine.durability = c.durability;
   setup.engine.update_mode = c.mode;
   if (c.mode == UpdateMode::backward) setup.engine.gradient_clipping = 0;
-  setup.engine.reuse_distance_elements = 0;  // every use fetches: the formula of the page, without luck
+  setup.engine.reuse_distance_elements = 0;  // every use fetches, as the formula assumes
   setup.engine.sub_group_elements = 200000;
   setup.engine.optimizer_pinned_fraction = c.pinned_fraction;
   setup.engine.parameters_pinned_fraction = c.pinned_weights;
@@ -175,8 +175,7 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   const ProcessIo before = process_io();
   const std::uint64_t read_before = runtime.ledger().totals(Link::nvme_read).bytes;
   const std::uint64_t written_before = runtime.ledger().totals(Link::nvme_write).bytes;
-  // What is read ahead for the next pass is counted when it has come, here or there: so many steps that it is lost in
-  // them.
+  // Read-ahead for the next pass may be counted before or after this point; over so many steps that does not matter.
   constexpr std::uint64_t kSteps = 8;
   model.train(3, 2 + kSteps);
   engine.settle();
@@ -212,8 +211,7 @@ INSTANTIATE_TEST_SUITE_P(
                  UpdateMode::backward, 10, 10}),
     [](const auto& c) { return std::string(c.param.name); });
 
-// A fraction f of the optimizer's states in memory: f of their reads go, and of their writes where nothing is
-// committed.
+// With a fraction f of the optimizer's states in memory, their reads shrink by f; without commits, so do their writes.
 std::vector<ByteCase> fractions() {
   std::vector<ByteCase> cases;
   for (const double f : {0.25, 0.5, 1.0}) {
@@ -232,7 +230,7 @@ INSTANTIATE_TEST_SUITE_P(PinnedFractions, ByteTest, testing::ValuesIn(fractions(
   return std::string(c.param.name) + "_" + std::to_string(static_cast<int>(100 * c.param.pinned_fraction));
 });
 
-// A fraction w of the weights in memory: w of all their reads go, and of their writes where nothing is committed.
+// With a fraction w of the weights in memory, all their reads shrink by w; without commits, so do their writes.
 std::vector<ByteCase> weight_fractions() {
   std::vector<ByteCase> cases;
   constexpr auto kStep = tiers::Durability::step, kNone = tiers::Durability::none;
@@ -249,8 +247,8 @@ INSTANTIATE_TEST_SUITE_P(PinnedWeights, ByteTest, testing::ValuesIn(weight_fract
   return std::string(c.param.name) + "_" + std::to_string(static_cast<int>(100 * c.param.pinned_weights));
 });
 
-// A spilled gradient is written and read once. Its fp32 sums are so for each micro-batch: what the first one does not
-// read, the update does.
+// A spilled gradient is written and read once. fp32 sums are written and read once for each micro-batch: the first
+// micro-batch does not read them, but the update does.
 std::vector<ByteCase> spills() {
   constexpr auto kStep = tiers::Durability::step, kNone = tiers::Durability::none;
   constexpr auto kVertical = MicroBatchOrder::vertical;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// P3 at the engine's face: processes killed at random moments resume bit-exactly.
+// P3 for the whole engine: processes killed at random moments resume bit-exactly.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -59,8 +59,8 @@ ToyShape shape_of(const KillCase& c) { return {.matrices = {9000, 20000}, .dtype
   ::_exit(0);
 }
 
-// Bytes of scratch files that are left in a directory. A process that is killed before it has taken its empty file's
-// name away leaves that.
+// Bytes of scratch files that are left in a directory. A process that is killed before it unlinks its scratch file
+// leaves an empty file.
 std::uint64_t scratch_bytes_in(const std::string& directory) {
   std::uint64_t bytes = 0;
   std::error_code none;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// P4 at the engine's face: damage is reported and never used; a store is opened by nobody it does not belong to.
+// P4 for the whole engine: damaged state is reported and never used, and only the run that owns a store can open it.
 #include <chrono>
 #include <filesystem>
 
@@ -72,8 +72,8 @@ TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
   EXPECT_GT(harmless, 3);  // the other extent of each record
 }
 
-// Beside named checkpoints the report also says which of them do not hold the damaged bytes; training on from one of
-// these ends in the right bits. Frozen weights are written once, and then all hold them.
+// With named checkpoints, the report also says which of them do not hold the damaged bytes; a run that resumes from one
+// of these ends in the right bits. Frozen weights are written only once, so every checkpoint holds them.
 TEST(Damage, IsReportedWithTheNamedCheckpointsThatItLeavesAlone) {
   constexpr std::uint64_t kSteps = 6;
   const ToyShape shape{.matrices = {3000, 5000}, .norm = 40};

@@ -25,7 +25,7 @@ ToySetup apart(const std::string& directory = "") {
   return setup;
 }
 
-// The simplest there is to compare with: everything in memory that the CPU updates at once.
+// The simplest setup, for comparison: everything is in memory, and the CPU updates it in step().
 ToySetup simplest(const ToySetup& like) {
   ToySetup setup = like;
   setup.runtime.host_device.host_accessible = true;
@@ -95,7 +95,7 @@ TEST(DeviceState, GoesOnFromASave) {
         model.train(first, last);
         if (save) {
           const Completion saved = model.engine().save("middle", {});
-          model.evaluate();  // under it
+          model.evaluate();  // while the save is running
           saved.wait();
         }
         Digests mine = digests_of(model);

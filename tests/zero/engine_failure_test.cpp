@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of the device and the system that fail where the engine makes them: the engine has failed and the process has
-// not, nobody waits, and a new engine in the same runtime goes on from the last commit.
+// Device and system calls that fail when the engine makes them: the engine fails but the process does not, no caller
+// hangs, and a new engine in the same runtime resumes from the last commit.
 #include <atomic>
 #include <cerrno>
 
@@ -22,7 +22,7 @@ std::atomic<bool> threads_are_refused{false};
 
 }  // namespace
 
-// The program's own definition comes before that of the C library.
+// This definition replaces the C library's in this program.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*),
                               void* argument) noexcept {
   static auto* const next = reinterpret_cast<decltype(&pthread_create)>(::dlsym(RTLD_NEXT, "pthread_create"));
@@ -54,7 +54,7 @@ class BreakableStream final : public ForwardingStream {
   const std::atomic<bool>& broken_;
 };
 
-// A device that, while it is broken, starts no update.
+// A device whose updates fail to start while it is broken.
 class BreakableDevice final : public platform::Device {
  public:
   BreakableDevice(const platform::DeviceOptions& options, const std::atomic<bool>& broken)
@@ -162,7 +162,7 @@ class StreamThatAddsNothing final : public ForwardingStream {
   }
 };
 
-// Else the unit would be stepped without a part of its gradient.
+// If the engine did not fail, step() would update the unit with an incomplete gradient.
 TEST(EngineFailure, AGradientThatTheDeviceDidNotAddEndsTheEngine) {
   ToyProgram p(toy_setup(Placement::device, Placement::device));
   StreamThatAddsNothing broken(p.model.stream());

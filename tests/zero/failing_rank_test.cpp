@@ -23,7 +23,7 @@ using testing::AnyOf;
 using testing::HasSubstr;
 
 constexpr std::chrono::minutes kTimeout{10};
-constexpr std::chrono::seconds kAtOnce{30};  // a twentieth: updates that nobody asks for begin after 5 s
+constexpr std::chrono::seconds kAtOnce{30};  // more than the 5 s after which an update starts without a request
 constexpr std::uint64_t kSteps = 6;
 const ToyShape kShape{.matrices = {20000, 30001, 9973}, .norm = 97};
 
@@ -33,8 +33,8 @@ struct Ended {
   std::int64_t committed = -1;  // the newest durable step it was told of
 };
 
-// Runs `body` on ranks that are not told of each other's errors by anything but hoist. What ends one stays in its
-// scope until its engine and runtime have gone.
+// Runs `body` on ranks that learn of each other's errors only through hoist. A rank's engine and runtime are destroyed
+// before the exception that ends it is caught.
 std::vector<Ended> run_ranks(int size, const ToySetup& setup, const std::function<void(int, ToyModel&)>& body,
                              const std::function<void(int, RuntimeOptions&)>& prepare = {}) {
   comm::ThreadGroup group(size);
@@ -67,7 +67,7 @@ std::vector<Ended> run_ranks(int size, const ToySetup& setup, const std::functio
   return ended;
 }
 
-// All but `failed` were stopped by its failure, which is told in its words.
+// Expects that the failure of rank `failed` stopped all other ranks, and that their errors repeat its message.
 void expect_told(const std::vector<Ended>& ended, int failed, const testing::Matcher<std::string>& words) {
   for (std::size_t rank = 0; rank < ended.size(); ++rank) {
     SCOPED_TRACE("rank " + std::to_string(rank));
@@ -105,8 +105,8 @@ std::vector<Digests> digests_by_step(int size) {
   return all;
 }
 
-// The n-th block of the kind, counted from the third step on, for n by seed: in a fetch, an update or a commit, as it
-// comes.
+// From the third step on, the n-th block of the given kind and all later ones fail. The seed draws n, so the failure
+// hits a fetch, an update or a commit.
 TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
   const auto& drive = std::get<0>(GetParam());
   const int size = std::get<1>(GetParam());
@@ -190,7 +190,7 @@ class FailingProgram : public testing::TestWithParam<int> {
 };
 INSTANTIATE_TEST_SUITE_P(Ranks, FailingProgram, testing::Values(2, 3, 4), testing::PrintToStringParamName());
 
-// Nothing that the host calls fails: the reduction of what the kernel was to make is never started.
+// No host call fails here. The kernel fails, and the reduction of the gradient that it should make never starts.
 TEST_P(FailingProgram, AKernelThatThrowsIsToldInItsWords) {
   for (const bool in_backward : {false, true}) {
     const auto fail = [&](ToyModel& model) {
@@ -222,7 +222,7 @@ TEST_P(FailingProgram, ARefusedBudgetThatEndsTheProgramIsTold) {
   expect_told(ended, size() - 1, HasSubstr("hoist.device_memory"));
 }
 
-// A program that goes on after a refusal has told nobody anything.
+// A refusal that the program catches does not reach the other ranks.
 TEST_P(FailingProgram, ARefusalThatTheProgramSurvivesIsNobodysBusiness) {
   const auto refused = [](ToyModel& model) { EXPECT_THROW(model.engine().step(), UsageError); };
   for (const Ended& rank : run(refused, toy_setup(Placement::pinned, Placement::pinned))) EXPECT_EQ(rank.error, "");
@@ -257,7 +257,7 @@ TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
 
 // --- the start ------------------------------------------------------------------------------------------------------
 
-// A communicator that has no memory for another one.
+// A communicator that fails to duplicate itself for lack of memory.
 class ShortOfMemory final : public ForwardingCommunicator {
  public:
   explicit ShortOfMemory(std::unique_ptr<comm::Communicator> inner) : ForwardingCommunicator(std::move(inner)) {}
@@ -268,7 +268,7 @@ class FailingStart : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(Calls, FailingStart, testing::Bool(),
                          [](const auto& fresh) { return fresh.param ? "Initialize" : "Restore"; });
 
-// Where ranks do not exchange whether they came through.
+// The failing call is one after which ranks do not tell each other whether they succeeded.
 TEST_P(FailingStart, IsToldToAllRanks) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
@@ -295,7 +295,7 @@ TEST_P(FailingStart, IsToldToAllRanks) {
   expect_told(ended, 1, HasSubstr("no memory for a second channel"));
 }
 
-// Exchanged, so that all of them may try again.
+// Ranks do exchange this refusal, so all of them may try again.
 TEST(FailingStartOfOne, ACallerStateThatOneRankHasNoRoomForIsRefusedByAll) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.engine.caller_state_bytes_max = 100;
@@ -343,7 +343,7 @@ std::vector<Ended> run_slices(ToySetup setup, const std::function<void(int, Runt
   return ended;
 }
 
-// The slice that is whole waits for the other one's norm.
+// The slice whose ranks are all well waits for the norm of the other slice.
 TEST(FailingGroup, TheWholeNormGroupIsTold) {
   const TimePoint start = Clock::now();
   const auto ended =
@@ -357,7 +357,7 @@ TEST(FailingGroup, TheWholeNormGroupIsTold) {
   for (const Ended& rank : ended) EXPECT_THAT(rank.error, HasSubstr("slice 1 is out of data"));
 }
 
-// All of them learn it from the norm, so that nobody has to be told by breaking off what others may still wait in.
+// Every rank learns of it from the norm, so no rank has to abort an operation in which others may still wait.
 TEST(FailingGroup, AStepThatCannotBeTakenIsOneDecisionOfTheNormGroup) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.engine.update_mode = UpdateMode::backward;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp16 weights and the loss scale in the engine: what overflows is skipped by all ranks and changes nothing, what is
-// scaled is unscaled, and the scale is where the commit is.
+// fp16 weights and the loss scale in the engine: all ranks skip a step that overflows, which changes nothing; scaled
+// gradients are unscaled; and a restore brings back the scale of the commit.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -230,7 +230,7 @@ TEST(Fp16Ranks, AnOverflowOfOneSkipsAllAndTheirScalesStayEqual) {
       double scale = 65536;
       std::uint64_t applied = 0;
       for (std::uint64_t step = 1; step <= 12; ++step) {
-        const bool overflows = step % 4 == 2;  // on one rank, each in its turn
+        const bool overflows = step % 4 == 2;  // on one rank, another one each time
         model.gradient_scale = overflows && rank == static_cast<int>(step / 4) ? kOverflow : 1;
         model.train(step, step);
         ASSERT_EQ(model.reports.back().applied, !overflows) << "rank " << rank << " step " << step;
@@ -270,7 +270,7 @@ std::uint64_t program_state(const RestoreReport& report) {
   return state;
 }
 
-// The last commit's scale comes back, not that of the skipped steps after it, which the program will make again.
+// A restore brings back the scale of the last commit. Skipped steps after it do not count: the program repeats them.
 TEST(Fp16Commits, TheScaleIsThatOfTheCommit) {
   const TempDirectory directory;
   const ToySetup setup = fp16_setup(Placement::nvme, Placement::nvme, directory / "store");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several sharding groups, one job: a step counts when it is durable in every group. Whatever one of them lost, failed
-// to write, or came by alone, all go on from the same step, and end in the bits of a job that nobody disturbed.
+// Several sharding groups in one job: a step counts when it is durable in every group. If a group loses a step, fails
+// to write it, or is the only one that has it, all groups resume from the same step and end in the bits of an
+// undisturbed job.
 #include <array>
 #include <atomic>
 #include <filesystem>
@@ -25,11 +26,12 @@ using testing::AnyOf;
 using testing::HasSubstr;
 
 constexpr std::uint64_t kLastStep = 6;
-constexpr std::chrono::seconds kAtOnce{30};  // far below the time-out, which whoever waits in vain would need
+constexpr std::chrono::seconds kAtOnce{30};  // far below kTimeout, which ends a wait in vain
 constexpr std::chrono::minutes kTimeout{10};
-constexpr std::chrono::milliseconds kGrace{500};  // for what must not happen meanwhile
+constexpr std::chrono::milliseconds kGrace{500};  // how long a test waits for an event that must not happen
 
-// From arm() on, rank 0 of group 1 cannot write its manifest; it finds out when group 0 has come as far as it gets.
+// From arm() on, rank 0 of group 1 cannot write its manifest. The write fails once group 0 has come as far as `until`
+// says, or after a while.
 class Sabotage {
  public:
   enum class Until : std::uint8_t { others_manifests, others_overwrite };
@@ -192,7 +194,7 @@ TEST_P(GroupCommit, AStepThatOneGroupLacksIsGivenUpByAll) {
   expect_to_go_on_from(3);
 }
 
-// The group that is ahead needs the step before to go back to.
+// A group that is one step ahead must still have the step before, to go back to it.
 TEST_P(GroupCommit, NothingIsOverwrittenBeforeAllGroupsHaveTheStep) {
   Sabotage sabotage(Sabotage::Until::others_overwrite);
   on_engines(
@@ -307,7 +309,7 @@ TEST_P(GroupCommit, ATrainingOfOneGroupIsNotReplaced) {
   EXPECT_EQ(newest(0, 0), 1u);
 }
 
-// Two jobs came to the same step; a group of the one is no group of the other.
+// Groups of two jobs do not make one job, even if both jobs are at the same step.
 TEST_P(GroupCommit, GroupsOfTwoJobsAreNotOne) {
   for (const char* const job : {"other", "job"}) {
     job_ = job;
@@ -329,7 +331,7 @@ TEST_P(GroupCommit, GroupsOfTwoJobsAreNotOne) {
   });
 }
 
-// Nor is a file of one group one of another.
+// A group's files are not accepted in another group's store.
 TEST_P(GroupCommit, FilesOfTwoGroupsAreNotOneStore) {
   on_engines([](int, int, ToyModel& model) {
     model.initialize();
@@ -384,7 +386,8 @@ TEST_P(GroupCommit, GroupsThatCommitByOtherRulesAreRefused) {
 
 class GroupReshard : public GroupCommit {
  protected:
-  // With so many ranks in each group: what `before` was is there, and goes on for a step.
+  // Resumes with sizes[g] ranks in group g, expects the state `before`, trains one step and sets `before` to the new
+  // state. Starts a new training when `before` is empty.
   void continue_with(const std::vector<int>& sizes, std::vector<Digests>& before) {
     sizes_ = sizes;
     std::vector<Digests> after(sizes.size());
@@ -414,14 +417,14 @@ TEST_P(GroupReshard, AllGroupsGoToNewStoresTogether) {
   std::vector<Digests> state;
   continue_with({2, 2}, state);
   continue_with({1, 1}, state);
-  continue_with({3, 1}, state);  // where one group alone changes, the other moves with it
+  continue_with({3, 1}, state);  // group 1 gets a new store, too
   continue_with({3, 1}, state);
   continue_with({1, 2}, state);
   EXPECT_THAT(places(0), testing::ElementsAre("reshard-0003-ranks-1"));
   EXPECT_THAT(places(1), testing::ElementsAre("reshard-0003-ranks-2"));
 }
 
-// Group 0's new store is whole when group 1's is not: it came to nothing, for both.
+// Group 0's new store is complete and group 1's is not, so both groups give up their new stores.
 TEST_P(GroupReshard, ANewStoreThatOneGroupLacksIsGivenUpByAll) {
   for (const std::vector<int>& next : {std::vector<int>{2, 2}, std::vector<int>{1, 1}, std::vector<int>{1, 3}}) {
     std::vector<Digests> state;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/zero/loss_scale_golden.hpp - what DeepSpeed's loss scaler does.
+// tests/zero/loss_scale_golden.hpp - the loss scales of DeepSpeed's loss scaler.
 //
 // For each case the scale and the remaining hysteresis after every step, printed by DynamicLossScaler of
-// deepspeed/runtime/fp16/loss_scaler.py, release 0.19.8. A scale of -1, the last: it raised an exception there.
+// deepspeed/runtime/fp16/loss_scaler.py, release 0.19.8. A last scale of -1 means that it raised an exception there.
 #pragma once
 
 #include <string_view>

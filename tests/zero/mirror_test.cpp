@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A mirror holds, at any moment, one whole commit of the training, bit by bit, from which a run goes on whose drives
-// are gone; and training does not wait for it, whatever becomes of it.
+// A mirror holds one whole commit of the training at any moment. A run that has lost its drives resumes from it, bit by
+// bit. Training never waits for the mirror, even when the mirror is slow or fails.
 #include <algorithm>
 #include <filesystem>
 #include <map>
@@ -195,7 +195,7 @@ TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
   }
 }
 
-// Those of a healthy rank stay where they are: a person may want them.
+// The files of a healthy rank stay where they are: a person may want them.
 TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
   own_drives_ = true;
   const auto states = undisturbed(6);
@@ -219,7 +219,7 @@ TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 6u); });
 }
 
-// A file out of sight is no new drive: going on from the mirror would overlook what is there.
+// A missing file does not mean a new drive: resuming from the mirror would ignore the files that are there.
 TEST_P(MirrorTest, AStoreThatLacksAFileIsRefusedAndLeftAsItIs) {
   train_and_mirror(2, 4);
   const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
@@ -288,7 +288,7 @@ TEST_P(MirrorTest, AFailedEngineGivesItsCopyUp) {
   EXPECT_TRUE(StoreSummary(look_at_store(setup_.engine.mirror.directory)).commits.empty());
 }
 
-// After a failure the whole copy is still the one before, also for whoever looks now.
+// The copy that finds the mirror's files gone fails; the next copy makes them anew.
 TEST_P(MirrorTest, ItsFilesMayDisappearAndAreMadeAnew) {
   on_engines(1, [&](int, ToyModel& model) {
     model.initialize();
@@ -324,7 +324,7 @@ TEST_P(MirrorTest, ARestartGoesOnWithItAndWhatHasNotChangedIsNotCopiedAgain) {
   EXPECT_EQ(stores[0].name, "");
 }
 
-// A step back is no step of the mirror's commits any more: they go when the first copy after it is whole.
+// After going back a step, the mirror's commits no longer belong to the run. The first whole copy replaces them.
 TEST_P(MirrorTest, AStepBackMakesItAnew) {
   setup_.engine.keep_steps = 1;
   const auto states = undisturbed(4);
@@ -370,7 +370,7 @@ TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
 }
 
-// Bytes read for a copy are no step's, and its memory and disk are of the budgets, which a prediction knows.
+// The ledger counts reads for a copy apart from those of steps. Predictions include the pinned memory that copies use.
 TEST_P(MirrorTest, ItsBytesAreBookedApart) {
   const auto links_of = [&](bool mirrored) {
     ToySetup setup = setup_;

@@ -117,7 +117,7 @@ TEST_P(NamedCheckpointTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
     model.initialize();
     model.train(1, 4);
     const Completion saved = model.engine().save("four", {});
-    model.train(5, 6);  // the save goes on under these
+    model.train(5, 6);  // while the save is running
     saved.wait();
   });
   if (GetParam().ranks == 1) {

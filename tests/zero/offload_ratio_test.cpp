@@ -225,7 +225,7 @@ TEST(OffloadRatio, MayChangeFromRunToRun) {
         if (rank == 0) after = mine;
       });
       step += 3;
-      if (part.ranks == 1 && step <= 12) {  // as long as one rank made it all
+      if (part.ranks == 1 && step <= 12) {  // until the number of ranks has changed
         reference = train_once(simplest(setup), {}, step);
         reference.losses.clear();
         EXPECT_EQ(after, reference) << "ratio " << part.ratio << ", step " << step;
@@ -252,7 +252,7 @@ TEST(OffloadRatio, NamedCheckpointsHoldBothParts) {
         model.initialize();
         model.train(1, 3);
         const Completion saved = model.engine().save("middle", {});
-        model.train(4, 5);  // under it
+        model.train(4, 5);  // while the save is running
         saved.wait();
       }
       Runtime runtime(setup.runtime);

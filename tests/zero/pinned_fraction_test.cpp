@@ -158,7 +158,7 @@ TEST(PinnedFraction, SumsOfRunsAreSumsOfTiles) {
   }
 }
 
-// Otherwise the drive would stand still while what is in memory is updated.
+// Otherwise the drive would be idle during the update of the states in memory.
 TEST(PinnedFraction, SubGroupsFromTheDriveAndFromMemoryTakeTurns) {
   const detail::UnitTable table = uneven_table();
   const EngineOptions options = options_with(0.5);
@@ -290,8 +290,8 @@ TEST(PinnedFraction, LeftOpenItIsFoundAnewAfterARefusedStart) {
   }
 }
 
-// The ring of update mode `backward` takes what is left of the budget: a larger fraction is not to be had by making it
-// smaller than two gradients.
+// The gradient ring of update mode `backward` takes the rest of the budget. The named fraction must leave it room for
+// two gradients.
 TEST(PinnedFraction, TheLargestThatIsNamedLeavesTheGradientRingRoomForTwo) {
   const Model model = uniform_model(40 * 10 * tiers::kTileElements, 40);
   const std::uint64_t two_bytes = 2 * 2 * 10 * tiers::kTileElements;
@@ -400,7 +400,7 @@ TEST(PinnedFraction, ReadsAndWritesCrossTheBoundary) {
   EXPECT_EQ(values[0], values[1]);
 }
 
-// Values of an enumeration that a program in another language, or a cast, may make.
+// A cast, or a program in another language, may pass a value that the enumeration does not have.
 TEST(Options, ValuesThatAreNoneAreRefusedByName) {
   constexpr auto kNone = static_cast<std::uint8_t>(200);
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);

@@ -105,7 +105,7 @@ void Player::compare(const Snapshot& expected, bool newly) {
   EXPECT_EQ(engine_->step_count(), expected.step);
   EXPECT_EQ(report.world_size, expected.ranks);
   EXPECT_EQ(engine_->loss_scale(), static_cast<float>(expected.loss_scale));
-  // As the rank of that number gave it, or, where there was none, rank 0.
+  // The caller state is the one that the rank of the same number gave or, if there was no such rank, rank 0.
   caller_state_.assign(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size());
   EXPECT_EQ(caller_state_, expected.caller_states.at(runtime_.rank() < expected.ranks ? runtime_.rank() : 0));
   if (newly) {
@@ -121,7 +121,7 @@ Snapshot Player::snapshot() {
           .caller_states = {{runtime_.rank(), caller_state_}}};
 }
 
-// All ranks find the same, but for the states of their own that they gave.
+// All ranks note the same snapshot, except for the caller states, of which each rank gave its own.
 void Player::note(Snapshot& in_journal) {
   Snapshot now = snapshot();
   const std::lock_guard lock(journal_.mutex);
@@ -136,7 +136,7 @@ Digests Player::state_digests() {
           {}};
 }
 
-// They are no part of a commit.
+// Commits do not contain learning rates that the program has set.
 void Player::set_rates() {
   for (const auto& [group, rate] : rates_) engine_->set_learning_rate(GroupId{group}, rate);
 }
@@ -267,7 +267,7 @@ void Player::look_at(std::size_t index, const Lease& lease) {
   if (const auto owner = program_.units[index].tied_to) look(lease.view(units_[*owner].parameters.front()), true);
 }
 
-// Another lease on the same memory, and one on a neighbour, for which there may be no room.
+// Takes another lease on the same unit, and one on another unit, for which the budget may be too small.
 void Player::nest(std::size_t index, const Deed& deed, bool backward) {
   Lease same = engine_->gather(units_[index].id, stream());
   look(same.view(units_[index].parameters.front()), true);
@@ -304,7 +304,7 @@ void Player::make_gradient(UnitId unit, ParameterId parameter, const Lease& leas
   TensorView target;
   if (deed.accumulates) {
     constexpr std::array kTypes{DType::fp32, DType::bf16, DType::fp16};
-    const DType type = kTypes[deed.salt % (spec.counts_in_norm ? 3 : 2)];  // of a replica nobody sees an overflow
+    const DType type = kTypes[deed.salt % (spec.counts_in_norm ? 3 : 2)];  // no rank notices a replica's overflow
     target = {.data = scratch_[stream_].data(), .dtype = type, .shape = spec.shape};
     stream().fill(scratch_[stream_].data(), 0, byte_count(target));
   } else {
@@ -362,7 +362,7 @@ void Player::write(std::uint64_t salt) {
   for (const State state : {State::moment1, State::moment2})
     if (engine_->keeps(parameter, state)) states.push_back(state);
   const State state = states[salt / 11 % states.size()];
-  const double scale = state == State::moment1 ? 1e-4 : 1;  // its square root may be zero, which it is divided by
+  const double scale = state == State::moment1 ? 1e-4 : 1;  // the update divides it by the root of moment2, maybe 0
   std::vector<float> values(std::min<std::uint64_t>(count - first, 1 + salt % 50));
   for (std::size_t i = 0; i < values.size(); ++i)
     values[i] = static_cast<float>(scale * (random_uniform(salt, i) - (state == State::moment2 ? 0 : 0.5)));
@@ -388,12 +388,12 @@ void Player::save(std::uint64_t salt) {
   note(*slot);
 }
 
-// Stops and continues from the last commit, with whatever is under way; where nothing can be continued, only the
-// gradients go.
+// Ends the engine, perhaps during a pass, and resumes from the last commit. If the session cannot resume, it only drops
+// the gradients.
 void Player::restart(const Deed& deed) {
   drop_gradients();
   if (!can_resume()) return;
-  // A skipped step changes the loss scale, and is no commit.
+  // Skipped steps change the loss scale, but commit nothing.
   if (!on_nvme() || setup_.engine.commit_every > 1 || program_.loss_scale.dynamic)
     engine_->save("", present_caller_state()).wait();
   Snapshot now{.step = engine_->step_count(),

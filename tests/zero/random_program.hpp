@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/zero/random_program.hpp - a random model, what is computed with it, and a random way of carrying that out.
+// tests/zero/random_program.hpp - random training programs, and random setups that run them.
 //
-// A Program is the mathematics: the model, its optimizers, clipping, loss scale, and what the program does in which
-// order, in sessions that end with the process's engine and go on, maybe with another number of ranks. A ToySetup is
-// everything else: where state lives and by what means it moves, which must not show in the result.
+// A Program is the mathematics: the model, its optimizers, clipping, loss scale, and the program's actions in order. It
+// consists of sessions; each one ends its engine, and the next one resumes, maybe with another number of ranks. A
+// ToySetup is everything else: where state lives and how it moves. The setup must not change the result.
 #pragma once
 
 #include <limits>
@@ -62,7 +62,7 @@ struct Program {
   double gradient_clipping = 0;
   LossScaleOptions loss_scale{};
   LearningRateSchedule schedule{};
-  MicroBatchOrder order = MicroBatchOrder::horizontal;  // of several micro-batches, which are other roundings
+  MicroBatchOrder order = MicroBatchOrder::horizontal;  // with several micro-batches, it changes the rounding
   int micro_batches_max = 1;
   // Keeps what update mode `backward` asks for: nothing vetoes a step, and nothing comes between a unit's last use, its
   // finish() and step().

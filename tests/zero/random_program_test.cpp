@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random programs on random models: passes in any order, abandoned passes, skipped steps, leases that outlive their
-// pass, saves, restarts, sessions that go on with another number of ranks. Every way of carrying one out ends in the
-// bits of the plainest way (plain_setup()), and every weight, norm and state that the program looked at was the same;
-// what a session leaves in its store is what StoredModel reads there.
+// pass, saves, restarts, sessions that resume with another number of ranks. With every setup a program ends in the bits
+// of the plainest setup (plain_setup()), and sees the same weights, norms and states on the way. StoredModel reads from
+// the store the state in which a session ended.
 //
-// Drawn as mathematics, equal on both sides: units, types, shapes, groups, frozen and tied parameters, replicas; the
+// Drawn as mathematics, once for both setups: units, types, shapes, groups, frozen and tied parameters, replicas; the
 // optimizers, how they keep moments and remainders, rounding seeds; clipping, loss scale, schedule and rates; ranks;
 // micro-batches and, where there are several, their order; what the program does.
 //
-// Drawn as means, anew for every session: all of EngineOptions and RuntimeOptions but for
+// Drawn anew for every session, as the setup: all of EngineOptions and RuntimeOptions except
 //  - device_ordinal, device kind `cuda`: need a card (tests/platform);
 //  - communicator: ranks are threads here; MPI's are in mpi_test.cpp, norm groups in group_commit_test.cpp;
 //  - make_aio_backend, aio_answer_timeout, comm_timeout, lock_timeout: what happens when something fails, which is
 //    tests/crash and failing_rank_test.cpp;
-//  - host_device.poison: always on, it is what finds a use of memory that nobody wrote.
+//  - host_device.poison: always on, since it finds reads of memory that was never written.
 // A store stays on the drives it was made on; durability `none` and update mode `backward` are drawn for programs that
 // may use them. Budgets are ample, or the smallest that a refusal named.
 //
-// HOIST_TEST_SEED=N plays one seed; a failure says what it was made of, before budgets; HOIST_TEST_SECONDS=S goes on
-// for S seconds, from HOIST_TEST_FIRST_SEED.
+// HOIST_TEST_SEED=N plays one seed. HOIST_TEST_SECONDS=S plays seeds for S seconds, from HOIST_TEST_FIRST_SEED on. A
+// failure prints the program and the setup, without the budgets that were found.
 #include <cstdlib>
 #include <iostream>
 
@@ -40,8 +40,8 @@ std::optional<std::uint64_t> number_in_environment(const char* name) {
   return text == nullptr ? std::nullopt : std::optional(std::strtoull(text, nullptr, 10));
 }
 
-// A setup is ample at first; a budget that is to be as small as possible begins with nothing and takes what the refusal
-// says.
+// Budgets are ample at first. A budget that shall be as small as possible starts at zero and is raised to what each
+// refusal names.
 class Way {
  public:
   Way(ToySetup setup, bool least_device, bool least_pinned) : setup_(std::move(setup)) {
@@ -152,7 +152,7 @@ void explain(std::uint64_t seed) {
     std::cout << "session " << s << ": " << describe(random_setup(program, seed, s, "DIRECTORY")) << '\n';
 }
 
-// Ranks are threads, whose failures know nothing of a trace of this one's.
+// Ranks are threads, and a failure on them does not show this thread's SCOPED_TRACE. So the seed is printed here.
 void compare_reporting(std::uint64_t seed) {
   try {
     compare(seed);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step updates first is read while its gradients are still being made: as much as update buffers hold, never
-// twice, and never stale.
+// The engine reads the state that a step updates first while the step's gradients are still being made: as much as the
+// update buffers hold, never twice, and never stale.
 #include <atomic>
 #include <limits>
 
@@ -51,7 +51,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
     return run;
   }
   bool weights_on_nvme() const { return GetParam().parameters == Placement::nvme; }
-  // At most what a pass reads that nothing is read ahead in; some of it may have been read before it.
+  // The most that a pass reads without read-ahead for the update; some of it may have been read before the pass.
   std::uint64_t weights_read_in_a_pass() const { return weights_on_nvme() ? 2 * 2 * (kElements + 100000) : 0; }
 
   TempDirectory directory_;
@@ -135,7 +135,7 @@ TEST_P(ReadAhead, GivesWayToUnitsThatAreAskedForFirst) {
   EXPECT_EQ(digests_of(r->model), digests_of(expected->model));
 }
 
-// The engine may end between the pass and the step: what is under way is seen out before its memory goes.
+// The engine may end between the pass and the step: it waits for reads in flight before it frees their memory.
 TEST_P(ReadAhead, EndsWithTheEngine) {
   auto r = run();
   r->model.train(1, 2);

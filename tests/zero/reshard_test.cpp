@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A run goes on with another number of ranks: the state is dealt out anew, bit by bit, into a store of its own, and the
-// old store goes only when the new one is committed.
+// A run resumes with another number of ranks: the engine redistributes the state, bit by bit, into a new store, and
+// removes the old store only when the new one is committed.
 #include <filesystem>
 #include <map>
 
@@ -115,8 +115,8 @@ TEST_P(ReshardTest, StateOfEightBits) {
   continue_with(1, 9);
 }
 
-// What the old store is read with is of the pinned budget while it is, and given back; too small a one is refused with
-// the number that works.
+// The memory for reading the old store is taken from the pinned budget and given back afterwards. A budget that is too
+// small is refused, and the error names one that works.
 TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
   begin_with(3, 2);
   const std::uint64_t reading_bytes = StoredModel(setup_.engine.store_directory).memory_bytes();
@@ -179,7 +179,7 @@ TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   EXPECT_EQ(places()[0].name, "reshard-0001-ranks-3");
 }
 
-// Started twice: the second must not take the place of the first, which goes on and would end without a name.
+// The run was started twice: the second process must leave the directory alone in which the first makes its new store.
 TEST_P(ReshardTest, APlaceThatAnotherProcessIsMakingIsLeftAlone) {
   begin_with(2, 3);
   const std::string theirs = setup_.engine.store_directory + "/reshard-0001-ranks-3";
@@ -193,7 +193,7 @@ TEST_P(ReshardTest, APlaceThatAnotherProcessIsMakingIsLeftAlone) {
   continue_with(3, 4);
 }
 
-// Ranks of the new store died between each other's first commits.
+// The new store's ranks died when only some of them had made their first commit.
 TEST_P(ReshardTest, HalfAFirstCommitOfTheNewStoreLeavesTheOldOne) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe the new store is committed to by a save";
   begin_with(2, 3);
@@ -244,7 +244,7 @@ TEST_P(ReshardTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {
   continue_with(3, 3);
 }
 
-// The store that went on is not passed over for the one before it because a file of it cannot be read today.
+// The newer store has a file that cannot be read. The engine must not fall back to the older store.
 TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
   on_engines(2, [&](int rank, ToyModel& model) {
     Engine& engine = model.initialize();
@@ -272,7 +272,7 @@ TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
   on_engines(3, [&](int, ToyModel& model) { EXPECT_EQ(model.find_checkpoints().size(), 1u); });
 }
 
-// Going back to a named checkpoint, one rank died before it had adopted it: the last commit is still common to all.
+// One rank died before it had gone back to a named checkpoint with the others. All ranks still have the last commit.
 TEST_P(ReshardTest, ACrashBetweenRanksGoingBackLeavesTheLastCommit) {
   if (!on_nvme()) GTEST_SKIP() << "with two commits in all, the step that was to be gone back to is common as well";
   on_engines(2, [&](int rank, ToyModel& model) {

@@ -109,8 +109,8 @@ TEST_P(StoredModelAt, GivesRangesAndWeights) {
   }
 }
 
-// Every range that can be asked for, by its ends: what is no range of whole elements inside is refused, and nothing of
-// it was written.
+// Asks for every kind of range: one that is not made of whole elements inside of the parameter is refused, and nothing
+// is written to its target.
 TEST_P(StoredModelAt, GivesWholeElementsInsideOrRefuses) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
@@ -185,7 +185,8 @@ TEST(StoredModel, ADirectoryThatCannotBeListedIsNotTakenForEmpty) {
   EXPECT_FALSE(has_store(directory / "nowhere"));
 }
 
-// Every byte of a manifest, one after the other: it is said, or an older commit is what is left, or it does not matter.
+// Changes every byte of a manifest in turn: either the damage is reported and at most an older commit is found, or the
+// byte does not matter.
 TEST(StoredModel, NoByteOfAManifestCanBeWrongUnnoticed) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");

@@ -68,9 +68,9 @@ class ToyModel {
   std::vector<StepReport> reports;
   std::function<void(std::size_t unit)> in_forward = [](std::size_t) {};   // called after each unit's forward
   std::function<void(std::size_t unit)> in_backward = [](std::size_t) {};  // after each unit's finish()
-  float gradient_scale = 1;                                                // beside the engine's loss scale
-  int micro_batches = 1;                                                   // that train() makes each step of
-  bool vertical = false;                                                   // a pass holds all of them
+  float gradient_scale = 1;                                                // in addition to the engine's loss scale
+  int micro_batches = 1;                                                   // in each step of train()
+  bool vertical = false;                                                   // one pass has all micro-batches of a step
   // Every rank makes rank 0's gradients. Without clipping, the state then does not depend on the number of ranks, if
   // that is a power of two.
   bool equal_gradients = false;

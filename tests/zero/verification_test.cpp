@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// verify_job finds all damage of what a restore would read, takes nothing else for damage while training goes on, and
-// is in nobody's way.
+// verify_job finds all damage in the state that a restore would read, reports no false damage while training continues,
+// and does not disturb the training.
 #include <algorithm>
 #include <atomic>
 #include <filesystem>
@@ -33,7 +33,7 @@ class VerificationTest : public testing::TestWithParam<Placement> {
   std::vector<Verification> verify(const VerifyOptions& options = {}) const {
     return verify_job(std::vector{setup_.engine.store_directory}, options);
   }
-  // Every tile of every extent.
+  // Damages every tile of every extent.
   void damage(int rank) const {
     const std::string path = fmt::format("{}/rank-{:05}.data", setup_.engine.store_directory, rank);
     std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);

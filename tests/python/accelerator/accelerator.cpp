@@ -65,8 +65,8 @@ struct Lane {
 std::vector<Lane> lanes;  // by a stream's number in PyTorch; 0 is the default stream
 thread_local c10::StreamId current = 0;
 std::atomic<std::size_t> next_of_pool{0};
-std::atomic<std::uint64_t> waits{0};  // of the program for a stream
-// The program is about to end, or was forked and has no streams: from now on all is done at once.
+std::atomic<std::uint64_t> waits{0};  // how often the program has waited for a stream
+// Set when the program is about to end or was forked and has no streams: every operator then runs at once.
 std::atomic<bool> ended{false};
 
 std::mutex marks_mutex;
@@ -198,8 +198,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// The device's own, for operators that are given none. Numbers are drawn when an operator runs: in the order of a
-// stream.
+// The device's own generator, for operators that are given none. An operator draws numbers when it runs, in the order
+// of its stream.
 const at::Generator& generator() {
   static const at::Generator own = at::detail::createCPUGenerator();
   return own;
@@ -230,7 +230,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // --- operators -------------------------------------------------------------------------------------------------------
 
-// The argument that a result is, of an operator that writes to its arguments; -1: it is new.
+// Returns the index of the argument that the operator writes to and returns as this result; -1 for a new tensor.
 int aliased_argument(const c10::FunctionSchema& schema, std::size_t result) {
   const c10::AliasInfo* info = schema.returns()[result].alias_info();
   if (info == nullptr) return -1;
@@ -247,8 +247,8 @@ bool is_out(const c10::FunctionSchema& schema, int argument) {
   return argument >= 0 && schema.arguments()[static_cast<std::size_t>(argument)].is_out();
 }
 
-// As a GPU's operators, these draw from generators of the device only, but for randperm: PyTorch's samplers use it with
-// the CPU's generator, and tests that have samplers need this device by default, where a GPU's have the CPU.
+// Like a GPU's operators, these draw only from generators of the device. randperm is an exception: PyTorch's samplers
+// call it with the CPU's generator, and tests with samplers run with this device as the default.
 void give_generator(const c10::OperatorHandle& op, torch::jit::Stack& work) {
   const auto& arguments = op.schema().arguments();
   for (std::size_t a = 0; a < arguments.size(); ++a) {
@@ -266,7 +266,8 @@ void give_generator(const c10::OperatorHandle& op, torch::jit::Stack& work) {
   }
 }
 
-// As a GPU's operators, these take tensors of the CPU for numbers, and as indices, but not beside their own.
+// Like a GPU's operators, these accept CPU tensors as numbers (without dimensions) and as indices, but no other CPU
+// tensors beside tensors of the device.
 void refuse_cpu_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   bool some_here = false, some_on_cpu = false;
   const auto look = [&](const at::Tensor& tensor) {
@@ -306,7 +307,7 @@ void copy_results(const torch::jit::Stack& made, const torch::jit::Stack& wanted
   }
 }
 
-// Tensors that are written to, and were given without their size.
+// Resizes the tensors that the operator writes to and that were passed without their final size.
 void resize_outputs(const torch::jit::Stack& inferred, const torch::jit::Stack& arguments,
                     const std::vector<int>& aliases) {
   for (std::size_t r = 0; r < inferred.size(); ++r) {
@@ -316,7 +317,7 @@ void resize_outputs(const torch::jit::Stack& inferred, const torch::jit::Stack& 
   }
 }
 
-// Where the CPU's operator wants other types than those of other devices, whose results are inferred.
+// Converts arguments for CPU operators that want other types than the operators of other devices do.
 void convert_for_cpu(const c10::OperatorHandle& op, torch::jit::Stack& work) {
   const auto convert = [&](std::size_t argument, at::ScalarType type) {
     work[argument] = work[argument].toTensor().to(type);
