@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <filesystem>
@@ -15,7 +14,6 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/open_file.hpp>
-#include <hoist/core/units.hpp>
 #include <hoist/interchange/safetensors_reader.hpp>
 
 namespace hoist::interchange {
@@ -49,14 +47,14 @@ int open_for_reading(const std::string& path) {
 SafetensorsFile::SafetensorsFile(std::string path) : path_(std::move(path)) {
   descriptor_ = open_for_reading(path_);
   try {
-    file_bytes_ = file_bytes_of(descriptor_, path_);
+    const std::uint64_t file_bytes = file_bytes_of(descriptor_, path_);
     std::array<std::byte, kHeaderLengthBytes> first{};
-    if (file_bytes_ >= first.size()) read_at(0, first);
-    const std::uint64_t length = header_length(first, file_bytes_, path_);
+    if (file_bytes >= first.size()) read_at(0, first);
+    const std::uint64_t length = header_length(first, file_bytes, path_);
     std::string json(length, '\0');
     read_at(kHeaderLengthBytes, std::as_writable_bytes(std::span(json)));
     data_offset_bytes_ = kHeaderLengthBytes + length;
-    header_ = parse_header(json, file_bytes_ - data_offset_bytes_, path_);
+    header_ = parse_header(json, file_bytes - data_offset_bytes_, path_);
   } catch (...) {
     ::close(descriptor_);
     throw;
@@ -68,34 +66,7 @@ SafetensorsFile::~SafetensorsFile() { ::close(descriptor_); }
 void SafetensorsFile::read(const TensorInfo& tensor, std::uint64_t first_byte, std::span<std::byte> target) const {
   HOIST_ASSERT(first_byte <= tensor.bytes() && target.size() <= tensor.bytes() - first_byte, "{} bytes at {} of {}",
                target.size(), first_byte, tensor.bytes());
-  const std::uint64_t offset = data_offset_bytes_ + tensor.begin_bytes + first_byte;
-  read_ahead(offset, target.size());
-  read_at(offset, target);
-}
-
-// Several threads read a file from front to back, each a piece at a time. The kernel does not see one stream in that,
-// and would read each piece only when it is asked for. A rank reads parts of tensors: it reads ahead no more than it
-// has read in one go, so that other ranks' parts are not read for nothing.
-void SafetensorsFile::read_ahead(std::uint64_t offset_bytes, std::uint64_t length_bytes) const {
-  constexpr std::uint64_t kAheadMax = 16 * kMiB;
-  constexpr std::uint64_t kPiece = 512 * kKiB;  // the kernel cuts off what is longer than a request of the drive
-  const std::uint64_t end = offset_bytes + length_bytes;
-  std::uint64_t from = 0, to = 0;
-  {
-    const MutexLock lock(mutex_);
-    const std::uint64_t apart_max = 4 * length_bytes;  // threads read pieces in about their order
-    const bool follows = offset_bytes + apart_max >= run_.begin_bytes &&
-                         offset_bytes <= std::max(run_.end_bytes, run_.ahead_bytes) + apart_max;
-    if (!follows) run_ = {.begin_bytes = offset_bytes, .end_bytes = offset_bytes, .ahead_bytes = offset_bytes};
-    run_.end_bytes = std::max(run_.end_bytes, end);
-    from = std::max(run_.ahead_bytes, run_.end_bytes);
-    to = std::min(run_.end_bytes + std::min(run_.end_bytes - run_.begin_bytes, kAheadMax), file_bytes_);
-    if (to < from + kPiece && to < file_bytes_) return;
-    run_.ahead_bytes = std::max(from, to);
-  }
-  for (; from < to; from += kPiece)
-    ::posix_fadvise(descriptor_, static_cast<off_t>(from), static_cast<off_t>(std::min(kPiece, to - from)),
-                    POSIX_FADV_WILLNEED);
+  read_at(data_offset_bytes_ + tensor.begin_bytes + first_byte, target);
 }
 
 void SafetensorsFile::read_at(std::uint64_t offset_bytes, std::span<std::byte> target) const {

@@ -12,7 +12,6 @@
 #include <string_view>
 #include <vector>
 
-#include <hoist/core/mutex.hpp>
 #include <hoist/interchange/safetensors.hpp>
 
 namespace hoist::interchange {
@@ -31,19 +30,11 @@ class SafetensorsFile {
   void read(const TensorInfo& tensor, std::uint64_t first_byte, std::span<std::byte> target) const;
 
  private:
-  // Reads that follow each other, on whatever threads, and what the kernel was asked to read ahead of them.
-  struct Run {
-    std::uint64_t begin_bytes = 0, end_bytes = 0, ahead_bytes = 0;
-  };
   void read_at(std::uint64_t offset_bytes, std::span<std::byte> target) const;
-  void read_ahead(std::uint64_t offset_bytes, std::uint64_t length_bytes) const;
   std::string path_;
   int descriptor_ = -1;
-  std::uint64_t file_bytes_ = 0;
   std::uint64_t data_offset_bytes_ = 0;
   SafetensorsHeader header_;
-  mutable Mutex mutex_;
-  mutable Run run_ HOIST_GUARDED_BY(mutex_);
 };
 
 // A model as Hugging Face's tools save it: one file, or shards named by an index ("model.safetensors.index.json").
