@@ -386,7 +386,7 @@ def test_a_wrapped_model_is_not_copied(wrapped):
 def test_a_change_of_gathered_weights_is_refused_at_once(wrapped):
     with wrapped() as engine:
         run(engine, 1)
-        with pytest.raises(hoist.UsageError, match=r"'2\.weight' was changed in place.*engine\.write"):
+        with pytest.raises(hoist.UsageError, match=r"'2\.weight' was changed inside of gathered.*engine\.write"):
             with engine.gathered(["2.weight"]), torch.no_grad():
                 engine.module[2].weight.clamp_(-0.01, 0.01)
         run(engine, 1)

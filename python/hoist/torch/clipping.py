@@ -53,15 +53,18 @@ def _for_engines(original: Callable[..., Any], of_engine: Callable[..., Any]) ->
 
 
 def _engine_of(parameters: list[torch.Tensor]) -> Engine | None:
-    """The open engine that has one of the parameters."""
+    """The open engine that has one of the parameters. Errors: UsageError for those of several."""
     ids = {id(parameter) for parameter in parameters}
-    return next((engine for engine in _engines if engine._unit_manager.is_open
-                 and any(id(parameter) in ids for parameter in engine._parameters.trainable)), None)
+    engines = [engine for engine in _engines if engine._unit_manager.is_open
+               and any(id(parameter) in ids for parameter in (*engine._parameters.trainable, *engine._parameters.replaced))]
+    if len(engines) > 1:
+        raise _hoist.UsageError("gradients of two wrapped models are to be clipped together: call it for each by itself")
+    return engines[0] if engines else None
 
 
 def _clip_norm(engine: Engine, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0,
                error_if_nonfinite: bool = False, foreach: bool | None = None) -> torch.Tensor:
-    ids = {id(parameter) for parameter in parameters}
+    ids = {id(engine._parameters.replaced.get(parameter, parameter)) for parameter in parameters}
     if any(id(parameter) not in ids for parameter in engine._parameters.trainable):
         raise _hoist.UsageError("clip_grad_norm_() of some parameters of a wrapped model: hoist takes the norm of all that are "
                                 "trained together")

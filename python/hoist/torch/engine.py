@@ -34,6 +34,7 @@ from hoist.torch.devices import device_of
 from hoist.torch.graphs import refuse_graphs
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
+from hoist.torch.model_names import StandsForModel
 from hoist.torch.optimizer import Optimizer, refuse_other_optimizer, refuse_schedule
 from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
@@ -45,7 +46,7 @@ _log = logging.getLogger("hoist")
 _Batch = TypeVar("_Batch")
 
 
-class Engine(DeepSpeedNames):
+class Engine(StandsForModel, DeepSpeedNames):
     """What `wrap` and `initialize` return: the model, and its training state on three tiers."""
 
     def __init__(self, model: nn.Module, config: _hoist.Config, *, groups: ParamsT | None = None,
@@ -110,6 +111,8 @@ class Engine(DeepSpeedNames):
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         sources = self._parameters.move(self._unit_manager, self.device)
+        for group in param_groups:
+            group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
         initial.materialize_buffers(model, initialize, self.device)
         if not self._find_run(resume, load_later):
             if deepspeed is not None:
@@ -132,6 +135,7 @@ class Engine(DeepSpeedNames):
         self.optimizer = Optimizer(self, param_groups)
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_schedule()
+        self._is_made = True
         claim(model, self)
         clip_through(self)
         passes = weakref.ref(self._passes)
@@ -208,23 +212,6 @@ class Engine(DeepSpeedNames):
         self.restored = True
         self._load_commit_state(packed)
         _log.info("continuing from step %d of %s", checkpoint.step, shown(checkpoint.path))
-
-    # --- calls -------------------------------------------------------------------------------------------------------
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "module" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["module"], name)
-
-    def train(self, mode: bool = True) -> Engine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        return self.train(False)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -505,6 +492,7 @@ class Engine(DeepSpeedNames):
 
     def _between_passes(self) -> None:
         self._require_life()
+        self._parameters.refuse_edits()
         self._passes.end_for_state()
 
     @takes_turn
@@ -542,29 +530,23 @@ class Engine(DeepSpeedNames):
         return self._parameters.export(directory, dtype, shard_bytes_max)
 
     @contextlib.contextmanager
-    def gathered(self, names: Iterable[str] | None = None) -> Iterator[None]:
-        """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`
+    def gathered(self, names: Iterable[str] | None = None, modify: bool = False) -> Iterator[None]:
+        """[C] Brings whole units up outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`. Modules may be called
+        inside of the block under torch.no_grad().
 
-        Errors: UsageError at the end of the block where it has changed one in place; write() changes parameters.
+        With `modify`, elements of these parameters that the block has changed are written, as by write(): all ranks change them
+        alike. Errors: UsageError at the end of the block where it has changed one without that.
         """
+        chosen = self._parameters.names() if names is None else list(names)
         with self._passes.turns.of("gathered()"):
-            self._gather(names)
+            self._between_passes()
+            self._passes.gather({self._parameters.unit_of(name) for name in chosen})
         try:
-            yield
+            with self._parameters.seen_in_block(chosen, modify) as settle:
+                yield
         finally:
-            self._unit_manager.end()
-        self._parameters.refuse_edits()
-
-    def _gather(self, names: Iterable[str] | None) -> None:
-        self._between_passes()
-        units = {self._parameters.unit_of(n) for n in (self._parameters.names() if names is None else names)}
-        self._passes.begin(_hoist.Pass.evaluate)
-        try:
-            for unit in units:
-                self._unit_manager.enter(unit)
-        except BaseException:
-            self._unit_manager.end()
-            raise
+            self._passes.end_gathered()
+        settle()
 
     def close(self) -> None:
         """Commits the last step and gives everything back. The module's parameters stay, without values.

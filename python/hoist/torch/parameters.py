@@ -4,6 +4,7 @@ written by the names that PyTorch gives them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,8 +43,10 @@ class Parameters:
         self._device = device
         self.tensors: UnitTensors  # from move() on
         self.trainable: list[nn.Parameter] = []
+        self.replaced: dict[torch.Tensor, nn.Parameter] = {}  # by the former ones, which programs may still have
         self._all: list[nn.Parameter] = []  # in the order of _number
         self._versions: list[int] = []  # of all, which every change in place counts up
+        self._set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
         self._trains: list[bool] = []  # of all: whether it has optimizer states
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
@@ -114,6 +117,11 @@ class Parameters:
         """A parameter on the meta device, or of the CPU for an accelerator that PyTorch does not know, cannot be given memory;
         its place in every module can."""
         parameter = nn.Parameter(values, requires_grad=former.requires_grad)
+        for hook in (former._backward_hooks or {}).values():
+            parameter.register_hook(hook)
+        for hook in (former._post_accumulate_grad_hooks or {}).values():
+            parameter.register_post_accumulate_grad_hook(hook)
+        self.replaced[former] = parameter
         for module in self._module.modules():
             for key, value in module._parameters.items():
                 if value is former:
@@ -131,15 +139,64 @@ class Parameters:
     def note_versions(self) -> None:
         self._versions = [p._version for p in self._all]
 
-    def refuse_edits(self) -> None:
-        """Errors: UsageError where an operation has changed a parameter in place: its memory is another's by now."""
-        if [p._version for p in self._all] == self._versions:
-            return
-        name = next(n for n, p, version in zip(self._number, self._all, self._versions, strict=True) if p._version != version)
+    def note_versions_of_watched_pass(self) -> None:
+        """Watch has let nothing pass but the set_() of torch.nn.utils.parametrize, which comes again in later passes."""
+        self._set_in_passes |= {id(p) for p, version in zip(self._all, self._versions, strict=True) if p._version != version}
         self.note_versions()
-        raise _hoist.UsageError(f"parameter '{name}' was changed in place, and the change is lost: weights lie in their memory "
-                                "only while they are used. engine.write(name, values) changes a parameter, load_state_dict() "
-                                "all of them")
+
+    def refuse_edits(self) -> None:
+        """Errors: UsageError where the program has changed a parameter in place, or given it another tensor: its memory is
+        another's by now. A change through `parameter.data` in place is not seen."""
+        how = "was given another tensor (parameter.data = ...)"
+        changed = self.tensors.given_another()
+        if changed is None:
+            if [p._version for p in self._all] == self._versions:
+                return
+            how = "was changed in place"
+            changed = next((p for p, version in zip(self._all, self._versions, strict=True)
+                            if p._version != version and id(p) not in self._set_in_passes), None)
+        if changed is None:
+            return self.note_versions()
+        self._refuse_edit(next(n for n, p in zip(self._number, self._all, strict=True) if p is changed), how)
+
+    def _refuse_edit(self, name: str, how: str) -> None:
+        self.note_versions()
+        raise _hoist.UsageError(f"parameter '{name}' {how}, and the change is lost: weights lie in their memory only while they "
+                                "are used. engine.write(name, values) changes a parameter, load_state_dict() all of them, and "
+                                "engine.gathered(names, modify=True) keeps what is changed inside of it")
+
+    @contextlib.contextmanager
+    def seen_in_block(self, names: list[str], modify: bool) -> Iterator[Callable[[], None]]:
+        """What the program changes in these parameters inside of the block, in whatever way, is kept (`modify`) or refused by
+        the function that this yields, which is to be called after the block. Pre: their units are up."""
+        own = set(map(self.own_name, names))
+        kept = own if modify else set()
+        units = {self._unit[name] for name in own}
+        up = {name: p for name, p in zip(self._number, self._all, strict=True) if self._unit[name] in units}
+        before = {name: up[name].detach().clone() for name in kept}
+        sums = {name: _sum_of_bits(p) for name, p in up.items()}
+        changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # which elements, and their new values
+        others: list[str] = []
+
+        def settle() -> None:
+            self.tensors.given_another()
+            self.note_versions()
+            for name, (where, values) in changes.items():
+                master = self.read(name)  # what was not changed keeps the bits that weights of 16 bits do not have
+                master[where] = values
+                self.write(name, master)
+            for name in others:
+                self._refuse_edit(name, "was changed inside of gathered()")
+
+        yield settle
+        for name in (name for name, p in up.items() if _sum_of_bits(p) != sums[name]):
+            if name not in kept:
+                others.append(name)
+                continue
+            now = up[name].detach()
+            where = (now != before[name]).cpu()
+            changes[name] = where, now.cpu()[where].float()
+
 
     def refuse_other_trainability(self) -> None:
         """Errors: UsageError where requires_grad of a parameter is not what it was when the model was wrapped."""
@@ -166,12 +223,14 @@ class Parameters:
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
     def place_buffers(self) -> None:
-        """Where the weights are, in their type if the configuration says one."""
+        """Where the weights are, in their type if the configuration says one. Rotary frequencies keep theirs: rounded to 16
+        bits they would be other positions. So do those that a model of transformers names."""
+        kept = {"inv_freq", "original_inv_freq", *(getattr(self._module, "_keep_in_fp32_modules_strict", None) or ())}
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    dtype = self._dtype if self._dtype is not None and buffer.is_floating_point() else buffer.dtype
-                    module._buffers[name] = buffer.to(self._device, dtype)
+                    keeps_type = self._dtype is None or not buffer.is_floating_point() or name in kept
+                    module._buffers[name] = buffer.to(self._device, buffer.dtype if keeps_type else self._dtype)
 
     def persistent_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self._module.named_modules(remove_duplicate=remove_duplicate):
@@ -292,6 +351,12 @@ class Parameters:
         self._module.register_state_dict_post_hook(fill)
         self._module.register_load_state_dict_pre_hook(load)
         self._module.register_load_state_dict_post_hook(loaded)
+
+
+def _sum_of_bits(parameter: nn.Parameter) -> int:
+    """Another number for other values, but where changes cancel each other."""
+    kind = torch.int32 if parameter.element_size() == 4 else torch.int16
+    return int(parameter.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64))
 
 
 def as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -68,6 +68,7 @@ class Passes:
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
         self.gradient_norm_max = math.inf  # of the step that is due
+        self._gathers = False  # a block of gathered() is under way
         self._step_was_called = False  # since the last backward pass
         self._may_be_divided = False  # a loss of this step, by the number of its micro-batches; nobody would see it
         self._is_called = False  # backward() of the engine is under way
@@ -94,7 +95,11 @@ class Passes:
     def _open_pass(self) -> None:
         unit_manager = self._unit_manager
         training = torch.is_grad_enabled() and bool(self._parameters.trainable)
-        if unit_manager.current_pass is not None:
+        if self._gathers and unit_manager.current_pass is not None:
+            if training:
+                raise _hoist.UsageError("a module of the wrapped model is called for training inside of gathered(): call it "
+                                        "under torch.no_grad(), or after the block")
+        elif unit_manager.current_pass is not None:
             if self._backward_seen:
                 if torch._C._current_graph_task_id() != -1:
                     return  # a part is computed once more, for the backward pass under way
@@ -139,13 +144,41 @@ class Passes:
         for unit in self._always_up:
             self._unit_manager.enter(unit)
 
+    def gather(self, units: set[int]) -> None:
+        """Brings units up until end_gathered(). Calls without gradients take part in that pass."""
+        self.begin(_hoist.Pass.evaluate)
+        self._gathers = True
+        try:
+            for unit in units:
+                self._unit_manager.enter(unit)
+        except BaseException:
+            self.end_gathered()
+            raise
+
+    def end_gathered(self) -> None:
+        self._gathers = False
+        if self._unit_manager.current_pass is not None:
+            self._unit_manager.end()
+
     def leave_outermost(self, failed: bool) -> None:
+        was_watched = self._watch is not None or self._unit_manager.current_pass not in self._watched
         try:
             self._leave_pass(failed)
-            if torch._C._current_graph_task_id() == -1:
-                self._parameters.note_versions()  # of what forward() may change, see Watch
+            if torch._C._current_graph_task_id() != -1 or failed or self._gathers:
+                return
+            if was_watched:
+                self._parameters.note_versions_of_watched_pass()
+            else:
+                self._refuse_edits_of_pass()
         finally:
             self.turns.end()
+
+    def _refuse_edits_of_pass(self) -> None:
+        try:
+            self._parameters.refuse_edits()
+        except _hoist.UsageError:
+            self._unit_manager.discard()
+            raise
 
     def _end_watch(self) -> None:
         if self._watch is not None:
@@ -293,7 +326,7 @@ class Passes:
     def _end_backward(self) -> None:
         self._backward_seen = self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
-        self._parameters.note_versions()
+        self._parameters.refuse_edits()
         self.micro_batch += 1
         self.due = self.micro_batch == self.micro_batches
 
@@ -327,7 +360,7 @@ class Passes:
             raise
         self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
-        self._parameters.note_versions()
+        self._parameters.refuse_edits()
         self.micro_batch = self.micro_batches
         self.due = True
 

@@ -28,12 +28,14 @@ _DisableFuncTorch: Any = torch._C._DisableFuncTorch
 class _Unit:
     def __init__(self, name: str, device: torch.device):
         self.refusal = (f"the weights of unit '{name}' are not loaded: hoist brings them up for the forward and backward passes "
-                        "of their module. engine.read(name) and engine.gathered(names) give them at other times; a loss that "
-                        "needs them is computed inside of a module's forward(). After close() the model has no values: the next "
+                        "of their module. engine.read(name) and engine.gathered(names) give them at other times, and "
+                        "engine.write(name, values) changes them; a loss that needs them is computed inside of a module's "
+                        "forward(). After close() the model has no values: the next "
                         "wrap() needs them (resume=True, or weights=...)")
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
         self.views: list[torch.Tensor] = []  # what it is over the unit's memory
+        self.shown = self.absent  # what it is now
         self.storage: torch.UntypedStorage | None = None  # of that memory
         # All bits set: NaN in every type. A storage of its own tells the unit's parameters from others.
         self.nan = torch.full((2,), -1, dtype=torch.int16).to(device)
@@ -44,6 +46,7 @@ class _Unit:
             _mark(storage._cdata, self.refusal)
 
     def show(self, tensors: list[torch.Tensor]) -> None:
+        self.shown = tensors
         for (parameter, _), tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
 
@@ -82,6 +85,14 @@ class UnitTensors:
         unit = self._units[index]
         unit.parameters.append((parameter, offset))
         unit.absent.append(parameter.data)
+
+    def given_another(self) -> nn.Parameter | None:
+        """A parameter to which the program has given other memory (`parameter.data = ...`), if any. It has its own again."""
+        known = self._unit_of
+        others = [p for unit in self._units for p, _ in unit.parameters if p.untyped_storage()._cdata not in known]
+        for unit in self._units if others else ():
+            unit.show(unit.shown)
+        return others[0] if others else None
 
     def unit_of(self, tensor: torch.Tensor) -> int | None:
         """The unit whose memory a tensor shows, if any."""

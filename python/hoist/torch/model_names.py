@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine in the place of its model: a program may call it, read and set attributes through it, and ask where it is."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hoist import _hoist
+
+_Self = TypeVar("_Self", bound="StandsForModel")
+
+
+class StandsForModel:
+    """Mixed into Engine."""
+
+    module: nn.Module
+    device: torch.device
+    _is_made = False  # until then all attributes that are set are the engine's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model has and the engine has not is set in the model, as it is read from there."""
+        of_engine = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if of_engine or not self._is_made or not hasattr(self.module, name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def train(self: _Self, mode: bool = True) -> _Self:
+        self.module.train(mode)
+        return self
+
+    def eval(self: _Self) -> _Self:
+        return self.train(False)
+
+    def to(self: _Self, *args: Any, **kwargs: Any) -> _Self:
+        """For `model.to(device)` in loops that were written for PyTorch. Errors: UsageError for another device or type than the
+        weights have."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and not self._is_on(device):
+            raise _hoist.UsageError(f"the engine computes on {self.device}, and its weights lie in its memory there: device=... "
+                                    f"of wrap() chooses another, such as {device}")
+        if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in self.module.parameters()):
+            raise _hoist.UsageError(f"the type of the weights is chosen when the model is wrapped: build it in {dtype}, or set "
+                                    "bf16.enabled or fp16.enabled")
+        return self
+
+    def cuda(self: _Self, device: torch.device | int | None = None) -> _Self:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def _is_on(self, device: torch.device) -> bool:
+        return device.type == self.device.type and device.index in (None, self.device.index or 0)

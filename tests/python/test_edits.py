@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs change in a wrapped model by themselves: weights, attributes, where it is. It has its effect, or is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hoist
+import hoist.torch
+from models import on_device_of_tests
+
+WIDTH = 8
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return [on_device_of_tests(torch.randn(4, WIDTH, generator=generator, device="cpu")) for _ in range(2)]
+
+
+def step(engine):
+    dtype = next(engine.module.parameters()).dtype
+    inputs, targets = (tensor.to(dtype) for tensor in batch())
+    loss = F.mse_loss(engine(inputs), targets)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.fixture
+def wrapped(settings, tmp_path):
+    count = iter(range(100))
+
+    def make(model=None, **changes):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / f"store-{next(count)}")}
+        config = settings(zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+                          **{"hoist": {"device_memory": "1MiB", "pinned_memory": "32MiB"}, **changes})
+        return hoist.torch.wrap(model or model_of(), config)
+
+    return make
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_is_given_another_tensor_is_refused_and_has_its_own_again(wrapped):
+    with wrapped() as undisturbed:
+        expected = [step(undisturbed) for _ in range(3)]
+    with wrapped() as engine:
+        losses = [step(engine)]
+        for call in (lambda: engine(batch()[0]), lambda: engine.read("2.weight"), engine.state_dict, engine.module.state_dict):
+            for parameter in engine.module.parameters():  # as averages of weights do
+                parameter.data = torch.zeros(parameter.shape)
+            with torch.no_grad(), pytest.raises(hoist.UsageError, match=r"'0\.weight' was given another tensor.*engine\.write"):
+                call()
+        with pytest.raises(hoist.UsageError, match="was changed inside of"), engine.gathered(["2.weight"]):
+            engine.module[2].weight.data = torch.clamp(engine.module[2].weight.data, max=0.1)
+        losses += [step(engine), step(engine)]
+    assert losses == expected
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["in place", "data", "another tensor"])
+def test_gathered_weights_may_be_modified(wrapped, how, dtype):
+    def clamp(parameter):
+        if how == "in place":
+            parameter.clamp_(-0.1, 0.1)
+        elif how == "data":
+            parameter.data.clamp_(-0.1, 0.1)
+        else:
+            parameter.data = parameter.data.clamp(-0.1, 0.1)
+
+    with wrapped(**({"bf16": {"enabled": True}} if dtype == "bf16" else {})) as engine:
+        step(engine)
+        before = engine.state_dict(torch.float32)
+        with engine.gathered(["2.weight"], modify=True), torch.no_grad():
+            clamp(engine.module[2].weight)
+        for name, master in engine.state_dict(torch.float32).items():
+            if name != "2.weight":
+                assert torch.equal(master, before[name])
+                continue
+            limit = torch.tensor(0.1, device="cpu").to(engine.module[2].weight.dtype).float()
+            assert torch.equal(master, before[name].clamp(-limit, limit))  # what was within keeps all bits of its master
+            assert not torch.equal(master, before[name])
+        step(engine)
+        stored = engine.state_dict()
+        with engine.gathered():
+            for name, parameter in engine.module.named_parameters():
+                assert torch.equal(parameter.detach().cpu(), stored[name])
+
+
+def test_only_what_was_named_may_be_modified(wrapped):
+    with wrapped() as engine:
+        before = engine.state_dict()
+        for change in (lambda p: p.zero_(), lambda p: p.data.zero_()):
+            for arguments in ({}, {"modify": True}):
+                refused = pytest.raises(hoist.UsageError, match=r"'2\.bias' was changed inside of gathered.*modify=True")
+                with refused, engine.gathered(["2.weight"], **arguments), torch.no_grad():
+                    change(engine.module[2].bias)
+        assert all(torch.equal(values, before[name]) for name, values in engine.state_dict().items())
+        step(engine)
+
+
+class Revived(nn.Module):
+    """Changes its weights in forward(), now and then."""
+
+    def __init__(self, at, how):
+        super().__init__()
+        self.code, self.calls, self.at, self.how = nn.Parameter(torch.randn(4, WIDTH)), 0, at, how
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.at:
+            with torch.no_grad():
+                self.how(self.code)
+        return x + self.code[torch.cdist(x, self.code).argmin(1)]
+
+
+def set_row(code):
+    code[0] = 100.0
+
+
+def replace(code):
+    code.data = code.data + 1
+
+
+@pytest.mark.parametrize(("at", "how", "said"), [(1, set_row, "in forward"), (3, set_row, "was changed in place"),
+                                                 (1, replace, "given another tensor"), (3, replace, "given another tensor")])
+def test_weights_that_change_in_forward_are_refused_in_any_pass(wrapped, at, how, said):
+    torch.manual_seed(0)
+    model = nn.Sequential(Revived(at, how), nn.Linear(WIDTH, WIDTH))
+    with wrapped(model) as engine:
+        for _ in range(1, at):
+            step(engine)
+        before = engine.digest()
+        with pytest.raises(hoist.UsageError, match=said):
+            step(engine)
+        assert engine.digest() == before
+        step(engine)
+        assert engine.step_count == at
+
+
+# --- methods beside forward() ------------------------------------------------------------------------------------------
+
+
+class Clip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, WIDTH), nn.Parameter(torch.ones(3, WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, tokens):
+        return self.head(self.tokens(tokens) + self.positions)
+
+    def forward(self, tokens):
+        return self.encode(tokens).mean()
+
+
+@pytest.mark.parametrize("memory", ["1MiB", "12KiB"])
+def test_methods_that_use_the_models_own_weights_are_called_inside_of_gathered(wrapped, memory):
+    torch.manual_seed(0)
+    model = Clip()
+    tokens = on_device_of_tests(torch.ones(2, 3, dtype=torch.long))
+    expected = copy.deepcopy(model).encode(tokens)
+    with wrapped(model, hoist={"device_memory": memory, "pinned_memory": "32MiB"}) as engine:
+        for _ in range(2):
+            with torch.no_grad(), engine.gathered(["positions"]):
+                assert torch.equal(engine.encode(tokens), expected)
+                assert torch.equal(engine.encode(tokens), expected)
+                assert engine.module.positions.mean() == 1
+            engine.backward(engine(tokens))
+            engine.zero_grad()
+        with engine.gathered(["positions"]), pytest.raises(hoist.UsageError, match=r"inside of gathered\(\).*no_grad"):
+            engine(tokens)
+        engine.backward(engine(tokens))
+        engine.step()
+
+
+# --- attributes and places -------------------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.beta = nn.Linear(WIDTH, WIDTH), 0.0
+
+    def forward(self, x):
+        return self.layer(x).pow(2).mean() * self.beta
+
+
+def test_attributes_of_the_model_are_set_in_the_model(wrapped):
+    with wrapped(Weighted()) as engine:
+        losses = []
+        for _ in range(3):
+            engine.beta += 0.5
+            losses.append(engine(batch()[0]).item())
+        assert engine.module.beta == engine.beta == 1.5
+        assert losses == pytest.approx([losses[0], 2 * losses[0], 3 * losses[0]]) and losses[0] > 0
+        engine.state = {"epoch": 1}  # the engine's own
+        engine.remark = "new"
+        assert not hasattr(engine.module, "state") and not hasattr(engine.module, "remark")
+        engine.training = False
+        assert not engine.module.training
+
+
+def test_a_wrapped_model_stays_where_it_is(wrapped):
+    with wrapped() as engine:
+        assert all(engine.to(what) is engine for what in (engine.device, engine.device.type, torch.float32))
+        with pytest.raises(hoist.UsageError, match="device=.*of wrap"):
+            engine.to("meta")
+        with pytest.raises(hoist.UsageError, match=r"bf16\.enabled"):
+            engine.to(torch.bfloat16)
+        step(engine)
+
+
+# --- parameters on the meta device -----------------------------------------------------------------------------------
+
+
+def test_parameters_taken_on_the_meta_device_are_known_by_the_new_ones(wrapped):
+    with torch.device("meta"):
+        model = model_of()
+    former = list(model.parameters())
+    seen = []
+    former[0].register_hook(lambda gradient: seen.append(gradient.shape))
+    with wrapped(model) as engine:
+        in_groups = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        assert [id(p) for p in in_groups] == [id(p) for p in engine.module.parameters()]
+        for parameters in (former, in_groups):
+            inputs, targets = batch()
+            engine.backward(F.mse_loss(engine(inputs), targets))
+            assert torch.nn.utils.clip_grad_norm_(parameters, 1e-4) > 1e-4
+            assert engine.step().clip_factor < 1
+        assert seen == [former[0].shape] * 2
+
+
+def test_two_models_are_not_clipped_in_one_call(wrapped):
+    with wrapped() as first, wrapped() as second:
+        second.module(first.module(batch()[0])).sum().backward()
+        with pytest.raises(hoist.UsageError, match="each by itself"):
+            torch.nn.utils.clip_grad_norm_([*first.module.parameters(), *second.module.parameters()], 1)
+        for engine in (first, second):
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
+            assert engine.step().clip_factor < 1
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def test_rotary_frequencies_keep_their_type(wrapped):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, WIDTH, 2, device="cpu") / WIDTH), persistent=False)
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x):
+            return self.layer(x * self.scale) + torch.outer(torch.arange(4.0), self.inv_freq).repeat(1, 2).to(x.dtype)
+
+    model = Rotary()
+    before = model.inv_freq.clone()
+    with wrapped(model, bf16={"enabled": True}) as engine:
+        assert engine.module.inv_freq.dtype == torch.float32 and torch.equal(engine.module.inv_freq.cpu(), before.cpu())
+        assert engine.module.scale.dtype == torch.bfloat16
+        engine.backward(engine(batch()[0].bfloat16()).float().pow(2).mean())
+        engine.step()
