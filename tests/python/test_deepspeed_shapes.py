@@ -136,6 +136,47 @@ def test_an_optimizer_of_pytorchs_is_taken_over(settings):
     engine.close()
 
 
+def test_an_optimizer_with_another_formula_is_refused(settings):
+    """A class that is PyTorch's AdamW, Adam or SGD by its parent only."""
+    class Other(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Another(torch.optim.SGD):
+        def step(self, closure=None):
+            raise AssertionError("it would never be called")
+
+    class Further(Another):
+        pass
+
+    class Settings(torch.optim.AdamW):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=1e-2)
+
+    for kind, formula in ((Other, "AdamW"), (Another, "SGD"), (Further, "SGD")):
+        model = Gpt()
+        with pytest.raises(hoist.UsageError, match=f"{kind.__name__} is a torch.optim.{formula} with a step.. of its own"):
+            hoist.torch.initialize(model=model, optimizer=kind(model.parameters()), config=settings())
+    model = Gpt()
+    client = Settings(model.parameters())
+    torch.optim.lr_scheduler.StepLR(client, 3)  # which puts a function of its own around step()
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=client, config=settings())
+    assert engine.get_lr() == [1e-2]
+    engine.close()
+
+
+def test_parameters_that_are_not_the_models_are_refused(settings):
+    """A temperature beside the model, for instance: the engine would not train it."""
+    model, temperature = Gpt(), torch.nn.Parameter(torch.ones(1))
+    for parameters in ([*model.parameters(), temperature], [{"params": [*model.parameters()]}, {"params": [temperature]}]):
+        with pytest.raises(hoist.UsageError, match=r"shape \(1,\) that is not the model's: it would not be trained"):
+            hoist.torch.initialize(model=model, model_parameters=parameters, config=settings())
+    model.temperature = temperature
+    engine, *_ = hoist.torch.initialize(model=model, model_parameters=[*model.parameters()], config=settings())
+    engine.close()
+
+
 def test_training_data_becomes_a_loader(settings):
     data = torch.utils.data.TensorDataset(torch.arange(40).view(10, 4), torch.arange(40).view(10, 4))
     engine, _, loader, _ = hoist.torch.initialize(model=Gpt(), training_data=data, config=settings())

@@ -322,6 +322,14 @@ def test_axolotl_lora_alpaca(tmp_path, places):
         eval_on_start=True, weight_decay=0.0))
 
 
+def test_dora(tmp_path, places):
+    """Magnitudes begin as the norms of weights that are still in files when PEFT makes the adapters."""
+    assert command(LORA_SFT, places, tmp_path, use_dora=True) == 0
+    split = datasets.Dataset.from_list([conversation(row) for row in places["alpaca"]]).train_test_split(test_size=0.2, seed=42)
+    lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True)
+    same(history(places), in_memory(places, "sft", split["train"], split["test"], lora, **LLAMA_FACTORY))
+
+
 # As axolotl publishes most of its examples: packed, 8-bit optimizer states, a quantized base.
 def test_axolotl_unchanged(tmp_path, places, capsys, caplog):
     text = AXOLOTL_LORA.replace("adapter: lora\n", "adapter: qlora\nload_in_4bit: true\n").replace(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.nn.utils import clip_grad_norm_ as other_name
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hoist
 import hoist.torch
@@ -371,6 +372,29 @@ def test_grad_scaler_is_refused_by_name(wrapped):
         scaler.scale(F.mse_loss(engine(inputs), targets)).backward()
         with pytest.raises(hoist.UsageError, match="GradScaler.*fp16"):
             scaler.step(engine.optimizer)
+
+
+# --- hooks of the optimizer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("whose", ["engine", "optimizer"])
+def test_hooks_of_the_optimizer_are_called_once_a_step_and_before_the_schedule(settings, whose, micro_batches):
+    calls = []
+    with hoist.torch.wrap(model_of(), settings(gradient_accumulation_steps=micro_batches)) as engine:
+        def note(what):
+            return lambda *_: calls.append((what, engine.step_count, engine.lr_scheduler.last_epoch))
+
+        engine.optimizer.register_step_pre_hook(note("before"))
+        engine.optimizer.register_step_post_hook(note("after"))
+        engine.lr_scheduler = lr_scheduler.StepLR(engine.optimizer, 2)
+        of_all = register_optimizer_step_post_hook(note("after any optimizer's"))
+        for inputs, targets in batches(4):
+            engine.backward(F.mse_loss(engine(inputs), targets))
+            (engine if whose == "engine" else engine.optimizer).step()
+        of_all.remove()
+    assert calls == [call for step in range(4 // micro_batches) for call in (
+        ("before", step, step), ("after", step + 1, step), ("after any optimizer's", step + 1, step))]
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

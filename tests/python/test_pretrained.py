@@ -171,6 +171,46 @@ def test_adapters_on_a_base_in_files(tmp_path):
     assert sorted(os.listdir(tmp_path / "adapter")) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 
 
+def test_a_model_whose_weights_are_in_files_refuses_to_be_called(tmp_path):
+    """It would compute NaN. What needs no weights works, and so does a copy, which has them."""
+    source, directory = saved(tmp_path / "hub")
+    model = from_pretrained(transformers.LlamaForCausalLM, directory)
+    tokens, part = torch.arange(8)[None], model.model.layers[0].mlp
+    for use in (lambda: model(input_ids=tokens), lambda: model.generate(tokens), lambda: part(torch.ones(1, 32))):
+        with torch.no_grad(), pytest.raises(hoist.UsageError, match=r"still in their files.*wrap\(model, config\)"):
+            use()
+    shapes = {name: torch.empty_like(p, device="meta") for name, p in part.named_parameters()}
+    assert torch.func.functional_call(part, shapes, (torch.ones(1, 32, device="meta"),)).shape == (1, 32)
+    model.tie_weights()
+    with torch.no_grad():
+        expected = source(input_ids=tokens).logits
+        assert torch.equal(copy.deepcopy(model).to(tokens.device)(input_ids=tokens).logits, expected)
+        with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+            assert torch.equal(engine(input_ids=tokens).logits, expected)
+            assert [hook.__name__ for m in model.modules() for hook in m._forward_pre_hooks.values()
+                    if hook.__module__ == "hoist.torch.pretrained"] == []
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["zero", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_dora_begins_with_the_norms_of_weights_in_files(tmp_path, dtype, begins):
+    """PEFT takes them when it adds the adapters, from linear layers and embeddings."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    _, directory = saved(tmp_path / "hub", tie_word_embeddings=False)
+    lora = peft.LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "down_proj", "embed_tokens"], task_type="CAUSAL_LM",
+                           init_lora_weights=begins)
+    torch.manual_seed(1)
+    expected = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype), lora)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(from_pretrained(transformers.LlamaForCausalLM, directory, dtype=dtype), lora)
+    tokens = torch.arange(16)[None] % 13
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        assert_same(engine.state_dict(), expected.state_dict())
+        assert not any(hasattr(p, "initial_values") for name, p in model.named_parameters() if "magnitude" in name)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        assert engine.step().applied and engine.get_global_grad_norm() > 0
+
+
 @pytest.mark.host_device("CUDA takes host memory of its own")
 def test_memory_is_that_of_one_unit(tmp_path):
     """40 layers of 4.7 MB, fp32 files cast to bf16: besides the budgets, the process grows by a few layers, not by 190 MB."""

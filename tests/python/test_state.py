@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that goes in and out: commits, state dicts, safetensors, models too large to be built in memory."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import textwrap
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import hoist
 import hoist.torch
+from hoist.torch import program_state
 from models import VOCABULARY, Gpt, batches, has_values, loss_of
 from training import make, train
 
@@ -44,6 +47,67 @@ def test_a_run_goes_on_where_it_ended(settings, tmp_path):
         losses += train(engine, 5, first=7)
         assert losses == expected
         assert [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)] == digests
+
+
+class Scaled(lr_scheduler.LRScheduler):
+    """A program's own, with state that JSON does not hold as it is."""
+
+    def __init__(self, optimizer):
+        self.factors = {step: 1 / (1 + step) for step in range(30)}
+        self.left_out = torch.zeros(2)
+        self.function = len
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.left_out += 1
+        return [rate * self.factors.pop(self.last_epoch) for rate in self.base_lrs]
+
+
+SCHEDULES = {
+    "multi": lambda o: lr_scheduler.MultiStepLR(o, [4, 9, 10]),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.MultiStepLR(o, [6])], [3]),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.MultiStepLR(o, [4, 9], 0.5), lr_scheduler.ConstantLR(o, 0.1, total_iters=8)]),
+    "in each other": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, total_iters=8), (
+        lr_scheduler.SequentialLR(o, [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.MultiStepLR(o, [3, 6])], [3]))]),
+    "the program's": Scaled,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step()")
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_goes_on_where_it_ended(settings, kind, caplog):
+    """Schedules within schedules, and state with integer keys: the rates are those of PyTorch's own optimizer."""
+    reference = SCHEDULES[kind](torch.optim.SGD(make().parameters(), lr=1e-3))
+    expected = []
+    for _ in range(12):
+        reference.optimizer.step()
+        reference.step()
+        expected.append(reference.optimizer.param_groups[0]["lr"])
+    rates = []
+    for resume in (False, True):
+        with hoist.torch.wrap(make(), settings(), resume=resume) as engine:
+            engine.lr_scheduler = SCHEDULES[kind](engine.optimizer)
+            for _ in range(6):
+                train(engine, 1)
+                rates.append(engine.optimizer.param_groups[0]["lr"])
+            if kind == "multi":
+                assert engine.lr_scheduler.milestones == reference.milestones  # still a Counter
+    assert rates == expected
+    left_out = [record.getMessage() for record in caplog.records if "commits leave out" in record.getMessage()]
+    assert len(left_out) == (kind == "the program's") and all("'left_out'" in text for text in left_out)
+
+
+def test_a_schedule_in_a_store_that_was_written_before(settings):
+    """Then whole entries were left out, and integer keys with them."""
+    state = {"base_lrs": [1e-3], "last_epoch": 4, "gamma": 0.1, "_step_count": 5, "_last_lr": [1e-3]}
+    saved = program_state.unpack(json.dumps({"program": {}, "rates": [1e-3], "schedule_lags": True, "scheduler": state}).encode())
+    optimizer = torch.optim.SGD(make().parameters(), lr=1e-3)
+    schedule = lr_scheduler.MultiStepLR(optimizer, [5])
+    optimizer.step()
+    program_state.continue_schedule(saved, schedule, optimizer.param_groups)
+    assert schedule.last_epoch == 5 and optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
 def test_killed_and_resumed(settings, tmp_path):

@@ -18,6 +18,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)"
 import datasets  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
+import hoist  # noqa: E402
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
 
 WORDS = 300
@@ -104,6 +105,25 @@ def weights_of(path, kind, hub, adapters):
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names and "model.safetensors" not in names
     base = model_class.from_pretrained(hub)
     return peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, path))
+
+
+def test_what_needs_weights_before_they_are_read_is_refused(tmp_path, monkeypatch):
+    """TRL computes the reference's values with the model in files: they would be NaN, and so would saved weights."""
+    hub = tmp_path / "hub"
+    with pytest.raises(hoist.UsageError, match="precompute_ref_log_probs=False"):
+        make("dpo", tmp_path, hub, True, True, precompute_ref_log_probs=True).train()
+    trainer = make("trainer", tmp_path, hub, False, True)
+    for call in (trainer.save_model, trainer.evaluate):
+        with pytest.raises(hoist.UsageError, match="still in their files.*or load the model"):
+            call()
+    monkeypatch.setattr(hoist_transformers, "from_pretrained", lambda kind, *at, **named: kind.from_pretrained(*at, **named))
+    losses = []
+    for hoisted in (False, True):
+        trainer = make("dpo", tmp_path / str(hoisted), hub, True, hoisted, max_steps=3, precompute_ref_log_probs=True)
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    trainer.engine.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 3
 
 
 class Dies(transformers.TrainerCallback):

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -79,10 +80,19 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
     deepspeed      a checkpoint of DeepSpeed's to begin with: the directory with `latest`, a tag's own, or what
                    hoist.torch.deepspeed.open() returned. With resume=True, where the store holds no run yet
     """
-    return Engine(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
-                  initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
-                  scheduler=scheduler, device=device, mesh=mesh, tensor_parallel=tensor_parallel,
-                  deepspeed=deepspeed)
+    return _engine_of(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
+                      initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
+                      scheduler=scheduler, device=device, mesh=mesh, tensor_parallel=tensor_parallel,
+                      deepspeed=deepspeed)
+
+
+def _engine_of(model: torch.nn.Module, config: _hoist.Config, **options: Any) -> Engine:
+    """The model may be one of from_pretrained(), whose module imports transformers, which others can do without."""
+    pretrained = sys.modules.get("hoist.torch.pretrained")
+    if pretrained is None:
+        return Engine(model, config, **options)
+    with pretrained.reading_files(model):
+        return Engine(model, config, **options)
 
 
 def estimate(model: Any, config: ConfigSource, *, world_size: int = 1,
@@ -142,15 +152,11 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     elif model_parameters is not None:
         groups = list(model_parameters)
         if not groups or not isinstance(groups[0], dict):
-            listed = {id(parameter) for parameter in groups}
-            for name, parameter in model.named_parameters():
-                if listed and parameter.requires_grad and id(parameter) not in listed:
-                    raise _hoist.UsageError(f"parameter '{name}' requires gradients and is not in model_parameters: freeze what "
-                                            "is not trained (requires_grad_(False)), or pass all")
+            _refuse_others(model, groups)
             groups = None  # plain parameters: the configuration's settings
-    engine = Engine(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
-                    optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,
-                    **_groups_of(mpu))
+    engine = _engine_of(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
+                        optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,
+                        **_groups_of(mpu))
     if engine.device.type == "cuda":
         torch.cuda.set_device(engine.device)  # as deepspeed.initialize does: batch.cuda() is on this rank's GPU then
     if client_groups is not None:
@@ -170,6 +176,20 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     return engine, engine.optimizer, loader, scheduler
 
 
+def _refuse_others(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
+    """Errors: UsageError where a list of parameters is another one than the model's trainable ones."""
+    listed = {id(parameter) for parameter in parameters}
+    for name, parameter in model.named_parameters():
+        if listed and parameter.requires_grad and id(parameter) not in listed:
+            raise _hoist.UsageError(f"parameter '{name}' requires gradients and is not in model_parameters: freeze what is not "
+                                    "trained (requires_grad_(False)), or pass all")
+    own = {id(parameter) for parameter in model.parameters()}
+    for parameter in parameters:
+        if parameter.numel() > 0 and id(parameter) not in own:
+            raise _hoist.UsageError(f"model_parameters has a parameter of shape {tuple(parameter.shape)} that is not the "
+                                    "model's: it would not be trained. Make it a parameter of the module that is passed as model")
+
+
 def _groups_of(mpu: Any) -> dict[str, Any]:
     """The process groups of Megatron's and DeepSpeed's object for model parallelism."""
     if mpu is None:
@@ -182,7 +202,13 @@ def _groups_of(mpu: Any) -> dict[str, Any]:
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     for kind in ("AdamW", "Adam", "Adagrad", "SGD"):  # AdamW is an Adam to PyTorch
-        if isinstance(optimizer, getattr(torch.optim, kind)):
+        known = getattr(torch.optim, kind)
+        if isinstance(optimizer, known):
+            # PyTorch puts its hooks around step() of a class, so the functions inside are compared.
+            if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known.step):
+                raise _hoist.UsageError(f"{type(optimizer).__name__} is a torch.optim.{kind} with a step() of its own, which "
+                                        f"would not be called: hoist updates by the formula of {kind}. Pass a torch.optim.{kind} "
+                                        "with the same groups, if that formula is meant")
             return kind
     raise _hoist.UsageError(f"{type(optimizer).__name__} cannot be offloaded here: pass torch.optim's AdamW, Adam, "
                             "Adagrad or SGD, or name an optimizer in the configuration")

@@ -134,6 +134,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
+        self._first_rates = [float(group["lr"]) for group in param_groups]
+        self._continue_rates()
         self._continue_schedule()
         self._is_made = True
         claim(model, self)
@@ -298,6 +300,16 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._step_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
+        report = self.optimizer.update()
+        if report.applied and self._lr_scheduler is not None:
+            driven = getattr(self._lr_scheduler, "optimizer", None)
+            if driven is not None:
+                driven._opt_called = True
+            self._lr_scheduler.step(**(lr_kwargs or {}))
+        return report
+
+    def _update(self) -> _hoist.StepReport:
+        """The step itself, around which the optimizer calls the program's hooks."""
         self.optimizer.refuse_changes()
         self._parameters.refuse_edits()
         self._parameters.refuse_other_trainability()
@@ -315,11 +327,6 @@ class Engine(StandsForModel, DeepSpeedNames):
             self._skipped_in_a_row = 0
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
             self._parameters.changed()
-            if self._lr_scheduler is not None:
-                driven = getattr(self._lr_scheduler, "optimizer", None)
-                if driven is not None:
-                    driven._opt_called = True
-                self._lr_scheduler.step(**(lr_kwargs or {}))
         return report
 
     def _say_skipped(self) -> None:
@@ -348,6 +355,19 @@ class Engine(StandsForModel, DeepSpeedNames):
                                     "leave one of them out")
         self._lr_scheduler = scheduler
         self._continue_schedule()
+
+    def _continue_rates(self) -> None:
+        """After wrap(resume=True): the rates that the run had come to, unless this program asks for others than that one did."""
+        rates, began = self._saved.get("rates", []), self._saved.get("first_rates")
+        if not self._takes_rates or began is None or rates == self._first_rates or len(rates) != len(self._first_rates):
+            return
+        if began != self._first_rates:
+            _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, and "
+                         "these count", began, rates, self._first_rates)
+            return
+        for group, rate, first in zip(self.optimizer.param_groups, rates, self._first_rates, strict=True):
+            group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
+            group["lr"] = rate
 
     def _continue_schedule(self) -> None:
         if self._saved and self._lr_scheduler is not None:
@@ -405,7 +425,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return program_state.pack(self.state, program_state.schedule_of(self._lr_scheduler), rates,
                                   dict(self._parameters.persistent_buffers()), schedule_lags=schedule_lags,
-                                  skipped_steps=self._skipped_steps)
+                                  first_rates=self._first_rates, skipped_steps=self._skipped_steps)
 
     def _load_commit_state(self, data: bytes) -> None:
         self._saved = program_state.unpack(data)

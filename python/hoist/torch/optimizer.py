@@ -54,6 +54,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def adopt(self, param_groups: list[dict[str, Any]]) -> None:
         """Follows the groups of another optimizer, whose schedulers then set the rates here."""
+        for mine, theirs in zip(self.param_groups, param_groups, strict=True):
+            if "initial_lr" in mine:  # a run goes on, and this is the rate that it had come to
+                theirs.setdefault("initial_lr", mine["initial_lr"])
+                theirs["lr"] = mine["lr"]
         self.param_groups = param_groups
         self._settled = [settled_of(group) for group in param_groups]
 
@@ -85,6 +89,14 @@ class Optimizer(torch.optim.Optimizer):
             if rate != self._rates[index]:
                 self._engine._set_rate(index, rate)
                 self._rates[index] = rate
+
+    def _patch_step_function(self) -> None:
+        """PyTorch would call the program's hooks around step(), which engine.step() does not call: update() calls them."""
+
+    @torch.optim.Optimizer.profile_hook_step
+    def update(self) -> _hoist.StepReport:
+        """The engine's step, with what register_step_pre_hook() and register_step_post_hook() have registered around it."""
+        return self._engine._update()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -7,11 +7,13 @@ other, so that memory holds one unit. Weights that have another name or shape in
 mixture) are converted by transformers' own rules.
 
 Until then each parameter shows a single NaN in all its places. It is on the CPU, because PEFT and others make what they
-add on the same device, and no store accepts NaN.
+add on the same device, and no store accepts NaN. Modules refuse to be called. The magnitudes that PEFT's DoRA derives from
+weights are computed when the weights are read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import mmap
@@ -46,7 +48,8 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     name         a directory, or a name on the hub as transformers resolves it (its cache, HF_HUB_OFFLINE)
     arguments    those of transformers: dtype, revision, output_loading_info, trust_remote_code...
 
-    wrap() and Trainer read the weights from the files, which must stay there until then; before that, parameters are NaN.
+    wrap() and Trainer read the weights from the files, which must stay there until then; before that, parameters are NaN, and
+    calling the model is a UsageError.
     Parameters that the files lack are initialized here, as transformers does.
     """
     for key in ("device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "distributed_config"):
@@ -244,6 +247,57 @@ def _copy_of(parameter: Any, memo: dict[int, Any]) -> nn.Parameter:
     return copied
 
 
+def _is_in_files(parameter: Any) -> bool:
+    return "__deepcopy__" in getattr(parameter, "__dict__", ())  # wrapping takes that away, and copies have values
+
+
+def _refuse_call(module: nn.Module, _: Any) -> None:
+    if any(map(_is_in_files, module._parameters.values())):
+        raise _hoist.UsageError(
+            f"a module ({type(module).__name__}) was called, and its weights are still in their files: hoist reads them when the "
+            "model is wrapped. Call hoist.torch.wrap(model, config) or Trainer.train() before you use the model (with TRL, set "
+            "precompute_ref_log_probs=False), or load it with transformers' own from_pretrained")
+
+
+@contextlib.contextmanager
+def reading_files(model: Any) -> Iterator[None]:
+    """Around the making of an engine: the model may be called after it."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    magnitudes = []
+    for module in modules:
+        for adapter, layer in (getattr(module, "lora_magnitude_vector", None) or {}).items():
+            base = cast(Any, module).get_base_layer().weight
+            if _is_in_files(base) and layer.weight.isnan().all():
+                layer.weight.initial_values = _Magnitude(module, adapter, base.initial_values)
+                magnitudes.append(layer.weight)
+    yield
+    for magnitude in magnitudes:
+        del magnitude.initial_values  # and with it what it has of the adapters
+    for module in modules:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_call]:
+            del module._forward_pre_hooks[key]
+
+
+class _Magnitude:
+    """The initial magnitudes of a layer with DoRA, by PEFT's own formula."""
+
+    def __init__(self, module: Any, adapter: str, read: Read):
+        self._layer = module.lora_magnitude_vector[adapter]
+        factors = [getattr(named[adapter], "weight", named[adapter]) for named in (
+            (module.lora_A, module.lora_B) if adapter in module.lora_A else (module.lora_embedding_A, module.lora_embedding_B))]
+        self._factors = [factor.detach() for factor in factors]  # their memory is the engine's soon
+        self._scaling = module.scaling[adapter]
+        self._read = read
+
+    def __call__(self) -> torch.Tensor:
+        base: Any = nn.Module()
+        base.weight = nn.Parameter(self._read(), requires_grad=False)
+        lora_A, lora_B = (factor.to(base.weight.dtype) for factor in self._factors)
+        made = type(self._layer)(self._layer.fan_in_fan_out)
+        made.update_layer(base_layer=base, lora_A=lora_A, lora_B=lora_B, scaling=self._scaling)
+        return cast(torch.Tensor, made.weight.detach())
+
+
 def _attach(model: Any, reads: dict[str, Read]) -> None:
     """Gives each parameter its function, and memory to what no file has: buffers that are computed, missing parameters."""
     replaced: dict[int, nn.Parameter] = {}
@@ -260,6 +314,8 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
             if meta is not None and meta.is_meta:
                 empty = nn.Parameter(torch.empty_like(meta, device="cpu"), requires_grad=meta.requires_grad)
                 module._parameters[name] = replaced.setdefault(id(meta), empty)
+        if any(map(_is_in_files, module._parameters.values())):
+            module.register_forward_pre_hook(_refuse_call)
         for name, buffer in module._buffers.items():
             read = reads.get(f"{prefix}.{name}" if prefix else name)
             if buffer is not None and buffer.is_meta:

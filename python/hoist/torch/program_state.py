@@ -5,14 +5,21 @@ room that a commit reserves for it (hoist.caller_state_max, enlarged for buffers
 from __future__ import annotations
 
 import base64
+import functools
 import json
+import logging
+from collections import Counter
 from typing import Any
 
 import torch
 
 from hoist import _hoist
 
+_log = logging.getLogger("hoist")
+
 _BUFFER_BYTES_MAX = 16 << 20
+_INTEGER_KEYS = "hoist.integer_keys"  # JSON's keys are text: the only key of a dictionary that has integer keys, with its pairs
+_NOT_PLAIN = object()
 
 
 def room_for(buffers: dict[str, torch.Tensor]) -> int:
@@ -33,14 +40,16 @@ def schedule_of(scheduler: Any) -> dict[str, Any] | None:
 
 
 def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[float], buffers: dict[str, torch.Tensor], *,
-         schedule_lags: bool, skipped_steps: int) -> bytes:
-    """`schedule` has its plain numbers written down. `schedule_lags`: its scheduler will be stepped for this commit's step,
-    but has not been yet."""
+         schedule_lags: bool, skipped_steps: int, first_rates: list[float] | None = None) -> bytes:
+    """`schedule` has what JSON can hold written down. `schedule_lags`: its scheduler will be stepped for this commit's step,
+    but has not been yet. `first_rates`: what the program asked for when the run began, or was resumed."""
     state: dict[str, Any] = {"program": program, "rates": rates, "schedule_lags": schedule_lags}
+    if first_rates is not None:
+        state["first_rates"] = first_rates
     if skipped_steps > 0:
         state["skipped_steps"] = skipped_steps
     if schedule is not None:
-        state["scheduler"] = {k: v for k, v in schedule.items() if is_plain(v)}
+        state["scheduler"] = _plain_part(schedule, "")
     if buffers:
         state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
     return json.dumps(state).encode()
@@ -56,7 +65,7 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
     """Brings a scheduler, and the rates that it has set, to where they were after the commit's step."""
     if not hasattr(scheduler, "load_state_dict") or "scheduler" not in saved:
         return
-    scheduler.load_state_dict({**scheduler.state_dict(), **saved["scheduler"]})  # what is not plain is as it was built
+    scheduler.load_state_dict(_with_saved(scheduler.state_dict(), saved["scheduler"]))
     for group, rate in zip(param_groups, saved["rates"], strict=True):
         group["lr"] = rate
     if saved.get("schedule_lags", True):
@@ -75,6 +84,44 @@ def fill_buffers(saved: dict[str, list[Any]], buffers: dict[str, torch.Tensor]) 
 def _text_of(buffer: torch.Tensor) -> list[Any]:
     raw = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
+
+
+def _plain_part(value: Any, name: str) -> Any:
+    """What JSON can hold of a schedule's state, which may contain the states of other schedules; _NOT_PLAIN if nothing."""
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        parts = {k: _plain_part(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
+        return {k: v for k, v in parts.items() if v is not _NOT_PLAIN}
+    if isinstance(value, dict) and all(type(k) is int for k in value):
+        pairs = _plain_part([[k, v] for k, v in value.items()], name)
+        return pairs if pairs is _NOT_PLAIN else {_INTEGER_KEYS: pairs}
+    if isinstance(value, (list, tuple)):
+        items = [_plain_part(v, f"{name}.{i}") for i, v in enumerate(value)]
+        return _NOT_PLAIN if any(v is _NOT_PLAIN for v in items) else items
+    if is_plain(value):
+        return value
+    if not callable(value):  # functions do not change
+        _say_left_out(name, type(value).__name__)
+    return _NOT_PLAIN
+
+
+@functools.cache  # once in a process
+def _say_left_out(name: str, kind: str) -> None:
+    _log.warning("commits leave out '%s' of the schedule: it is a %s, and they hold numbers and text. A run that is resumed has "
+                 "it as the program builds it", name, kind)
+
+
+def _with_saved(built: Any, saved: Any) -> Any:
+    """A schedule's state as it was saved. What was not plain is as it was built."""
+    if isinstance(saved, dict):
+        if saved.keys() == {_INTEGER_KEYS}:
+            pairs = {k: _with_saved(None, v) for k, v in saved[_INTEGER_KEYS]}
+            return Counter(pairs) if isinstance(built, Counter) else pairs
+        built = built if isinstance(built, dict) else {}
+        return {**built, **{k: _with_saved(built.get(k), v) for k, v in saved.items()}}
+    if isinstance(saved, list):
+        others = built if isinstance(built, (list, tuple)) and len(built) == len(saved) else [None] * len(saved)
+        return [_with_saved(b, s) for b, s in zip(others, saved, strict=True)]
+    return saved
 
 
 def is_plain(value: Any) -> bool:

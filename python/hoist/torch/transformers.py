@@ -146,10 +146,13 @@ class Trainer(transformers.Trainer):
         return super().train(resume_from_checkpoint, *positional, **arguments)
 
     def evaluation_loop(self, *positional: Any, **arguments: Any) -> Any:
-        if self.engine is None and any(hasattr(p, "initial_values") for p in cast(torch.nn.Module, self.model).parameters()):
-            raise _hoist.UsageError("the model's weights are still in their files, and are read when train() begins: evaluate "
-                                    "after that, or load the model with transformers' own from_pretrained")
+        self._require_weights("evaluate")
         return super().evaluation_loop(*positional, **arguments)
+
+    def _require_weights(self, call: str) -> None:
+        if self.engine is None and any(hasattr(p, "initial_values") for p in cast(torch.nn.Module, self.model).parameters()):
+            raise _hoist.UsageError(f"the model's weights are still in their files, and are read when train() begins: {call} "
+                                    "after that, or load the model with transformers' own from_pretrained")
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The engine brings weights to where they are used."""
@@ -267,6 +270,7 @@ class Trainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.engine is None or state_dict is not None:
+            self._require_weights("save")
             return super()._save(output_dir, state_dict)
         output_dir = output_dir if output_dir is not None else cast(str, self.args.output_dir)
         if self.args.should_save:
