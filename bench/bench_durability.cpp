@@ -303,7 +303,8 @@ Arguments parse(int argc, char** argv) {
   arguments.json = options.text("--json");
   arguments.pairs = number("--pairs", smoke ? 2 : arguments.pairs);
   arguments.layers = number("--layers", arguments.layers);
-  arguments.elements = number("--elements", smoke ? 1 << 17 : static_cast<unsigned>(arguments.elements));
+  const auto elements = static_cast<std::uint64_t>(smoke ? 1 << 17 : arguments.elements);
+  arguments.elements = static_cast<std::int64_t>(options.number("--elements", elements));
   arguments.steps_per_turn = number("--steps-per-turn", arguments.steps_per_turn);
   arguments.compute_ms = number("--compute-ms", arguments.compute_ms);
   arguments.flush_ms = number("--flush-ms", arguments.flush_ms);

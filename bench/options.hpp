@@ -10,6 +10,7 @@
 //            nothing has asked for.
 #pragma once
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <string>

@@ -87,7 +87,7 @@ void measure_drives(const std::vector<std::string>& directories, const measure::
   const auto one_by_one = rig.drives({.block_bytes = kBlockAlignment, .queue_depth = 1});
   spec.drives.latency_us =
       1e6 * static_cast<double>(kBlockAlignment) / bytes_per_second(one_by_one, measure::Pattern::read);
-  spec.drives.flush_us = 1e6 * measure::seconds_of_flush(pointers(drives));
+  spec.drives.flush_us = 1e6 * measure::seconds_of_flush(pointers(drives), stop);
   double smallest = 1e12;
   for (const std::string& directory : directories)
     smallest = std::min(smallest, static_cast<double>(fs::space(directory).available) / kGigabyte);

@@ -48,7 +48,8 @@ Json spellings(const std::vector<std::string_view>& choices) {
   return Json{{"enum", all}};
 }
 
-Json path_schema() { return {{"type", "string"}, {"minLength", 1}}; }
+// As is_path() in values.cpp.
+Json path_schema() { return {{"type", "string"}, {"pattern", "^(?!~(/|$))[^$]+$"}}; }
 
 Json any_value_of(const KeyRow& row) {
   switch (row.type) {

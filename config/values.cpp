@@ -52,6 +52,11 @@ bool is_beyond_counting(const KeyRow& row, const JsonNode& node) {
   return is_number(node) && node.scalar.get<double>() >= 0x1p63;
 }
 
+// "~/state" and "$SCRATCH/state" would be directories of these names.
+bool is_for_a_shell(std::string_view path) {
+  return path == "~" || path.starts_with("~/") || path.find('$') != std::string_view::npos;
+}
+
 Wrong not_allowed(const KeyRow& row, const JsonNode& node) {
   std::string sentence = fmt::format("{} is not {}", display(node), allowed_text(row));
   if (is_null(node)) sentence += "; leave the key out for its default";
@@ -64,6 +69,8 @@ Wrong not_allowed(const KeyRow& row, const JsonNode& node) {
     if (row.type == ValueType::boolean && text != "true" && text != "false") {
       if (const auto meant = meant_as_bool(node)) sentence += fmt::format("; write {} without quotes", *meant);
     }
+    if (is_for_a_shell(text) && (row.type == ValueType::path || row.type == ValueType::path_list))
+      sentence += ": nothing replaces ~ or variables in a configuration; write the directory in full";
     const bool quoted_bool = row.type == ValueType::boolean && (text == "true" || text == "false");
     const bool quoted_number =
         (row.type == ValueType::integer || row.type == ValueType::number) && reads_as_number(text);
@@ -137,7 +144,7 @@ Checked check_cadence(const KeyRow& row, const JsonNode& node) {
 bool is_path(const JsonNode& node) {
   if (!is_string(node)) return false;
   const auto& text = node.scalar.get_ref<const std::string&>();
-  return !text.empty() && text.find('\0') == std::string::npos;
+  return !text.empty() && text.find('\0') == std::string::npos && !is_for_a_shell(text);
 }
 
 Checked check_path(const KeyRow& row, const JsonNode& node) {
@@ -150,7 +157,7 @@ Checked check_path_list(const KeyRow& row, const JsonNode& node) {
   if (node.kind != Kind::list || node.items.empty()) return not_allowed(row, node);
   std::vector<std::string> paths;
   for (const JsonNode& item : node.items) {
-    if (!is_path(item)) return not_allowed(row, node);
+    if (!is_path(item)) return not_allowed(row, is_string(item) ? item : node);
     paths.push_back(item.scalar.get<std::string>());
   }
   return Value(std::move(paths));

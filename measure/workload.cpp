@@ -264,12 +264,13 @@ WorkloadResult run_workload(std::span<Drive* const> drives, const WorkloadOption
   return result;
 }
 
-double seconds_of_flush(std::span<Drive* const> drives) {
+double seconds_of_flush(std::span<Drive* const> drives, const StopFlag* stop) {
   constexpr int kBursts = 15;
   constexpr std::uint64_t kBurstBytes = 16 * kMiB;
   std::vector<double> seconds;
   for (int i = 0; i < kBursts; ++i) {
-    const WorkloadOptions burst{.pattern = Pattern::write, .region = {0, kBurstBytes}, .bytes_max = kBurstBytes};
+    const WorkloadOptions burst{
+        .pattern = Pattern::write, .region = {0, kBurstBytes}, .bytes_max = kBurstBytes, .stop = stop};
     seconds.push_back(run_workload(drives, burst).flush_seconds);
   }
   return median(seconds);

@@ -113,6 +113,6 @@ struct WorkloadResult {
 WorkloadResult run_workload(std::span<Drive* const> drives, const WorkloadOptions& options);
 
 // Seconds until a flush of all drives ends, after a burst of writes: the median of some. Pre: the files have 16 MiB.
-double seconds_of_flush(std::span<Drive* const> drives);
+double seconds_of_flush(std::span<Drive* const> drives, const StopFlag* stop = nullptr);
 
 }  // namespace hoist::measure

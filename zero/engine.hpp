@@ -103,8 +103,8 @@ class Engine {
   // The factor by which the program multiplies the loss of every micro-batch up to the next step(). The step undoes it:
   // state, norms and read() show gradients without it. 1 without EngineOptions::loss_scale.
   float loss_scale() const;
-  // [J] The global norm of the gradients that step() will take, as StepReport has it; infinity or NaN where one of them
-  // is not finite, so that step() will skip. Waits for them. Errors: UsageError where step() would be one, and in
+  // [J] The global norm of the gradients that step() will take, as StepReport has it; infinity where one of them is not
+  // finite, so that step() will skip. Waits for them. Errors: UsageError where step() would be one, and in
   // update mode `backward`, which knows no norm before its updates.
   double gradient_norm();
   StepReport step(const StepOptions& options = {});  // [J]

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The storage engine for Python: tensors to files and back, many at once.
 #include <algorithm>
-#include <filesystem>
+#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <hoist/aio/unaligned.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/host_memory.hpp>
@@ -27,15 +29,89 @@ using namespace nb::literals;
 
 namespace {
 
+// What tells files apart, by whatever path they are opened.
+using FileIdentity = std::pair<dev_t, ino_t>;
+
+std::optional<FileIdentity> identity_of(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return std::nullopt;
+  return FileIdentity{status.st_dev, status.st_ino};
+}
+
+// An open file. All writes to a file that are under way at the same time share one, because they may share sectors.
+//
+// Writes end with a whole sector, beyond what was written. When the last one is done, the file is cut to its length.
+class OpenFile {
+ public:
+  OpenFile(aio::DriveQueue& queue, const std::string& path, aio::OpenMode mode)
+      : OpenFile(queue, aio::File(path, {.mode = mode})) {}
+
+  aio::StripedFile& file() { return file_; }
+
+  // Pre: this object lives until what is returned is done.
+  template <typename Start>
+  Completion write(std::uint64_t end_bytes, const Start& start) {
+    {
+      const MutexLock lock(mutex_);
+      if (under_way_ == 0) bytes_ = size_bytes();
+      bytes_ = std::max(bytes_, end_bytes);
+      ++under_way_;
+    }
+    Completion written;
+    try {
+      written = start();
+    } catch (...) {
+      end_write();
+      throw;
+    }
+    const auto promise = std::make_shared<Promise>();
+    Completion done = promise->completion();
+    written.then([this, promise](std::exception_ptr error) {
+      try {
+        end_write();
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+      error ? promise->fail(std::move(error)) : promise->complete();
+    });
+    return done;
+  }
+
+ private:
+  OpenFile(aio::DriveQueue& queue, aio::File file) : descriptor_(file.descriptor()), file_(queue, std::move(file)) {}
+
+  std::uint64_t size_bytes() const {
+    struct stat status {};
+    if (::fstat(descriptor_, &status) != 0)
+      throw IoError({.operation = "fstat", .path = file_.file(0).path(), .code = errno}, "check the file system");
+    return static_cast<std::uint64_t>(status.st_size);
+  }
+
+  void end_write() {
+    const MutexLock lock(mutex_);
+    if (--under_way_ > 0) return;
+    const std::uint64_t size = size_bytes();
+    // No more than the rest of a sector is cut off: what else there is, somebody else has written.
+    if (size <= bytes_ || size - bytes_ >= aio::File::kAlignment) return;
+    if (::ftruncate(descriptor_, static_cast<off_t>(bytes_)) != 0)
+      throw IoError({.operation = "truncate", .path = file_.file(0).path(), .code = errno},
+                    "the tail of the file is zeros");
+  }
+
+  const int descriptor_;
+  Mutex mutex_;
+  std::uint64_t bytes_ HOIST_GUARDED_BY(mutex_) = 0;  // that the file has, or will have, while writes are under way
+  unsigned under_way_ HOIST_GUARDED_BY(mutex_) = 0;
+  aio::StripedFile file_;
+};
+
 // One read or write under way. Keeps its file open, and its tensor alive.
 class Transfer {
  public:
-  Transfer(std::unique_ptr<aio::StripedFile> file, nb::object tensor, Completion completion,
-           std::optional<std::uint64_t> final_bytes)
-      : file_(std::move(file), "the transfer"),
+  Transfer(std::shared_ptr<OpenFile> file, nb::object tensor, Completion completion)
+      : file_(std::make_unique<std::shared_ptr<OpenFile>>(std::move(file)), "the transfer"),
         tensor_(std::move(tensor)),
-        completion_(std::move(completion)),
-        final_bytes_(final_bytes) {}
+        completion_(std::move(completion)) {}
   ~Transfer() {
     const nb::gil_scoped_release release;
     try {
@@ -46,20 +122,12 @@ class Transfer {
   }
 
   bool done() const { return completion_.done(); }
-  void wait() {
-    completion_.wait();
-    if (!final_bytes_) return;
-    // The last sector was written whole; the file is as long as what was written.
-    const std::string path = file_->file(0).path();
-    if (truncate(path.c_str(), static_cast<off_t>(*std::exchange(final_bytes_, std::nullopt))) != 0)
-      throw IoError({.operation = "truncate", .path = path, .code = errno}, "the tail of the file is zeros");
-  }
+  void wait() { completion_.wait(); }
 
  private:
-  InOneProcess<aio::StripedFile> file_;
+  InOneProcess<std::shared_ptr<OpenFile>> file_;
   nb::object tensor_;
   Completion completion_;
-  std::optional<std::uint64_t> final_bytes_;
 };
 
 class AioEngine {
@@ -75,35 +143,46 @@ class AioEngine {
     nb::object tensor = nb::cast(target, nb::rv_policy::reference);
     const std::span bytes(static_cast<std::byte*>(target.data()), target.nbytes());
     const nb::gil_scoped_release release;
-    auto file = std::make_unique<aio::StripedFile>(queue_->drive, aio::File(path, {.mode = aio::OpenMode::read_only}));
+    auto file = std::make_shared<OpenFile>(queue_->drive, path, aio::OpenMode::read_only);
     const Completion completion = is_aligned(bytes.data(), bytes.size(), offset)
-                                      ? file->read(offset, bytes, aio::Priority::foreground)
-                                      : queue_->unaligned.read(*file, offset, bytes, aio::Priority::foreground);
+                                      ? file->file().read(offset, bytes, aio::Priority::foreground)
+                                      : queue_->unaligned.read(file->file(), offset, bytes, aio::Priority::foreground);
     const nb::gil_scoped_acquire acquire;
-    return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion, std::nullopt);
+    return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion);
   }
 
   std::shared_ptr<Transfer> write(const ConstArray& source, const std::string& path, std::uint64_t offset) {
     nb::object tensor = nb::cast(source, nb::rv_policy::reference);
     const std::span bytes(static_cast<const std::byte*>(source.data()), source.nbytes());
     const nb::gil_scoped_release release;
-    std::error_code missing;
-    const std::uint64_t before = std::filesystem::file_size(path, missing);
-    auto file = std::make_unique<aio::StripedFile>(
-        queue_->drive, aio::File(path, {.mode = missing ? aio::OpenMode::create : aio::OpenMode::read_write}));
-    const std::uint64_t end = offset + bytes.size();
-    const bool longer = missing || end > before;
-    const Completion completion = is_aligned(bytes.data(), bytes.size(), offset)
-                                      ? file->write(offset, bytes, aio::Priority::foreground)
-                                      : queue_->unaligned.write(*file, offset, bytes, aio::Priority::foreground);
+    std::shared_ptr<OpenFile> file = written_file(path);
+    const Completion completion = file->write(offset + bytes.size(), [&] {
+      return is_aligned(bytes.data(), bytes.size(), offset)
+                 ? file->file().write(offset, bytes, aio::Priority::foreground)
+                 : queue_->unaligned.write(file->file(), offset, bytes, aio::Priority::foreground);
+    });
     const nb::gil_scoped_acquire acquire;
-    return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion,
-                                      longer && end % aio::File::kAlignment != 0 ? std::optional(end) : std::nullopt);
+    return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion);
   }
 
   const std::string& description() const { return queue_.get()->drive.description(); }
 
  private:
+  // Makes the file if it does not exist.
+  std::shared_ptr<OpenFile> written_file(const std::string& path) {
+    const MutexLock lock(written_mutex_);
+    std::erase_if(written_, [](const auto& entry) { return entry.second.expired(); });
+    const std::optional<FileIdentity> known = identity_of(path);
+    if (known) {
+      if (const auto found = written_.find(*known); found != written_.end())
+        if (std::shared_ptr<OpenFile> file = found->second.lock()) return file;
+    }
+    auto file =
+        std::make_shared<OpenFile>(queue_->drive, path, known ? aio::OpenMode::read_write : aio::OpenMode::create);
+    if (const std::optional<FileIdentity> made = identity_of(path)) written_[*made] = file;
+    return file;
+  }
+
   static aio::BackendKind backend_named(const std::string& name) {
     if (name == "automatic") return aio::BackendKind::automatic;
     if (name == "io_uring") return aio::BackendKind::io_uring;
@@ -121,6 +200,8 @@ class AioEngine {
     aio::Unaligned unaligned;
   };
   InOneProcess<Queue> queue_;
+  Mutex written_mutex_;
+  std::map<FileIdentity, std::weak_ptr<OpenFile>> written_ HOIST_GUARDED_BY(written_mutex_);  // that are open
 };
 
 }  // namespace

@@ -38,6 +38,30 @@ def test_any_type_at_any_offset(tmp_path, dtype):
     assert (tmp_path / "t").stat().st_size == 10_000
 
 
+def test_writes_to_one_file_at_the_same_time_all_arrive_and_it_ends_where_the_last_one_ends(tmp_path):
+    engine = hoist.aio.Engine()
+    for turn in range(20):
+        path = tmp_path / f"t{turn % 4}"  # new ones, and ones that are written over
+        parts = [torch.full((length,), turn + i, dtype=torch.uint8) for i, length in enumerate([5000, 17, 4096, 30_001, 1, 777])]
+        offsets = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
+        order = torch.randperm(len(parts), generator=torch.Generator("cpu").manual_seed(turn), device="cpu").tolist()
+        writes = {i: engine.write(parts[i], path, offset=offsets[i]) for i in order}
+        for i in reversed(range(len(parts))) if turn % 2 else order:
+            writes.pop(i).wait() if turn % 3 else writes.pop(i)  # some are not waited for: their end does
+        assert path.read_bytes() == torch.cat([part.cpu() for part in parts]).numpy().tobytes()
+
+
+def test_a_write_inside_of_the_last_sector_leaves_the_length(tmp_path):
+    engine = hoist.aio.Engine()
+    path = tmp_path / "t"
+    engine.write(torch.zeros(10_000, dtype=torch.uint8), path).wait()
+    engine.write(torch.ones(500, dtype=torch.uint8), path, offset=9000).wait()
+    assert path.read_bytes() == bytes(9000) + b"\1" * 500 + bytes(500)
+    path.write_bytes(b"\2" * 3)  # somebody else makes it shorter
+    engine.write(torch.ones(5000, dtype=torch.uint8), path, offset=1).wait()
+    assert path.read_bytes() == b"\2" + b"\1" * 5000
+
+
 def test_many_at_once_and_the_tensor_may_go(tmp_path):
     engine = hoist.aio.Engine(queue_depth=4)
     writes = [engine.write(torch.full((50_000,), float(i)), tmp_path / str(i)) for i in range(20)]

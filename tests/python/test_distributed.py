@@ -12,6 +12,7 @@ import time
 
 import accelerator
 import pytest
+from torch.nn.utils import clip_grad_norm_
 
 import hoist
 import hoist.torch
@@ -87,6 +88,32 @@ def test_two_ranks_are_one_process_with_two_micro_batches(settings, tmp_path, st
     losses, ends = one_process(config(), tmp_path / "alone")
     assert [ranks[0][0], ranks[1][0]] == [losses[0::2], losses[1::2]]
     assert ranks[0][1] == ranks[1][1] == ends
+
+
+def train_and_clip(engine, rank, size):
+    """As a plain loop does. Returns the norms of its steps."""
+    norms = []
+    for index, (inputs, targets) in enumerate(batches(STEPS * 2)):
+        if index % size != rank:
+            continue
+        engine.backward(loss_of(engine(inputs), targets))
+        if size == 2 or index % 2 == 1:
+            norms.append(clip_grad_norm_(engine.parameters(), 0.05).item())
+        engine.step()
+    return norms
+
+
+def test_a_loop_that_clips_takes_the_norm_of_all_ranks(settings, tmp_path):
+    program = """
+join()
+with hoist.torch.wrap(make(), config) as engine:
+    print(json.dumps([train_and_clip(engine, rank, size), digests(engine)]))
+dist.destroy_process_group()
+"""
+    ranks = results(start(program, tmp_path / "meet", with_room(settings)))
+    with hoist.torch.wrap(make(), at(tmp_path / "alone", with_room(settings, gradient_accumulation_steps=2))) as engine:
+        assert ranks == [[train_and_clip(engine, 0, 1), digests(engine)]] * 2
+        assert engine._last_report.clip_factor < 1
 
 
 def test_bf16_gradients_are_rounded_once_more(settings, tmp_path):

@@ -96,6 +96,43 @@ def test_gathered_weights_may_be_modified(wrapped, how, dtype):
                 assert torch.equal(parameter.detach().cpu(), stored[name])
 
 
+def test_other_places_of_the_same_values_are_changes(wrapped):
+    def reverse(parameter):
+        parameter.data.copy_(parameter.data.flip(0))
+
+    with wrapped() as engine:
+        before = engine.state_dict()
+        with pytest.raises(hoist.UsageError, match="changed inside of gathered"), engine.gathered(["2.weight"]):
+            reverse(engine.module[2].weight)
+        assert torch.equal(engine.read("2.weight"), before["2.weight"])
+        with engine.gathered(["2.weight"], modify=True):
+            reverse(engine.module[2].weight)
+        assert torch.equal(engine.read("2.weight"), before["2.weight"].flip(0))
+        with pytest.raises(hoist.UsageError, match=r"'0\.weight' was given another tensor"):
+            engine.module[0].weight.data = engine.module[2].weight.data
+            engine.read("0.weight")
+        step(engine)
+
+
+@pytest.mark.parametrize("modify", [False, True])
+def test_state_is_read_inside_of_gathered_and_what_was_changed_before_counts(wrapped, modify):
+    with wrapped() as engine:
+        before = engine.state_dict()
+        for read in (engine.state_dict, engine.module.state_dict, lambda: engine.read("0.weight"), engine.digest):
+            with engine.gathered(["0.weight"], modify=modify):
+                read()
+        with engine.gathered(["2.weight"], modify=True), torch.no_grad():
+            engine.module[2].weight.zero_()
+            with engine.gathered(["0.weight"]):
+                assert torch.equal(engine.module[0].weight.detach().cpu(), before["0.weight"])
+        assert not engine.read("2.weight").any() and torch.equal(engine.read("0.weight"), before["0.weight"])
+        with engine.gathered(["0.weight"], modify=modify), torch.no_grad():
+            with pytest.raises(RuntimeError):
+                engine(torch.ones(3))  # of another width
+            assert torch.equal(engine.module[0].weight.detach().cpu(), before["0.weight"])
+        step(engine)
+
+
 def test_only_what_was_named_may_be_modified(wrapped):
     with wrapped() as engine:
         before = engine.state_dict()
@@ -145,6 +182,52 @@ def test_weights_that_change_in_forward_are_refused_in_any_pass(wrapped, at, how
         assert engine.digest() == before
         step(engine)
         assert engine.step_count == at
+
+
+@pytest.mark.parametrize("order", ["plain", "accumulated", "vertical"])
+def test_an_edit_that_is_found_in_a_backward_pass_drops_the_step_and_no_more(wrapped, order):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    several = {"gradient_accumulation_steps": 2, "hoist": {"device_memory": "1MiB", "pinned_memory": "32MiB"}}
+    if order == "vertical":
+        several["hoist"]["micro_batch_order"] = "vertical"
+    edits = []
+
+    def edited(loss):
+        if edits:
+            model[1].weight.data = model[1].weight.data + edits.pop()
+        return loss
+
+    def train(engine):
+        if order == "vertical":
+            return engine.train_batch([batch(), batch()], lambda pair: edited(F.mse_loss(engine(pair[0]), pair[1])))
+        for _ in range(2 if order == "accumulated" else 1):
+            inputs, targets = batch()
+            edited(F.mse_loss(engine(inputs), targets)).backward()
+            engine.step()
+
+    with wrapped(model, **({} if order == "plain" else several)) as engine:
+        train(engine)
+        before = engine.digest()
+        edits.append(1.0)
+        with pytest.raises((hoist.UsageError, RuntimeError), match="given another tensor|not loaded"):
+            train(engine)
+        assert engine.digest() == before
+        train(engine)
+        assert engine.step_count == 2 and engine.digest() != before
+
+
+def test_a_model_is_wrapped_again_after_close(settings):
+    model = model_of()
+    with hoist.torch.wrap(model, settings()) as engine:
+        losses = [step(engine) for _ in range(3)]
+    with hoist.torch.wrap(model, settings(), resume=True) as engine:
+        losses += [step(engine) for _ in range(3)]
+    other = settings()
+    for part in ("offload_param", "offload_optimizer"):
+        other["zero_optimization"][part]["nvme_path"] += "-2"
+    with hoist.torch.wrap(model_of(), other) as engine:
+        assert losses == [step(engine) for _ in range(6)]
 
 
 # --- methods beside forward() ------------------------------------------------------------------------------------------

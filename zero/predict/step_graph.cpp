@@ -288,7 +288,7 @@ class Builder {
       await_writes(after);
     }
     last_compute_ = add_point(after);
-    if (!p_.updates_under_backward) return;
+    if (p_.updates_under_forward) return;
     Tasks written;  // the program does not wait for this commit, but the next step's updates do
     await_writes(written);
     committed_ = commit(written);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include <fmt/format.h>
@@ -12,16 +13,38 @@
 
 namespace hoist::detail {
 
-double StepRunner::global_norm() {
-  const double mine = parts_.gradients.sum_of_squares();
-  std::vector<double> all(static_cast<std::size_t>(parts_.ranks.job().size()));
+namespace {
+
+// What a rank tells the job before a step, or in gradient_norm(): that has no limit, which `norm_max` -1 stands for.
+struct NormPart {
+  double sum_of_squares = 0;
+  double norm_max = 0;
+};
+constexpr double kOnlyAsked = -1;
+
+}  // namespace
+
+double StepRunner::global_norm(double norm_max) {
+  if (!sum_ || sum_->pass_serial != parts_.pass.serial())
+    sum_ = {parts_.pass.serial(), parts_.gradients.sum_of_squares()};
+  const NormPart mine{sum_->of_squares, norm_max};
+  std::vector<NormPart> all(static_cast<std::size_t>(parts_.ranks.job().size()));
   try {
     parts_.ranks.job().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
   } catch (const CommError& lost) {
     throw CommError(fmt::format("{} (the gradient norm of step {})", lost.what(), parts_.settings.step_count + 1));
   }
   double total = 0;
-  for (const double rank : all) total += rank;
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    total += all[rank].sum_of_squares;
+    if (all[rank].norm_max == norm_max) continue;
+    const auto call = [](double limit) {
+      return limit == kOnlyAsked ? std::string("gradient_norm()") : fmt::format("step(), clipping to {:g}", limit);
+    };
+    throw CommError(fmt::format("the ranks have diverged before step {}: rank {} of the job called {}, and rank {} {}",
+                                parts_.settings.step_count + 1, rank, call(all[rank].norm_max),
+                                parts_.ranks.job().rank(), call(norm_max)));
+  }
   return std::sqrt(total) * parts_.settings.gradient_mean(parts_.pass.micro_batches());
 }
 
@@ -31,7 +54,7 @@ double StepRunner::gradient_norm() {
   policy_->require_undecided("gradient_norm()");
   parts_.pass.agree_on(PassState::Settings{.hash = 0, .text = ", then gradient_norm()"});
   policy_->await_inputs();
-  return global_norm();
+  return global_norm(kOnlyAsked);
 }
 
 StepReport StepRunner::run(const StepOptions& step_options) {
@@ -55,7 +78,7 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   report.learning_rate = settings.learning_rate(GroupId{0});
   report.loss_scale = settings.scaler.scale();
   const double mean = settings.gradient_mean(parts_.pass.micro_batches());
-  report.gradient_norm = global_norm();
+  report.gradient_norm = global_norm(norm_max);
   report.applied = std::isfinite(report.gradient_norm);
   if (!report.applied && policy_->is_decided()) {
     notifier_.told_in_norm();

@@ -7,7 +7,9 @@
 // Main path  run -> [all gradients have arrived] -> global norm -> clip, or skip -> UpdatePolicy::apply.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 
 #include <hoist/zero/step/update_policy.hpp>
 
@@ -27,11 +29,18 @@ class StepRunner {
   UpdatePolicy& policy() { return *policy_; }
 
  private:
-  double global_norm();  // of the mean over micro-batches, without the loss scale. Pre: all gradients have arrived
+  // Of the mean over micro-batches, without the loss scale. Every rank of the job passes the same. Pre: all gradients
+  // have arrived.
+  double global_norm(double norm_max);
 
   StepParts parts_;
   AbortNotifier& notifier_;
   const std::unique_ptr<UpdatePolicy> policy_;
+  struct Sum {
+    std::uint64_t pass_serial = 0;
+    double of_squares = 0;
+  };
+  std::optional<Sum> sum_;  // this rank's, of the gradients that are due after that pass
 };
 
 }  // namespace hoist::detail

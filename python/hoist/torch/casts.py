@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hoist.torch.wrapped import keep_hooks
+
 __all__ = ["cast_inputs"]
 
 
@@ -14,7 +16,7 @@ def cast_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
     def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(cast(value, dtype) for value in args), {name: cast(value, dtype) for name, value in kwargs.items()}
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    keep_hooks(model, model.register_forward_pre_hook(before, with_kwargs=True))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

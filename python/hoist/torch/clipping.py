@@ -26,10 +26,8 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 def clip_through(engine: Engine) -> None:
     """From now on PyTorch's functions that clip gradients know the engine's parameters, until it is closed."""
     _engines.add(engine)
-    _replace_functions()
 
 
-@functools.cache  # once in a process
 def _replace_functions() -> None:
     """Programs import these functions by name, so every module that has one gets the other in its place."""
     replacements: dict[Any, Callable[..., Any]] = {torch.nn.utils.clip_grad_norm_: _clip_norm}
@@ -55,8 +53,11 @@ def _for_engines(original: Callable[..., Any], of_engine: Callable[..., Any]) ->
 def _engine_of(parameters: list[torch.Tensor]) -> Engine | None:
     """The open engine that has one of the parameters. Errors: UsageError for those of several."""
     ids = {id(parameter) for parameter in parameters}
-    engines = [engine for engine in _engines if engine._unit_manager.is_open
-               and any(id(parameter) in ids for parameter in (*engine._parameters.trainable, *engine._parameters.replaced))]
+
+    def has_one(engine: Engine) -> bool:
+        return any(id(p) in ids for p in (*engine._parameters.trainable, *engine._parameters.replaced.keys()))
+
+    engines = [engine for engine in _engines if engine._unit_manager.is_open and has_one(engine)]
     if len(engines) > 1:
         raise _hoist.UsageError("gradients of two wrapped models are to be clipped together: call it for each by itself")
     return engines[0] if engines else None
@@ -77,6 +78,11 @@ def _clip_norm(engine: Engine, parameters: list[torch.Tensor], max_norm: float, 
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise _hoist.UsageError(f"{name}() of a wrapped model's parameters: hoist has taken the gradients, and can scale them "
-                                "to a norm only (clip_grad_norm_(), or gradient_clipping in the configuration)")
+                                "to a norm only (clip_grad_norm_(), or gradient_clipping in the configuration). A function of "
+                                "PyTorch's that was put into a functools.partial or a default argument before hoist.torch was "
+                                "imported ends here, too: call torch.nn.utils.clip_grad_norm_ by its name")
 
     return refuse
+
+
+_replace_functions()

@@ -40,7 +40,7 @@ from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
-from hoist.torch.wrapped import claim, refuse_model
+from hoist.torch.wrapped import claim, refuse_model, remove_hooks
 
 _log = logging.getLogger("hoist")
 _Batch = TypeVar("_Batch")
@@ -80,6 +80,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                          "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
                          "torch), and steps may be several times faster")
         refuse_graphs(model)
+        remove_hooks(model)
 
         cut = units_of(model, unit_classes)
         if not cut.units:
@@ -359,15 +360,15 @@ class Engine(StandsForModel, DeepSpeedNames):
     def _continue_rates(self) -> None:
         """After wrap(resume=True): the rates that the run had come to, unless this program asks for others than that one did."""
         rates, began = self._saved.get("rates", []), self._saved.get("first_rates")
-        if not self._takes_rates or began is None or rates == self._first_rates or len(rates) != len(self._first_rates):
+        if not self._takes_rates or began is None or len(rates) != len(self._first_rates):
             return
-        if began != self._first_rates:
-            _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, and "
-                         "these count", began, rates, self._first_rates)
-            return
-        for group, rate, first in zip(self.optimizer.param_groups, rates, self._first_rates, strict=True):
-            group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
-            group["lr"] = rate
+        if began == self._first_rates:
+            for group, rate, first in zip(self.optimizer.param_groups, rates, began, strict=True):
+                group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
+                group["lr"] = rate
+        elif rates != self._first_rates and "scheduler" not in self._saved:
+            _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, "
+                         "and these count", began, rates, self._first_rates)
 
     def _continue_schedule(self) -> None:
         if self._saved and self._lr_scheduler is not None:
@@ -512,7 +513,8 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _between_passes(self) -> None:
         self._require_life()
-        self._parameters.refuse_edits()
+        if not self._passes.gathers:
+            self._parameters.refuse_edits()
         self._passes.end_for_state()
 
     @takes_turn
@@ -558,15 +560,22 @@ class Engine(StandsForModel, DeepSpeedNames):
         alike. Errors: UsageError at the end of the block where it has changed one without that.
         """
         chosen = self._parameters.names() if names is None else list(names)
+        settle: Callable[[], None]
+
+        def watch() -> Callable[[], None]:
+            nonlocal settle
+            note, settle = self._parameters.watch_block(chosen, modify)
+            return note
+
         with self._passes.turns.of("gathered()"):
             self._between_passes()
-            self._passes.gather({self._parameters.unit_of(name) for name in chosen})
+            self._passes.gather({self._parameters.unit_of(name) for name in chosen}, watch)
         try:
-            with self._parameters.seen_in_block(chosen, modify) as settle:
-                yield
+            yield
         finally:
             self._passes.end_gathered()
-        settle()
+        with self._passes.turns.of("gathered()"):
+            settle()
 
     def close(self) -> None:
         """Commits the last step and gives everything back. The module's parameters stay, without values.

@@ -15,6 +15,7 @@ from hoist.torch.graphs import outside_of_graphs
 from hoist.torch.passes import Passes
 from hoist.torch.turns import FORWARD
 from hoist.torch.units import reads_weights_in_backward, tensors_in
+from hoist.torch.wrapped import keep_hooks
 
 
 @dataclass
@@ -40,8 +41,8 @@ class ModuleHook:
         self.module = module
         self.reads_in_backward = reads_weights_in_backward(module)
         # Before the program's hooks, which may read weights, as those of torch.nn.utils.weight_norm do.
-        module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        keep_hooks(module, module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
+                   module.register_forward_hook(self.after, with_kwargs=True, always_call=True))
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise _hoist.UsageError("a wrapped model cannot be copied or pickled: its weights are in the engine's memory. Save or "

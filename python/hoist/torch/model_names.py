@@ -58,5 +58,17 @@ class StandsForModel:
     def cuda(self: _Self, device: torch.device | int | None = None) -> _Self:
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
+    def cpu(self: _Self) -> _Self:
+        return self.to("cpu")
+
+    def float(self: _Self) -> _Self:
+        return self.to(torch.float32)
+
+    def half(self: _Self) -> _Self:
+        return self.to(torch.float16)
+
+    def bfloat16(self: _Self) -> _Self:
+        return self.to(torch.bfloat16)
+
     def _is_on(self, device: torch.device) -> bool:
         return device.type == self.device.type and device.index in (None, self.device.index or 0)

@@ -4,17 +4,18 @@ written by the names that PyTorch gives them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
 from hoist.torch import initial
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
+from hoist.torch.wrapped import keep_hooks
 
 _PIECE = 1 << 20  # elements that are converted at a time
 
@@ -43,9 +44,11 @@ class Parameters:
         self._device = device
         self.tensors: UnitTensors  # from move() on
         self.trainable: list[nn.Parameter] = []
-        self.replaced: dict[torch.Tensor, nn.Parameter] = {}  # by the former ones, which programs may still have
+        self.replaced = WeakTensorKeyDictionary()  # parameters by the former ones, which programs may still have
         self._all: list[nn.Parameter] = []  # in the order of _number
         self._versions: list[int] = []  # of all, which every change in place counts up
+        self.watched_units: set[int] = set()  # whose uses Watch has seen
+        self._unit_by_id: dict[int, int] = {}
         self._set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
         self._trains: list[bool] = []  # of all: whether it has optimizer states
 
@@ -103,13 +106,14 @@ class Parameters:
                     sources[id(parameter)] = values
                 self.tensors.add(index, parameter, offset)
                 self.places[id(parameter)] = self._number[name] = number
+                self._unit_by_id[id(parameter)] = index
                 self._all.append(parameter)
                 self._trains.append(parameter.requires_grad)
                 self._shape[name] = parameter.shape
                 self._type[name] = dtype
                 if parameter.requires_grad:
                     self.trainable.append(parameter)
-                    parameter.register_post_accumulate_grad_hook(unit_manager.gradient_hook(number))
+                    keep_hooks(parameter, parameter.register_post_accumulate_grad_hook(unit_manager.gradient_hook(number)))
         self.tensors.connect(unit_manager)
         return sources
 
@@ -117,10 +121,11 @@ class Parameters:
         """A parameter on the meta device, or of the CPU for an accelerator that PyTorch does not know, cannot be given memory;
         its place in every module can."""
         parameter = nn.Parameter(values, requires_grad=former.requires_grad)
-        for hook in (former._backward_hooks or {}).values():
-            parameter.register_hook(hook)
-        for hook in (former._post_accumulate_grad_hooks or {}).values():
-            parameter.register_post_accumulate_grad_hook(hook)
+        if former.requires_grad:
+            for hook in (former._backward_hooks or {}).values():
+                parameter.register_hook(hook)
+            for hook in (former._post_accumulate_grad_hooks or {}).values():
+                parameter.register_post_accumulate_grad_hook(hook)
         self.replaced[former] = parameter
         for module in self._module.modules():
             for key, value in module._parameters.items():
@@ -147,6 +152,8 @@ class Parameters:
     def refuse_edits(self) -> None:
         """Errors: UsageError where the program has changed a parameter in place, or given it another tensor: its memory is
         another's by now. A change through `parameter.data` in place is not seen."""
+        if not self._unit_manager.is_open:
+            return
         how = "was given another tensor (parameter.data = ...)"
         changed = self.tensors.given_another()
         if changed is None:
@@ -154,7 +161,8 @@ class Parameters:
                 return
             how = "was changed in place"
             changed = next((p for p, version in zip(self._all, self._versions, strict=True)
-                            if p._version != version and id(p) not in self._set_in_passes), None)
+                            if p._version != version and id(p) not in self._set_in_passes
+                            and self._unit_by_id[id(p)] in self.watched_units), None)
         if changed is None:
             return self.note_versions()
         self._refuse_edit(next(n for n, p in zip(self._number, self._all, strict=True) if p is changed), how)
@@ -165,38 +173,39 @@ class Parameters:
                                 "are used. engine.write(name, values) changes a parameter, load_state_dict() all of them, and "
                                 "engine.gathered(names, modify=True) keeps what is changed inside of it")
 
-    @contextlib.contextmanager
-    def seen_in_block(self, names: list[str], modify: bool) -> Iterator[Callable[[], None]]:
-        """What the program changes in these parameters inside of the block, in whatever way, is kept (`modify`) or refused by
-        the function that this yields, which is to be called after the block. Pre: their units are up."""
+    def watch_block(self, names: list[str], modify: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What the program changes in these parameters, or others of their units, while the units are up. Returns what notes it
+        before they go down, and what then keeps it (`modify`, of these parameters) or refuses it."""
         own = set(map(self.own_name, names))
         kept = own if modify else set()
         units = {self._unit[name] for name in own}
         up = {name: p for name, p in zip(self._number, self._all, strict=True) if self._unit[name] in units}
         before = {name: up[name].detach().clone() for name in kept}
-        sums = {name: _sum_of_bits(p) for name, p in up.items()}
+        prints = {name: _fingerprint(p) for name, p in up.items()}
         changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # which elements, and their new values
         others: list[str] = []
 
-        def settle() -> None:
+        def note() -> None:
+            for name in (name for name, p in up.items() if _fingerprint(p) != prints[name]):
+                if name not in kept:
+                    others.append(name)
+                    continue
+                now = up[name].detach()
+                where = (now != before[name]).cpu()
+                changes[name] = where, now.cpu()[where].float()
             self.tensors.given_another()
             self.note_versions()
+
+        def settle() -> None:
+            self._between_passes()
             for name, (where, values) in changes.items():
-                master = self.read(name)  # what was not changed keeps the bits that weights of 16 bits do not have
+                master = self._read(name)  # what was not changed keeps the bits that weights of 16 bits do not have
                 master[where] = values
-                self.write(name, master)
+                self._write(name, master)
             for name in others:
                 self._refuse_edit(name, "was changed inside of gathered()")
 
-        yield settle
-        for name in (name for name, p in up.items() if _sum_of_bits(p) != sums[name]):
-            if name not in kept:
-                others.append(name)
-                continue
-            now = up[name].detach()
-            where = (now != before[name]).cpu()
-            changes[name] = where, now.cpu()[where].float()
-
+        return note, settle
 
     def refuse_other_trainability(self) -> None:
         """Errors: UsageError where requires_grad of a parameter is not what it was when the model was wrapped."""
@@ -225,7 +234,9 @@ class Parameters:
     def place_buffers(self) -> None:
         """Where the weights are, in their type if the configuration says one. Rotary frequencies keep theirs: rounded to 16
         bits they would be other positions. So do those that a model of transformers names."""
-        kept = {"inv_freq", "original_inv_freq", *(getattr(self._module, "_keep_in_fp32_modules_strict", None) or ())}
+        kept = {"inv_freq", "original_inv_freq"}
+        for module in self._module.modules():
+            kept |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -259,6 +270,10 @@ class Parameters:
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         self._between_passes()
+        return self._read(name, state)
+
+    # Pre of this one and the next two with an underscore: between passes.
+    def _read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         name = self.own_name(name)
         out = torch.empty(self._shape[name].numel(), dtype=torch.float32, device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
@@ -266,8 +281,11 @@ class Parameters:
         return out.view(self._shape[name])
 
     def read_as_stored(self, name: str) -> torch.Tensor:
-        """In the parameter's own type, as the forward pass uses it. Converted in pieces: more than the result is not held."""
         self._between_passes()
+        return self._read_as_stored(name)
+
+    def _read_as_stored(self, name: str) -> torch.Tensor:
+        """In the parameter's own type, as the forward pass uses it. Converted in pieces: more than the result is not held."""
         name = self.own_name(name)
         out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
         for first in range(0, out.numel(), _PIECE):
@@ -279,6 +297,9 @@ class Parameters:
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         self._between_passes()
+        self._write(name, values, state)
+
+    def _write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         name = self.own_name(name)
         if values.shape != self._shape[name]:
             raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
@@ -286,9 +307,10 @@ class Parameters:
         self._unit_manager.write(self._number[name], state, 0, array)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        self._between_passes()
         result: dict[str, torch.Tensor] = {}
         for name in self._number:
-            result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
+            result[name] = self._read_as_stored(name) if dtype is None else as_type(self._read(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
         result.update({n: p.detach().clone() for n, p in self._empty()})
@@ -300,6 +322,7 @@ class Parameters:
         return ((n, p) for n, p in self._module.named_parameters(remove_duplicate=False) if p.numel() == 0)
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        self._between_passes()
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
         known = set(self._number) | set(aliases) | set(buffers) | {name for name, _ in self._empty()}
@@ -310,7 +333,7 @@ class Parameters:
             raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
         for name, values in state.items():
             if name in self._number or (name in aliases and aliases[name] not in state):
-                self.write(name, values)
+                self._write(name, values)
             elif name in buffers:
                 buffers[name].copy_(values)
 
@@ -323,40 +346,47 @@ class Parameters:
     def keep_state_dicts_true(self) -> None:
         """`model.state_dict()`, as save_pretrained and others call it, would have no values."""
         def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
+            self._between_passes()
             for name in list(self._number) + list(self._cut.aliases):
                 if prefix + name in state_dict:
-                    state_dict[prefix + name] = self.read_as_stored(name)
+                    state_dict[prefix + name] = self._read_as_stored(name)
 
         # PyTorch would go on to copy the values into parameters whose units are not up. So what was written is taken out of
         # its (own) dictionary, and is not missing for that.
         written: set[str] = set()
 
         def load(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+            self._between_passes()
             written.clear()
             for name in self._number:
                 if prefix + name in state_dict:
-                    self.write(name, state_dict.pop(prefix + name))
+                    self._write(name, state_dict.pop(prefix + name))
                     written.add(prefix + name)
             for alias, name in self._cut.aliases.items():
                 if prefix + alias in state_dict:
                     values = state_dict.pop(prefix + alias)
                     if prefix + name not in written:
-                        self.write(alias, values)
+                        self._write(alias, values)
                     written.add(prefix + alias)
 
         def loaded(module: nn.Module, keys: Any) -> None:
             keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
             written.clear()
 
-        self._module.register_state_dict_post_hook(fill)
-        self._module.register_load_state_dict_pre_hook(load)
-        self._module.register_load_state_dict_post_hook(loaded)
+        keep_hooks(self._module, self._module.register_state_dict_post_hook(fill),
+                   self._module.register_load_state_dict_pre_hook(load), self._module.register_load_state_dict_post_hook(loaded))
 
 
-def _sum_of_bits(parameter: nn.Parameter) -> int:
-    """Another number for other values, but where changes cancel each other."""
+def _fingerprint(parameter: nn.Parameter) -> int:
+    """Of all bits and where they are."""
     kind = torch.int32 if parameter.element_size() == 4 else torch.int16
-    return int(parameter.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64))
+    bits = parameter.detach().contiguous().view(-1).view(kind)
+    factors = 2 * torch.arange(min(bits.numel(), _PIECE), device=bits.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, bits.numel(), _PIECE):
+        part = bits[first:first + _PIECE].long()
+        total = 31 * total + (part * factors[:part.numel()]).sum()
+    return int(total)
 
 
 def as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

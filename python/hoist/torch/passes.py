@@ -68,7 +68,7 @@ class Passes:
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
         self.gradient_norm_max = math.inf  # of the step that is due
-        self._gathers = False  # a block of gathered() is under way
+        self._note_block: Callable[[], None] | None = None  # before the weights of gathered() go down
         self._step_was_called = False  # since the last backward pass
         self._may_be_divided = False  # a loss of this step, by the number of its micro-batches; nobody would see it
         self._is_called = False  # backward() of the engine is under way
@@ -95,7 +95,7 @@ class Passes:
     def _open_pass(self) -> None:
         unit_manager = self._unit_manager
         training = torch.is_grad_enabled() and bool(self._parameters.trainable)
-        if self._gathers and unit_manager.current_pass is not None:
+        if self.gathers:
             if training:
                 raise _hoist.UsageError("a module of the wrapped model is called for training inside of gathered(): call it "
                                         "under torch.no_grad(), or after the block")
@@ -144,40 +144,54 @@ class Passes:
         for unit in self._always_up:
             self._unit_manager.enter(unit)
 
-    def gather(self, units: set[int]) -> None:
-        """Brings units up until end_gathered(). Calls without gradients take part in that pass."""
+    @property
+    def gathers(self) -> bool:
+        """A block of gathered() has its weights up. Calls without gradients take part in its pass."""
+        return self._note_block is not None
+
+    def gather(self, units: set[int], watch: Callable[[], Callable[[], None]]) -> None:
+        """Brings units up until end_gathered(), or until their state is asked for. `watch` is called when they are up; what it
+        returns is called before they go down."""
         self.begin(_hoist.Pass.evaluate)
-        self._gathers = True
         try:
             for unit in units:
                 self._unit_manager.enter(unit)
+            self._note_block = watch()
         except BaseException:
-            self.end_gathered()
+            self._unit_manager.end()
             raise
 
     def end_gathered(self) -> None:
-        self._gathers = False
-        if self._unit_manager.current_pass is not None:
+        note, self._note_block = self._note_block, None
+        if note is None:
+            return  # it has ended before
+        try:
+            note()
+        finally:
             self._unit_manager.end()
 
     def leave_outermost(self, failed: bool) -> None:
         was_watched = self._watch is not None or self._unit_manager.current_pass not in self._watched
         try:
             self._leave_pass(failed)
-            if torch._C._current_graph_task_id() != -1 or failed or self._gathers:
+            if torch._C._current_graph_task_id() != -1:
                 return
             if was_watched:
                 self._parameters.note_versions_of_watched_pass()
-            else:
+            elif not failed and not self.gathers:
                 self._refuse_edits_of_pass()
         finally:
             self.turns.end()
 
     def _refuse_edits_of_pass(self) -> None:
+        """Pre: a pass is under way."""
         try:
             self._parameters.refuse_edits()
         except _hoist.UsageError:
+            trains = self._unit_manager.current_pass == _hoist.Pass.train
             self._unit_manager.discard()
+            if trains:
+                self.forget()
             raise
 
     def _end_watch(self) -> None:
@@ -193,14 +207,15 @@ class Passes:
                 self._watched.add(unit_manager.current_pass)
         if torch._C._current_graph_task_id() != -1:
             return
-        if failed and unit_manager.current_pass is not None:
+        if failed and unit_manager.current_pass is not None and not self.gathers:
             self.left_by = text_of(sys.exc_info()[1])
             unit_manager.discard()
 
     def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
         """Until its end, `missing` is told of units that operators use and nothing has brought up."""
         self._watched_calls.clear()
-        return Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, missing, self._watched_calls)
+        return Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, missing, self._watched_calls,
+                     self._parameters.watched_units)
 
     def _use_unannounced(self, unit: int) -> None:
         """An operator uses weights that no hook has brought up."""
@@ -324,9 +339,10 @@ class Passes:
         self._end_backward()
 
     def _end_backward(self) -> None:
+        self._refuse_edits_of_pass()
         self._backward_seen = self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
-        self._parameters.refuse_edits()
+        self._parameters.note_versions()
         self.micro_batch += 1
         self.due = self.micro_batch == self.micro_batches
 
@@ -358,9 +374,10 @@ class Passes:
             self._unit_manager.discard()
             self.forget()
             raise
+        self._refuse_edits_of_pass()
         self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
-        self._parameters.refuse_edits()
+        self._parameters.note_versions()
         self.micro_batch = self.micro_batches
         self.due = True
 
@@ -413,6 +430,7 @@ class Passes:
         """Errors: UsageError in the middle of a backward pass."""
         if self._backward_seen:
             raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
+        self.end_gathered()
         if self._unit_manager.current_pass == _hoist.Pass.train:
             self._unit_manager.discard()
         elif self._unit_manager.current_pass is not None:

@@ -48,8 +48,8 @@ def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[f
         state["first_rates"] = first_rates
     if skipped_steps > 0:
         state["skipped_steps"] = skipped_steps
-    if schedule is not None:
-        state["scheduler"] = _plain_part(schedule, "")
+    if schedule is not None and (plain := _plain_part(schedule, "")) is not _NOT_PLAIN:
+        state["scheduler"] = plain
     if buffers:
         state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
     return json.dumps(state).encode()
@@ -65,7 +65,8 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
     """Brings a scheduler, and the rates that it has set, to where they were after the commit's step."""
     if not hasattr(scheduler, "load_state_dict") or "scheduler" not in saved:
         return
-    scheduler.load_state_dict(_with_saved(scheduler.state_dict(), saved["scheduler"]))
+    built = scheduler.state_dict()
+    scheduler.load_state_dict({**built, **_with_saved(built, saved["scheduler"])})
     for group, rate in zip(param_groups, saved["rates"], strict=True):
         group["lr"] = rate
     if saved.get("schedule_lags", True):
@@ -86,20 +87,24 @@ def _text_of(buffer: torch.Tensor) -> list[Any]:
     return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
 
 
-def _plain_part(value: Any, name: str) -> Any:
-    """What JSON can hold of a schedule's state, which may contain the states of other schedules; _NOT_PLAIN if nothing."""
+def _plain_part(value: Any, name: str | None = None) -> Any:
+    """What JSON can hold of a schedule's state, which may contain the states of other schedules; _NOT_PLAIN if nothing. What is
+    left out of what is called `name` is said."""
+    def inner(v: Any, key: Any) -> Any:
+        return _plain_part(v, None if name is None else f"{name}.{key}".lstrip("."))
+
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        parts = {k: _plain_part(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
+        parts = {k: inner(v, k) for k, v in value.items()}
         return {k: v for k, v in parts.items() if v is not _NOT_PLAIN}
     if isinstance(value, dict) and all(type(k) is int for k in value):
         pairs = _plain_part([[k, v] for k, v in value.items()], name)
         return pairs if pairs is _NOT_PLAIN else {_INTEGER_KEYS: pairs}
     if isinstance(value, (list, tuple)):
-        items = [_plain_part(v, f"{name}.{i}") for i, v in enumerate(value)]
+        items = [inner(v, i) for i, v in enumerate(value)]
         return _NOT_PLAIN if any(v is _NOT_PLAIN for v in items) else items
     if is_plain(value):
         return value
-    if not callable(value):  # functions do not change
+    if name is not None and not callable(value):  # functions do not change
         _say_left_out(name, type(value).__name__)
     return _NOT_PLAIN
 
@@ -117,7 +122,8 @@ def _with_saved(built: Any, saved: Any) -> Any:
             pairs = {k: _with_saved(None, v) for k, v in saved[_INTEGER_KEYS]}
             return Counter(pairs) if isinstance(built, Counter) else pairs
         built = built if isinstance(built, dict) else {}
-        return {**built, **{k: _with_saved(built.get(k), v) for k, v in saved.items()}}
+        absent = {k: v for k, v in built.items() if _plain_part(v) is _NOT_PLAIN}
+        return type(built)(absent | {k: _with_saved(built.get(k), v) for k, v in saved.items()})
     if isinstance(saved, list):
         others = built if isinstance(built, (list, tuple)) and len(built) == len(saved) else [None] * len(saved)
         return [_with_saved(b, s) for b, s in zip(others, saved, strict=True)]

@@ -89,7 +89,8 @@ class UnitTensors:
     def given_another(self) -> nn.Parameter | None:
         """A parameter to which the program has given other memory (`parameter.data = ...`), if any. It has its own again."""
         known = self._unit_of
-        others = [p for unit in self._units for p, _ in unit.parameters if p.untyped_storage()._cdata not in known]
+        others = [p for index, unit in enumerate(self._units) for (p, _), own in zip(unit.parameters, unit.shown, strict=True)
+                  if known.get(p.untyped_storage()._cdata) != index or p.storage_offset() != own.storage_offset()]
         for unit in self._units if others else ():
             unit.show(unit.shown)
         return others[0] if others else None

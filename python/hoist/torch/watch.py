@@ -24,15 +24,16 @@ from hoist.torch.graphs import outside_of_graphs
 
 class Watch(TorchDispatchMode):
     """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up. `calls` are then the modules whose
-    calls are under way, innermost last."""
+    calls are under way, innermost last. Units that operators use are added to `seen`."""
 
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
-                 missing: Callable[[int], None], calls: list[nn.Module]):
+                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int]):
         TorchDispatchMode.__init__(self)
         self._unit_of = unit_of
         self._is_up = is_up
         self._missing = missing
         self._calls = calls
+        self._seen = seen
         self._hooks: list[Any] = []
         self._eager: Any = None
 
@@ -69,6 +70,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         units = [unit for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
                  and (unit := self._unit_shown_by(value)) is not None]
+        self._seen.update(units)
         for unit in units:
             if not self._is_up(unit):
                 self._missing(unit)

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
 
+# Hooks of the last engine that a module, or a parameter, belonged to.
+_hooks_of_modules: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+_hooks_of_parameters = WeakTensorKeyDictionary()
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
@@ -34,6 +39,22 @@ def refuse_model(model: object) -> None:
         if _open_engine_of(module) is not None:
             raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it "
                                     "first, and give the next one values (resume=True, or weights=...)")
+
+
+def keep_hooks(of: nn.Module | nn.Parameter, *handles: RemovableHandle) -> None:
+    """Hooks of the engine that is being made, until the next one is."""
+    kept: Any = _hooks_of_parameters if isinstance(of, nn.Parameter) else _hooks_of_modules
+    kept.setdefault(of, []).extend(handles)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Those of an engine that was closed."""
+    for module in model.modules():
+        for handle in _hooks_of_modules.pop(module, []):
+            handle.remove()
+        for parameter in module._parameters.values():
+            for handle in _hooks_of_parameters.pop(parameter, []) if parameter is not None else ():
+                handle.remove()
 
 
 def claim(model: nn.Module, engine: Engine) -> None:
