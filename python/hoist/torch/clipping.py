@@ -32,7 +32,8 @@ def _replace_functions() -> None:
     """Programs import these functions by name, so every module that has one gets the other in its place."""
     replacements: dict[Any, Callable[..., Any]] = {torch.nn.utils.clip_grad_norm_: _clip_norm}
     for name in ("clip_grad_value_", "clip_grads_with_norm_"):
-        replacements[getattr(torch.nn.utils, name)] = _refuse(name)
+        if (original := getattr(torch.nn.utils, name, None)) is not None:  # the second one is newer
+            replacements[original] = _refuse(name)
     others = {id(original): _for_engines(original, of_engine) for original, of_engine in replacements.items()}
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):

@@ -36,6 +36,7 @@ class _Unit:
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
         self.views: list[torch.Tensor] = []  # what it is over the unit's memory
         self.shown = self.absent  # what it is now
+        self.given_another: nn.Parameter | None = None  # a parameter that the program had given another tensor
         self.storage: torch.UntypedStorage | None = None  # of that memory
         # All bits set: NaN in every type. A storage of its own tells the unit's parameters from others.
         self.nan = torch.full((2,), -1, dtype=torch.int16).to(device)
@@ -46,9 +47,17 @@ class _Unit:
             _mark(storage._cdata, self.refusal)
 
     def show(self, tensors: list[torch.Tensor]) -> None:
+        self.look()
         self.shown = tensors
         for (parameter, _), tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
+
+    def look(self) -> None:
+        """Whether a parameter is what show() made it."""
+        others = [p for (p, _), own in zip(self.parameters, self.shown, strict=True)
+                  if p.untyped_storage()._cdata != own.untyped_storage()._cdata or p.storage_offset() != own.storage_offset()]
+        if others and self.given_another is None:
+            self.given_another = others[0]
 
 
 class UnitTensors:
@@ -88,12 +97,14 @@ class UnitTensors:
 
     def given_another(self) -> nn.Parameter | None:
         """A parameter to which the program has given other memory (`parameter.data = ...`), if any. It has its own again."""
-        known = self._unit_of
-        others = [p for index, unit in enumerate(self._units) for (p, _), own in zip(unit.parameters, unit.shown, strict=True)
-                  if known.get(p.untyped_storage()._cdata) != index or p.storage_offset() != own.storage_offset()]
-        for unit in self._units if others else ():
+        for unit in self._units:
+            unit.look()
+        changed = [unit for unit in self._units if unit.given_another is not None]
+        first = changed[0].given_another if changed else None
+        for unit in changed:
             unit.show(unit.shown)
-        return others[0] if others else None
+            unit.given_another = None
+        return first
 
     def unit_of(self, tensor: torch.Tensor) -> int | None:
         """The unit whose memory a tensor shows, if any."""
