@@ -35,21 +35,46 @@ STATE_NAMES = {
 }
 
 
+# optim_offload.OffloadArguments for offloaded states, and their defaults.
+_OFFLOAD_DEFAULTS = {
+    "offload": None, "directory": None, "shard_over": None, "pinned_memory": None, "device_memory": None, "resume": False,
+    "keep_steps": 0, "commit_every": None, "missing_gradients": "refuse", "settings": None,
+}
+
+_STATE_DTYPES = {kind: (("remainder", torch.int16), (first, torch.float32), (second, torch.float32))
+                 for kind, (first, second) in STATE_NAMES.items()}
+
+_Ready = tuple[Any, torch.Tensor, dict[str, Any]]  # a parameter, its gradient and its state
+
+
 class _Optimizer(torch.optim.Optimizer):
     _kind: str
 
     def __init__(self, params: ParamsT, threads: int, settings: dict[str, Any], arguments: OffloadArguments):
         self._offloaded: Offloaded | None = None
+        self._threads = threads
+        offload = self._offload_arguments(settings, dict(arguments))
         super().__init__(params, settings)
-        if arguments.get("offload") is not None:
+        if offload.get("offload") is not None:
             from hoist.optim_offload import Offloaded  # needs hoist.torch
 
-            self._offloaded = Offloaded(self.param_groups, self._kind, threads, **arguments)
+            self._offloaded = Offloaded(self.param_groups, self._kind, threads, **offload)
             return
-        for name in arguments:
-            if name != "offload":
+        for name, value in offload.items():
+            if value and value != _OFFLOAD_DEFAULTS[name]:
                 raise _hoist.UsageError(f'{name}=... is for offloaded states: pass offload="cpu" or offload="nvme"')
         self._pool = _hoist.UpdatePool(threads)
+
+    def _offload_arguments(self, settings: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """Without the arguments of torch.optim's optimizers. Errors: UsageError for those that would change results."""
+        for name in arguments:
+            if name not in _OFFLOAD_DEFAULTS and name not in TORCH_ARGUMENTS:
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument '{name}'")
+        options_of({**settings, **arguments}, self._default_options())
+        return {name: value for name, value in arguments.items() if name in _OFFLOAD_DEFAULTS}
+
+    def _default_options(self) -> _hoist.OptimizerOptions:
+        return _hoist.OptimizerOptions.defaults_of(self._kind)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._offloaded is not None:
@@ -60,7 +85,13 @@ class _Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._offloaded is not None:
             raise _hoist.UsageError("an optimizer with offloaded states cannot be copied or pickled: save its state_dict()")
-        return super().__getstate__()
+        return {**super().__getstate__(), "_threads": self._threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_pool" not in self.__dict__:  # a copy; PyTorch's load_state_dict() also calls this
+            self._offloaded = None
+            self._pool = _hoist.UpdatePool(self._threads)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -77,47 +108,93 @@ class _Optimizer(torch.optim.Optimizer):
         if self._offloaded is not None:
             self._offloaded.step(self.param_groups)
             return loss
-        for group in self.param_groups:
-            options = options_of(group, _hoist.OptimizerOptions.defaults_of(self._kind))
-            by_step: dict[int, list[torch.nn.Parameter]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self._state_of(parameter, options)
-                    state["step"] += 1
-                    by_step.setdefault(int(state["step"]), []).append(parameter)
-            for step, parameters in by_step.items():
-                self._update(options, step, parameters)
+        updates = [self._checked(index, group) for index, group in enumerate(self.param_groups)]  # before anything changes
+        for options, ready in updates:
+            by_step: dict[int, list[_Ready]] = {}
+            for parameter, gradient in ready:
+                state = self._state_of(parameter, options)
+                by_step.setdefault(int(state["step"]) + 1, []).append((parameter, gradient, state))
+            for step, each in by_step.items():
+                self._update(options, step, each)
         return loss
 
-    def _state_of(self, parameter: torch.nn.Parameter, options: _hoist.OptimizerOptions) -> dict[str, Any]:
+    def _checked(self, index: int, group: dict[str, Any]) -> tuple[_hoist.OptimizerOptions, list[tuple[Any, torch.Tensor]]]:
+        """A group's settings, and its parameters and their gradients. Errors: UsageError for what cannot be updated."""
+        ready = []
+        for place, parameter in enumerate(group["params"]):
+            if (gradient := parameter.grad) is None:
+                continue
+            if problem := self._problem_of(parameter) or problem_of_gradient(parameter, gradient):
+                name = f"'{group['param_names'][place]}'" if "param_names" in group else f"parameter {place} of group {index}"
+                raise _hoist.UsageError(f"{name} {problem}")
+            ready.append((parameter, gradient))
+        options = options_of(group, self._default_options())
+        self._pool.update(options, 1, 1.0, [])  # checks the settings
+        return options, ready
+
+    def _problem_of(self, parameter: torch.Tensor) -> str:
+        """Why a parameter cannot be updated in memory, and what to do about it; "" if it can."""
+        dtype, shape, state = parameter.dtype, parameter.shape, self.state.get(parameter)
+        if type(parameter) is not torch.nn.Parameter and type(parameter.data) is not torch.Tensor:
+            return f"is a {type(parameter.data).__name__}, and plain tensors are trained here: pass its local tensor"
+        if not state:
+            if not parameter.is_cpu:
+                return (f'is {dtype} on {parameter.device}; with offload="cpu" or offload="nvme" parameters may be on a GPU, and '
+                        "without it they are CPU tensors")
+            if dtype is not torch.float32 and dtype is not torch.bfloat16:
+                return (f'is {dtype}; float32 and bfloat16 are trained here, and float16 with offload="cpu" or offload="nvme". '
+                        "Convert the model before you make the optimizer")
+        else:
+            was = torch.bfloat16 if "remainder" in state else torch.float32
+            if dtype is not was or not parameter.is_cpu:
+                return (f"was {was} on cpu when its states were made, and is {dtype} on {parameter.device}: move and convert "
+                        "the model before you make the optimizer, or make a new one")
+            for key, expected in _STATE_DTYPES[self._kind]:
+                if (value := state.get(key)) is None:
+                    continue
+                if value.shape != shape:
+                    return (f"has the shape {tuple(shape)}, and its state '{key}' {tuple(value.shape)}: make a new optimizer "
+                            "after you change shapes")
+                if value.dtype is not expected or not value.is_cpu:
+                    return (f"has a state '{key}' that is {value.dtype} on {value.device}: leave states as the optimizer made "
+                            "them")
+        if parameter.data_ptr() == 0 and parameter.numel():
+            return "has no memory: gather it first (FullyShardedDataParallel and DTensor divide parameters)"
+        if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            return (f"has gaps or overlaps in memory (shape {tuple(shape)}, strides {parameter.stride()}): "
+                    "set parameter.data = parameter.data.contiguous() before you make the optimizer")
+        return ""
+
+    def _state_of(self, parameter: torch.Tensor, options: _hoist.OptimizerOptions) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        if state:
-            return state
-        if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
-            raise _hoist.UsageError(f"a parameter is {parameter.dtype} on {parameter.device}; float32 and bfloat16 CPU "
-                                    'tensors are updated here, others with offload="cpu" or offload="nvme"')
-        if not parameter.is_contiguous():
-            raise _hoist.UsageError("a parameter is not dense: its elements do not stand one after the other")
-        state["step"] = 0
-        for name, is_kept, value in zip(STATE_NAMES[self._kind], options.moments, (0.0, options.initial_accumulator),
-                                        strict=True):
-            if is_kept:
-                state[name] = torch.full(parameter.shape, value, dtype=torch.float32, device="cpu")
-        if parameter.dtype == torch.bfloat16:
-            state["remainder"] = torch.zeros(parameter.shape, dtype=torch.int16, device="cpu")
+        if not state:
+            state["step"] = 0
+            if parameter.dtype == torch.bfloat16:
+                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        (has_first, has_second), (first, second) = options.moments, STATE_NAMES[self._kind]
+        if has_first and first not in state:
+            state[first] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["step"] = 0  # SGD counts the steps of its momentum, which may begin later
+        if has_second and second not in state:
+            state[second] = torch.full_like(parameter, options.initial_accumulator, dtype=torch.float32)
         return state
 
-    def _update(self, options: _hoist.OptimizerOptions, step: int, parameters: list[torch.nn.Parameter]) -> None:
-        gradients = [p.grad.contiguous() for p in parameters if p.grad is not None]  # alive until the update is done
-        arrays = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            state = self.state[parameter]
-            remainder, first, second = (state[key].data_ptr() if key in state else 0
-                                        for key in ("remainder", *STATE_NAMES[self._kind]))
+    def _update(self, options: _hoist.OptimizerOptions, step: int, ready: list[_Ready]) -> None:
+        alive, arrays = [], []  # alive: until the update is done
+        for parameter, gradient, state in ready:
+            alive.append(gradient := in_order_of(parameter, gradient.resolve_neg()))
+            is_contiguous, addresses = parameter.is_contiguous(), []
+            for key, _ in _STATE_DTYPES[self._kind]:
+                if (value := state.get(key)) is not None and not (is_contiguous and value.is_contiguous()):
+                    state[key] = value = in_order_of(parameter, value)
+                addresses.append(0 if value is None else value.data_ptr())
+            remainder, first, second = addresses
             arrays.append(_hoist.Arrays(parameter.data_ptr(), remainder, first, second, gradient.data_ptr(),
                                         DTYPES[parameter.dtype], DTYPES[gradient.dtype], parameter.numel()))
         self._pool.update(options, step, 1.0, arrays)
-        torch.autograd.graph.increment_version(parameters)
+        for _, _, state in ready:
+            state["step"] = step
+        torch.autograd.graph.increment_version([parameter for parameter, _, _ in ready])
 
     # --- states ------------------------------------------------------------------------------------------------------
 
@@ -137,6 +214,8 @@ class _Optimizer(torch.optim.Optimizer):
         """[C] Takes what state_dict() gave, also of an optimizer with states elsewhere, or of torch.optim's."""
         if self._offloaded is not None:
             return self._offloaded.load(self.param_groups, state_dict)
+        for saved_group in state_dict["param_groups"]:
+            options_of(saved_group, self._default_options())  # refuses other formulas
         super().load_state_dict(state_dict)
         # PyTorch gives every state its parameter's type, which moments and remainders of bf16 parameters have not.
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -145,17 +224,20 @@ class _Optimizer(torch.optim.Optimizer):
             self.state.pop(parameter, None)
             if not (saved := SavedState.of(self._kind, parameter, state_dict["state"].get(number, {}))):
                 continue
-            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-            state = self._state_of(parameter, options_of(group, _hoist.OptimizerOptions.defaults_of(self._kind)))
+            state = self._new_state_of(parameter)
             state["step"] = saved.step
             for name, moment in zip(STATE_NAMES[self._kind], saved.moments, strict=True):
                 if name in state and moment is not None:
                     state[name] = moment.clone()
             if saved.master is not None and "remainder" in state:
-                rounded = torch.empty_like(parameter)
-                _hoist.split_master(saved.master.data_ptr(), rounded.data_ptr(), state["remainder"].data_ptr(),
-                                    parameter.numel())
+                rounded, state["remainder"] = split_master(saved.master)
                 state["remainder"][rounded != parameter] = 0  # of another weight
+
+    def _new_state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        if problem := self._problem_of(parameter):
+            raise _hoist.UsageError(f"a parameter of shape {tuple(parameter.shape)} {problem}")
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        return self._state_of(parameter, options_of(group, self._default_options()))
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """[C] The fp32 value that is trained."""
@@ -176,9 +258,10 @@ class _Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 parameter.copy_(values)
             return
-        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        state = self._state_of(parameter, options_of(group, _hoist.OptimizerOptions.defaults_of(self._kind)))
-        _hoist.split_master(values.data_ptr(), parameter.data_ptr(), state["remainder"].data_ptr(), parameter.numel())
+        state = self._new_state_of(parameter)
+        rounded, state["remainder"] = split_master(values)
+        with torch.no_grad():
+            parameter.copy_(rounded)
 
     # --- offloaded states --------------------------------------------------------------------------------------------
 
@@ -211,6 +294,19 @@ class _Optimizer(torch.optim.Optimizer):
     def commit_state(self) -> dict[str, Any]:
         """The program's own part of every commit: anything that JSON can hold."""
         return self._require_offload("commit_state").program_state
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """A schedule whose state is part of every commit. The program steps it, once after every step(). One that is set after
+        resume=True or restore() continues where the saved one was."""
+        return self._require_offload("lr_scheduler").schedule
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        driven = getattr(schedule, "optimizer", None)
+        if isinstance(driven, torch.optim.Optimizer) and driven.param_groups is not self.param_groups:
+            raise _hoist.UsageError(f"{type(schedule).__name__} sets the rates of another optimizer: make it for this one")
+        self._require_offload("lr_scheduler").follow(self.param_groups, schedule)
 
     def save(self, name: str = "") -> _hoist.Completion:
         """[C] Commits the present state; what it returns is done when that is durable. With keep_steps and a name the commit
@@ -256,9 +352,41 @@ class _Optimizer(torch.optim.Optimizer):
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """bf16 weights and their remainders, both in CPU memory, as fp32 masters."""
+    parameter, remainder = parameter.contiguous(), remainder.contiguous()
     values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     _hoist.join_master(parameter.data_ptr(), remainder.data_ptr(), values.data_ptr(), parameter.numel())
     return values
+
+
+def split_master(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous fp32 values in CPU memory as bf16 weights and remainders."""
+    weight, remainder = (torch.empty(values.shape, dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.int16))
+    _hoist.split_master(values.data_ptr(), weight.data_ptr(), remainder.data_ptr(), values.numel())
+    return weight, remainder
+
+
+def in_order_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` with its elements in memory as those of the parameter (channels_last weights): a copy where it is otherwise."""
+    if parameter.is_contiguous():
+        return values.contiguous()
+    if values.stride() == parameter.stride():
+        return values
+    return torch.empty_like(parameter, dtype=values.dtype).copy_(values)
+
+
+def problem_of_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> str:
+    """Why a parameter's gradient is not taken, and what to do about it; "" if it is."""
+    if gradient.layout is not torch.strided:
+        return f"has a gradient of layout {gradient.layout}; dense ones are taken here (nn.Embedding: sparse=False)"
+    if gradient.dtype not in DTYPES or gradient.device != parameter.device:
+        return (f"is on {parameter.device}, and its gradient is {gradient.dtype} on {gradient.device}: gradients beside the "
+                "parameter, of float32, bfloat16 or float16, are taken here")
+    if gradient.shape != parameter.shape:
+        return (f"has the shape {tuple(parameter.shape)}, and its gradient {tuple(gradient.shape)}: make a new optimizer after "
+                "you change shapes")
+    if gradient.data_ptr() == 0 and gradient.numel():
+        return f"has a gradient without memory, a {type(gradient).__name__}: plain tensors are taken here"
+    return ""
 
 
 @dataclass
@@ -303,26 +431,40 @@ _SETTINGS = {
 }
 
 
+# Arguments of torch.optim's optimizers that change no result here, or are refused by options_of().
+TORCH_ARGUMENTS = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "maximize", "decoupled_weight_decay")
+
+
 def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoist.OptimizerOptions:
-    """A parameter group's settings over others."""
+    """A parameter group's settings over others. Errors: UsageError for a formula that is not among them."""
     options = _hoist.OptimizerOptions(defaults)
     for key, name in _SETTINGS.items():
         if key in group:
             setattr(options, name, type(getattr(options, name))(group[key]))
     if "betas" in group:
         options.beta1, options.beta2 = (float(beta) for beta in group["betas"])
-    for key in ("amsgrad", "maximize"):
+    for key in ("amsgrad", "maximize", "differentiable"):
         if group.get(key):
             raise _hoist.UsageError(f"{key}=True is not among the optimizers' settings here")
+    is_decoupled = options.kind == "AdamW"
+    if options.weight_decay and bool(group.get("decoupled_weight_decay", is_decoupled)) != is_decoupled:
+        raise _hoist.UsageError(f"decoupled_weight_decay={group['decoupled_weight_decay']} is not {options.kind}'s: AdamW "
+                                "decouples weight decay, and Adam adds it to the gradient")
     return options
 
 
 # The options of a group, besides its learning rate, that change results. An engine takes them when it is made.
-_SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad", "maximize", "lr_decay")
+_SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "bias_correction", "amsgrad",
+            "maximize", "lr_decay")
 
 
 def settled_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(group[key]) if key == "betas" else group[key] for key in _SETTLED if key in group}
+
+
+def is_setting(key: str) -> bool:
+    """Whether an entry of a parameter group, besides its learning rate, says how steps are computed."""
+    return key in _SETTLED or key in TORCH_ARGUMENTS or key == "initial_accumulator_value"
 
 
 def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) -> None:

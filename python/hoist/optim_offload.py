@@ -12,6 +12,7 @@ to it already.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -22,10 +23,11 @@ from typing import Any, Literal, TypedDict
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hoist import _hoist, program_end
-from hoist.optim import DTYPES, STATE_NAMES, SavedState, options_of, refuse_changes, settled_of
-from hoist.torch import distributed
+from hoist.optim import DTYPES, STATE_NAMES, SavedState, is_setting, options_of, problem_of_gradient, refuse_changes, settled_of
+from hoist.torch import distributed, program_state
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
 
@@ -53,6 +55,14 @@ class OffloadArguments(TypedDict, total=False):
     commit_every: int | None  # steps from one commit to the next; None: 1 with "nvme", and only save() with "cpu"
     missing_gradients: Literal["refuse", "zeros"]  # of a parameter whose grad is None, while others have one
     settings: dict[str, Any]  # further keys of a configuration's section "hoist"
+    # torch.optim's: the first three have no effect here, and the others must be False.
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+    amsgrad: bool
+    maximize: bool
+    decoupled_weight_decay: bool  # as the optimizer's name says
 
 
 @dataclass
@@ -88,6 +98,23 @@ class _UnitValues:
                 for piece, values in zip(pieces, self._alive, strict=True)}
 
 
+def _signs_of_change(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Equal to an earlier answer unless the program has changed the values since: in place, which is a version, or by
+    `parameter.data = ...`, which is another storage. Not its address: that may come again, and on some ranks only."""
+    return parameter._version, StorageWeakRef(parameter.untyped_storage()), parameter.storage_offset()
+
+
+def rates_of(groups: list[dict[str, Any]]) -> list[float]:
+    return [float(group["lr"]) for group in groups]
+
+
+def _plain_entries(group: dict[str, Any]) -> dict[str, Any]:
+    """What a commit has of a parameter group: rates, and the entries of schedules and of the program that JSON can hold."""
+    others = {key: value for key, value in group.items() if key not in ("params", "param_names") and not is_setting(key)}
+    plain = {key: value for key, value in others.items() if program_state.is_plain(value)}
+    return plain | {key: float(others[key]) for key in ("lr", "initial_lr") if key in others}  # they may be tensors
+
+
 class Offloaded:
     """[C] marks calls that all ranks of `shard_over` make alike; with a directory, all ranks of the job."""
 
@@ -113,9 +140,13 @@ class Offloaded:
         self.program_state: dict[str, Any] = {}
         self.restored = False
         self.step_was_skipped = False
+        self.schedule: Any = None
+        self._saved: dict[str, Any] = {}  # the restored commit's state, until a schedule continues from it
         self._consolidated: dict[int, Any] | None = None
         self._settled = [settled_of(group) for group in groups]
         self._rates: list[float | None] = [float(group["lr"]) for group in groups]
+        self._first_rates = rates_of(groups)
+        self._resumed_rates: list[float] | None = None  # until the first step after that
         self._cut(groups)
         self._is_divided = self._has_others = False
         self._open(groups, offload, directory, shard_over, resume, {
@@ -167,7 +198,12 @@ class Offloaded:
                 raise _hoist.UsageError(f"'{name}' is on {parameter.device}, and '{self._names[0]}' on {self.device}: make one "
                                         "optimizer for the parameters of each device")
         self._types = [parameter.dtype for parameter in self._parameters]
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self._note_values()
+
+    def _note_values(self) -> None:
+        """The parameters' values are the masters' roundings now."""
+        self._noted = [_signs_of_change(parameter) for parameter in self._parameters]
 
     def _refuse_unfit(self, name: str, parameter: nn.Parameter) -> None:
         if type(parameter.data) is not torch.Tensor:
@@ -233,7 +269,7 @@ class Offloaded:
                                    *dlpack_device_of(self.device))
         program_end.close_at_exit(self._unit_manager, self._has_others)
         if resume and self._unit_manager.find_commit() is not None:
-            self.restore(groups, "")
+            self._resume(groups)
         else:
             self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter), self._commit_state(groups))
 
@@ -246,7 +282,7 @@ class Offloaded:
         gradients = self._gradients()
         if all(gradient is None for gradient in gradients):
             return
-        if self._versions != [parameter._version for parameter in self._parameters]:
+        if self._noted != [_signs_of_change(parameter) for parameter in self._parameters]:
             self.adopt()
         self._push_rates(groups)
         self._consolidated = None
@@ -256,14 +292,15 @@ class Offloaded:
             gradient = of_parameter[id(piece.parameter)]
             addresses.append(0 if gradient is None else piece.address_in(gradient))
             types.append(DTYPES[piece.parameter.dtype if gradient is None else gradient.dtype])
-        report = self._unit_manager.step_tensors(addresses, types, self._weights(), self._commit_state(groups))
+        report = self._unit_manager.step_tensors(addresses, types, self._weights(),
+                                                 self._commit_state(groups, schedule_lags=True))
         self.step_was_skipped = not report.applied
         if self.step_was_skipped:
             _log.warning("a step was skipped: a gradient was not finite, and the parameters stay as they were")
             return
         self._note_versions()
         if self._commits_in_memory and self.step_count % self._commits_in_memory == 0:
-            self.save(groups, "")
+            self._unit_manager.save("", self._commit_state(groups, schedule_lags=True))
 
     def _gradients(self) -> list[torch.Tensor | None]:
         gradients: list[torch.Tensor | None] = []
@@ -272,10 +309,9 @@ class Offloaded:
             gradient = parameter.grad
             if gradient is None:
                 missing = missing or name
-            elif gradient.layout != torch.strided or gradient.dtype not in DTYPES:
-                raise _hoist.UsageError(f"the gradient of '{name}' is {gradient.layout} and {gradient.dtype}; dense ones of "
-                                        "float32, bfloat16 or float16 are taken")
-            gradients.append(None if gradient is None else gradient.detach().contiguous())
+            elif problem := problem_of_gradient(parameter, gradient):
+                raise _hoist.UsageError(f"'{name}' {problem}")
+            gradients.append(None if gradient is None else gradient.detach().resolve_neg().contiguous())
         for parameter in self._without:
             if parameter.grad is not None:
                 raise _hoist.UsageError("a parameter has a gradient that required none when the optimizer was made, and so has "
@@ -288,7 +324,10 @@ class Offloaded:
         return gradients
 
     def _weights(self) -> list[int]:
-        for name, parameter, dtype in zip(self._names, self._parameters, self._types, strict=True):
+        for name, parameter, dtype, shape in zip(self._names, self._parameters, self._types, self._shapes, strict=True):
+            if parameter.shape != shape:
+                raise _hoist.UsageError(f"'{name}' had the shape {tuple(shape)} when the optimizer was made, and has "
+                                        f"{tuple(parameter.shape)}: make a new optimizer after you change shapes")
             if parameter.device != self.device or parameter.dtype != dtype:
                 raise _hoist.UsageError(f"'{name}' was {dtype} on {self.device} when the optimizer was made, and is "
                                         f"{parameter.dtype} on {parameter.device}: move the model first")
@@ -296,8 +335,12 @@ class Offloaded:
         return [piece.address_in(piece.parameter) for piece in self._pieces]
 
     def _push_rates(self, groups: list[dict[str, Any]]) -> None:
-        for index, group in enumerate(groups):
-            rate = float(group["lr"])
+        rates = rates_of(groups)
+        if self._resumed_rates not in (None, rates):
+            _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule continues "
+                         "if optimizer.lr_scheduler is set to it in both runs", self._resumed_rates, rates)
+        self._resumed_rates, self._saved = None, {}
+        for index, rate in enumerate(rates):
             if rate != self._rates[index]:
                 self._unit_manager.set_learning_rate(index + 1, rate)
                 self._rates[index] = rate
@@ -305,20 +348,24 @@ class Offloaded:
     def _note_versions(self) -> None:
         """Called after the engine has written the parameters, so that autograd learns of the change."""
         torch.autograd.graph.increment_version(self._parameters)
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._note_values()
 
     def adopt(self) -> None:
         """[C]"""
         self._unit_manager.require_process()
         self._weights()
         self._unit_manager.change_masters(_UnitValues(self._units, lambda parameter: parameter))
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._note_values()
 
     # --- commits -----------------------------------------------------------------------------------------------------
 
-    def _commit_state(self, groups: list[dict[str, Any]]) -> bytes:
-        rates = [{key: float(group[key]) for key in ("lr", "initial_lr") if key in group} for group in groups]
-        return json.dumps({"program": self.program_state, "groups": rates}).encode()
+    def _commit_state(self, groups: list[dict[str, Any]], schedule_lags: bool = False) -> bytes:
+        """`schedule_lags`: the schedule will be stepped for this commit's step, but has not been yet."""
+        state: dict[str, Any] = {"program": self.program_state, "groups": [_plain_entries(group) for group in groups],
+                                 "first_rates": self._first_rates}
+        if self.schedule is not None:
+            state |= {"scheduler": program_state._plain_part(self.schedule.state_dict(), ""), "schedule_lags": schedule_lags}
+        return json.dumps(state).encode()
 
     def save(self, groups: list[dict[str, Any]], name: str) -> _hoist.Completion:
         """[C]"""
@@ -330,14 +377,39 @@ class Offloaded:
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()
         self._consolidated = None
+        self._saved = json.loads(bytes(state)) if state else {}
         if state:  # a program in C++ may have made the commit
-            saved = json.loads(bytes(state))
-            self.program_state = saved["program"]
-            for group, rates in zip(groups, saved["groups"], strict=True):
-                group.update(rates)
+            self.program_state = self._saved["program"]
+            for group, entries in zip(groups, self._saved["groups"], strict=True):
+                group.update(entries)
+            self._continue_schedule(groups)
         self._rates = [None] * len(groups)
         self.restored = True
         return step
+
+    def _resume(self, groups: list[dict[str, Any]]) -> None:
+        step = self.restore(groups, "")
+        _log.info("resuming at step %d with the trained parameters and their states. Buffers, such as running means, and frozen "
+                  "parameters are the program's: it loads them itself", step)
+        began, came_to = self._saved.get("first_rates", self._first_rates), rates_of(groups)
+        if began == self._first_rates:
+            self._resumed_rates = came_to if step > 0 else None
+            return
+        _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, and "
+                     "these count, with schedules as the program makes them", began, came_to, self._first_rates)
+        self._saved = {}
+        for group, rate in zip(groups, self._first_rates, strict=True):
+            group["lr"] = group["initial_lr"] = rate
+
+    def follow(self, groups: list[dict[str, Any]], schedule: Any) -> None:
+        self.schedule = schedule
+        self._continue_schedule(groups)
+
+    def _continue_schedule(self, groups: list[dict[str, Any]]) -> None:
+        """Brings a schedule to where the saved one was, and the rates, which its constructor may have set."""
+        if self.schedule is not None and "scheduler" in self._saved:
+            program_state.continue_schedule({**self._saved, "rates": rates_of(self._saved["groups"])}, self.schedule, groups)
+            self._resumed_rates, self._saved = None, {}
 
     def checkpoints(self) -> dict[str, int]:
         """[C]"""
@@ -362,7 +434,7 @@ class Offloaded:
         index = next(i for i, p in enumerate(self._parameters) if p is parameter)
         with torch.no_grad():
             parameter.copy_(as_type(values, parameter.dtype))
-        self._versions[index] = parameter._version
+        self._noted[index] = _signs_of_change(parameter)
 
     def _pieces_of(self, parameter: torch.Tensor) -> list[_Piece]:
         pieces = [piece for piece in self._pieces if piece.parameter is parameter]
@@ -410,6 +482,8 @@ class Offloaded:
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
             raise _hoist.UsageError("the state_dict has other parameter groups than this optimizer")
+        for saved in saved_groups:
+            options_of(saved, _hoist.OptimizerOptions.defaults_of(self._kind))  # refuses other formulas
         refuse_changes([{**group, **{k: v for k, v in saved.items() if k in group}}
                         for group, saved in zip(groups, saved_groups, strict=True)], self._settled)
         states, step = self._saved_states(groups, state_dict)
@@ -429,14 +503,16 @@ class Offloaded:
             value = states[id(parameter)].master if states else None
             return parameter if value is None else value
 
-        changed = [group | {key: saved[key] for key in ("lr", "initial_lr") if key in saved}
+        changed = [group | copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
                    for group, saved in zip(groups, saved_groups, strict=True)]
         masters, *both_moments = (_UnitValues(self._units, of) for of in (master, moments(0), moments(1)))
         self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
         self._consolidated = None
-        self._versions = [-1] * len(self._parameters)  # the next step takes the parameters as they are then
+        self._noted = [(-1, None, 0)] * len(self._parameters)  # the next step takes the parameters as they are then
         for group, after in zip(groups, changed, strict=True):
             group.update(after)
+        self._settled = [settled_of(group) for group in groups]
+        self._resumed_rates, self._saved = None, {}
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
         """The states by id of the parameter, and the step count of all of them: ({}, 0) before the first step."""

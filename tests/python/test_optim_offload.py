@@ -217,6 +217,140 @@ def test_the_store_has_the_parameters_names(tmp_path):
             assert torch.equal(stored[name], weights[name])
 
 
+# --- schedules of a run that is resumed ----------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=6),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.5, 1.0], total_steps=10, cycle_momentum=False),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)], [3]),
+}
+
+
+def two_groups(lr=0.1, **arguments):
+    groups = [{"params": [nn.Parameter(torch.ones(10))]}, {"params": [nn.Parameter(torch.ones(10))], "lr": 0.3, "name": "head"}]
+    return hoist.optim.AdamW(groups, lr=lr, **BUDGETS, **arguments)
+
+
+def rates_of(optimizer, schedule, steps):
+    """The rates of each step."""
+    rates = []
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones(10)
+        optimizer.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        if schedule is not None:
+            schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_continues_where_it_was(tmp_path, name, offload):
+    """Made as in the first run, and given to the resumed optimizer: after one step, and later, whoever made the commit."""
+    optimizer = two_groups(offload="cpu")
+    expected = rates_of(optimizer, SCHEDULES[name](optimizer), 9)
+    optimizer.close()
+    arguments = {"offload": offload, "directory": str(tmp_path / "store")}
+    rates = []
+    for count in (1, 3, 5):
+        optimizer = two_groups(**arguments, resume=True)
+        optimizer.lr_scheduler = schedule = SCHEDULES[name](optimizer)
+        rates += rates_of(optimizer, schedule, count)
+        if offload == "cpu":
+            optimizer.save().wait()  # after the schedule's step
+        optimizer.close()
+    for ours, theirs in zip(rates, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def test_a_schedule_goes_back_with_a_named_checkpoint(tmp_path):
+    optimizer = two_groups(offload="cpu", directory=str(tmp_path / "store"), keep_steps=1)
+    optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+    rates_of(optimizer, schedule, 2)
+    optimizer.save("two").wait()
+    after = rates_of(optimizer, schedule, 3)
+    assert optimizer.restore("two") == 2 and optimizer.lr_scheduler is schedule
+    assert rates_of(optimizer, schedule, 3) == after
+    with pytest.raises(hoist.UsageError, match="ExponentialLR sets the rates of another optimizer"):
+        optimizer.lr_scheduler = SCHEDULES["ExponentialLR"](two_groups(offload="cpu"))
+    optimizer.close()
+
+
+def test_a_schedule_can_be_made_for_a_later_step(tmp_path):
+    """OneCycleLR reads its own entries of the groups."""
+    arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
+    optimizer = two_groups(**arguments)
+    expected = rates_of(optimizer, SCHEDULES["OneCycleLR"](optimizer), 3)
+    optimizer.close()
+    optimizer = two_groups(**arguments, resume=True)
+    assert optimizer.param_groups[1]["name"] == "head"
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.5, 1.0], total_steps=10, cycle_momentum=False,
+                                        last_epoch=optimizer.step_count - 2)
+    assert [group["lr"] for group in optimizer.param_groups] == expected[-1]
+    optimizer.close()
+
+
+def test_a_schedule_of_epochs_is_the_programs(tmp_path):
+    """As docs/pytorch.md says."""
+    arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
+    optimizer = two_groups(**arguments)
+    schedule = SCHEDULES["LinearLR"](optimizer)
+    for _ in range(2):
+        optimizer.commit_state["schedule"] = schedule.state_dict()
+        last = rates_of(optimizer, None, 2)[-1]
+        schedule.step()
+    optimizer.close()
+    optimizer = two_groups(**arguments, resume=True)
+    schedule = SCHEDULES["LinearLR"](optimizer)
+    schedule.load_state_dict(optimizer.commit_state["schedule"])
+    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+    assert rates_of(optimizer, None, 1) == [last]
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * 0.4, 0.3 * 0.4])
+    optimizer.close()
+
+
+def test_the_log_says_what_a_resumed_run_does_not_bring(tmp_path, caplog):
+    """Buffers, and rates that a schedule has set anew before it could be known."""
+    arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
+    optimizer = two_groups(**arguments)
+    rates_of(optimizer, SCHEDULES["ExponentialLR"](optimizer), 3)
+    optimizer.close()
+    with caplog.at_level("INFO", logger="hoist"):
+        optimizer = two_groups(**arguments, resume=True)
+        assert "resuming at step 3" in caplog.text and "Buffers" in caplog.text
+        caplog.clear()
+        rates_of(optimizer, None, 1)
+        assert "learning rates" not in caplog.text
+        optimizer.close()
+        optimizer = two_groups(**arguments, resume=True)
+        optimizer.lr_scheduler = schedule = SCHEDULES["LinearLR"](optimizer)  # which the first run did not
+        rates_of(optimizer, schedule, 1)
+        assert "had come to [0.025, 0.075]" in caplog.text and "optimizer.lr_scheduler" in caplog.text
+        optimizer.close()
+
+
+def test_other_rates_than_the_run_began_with_count(tmp_path, caplog):
+    arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
+    optimizer = two_groups(**arguments)
+    optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+    rates_of(optimizer, schedule, 3)
+    optimizer.close()
+    optimizer = two_groups(lr=1e-3, **arguments, resume=True)
+    assert "began with [0.1, 0.3] and had come to [0.025, 0.075]; this program asks for [0.001, 0.3]" in caplog.text
+    optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+    assert rates_of(optimizer, schedule, 2) == [[1e-3, 0.3], [5e-4, 0.15]]
+    optimizer.close()
+    optimizer = two_groups(lr=1e-3, **arguments, resume=True)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 0.15]
+    optimizer.close()
+
+
 # --- state_dict ----------------------------------------------------------------------------------------------------------
 
 def copies_of(program):
@@ -314,9 +448,16 @@ def test_what_a_state_dict_cannot_bring_is_refused():
     refused("no state of 'parameter 0'", lambda s: s["state"].pop(0))
     refused("has the shape", lambda s: s["state"][0].update(exp_avg=torch.zeros(3)))
     refused("other parameter groups", lambda s: s["param_groups"].pop())
+    refused("amsgrad=True is not among", lambda s: s["param_groups"][1].update(amsgrad=True))
+    refused("maximize=True is not among", lambda s: s["param_groups"][0].update(maximize=True))
+    refused("decoupled_weight_decay=False", lambda s: s["param_groups"][0].update(decoupled_weight_decay=False))
+    refused("'bias_correction' of parameter group 0", lambda s: s["param_groups"][0].update(bias_correction=False))
     refused("'betas' of parameter group 0", lambda s: s["param_groups"][0].update(betas=(0.5, 0.5)))
     assert_equal(program.bits(), before)
+    saved["param_groups"][0].update(name="body", max_lr=0.1, amsgrad=False, foreach=None)  # which torch.optim would also keep
     program.optimizer.load_state_dict(saved)
+    group = program.optimizer.param_groups[0]
+    assert (group["name"], group["max_lr"], group["params"]) == ("body", 0.1, program.parameters[::2])
     assert_equal(program.train(2, 4).bits(), Program("AdamW").train(0, 4).bits())
     program.optimizer.close()
 
@@ -343,12 +484,27 @@ def test_parameters_that_the_program_changes_count():
     ours.optimizer.param_groups[0]["lr"] = 0.0
     ours.train(5, 6)
     assert torch.equal(ours.optimizer.master(ours.parameters[0]), torch.full((70, 100), 9.0, device="cpu"))
-    ours.parameters[2].data = torch.full((40, 25), 9.0, dtype=torch.bfloat16)  # which no version counts
+    ours.parameters[2].data.fill_(9.0)  # which no version counts
     ours.optimizer.adopt_parameters()
     assert torch.equal(ours.optimizer.master(ours.parameters[2]), torch.full((40, 25), 9.0, device="cpu"))
     values = torch.randn(70, 100, device="cpu")
     ours.optimizer.set_master(ours.parameters[0], values)
     assert torch.equal(ours.optimizer.master(ours.parameters[0]), values)
+    ours.optimizer.close()
+
+
+def test_other_memory_of_a_parameter_counts_as_a_change():
+    """vector_to_parameters() and `parameter.data = ...` leave the version counters as they are."""
+    ours = Program("AdamW", device=torch.get_default_device(), offload="cpu", **BUDGETS)
+    theirs = Program("AdamW")
+    for program in (ours, theirs):
+        program.train(0, 2)
+        vector = torch.nn.utils.parameters_to_vector(program.parameters)
+        torch.nn.utils.vector_to_parameters(vector.detach() / 2, program.parameters)
+        program.train(2, 4)
+        program.parameters[0].data = program.parameters[0].data.clamp(-0.1, 0.1)
+        program.train(4, 6)
+    assert_equal(ours.bits(), theirs.bits())
     ours.optimizer.close()
 
 
@@ -435,6 +591,7 @@ def test_autograd_sees_that_weights_changed():
     ({"offload": "nvme"}, "needs directory"),
     ({"offload": "cpu", "resume": True}, "needs directory"),
     ({"directory": "somewhere"}, "is for offloaded states"),
+    ({"offload": "cpu", "amsgrad": True}, "amsgrad=True is not among"),
     ({"offload": "cpu", "missing_gradients": "skip"}, "choose \"refuse\""),
 ])
 def test_arguments_that_do_not_go_together_are_refused(arguments, match):
@@ -470,6 +627,14 @@ def test_calls_that_it_does_not_have_are_refused():
     with pytest.raises(hoist.UsageError, match="move the model first"):
         optimizer.step()
     program.parameters[0].data = kept
+    program.parameters[0].grad = None
+    program.parameters[0].data = kept.t().contiguous()
+    program.parameters[0].grad = torch.ones_like(program.parameters[0])
+    with pytest.raises(hoist.UsageError, match=r"'parameter 0' had the shape \(70, 100\) when the optimizer was made, and has"):
+        optimizer.step()
+    program.parameters[0].grad = None
+    program.parameters[0].data = kept
+    program.parameters[0].grad = torch.ones_like(kept)
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with pytest.raises(hoist.UsageError, match="'weight_decay' of parameter group 0"):
         optimizer.step()
