@@ -337,8 +337,8 @@ class Offloaded:
     def _push_rates(self, groups: list[dict[str, Any]]) -> None:
         rates = rates_of(groups)
         if self._resumed_rates not in (None, rates):
-            _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule continues "
-                         "if optimizer.lr_scheduler is set to it in both runs", self._resumed_rates, rates)
+            _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule "
+                         "continues if optimizer.lr_scheduler is set to it in both runs", self._resumed_rates, rates)
         self._resumed_rates, self._saved = None, {}
         for index, rate in enumerate(rates):
             if rate != self._rates[index]:
