@@ -363,8 +363,9 @@ class Offloaded:
         """`schedule_lags`: the schedule will be stepped for this commit's step, but has not been yet."""
         state: dict[str, Any] = {"program": self.program_state, "groups": [_plain_entries(group) for group in groups],
                                  "first_rates": self._first_rates}
-        if self.schedule is not None:
-            state |= {"scheduler": program_state._plain_part(self.schedule.state_dict(), ""), "schedule_lags": schedule_lags}
+        schedule = program_state.plain_schedule(program_state.schedule_of(self.schedule))
+        if schedule is not None:
+            state |= {"scheduler": schedule, "schedule_lags": schedule_lags}
         return json.dumps(state).encode()
 
     def save(self, groups: list[dict[str, Any]], name: str) -> _hoist.Completion:

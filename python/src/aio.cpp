@@ -40,7 +40,8 @@ std::optional<FileIdentity> identity_of(const std::string& path) {
 
 // An open file. All writes to a file that are under way at the same time share one, because they may share sectors.
 //
-// Writes end with a whole sector, beyond what was written. When the last one is done, the file is cut to its length.
+// A write covers whole sectors, so it may go beyond its own last byte. When no write is under way any more, the file is
+// cut back to its length.
 class OpenFile {
  public:
   OpenFile(aio::DriveQueue& queue, const std::string& path, aio::OpenMode mode)
@@ -48,7 +49,7 @@ class OpenFile {
 
   aio::StripedFile& file() { return file_; }
 
-  // Pre: this object lives until what is returned is done.
+  // Starts a write that ends at `end_bytes`. Pre: this object is not destroyed before the returned completion is done.
   template <typename Start>
   Completion write(std::uint64_t end_bytes, const Start& start) {
     {

@@ -46,7 +46,7 @@ class DisturbedFiles {
   // Puts the disturbed files back and leaves all others as they are now. After `older`, it restores all files:
   // ranks may have gone back to the step that the older files showed.
   void undo() const;
-  // A description of what was done, for messages.
+  // Names the disturbance in messages.
   const std::string& text() const { return text_; }
 
  private:

@@ -87,7 +87,7 @@ def test_gathered_weights_may_be_modified(wrapped, how, dtype):
                 assert torch.equal(master, before[name])
                 continue
             limit = torch.tensor(0.1, device="cpu").to(engine.module[2].weight.dtype).float()
-            assert torch.equal(master, before[name].clamp(-limit, limit))  # what was within keeps all bits of its master
+            assert torch.equal(master, before[name].clamp(-limit, limit))  # other elements keep all bits of the master
             assert not torch.equal(master, before[name])
         step(engine)
         stored = engine.state_dict()

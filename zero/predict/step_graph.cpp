@@ -269,9 +269,9 @@ class Builder {
     Tasks after = std::move(gradients_);
     gradients_.clear();
     after.push_back(*last_compute_);
-    // step() begins when the last step's commit is durable.
-    if (Tasks written; p_.updates_under_forward && (await_writes(written), !written.empty()))
-      after.push_back(commit(written));
+    Tasks before;  // step() begins when the last step's commit is durable
+    if (p_.updates_under_forward) await_writes(before);
+    if (!before.empty()) after.push_back(commit(before));
     out_.decided.push_back(add_point(after));
     after = {out_.decided.back()};
     std::uint64_t brought_down = 0;

@@ -15,7 +15,8 @@ namespace hoist::detail {
 
 namespace {
 
-// What a rank tells the job before a step, or in gradient_norm(): that has no limit, which `norm_max` -1 stands for.
+// What each rank sends to all ranks of the job: its part of the norm, and the limit of its step. gradient_norm() takes
+// no step, and sends kOnlyAsked.
 struct NormPart {
   double sum_of_squares = 0;
   double norm_max = 0;

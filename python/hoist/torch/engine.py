@@ -35,7 +35,7 @@ from hoist.torch.graphs import refuse_graphs
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
 from hoist.torch.model_names import StandsForModel
-from hoist.torch.optimizer import Optimizer, refuse_other_optimizer, refuse_schedule
+from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_schedule
 from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
@@ -90,7 +90,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._cut = cut
         self.device = device_of(config, device, model.parameters())
         self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
-        param_groups, group_of = self._groups(groups)
+        param_groups, group_of = grouped(groups, cut.units, config.optimizer)
         self._optimizer_groups_offset = 0 if groups is None else 1
         self._sharding = sharding = distributed.sharding_group_of(mesh, tensor_parallel)
         if sharding is not None and not sharding.is_whole_job:
@@ -152,34 +152,6 @@ class Engine(StandsForModel, DeepSpeedNames):
         return self._hooks[-1]
 
     # --- construction ------------------------------------------------------------------------------------------------
-
-    def _groups(self, groups: ParamsT | None) -> tuple[list[dict[str, Any]], dict[int, int]]:
-        """Parameter groups with all their settings, and the group of each parameter, by its id."""
-        every = [p for unit in self._cut.units for p in unit.parameters.values()]
-        trainable = [p for p in every if p.requires_grad]
-        defaults = self.config.optimizer
-        if groups is None:
-            return [{"params": trainable, "lr": defaults.learning_rate}], {}
-        given: list[Any] = list(groups)
-        if given and not isinstance(given[0], dict):
-            given = [{"params": given}]
-        given = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else list(g["params"])}
-                 for g in given]
-        group_of: dict[int, int] = {}
-        names = {id(p): n for unit in self._cut.units for n, p in unit.parameters.items()}
-        for index, group in enumerate(given):
-            group.setdefault("lr", defaults.learning_rate)
-            for parameter in group["params"]:
-                if parameter.numel() > 0 and id(parameter) not in names:
-                    raise _hoist.UsageError(f"parameter group {index} has a parameter of shape {tuple(parameter.shape)} that is "
-                                            "not the model's: it would not be trained")
-                if group_of.setdefault(id(parameter), index) != index:
-                    raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' is in the groups {group_of[id(parameter)]} and "
-                                            f"{index}: it can be in one")
-        for parameter in trainable:
-            if id(parameter) not in group_of:
-                raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
-        return given, group_of
 
     def _find_run(self, resume: bool, load_later: bool) -> bool:
         """Whether the store holds a run, which `resume` continues and `load_later` leaves to load_checkpoint()."""

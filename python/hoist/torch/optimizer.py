@@ -6,9 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 from hoist.optim import refuse_changes, settled_of
+from hoist.torch.units import Unit
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
@@ -30,6 +33,35 @@ def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -
         raise _hoist.UsageError(
             f"{type(schedule).__name__} sets the rates of another optimizer than this engine's: make it for engine.optimizer, "
             "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
+
+
+def grouped(groups: ParamsT | None, units: list[Unit],
+            defaults: _hoist.OptimizerOptions) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """Parameter groups with all their settings, and the group of each parameter, by its id."""
+    every = [p for unit in units for p in unit.parameters.values()]
+    trainable = [p for p in every if p.requires_grad]
+    if groups is None:
+        return [{"params": trainable, "lr": defaults.learning_rate}], {}
+    given: list[Any] = list(groups)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    given = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else list(g["params"])}
+             for g in given]
+    group_of: dict[int, int] = {}
+    names = {id(p): n for unit in units for n, p in unit.parameters.items()}
+    for index, group in enumerate(given):
+        group.setdefault("lr", defaults.learning_rate)
+        for parameter in group["params"]:
+            if parameter.numel() > 0 and id(parameter) not in names:
+                raise _hoist.UsageError(f"parameter group {index} has a parameter of shape {tuple(parameter.shape)} that is "
+                                        "not the model's: it would not be trained")
+            if group_of.setdefault(id(parameter), index) != index:
+                raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' is in the groups {group_of[id(parameter)]} and "
+                                        f"{index}: it can be in one")
+    for parameter in trainable:
+        if id(parameter) not in group_of:
+            raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
+    return given, group_of
 
 
 class Optimizer(torch.optim.Optimizer):

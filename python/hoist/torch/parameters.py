@@ -199,7 +199,7 @@ class Parameters:
         def settle() -> None:
             self._between_passes()
             for name, (where, values) in changes.items():
-                master = self._read(name)  # what was not changed keeps the bits that weights of 16 bits do not have
+                master = self._read(name)  # fp32: elements that were not changed keep all of its bits
                 master[where] = values
                 self._write(name, master)
             for name in others:

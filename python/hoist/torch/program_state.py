@@ -39,6 +39,12 @@ def schedule_of(scheduler: Any) -> dict[str, Any] | None:
     return scheduler.state_dict() if scheduler is not None and hasattr(scheduler, "state_dict") else None
 
 
+def plain_schedule(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What commits have of a schedule's state; None if nothing."""
+    plain: Any = _NOT_PLAIN if state is None else _plain_part(state, "")
+    return None if plain is _NOT_PLAIN else plain
+
+
 def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[float], buffers: dict[str, torch.Tensor], *,
          schedule_lags: bool, skipped_steps: int, first_rates: list[float] | None = None) -> bytes:
     """`schedule` has what JSON can hold written down. `schedule_lags`: its scheduler will be stepped for this commit's step,
@@ -48,7 +54,7 @@ def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[f
         state["first_rates"] = first_rates
     if skipped_steps > 0:
         state["skipped_steps"] = skipped_steps
-    if schedule is not None and (plain := _plain_part(schedule, "")) is not _NOT_PLAIN:
+    if (plain := plain_schedule(schedule)) is not None:
         state["scheduler"] = plain
     if buffers:
         state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}

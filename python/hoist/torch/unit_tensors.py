@@ -53,7 +53,7 @@ class _Unit:
             parameter.data = tensor
 
     def look(self) -> None:
-        """Whether a parameter is what show() made it."""
+        """Notes a parameter that shows other memory than show() gave it."""
         others = [p for (p, _), own in zip(self.parameters, self.shown, strict=True)
                   if p.untyped_storage()._cdata != own.untyped_storage()._cdata or p.storage_offset() != own.storage_offset()]
         if others and self.given_another is None:
