@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one file of tests; exit status 77, which ctest shows as skipped, when what it needs is not installed."""
+"""Runs files of tests; exit status 77, which ctest shows as skipped, when what they need is not installed.
+
+Importing PyTorch takes seconds of a processor, and trainers take ten. Several files are each run in a process that is forked
+from this one, which has imported these and done nothing else.
+"""
 
 import importlib.util
 import os
+import pathlib
 import sys
 import tempfile
 
+SKIPPED = 77
 
-def main():
-    missing = [name for name in ("pytest", "torch", "numpy") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"skipped: {sys.executable} has no {', '.join(missing)} (pip install {' '.join(missing)})")
-        return 77
 
+def run(arguments):
+    """Runs a file of tests in this process."""
     device = os.environ.get("HOIST_TEST_ACCELERATOR")
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a configuration that names no device would mean the GPU
@@ -21,7 +24,7 @@ def main():
 
         if not torch.cuda.is_available():
             print("skipped: PyTorch finds no GPU")
-            return 77
+            return SKIPPED
     elif device:
         import torch.utils.cpp_extension
 
@@ -29,14 +32,53 @@ def main():
 
         if not (torch.utils.cpp_extension.is_ninja_available() and hoist.torch.unit_tensors.CAN_REFUSE):
             print("skipped: the test accelerator needs ninja, and PyTorch 2.13 or newer")
-            return 77
+            return SKIPPED
 
     import pytest
 
     with tempfile.TemporaryDirectory(prefix="hoist-test-python-") as directory:
-        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/t", *sys.argv[1:]])
+        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/t", *arguments])
     # 5: no test was collected, because a module the whole file needs is missing.
-    return 77 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
+    return SKIPPED if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
+
+
+def import_for(files):
+    """Imports what the files import, as far as it is installed and starts no thread."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    wanted = ["torch", "pytest", "hoist.torch"]
+    if any("trainer" in name or "finetune" in name for name in files):
+        wanted += ["transformers.trainer", "peft", "trl.trainer.sft_trainer"]
+    for name in wanted:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+
+
+def run_each(files):
+    """Runs every file in a process of its own. A group is skipped when all of its files are."""
+    import_for([pathlib.Path(file).name for file in files])
+    statuses = {}
+    for file in files:
+        print(f"== {pathlib.Path(file).name}", flush=True)
+        child = os.fork()
+        if child == 0:
+            return run([file])
+        statuses[file] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    failed = [pathlib.Path(file).name for file, status in statuses.items() if status not in (0, SKIPPED)]
+    if failed:
+        print(f"failed: {' '.join(failed)}")
+        return 1
+    return SKIPPED if all(status == SKIPPED for status in statuses.values()) else 0
+
+
+def main():
+    missing = [name for name in ("pytest", "torch", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"skipped: {sys.executable} has no {', '.join(missing)} (pip install {' '.join(missing)})")
+        return SKIPPED
+    files = sys.argv[1:]
+    if len(files) > 1 and all(name.endswith(".py") for name in files):
+        return run_each(files)
+    return run(files)
 
 
 if __name__ == "__main__":  # tests fork processes, which import this file
