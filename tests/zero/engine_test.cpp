@@ -372,6 +372,23 @@ TEST(Engine, AStepsOwnLargestNormClipsAsTheOptionsDo) {
   }
 }
 
+// A norm belongs to its pass: it is not the next one's, and does not survive discard().
+TEST(Engine, EveryPassHasItsOwnNorm) {
+  for (const Placement placement : {Placement::device, Placement::pinned}) {
+    ToySetup setup = toy_setup(placement, placement);
+    Fixture f(setup), other(setup);
+    f.init().model.pass(1);
+    const double first = f.engine().gradient_norm();
+    f.engine().discard();
+    EXPECT_THROW(f.engine().gradient_norm(), UsageError);
+    f.model.pass(2);
+    const double second = f.engine().gradient_norm();
+    other.init().model.pass(2);
+    EXPECT_NE(first, second);
+    EXPECT_EQ(second, other.engine().step().gradient_norm);
+  }
+}
+
 TEST(Engine, TheSmallerOfTwoLargestNormsCounts) {
   Fixture f(in_memory());
   f.init();

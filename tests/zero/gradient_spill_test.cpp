@@ -84,6 +84,7 @@ TEST_P(SpillIn, GradientsAreReadBack) {
   const TempDirectory directory;
   const int count = static_cast<int>(GetParam().micro_batches);
   const bool vertical = GetParam().order == MicroBatchOrder::vertical;
+  double norm = 0;
   const auto gradients = [&](const ToySetup& setup) {
     ToyProgram program(setup);
     std::vector<std::vector<float>> found;
@@ -100,11 +101,15 @@ TEST_P(SpillIn, GradientsAreReadBack) {
       for (const std::size_t first : {std::size_t{0}, elements / 3})
         found.push_back(program.read(ParameterId{p}, State::gradient, first, elements - first));
     }
+    norm = program.engine().gradient_norm();
     return found;
   };
   ToySetup spilling = setup(Placement::pinned, Placement::nvme, directory / "store");
   spilling.engine.gradient_spill_units = kAll;
-  EXPECT_EQ(gradients(spilling), gradients(setup(Placement::pinned, Placement::pinned)));
+  const auto found = gradients(spilling);
+  const double found_norm = norm;
+  EXPECT_EQ(found, gradients(setup(Placement::pinned, Placement::pinned)));
+  EXPECT_EQ(found_norm, norm);
 }
 
 // --- budgets
