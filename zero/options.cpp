@@ -89,8 +89,6 @@ void check_commits(const EngineOptions& options) {
          "there is no store to copy; set nvme_path or hoist.checkpoint_path");
   refuse(options.uses_nvme() && options.durability == tiers::Durability::none, "hoist.mirror",
          "with durability \"none\" there are no commits to copy; use \"step\"");
-  refuse(options.mirror.directory == options.store_directory, "hoist.mirror.path",
-         fmt::format("{} is the store's own directory; name another, on another drive", options.mirror.directory));
   refuse(options.keep_steps >= tiers::kCheckpointsMax, "hoist.keep_steps",
          fmt::format("with hoist.mirror at most {} checkpoints can be kept", tiers::kCheckpointsMax - 1));
 }

@@ -370,6 +370,33 @@ TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
 }
 
+// Two trainings of one model, and a mirror that is configured where the other one's is, or the other one itself.
+TEST_P(MirrorTest, AnotherTrainingIsNotReplaced) {
+  train_and_mirror(1, 4);
+  const std::string its_store = setup_.engine.store_directory, its_mirror = setup_.engine.mirror.directory;
+  setup_.engine.store_directory = directory_ / "second";
+  setup_.engine.mirror = {};
+  on_engines(1, [&](int, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    model.engine().save("", bytes_of("step 1")).wait();
+  });
+  for (const std::string& place : {its_store, its_mirror}) {
+    setup_.engine.mirror.directory = place;
+    on_engines(1, [&](int, ToyModel& model) {
+      try {
+        model.restore();
+        ADD_FAILURE() << "it has taken the place of another training's";
+      } catch (const StoreError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("of another training than the store"));
+      }
+    });
+    EXPECT_EQ(StoredModel(place).step(), 4u);
+  }
+  setup_.engine.mirror = {};
+  on_engines(1, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 1u); });
+}
+
 // The ledger counts reads for a copy apart from those of steps. Predictions include the pinned memory that copies use.
 TEST_P(MirrorTest, ItsBytesAreBookedApart) {
   const auto links_of = [&](bool mirrored) {
@@ -417,6 +444,15 @@ TEST(MirrorOptions, AreChecked) {
   EXPECT_EQ(refused([](EngineOptions&) {}), "accepted");
   EXPECT_THAT(refused([](EngineOptions& o) { o.durability = tiers::Durability::none; }), HasSubstr("hoist.mirror"));
   EXPECT_THAT(refused([](EngineOptions& o) { o.mirror.directory = o.store_directory; }), HasSubstr("another"));
+  EXPECT_THAT(refused([](EngineOptions& o) { o.mirror.directory = o.store_directory + "/../store/"; }),
+              HasSubstr("where the store itself is"));
+  fs::create_directory(directory / "drive");
+  fs::create_symlink(directory / "drive", directory / "link");
+  EXPECT_THAT(refused([&](EngineOptions& o) {
+                o.store_directory = directory / "drive/store";
+                o.mirror.directory = directory / "link/store";
+              }),
+              HasSubstr("where the store itself is"));
   EXPECT_THAT(refused([](EngineOptions& o) { o.keep_steps = 64; }), HasSubstr("63"));
   EXPECT_THAT(refused([](EngineOptions& o) {
                 o.parameters = o.optimizer = Placement::pinned;

@@ -10,13 +10,11 @@
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/pace.hpp>
 #include <hoist/core/thread.hpp>
-#include <hoist/tiers/store_format.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/mirror.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
-#include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/memory/drives.hpp>
 
 namespace hoist::detail {
@@ -66,19 +64,12 @@ std::optional<std::uint64_t> Mirror::step() const {
 
 // --- its store -------------------------------------------------------------------------------------------------------
 
-// The store that is there is gone on with when it is of this run. Otherwise, after a change of the number of ranks or
-// a step back, a new one is made beside it, and the old one goes once the first copy is whole.
+// What is there is this training's (refuse_foreign_mirror). The store that is there is gone on with when it is of this
+// run. Otherwise, after a change of the number of ranks or a step back, a new one is made beside it, and the old one
+// goes once the first copy is whole.
 void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const StoreSearch search(ranks_, options_);
   const auto found = search.find(std::nullopt, StoreSearch::Incomplete::pass_over);
-  ranks_.all_together("look at its mirror", [&] {
-    if (!found) return;
-    const std::string directory = found->directory.in(options_.store_directory);
-    const std::string layout = look_at_one_store(directory).layout;
-    if (layout != table_.identity())
-      throw StoreError(fmt::format("the mirror in {} is of another model: {}; name another directory", directory,
-                                   tiers::first_difference(layout, table_.identity())));
-  });
   const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
                         search.is_of_run(found->commits.front(), store_number);
   const std::vector<StoreDirectory> directories = search.directories();
@@ -227,7 +218,7 @@ void Mirror::tell(const std::exception_ptr& problem) noexcept {
   }
 }
 
-// Other copies of this model, whole or not. The first of the ranks that share a directory removes them.
+// Other copies of this training, whole or not. The first of the ranks that share a directory removes them.
 void Mirror::remove_others() noexcept {
   try {
     for (const StoreDirectory& other : store_directories(options_.store_directory)) {
@@ -235,8 +226,8 @@ void Mirror::remove_others() noexcept {
       const std::string directory = other.in(options_.store_directory);
       const std::vector<int> ranks = tiers::Store::ranks_in(directory);
       if (ranks.empty() || store_options_.identity.rank > ranks.front()) continue;
-      const auto identity = tiers::Store::look(directory, ranks.front()).identity;
-      if (identity && identity->layout == table_.identity())
+      const auto found = tiers::Store::look(directory, ranks.front());
+      if (found.identity && are_of_one_training(found.store_number, store_options_.store_number))
         remove_store({options_.store_directory}, other, /*lock_timeout=*/{});
     }
   } catch (const Error& error) {

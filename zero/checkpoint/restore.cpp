@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <filesystem>
+#include <system_error>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -18,10 +20,19 @@ using tiers::CommitHeader;
 
 namespace {
 
-std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const EngineOptions& options) {
-  auto source = StoreSearch(ranks, mirror_options(options)).find(std::nullopt);
+using Incomplete = StoreSearch::Incomplete;
+
+std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const EngineOptions& options,
+                                          Incomplete incomplete = Incomplete::refuse) {
+  auto source = StoreSearch(ranks, mirror_options(options)).find(std::nullopt, incomplete);
   if (!source) return std::nullopt;
   return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
+}
+
+bool is_same_place(const std::string& a, const std::string& b) {
+  namespace fs = std::filesystem;
+  std::error_code absent;  // what is not there yet has its name alone
+  return fs::weakly_canonical(fs::absolute(a)) == fs::weakly_canonical(fs::absolute(b)) || fs::equivalent(a, b, absent);
 }
 
 // A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
@@ -61,7 +72,6 @@ tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& optio
 
 std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const EngineOptions& options,
                                         const std::string& from) {
-  using Incomplete = StoreSearch::Incomplete;
   const StoreSearch search(ranks, options);
   const bool mirrored = !options.mirror.directory.empty() && from.empty();
   if (mirrored && search.has_lost_drives()) {
@@ -77,15 +87,29 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   return plan;
 }
 
-void refuse_used_mirror(const RankAgreement& ranks, const EngineOptions& options) {
+void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued) {
   if (options.mirror.directory.empty()) return;
-  StoreSearch(ranks, mirror_options(options)).refuse_others();
-  const auto plan = find_in_mirror(ranks, options);
-  if (!plan) return;
+  ranks.all_together("look at its mirror", [&] {
+    std::vector<std::string> drives{options.store_directory};
+    drives.insert(drives.end(), options.stripe_directories.begin(), options.stripe_directories.end());
+    for (const std::string& drive : drives)
+      if (is_same_place(drive, options.mirror.directory))
+        throw ConfigError("hoist.mirror.path",
+                          fmt::format("{} is where the store itself is, {}; name another place, on "
+                                      "another drive",
+                                      options.mirror.directory, drive));
+  });
+  if (!continued) StoreSearch(ranks, mirror_options(options)).refuse_others();
+  const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
+  if (!found) return;
+  const CommonCommit& newest = found->source.commits.front();
+  if (continued && are_of_one_training(newest.run, continued->source.commits.front().run)) return;
   throw CommonStoreError(
-      fmt::format("the mirror in {} holds step {} of a training; continue it (Engine::restore(), hoist-gpt --resume, "
-                  "resume=True in Python), or name another directory in hoist.mirror.path",
-                  plan->source.directory.in(plan->directory), plan->source.commits.front().step));
+      fmt::format("the mirror in {} holds step {} of {}, or name another directory in hoist.mirror.path",
+                  found->source.directory.in(found->directory), newest.step,
+                  continued ? "another training than the store: remove it"
+                            : "a training; continue it (Engine::restore(), hoist-gpt "
+                              "--resume, resume=True in Python)"));
 }
 
 RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from) {

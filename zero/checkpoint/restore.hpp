@@ -36,8 +36,9 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
 // The same. Errors: also CommonStoreError when there is nothing.
 RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from);
 
-// CommonStoreError when a fresh start would take the place of a mirror that holds a training.
-void refuse_used_mirror(const RankAgreement& ranks, const EngineOptions& options);
+// Refuses a mirror that is where the store is, by any name of the place (ConfigError of that rank), or that holds
+// another training than the one that is `continued`; null: a new one.
+void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued);
 
 // Makes a commit of the open store the one to continue from, and gives up named checkpoints that some rank lacks.
 // Returns its step.

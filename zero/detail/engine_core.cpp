@@ -102,7 +102,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
     ranks.agree_on_model("Engine::create()", table, options, settings.groups());
     ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
     const StoreDirectory directory = directory_for(state);
-    refuse_used_mirror(ranks, options);
+    refuse_foreign_mirror(ranks, options, nullptr);
     make_parts(directory, StoreUse::create);
     settings.step_count = state.step;
     if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
@@ -133,6 +133,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     ranks.agree_on_model("Engine::restore()", table, options, settings.groups());
     const Ledger::Apart apart(runtime.ledger());
     const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
+    refuse_foreign_mirror(ranks, options, &plan);
     const StoreDirectory directory =
         plan.in_place ? restore_in_place(plan, restore_options.from) : reshard(plan, restore_options.from);
     checkpoints->restored(settings.step_count);
@@ -183,7 +184,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
   }
   remove_unfinished_stores(ranks, options, plan.from_mirror ? 0 : plan.source.directory.order, plan.passed_over);
   const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());
-  make_parts(directory, StoreUse::create);
+  make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   use_state(former->commit_state(), step);
   ranks.all_together("take over the state", [&] {
     const auto read = [&](ParameterId parameter, State of, std::uint64_t first, std::span<float> out) {

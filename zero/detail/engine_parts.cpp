@@ -55,10 +55,10 @@ void EngineParts::require_model() const {
                     "multiply its loss by Engine::loss_scale(), or remove the section fp16");
 }
 
-void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use) {
+void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use, std::optional<std::uint64_t> former_run) {
   require_model();
   const bool create_store = use == StoreUse::create;
-  const std::uint64_t run = create_store ? ranks.agree_on_run() : 0;
+  const std::uint64_t run = create_store ? ranks.agree_on_run(former_run) : 0;
   // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed.
   const bool first_commit_is_useless =
       create_store && ranks.job().size() > 1 && !StoreSearch(ranks, options).find_commit();

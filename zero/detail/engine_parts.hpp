@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -64,7 +65,8 @@ class EngineParts {
  protected:
   void require_model() const;  // UsageError or ConfigError: it can be trained with these options
   enum class StoreUse : std::uint8_t { create, open };
-  void make_parts(const StoreDirectory& directory, StoreUse use);  // [J]
+  // [J] `former_run`: of the store that a new one takes over from.
+  void make_parts(const StoreDirectory& directory, StoreUse use, std::optional<std::uint64_t> former_run = {});
 
  private:
   void lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);

@@ -19,7 +19,10 @@ namespace hoist::detail {
 
 namespace {
 
-constexpr int kGroupBits = 16;  // of a run's number, the highest: they differ between sharding groups
+// A run's number. Its highest bits differ between sharding groups, and its lowest, to which ranks are added, between
+// stores. Those between are the training's: a store that takes over from another keeps them.
+constexpr int kGroupBits = 16;
+constexpr std::uint64_t kTrainingBits = 0x0000'FFFF'FF00'0000, kHighestOfStore = 0x0000'0000'0080'0000;
 
 std::uint64_t of_first_rank(comm::Communicator& ranks, std::uint64_t mine) {
   std::vector<std::uint64_t> all(static_cast<std::size_t>(ranks.size()));
@@ -36,6 +39,8 @@ std::uint64_t text_hash(std::string_view text) {
 }
 
 std::uint64_t job_part(std::uint64_t run) { return run & (~std::uint64_t{0} >> kGroupBits); }
+
+bool are_of_one_training(std::uint64_t a, std::uint64_t b) { return ((a ^ b) & kTrainingBits) == 0; }
 
 std::string RankAgreement::name_in_job(int rank) const {
   return fmt::format("rank {}{}", rank, has_several_groups() ? " of the norm group" : "");
@@ -101,9 +106,10 @@ void RankAgreement::agree_on_beginning(const char* call, const InitialState& sta
   comm::agree(job(), hash, fmt::format("{} at step {}{}", call, state.step, scale));
 }
 
-std::uint64_t RankAgreement::agree_on_run() const {
+std::uint64_t RankAgreement::agree_on_run(std::optional<std::uint64_t> former) const {
   std::random_device device;
-  const std::uint64_t run = of_first_rank(job(), (std::uint64_t{device()} << 32) | device() | 1);
+  std::uint64_t run = of_first_rank(job(), ((std::uint64_t{device()} << 32) | device() | 1) & ~kHighestOfStore);
+  if (former) run = (run & ~kTrainingBits) | (*former & kTrainingBits);
   if (!has_several_groups()) return run;
   // Two groups have different numbers, so that a file of one is never taken for a file of the other.
   const std::uint64_t first = of_first_rank(group(), static_cast<std::uint64_t>(job().rank()));

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -47,7 +48,8 @@ class RankAgreement {
   // [J] All ranks begin, or continue by `call`, at the same step and with the same loss scale.
   void agree_on_beginning(const char* call, const InitialState& state) const;
   // [J] A random number that joins the stores that are made together: equal in a sharding group, partly in the job.
-  std::uint64_t agree_on_run() const;
+  // `former`: that of a store which they take over from.
+  std::uint64_t agree_on_run(std::optional<std::uint64_t> former) const;
   // [C] The smallest of a number that every rank has.
   std::uint64_t smallest(std::uint64_t mine) const;
   bool all(bool mine) const;  // [J] whether it is true on every rank
@@ -64,5 +66,9 @@ std::uint64_t text_hash(std::string_view text);
 
 // The part of agree_on_run()'s number that all sharding groups have alike.
 std::uint64_t job_part(std::uint64_t run);
+
+// Whether stores with these numbers, with or without a rank added, are of one training: one has taken over from the
+// other, or both from a third.
+bool are_of_one_training(std::uint64_t a, std::uint64_t b);
 
 }  // namespace hoist::detail
