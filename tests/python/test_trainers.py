@@ -6,6 +6,7 @@ The hoisted model's weights come from files. The metric is the evaluation's loss
 best, so that the best checkpoint is not the last one.
 """
 
+import copy
 import os
 
 import pytest
@@ -124,6 +125,58 @@ def test_what_needs_weights_before_they_are_read_is_refused(tmp_path, monkeypatc
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     trainer.engine.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 3
+
+
+def zeros(model):
+    return torch.zeros_like(model.lm_head.weight, memory_format=torch.contiguous_format)
+
+
+def set_row(model):
+    with torch.no_grad():
+        model.lm_head.weight[5] = 0.0
+
+
+# Changes of a model between from_pretrained and training, and whether hoist can begin with what they make.
+EDITS = {
+    "other_tensor": (True, lambda model: setattr(model.lm_head.weight, "data", zeros(model))),
+    "other_parameter": (True, lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(zeros(model)))),
+    "loaded": (True, lambda model: model.load_state_dict({name: torch.full(value.shape, 0.5) for name, value in
+                                                          model.state_dict().items() if "embed" not in name}, strict=False)),
+    "more_tokens": (True, lambda model: model.resize_token_embeddings(WORDS + 10)),
+    "fewer_tokens": (True, lambda model: model.resize_token_embeddings(WORDS - 10)),
+    "fewer_layers": (True, lambda model: setattr(model.model, "layers", model.model.layers[:1])),
+    "tied": (True, lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight)),
+    "another_type": (True, lambda model: model.to(torch.float64).to(torch.float32)),
+    "zeros_": (False, lambda model: torch.nn.init.zeros_(model.lm_head.weight)),
+    "data.zero_": (False, lambda model: model.lm_head.weight.data.zero_()),
+    "a_row": (False, set_row),
+    "fewer_rows": (False, lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data[:9])),
+    "a_copy": (False, lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.clone()))),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_change_before_training_counts_or_is_refused(tmp_path, edit):
+    counts, change = EDITS[edit]
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA[1].to_dict() | {"tie_word_embeddings": False})
+                                  ).save_pretrained(tmp_path / "hub")
+    expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hub", dtype=torch.float32)
+    model = hoist_transformers.from_pretrained(transformers.LlamaForCausalLM, tmp_path / "hub", dtype=torch.float32)
+    for each in (expected, model):
+        torch.manual_seed(1)  # of new tokens
+        change(each)
+    config = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    if not counts:
+        with pytest.raises(hoist.UsageError, match="'lm_head.weight' was changed.*own from_pretrained.*modify=True"):
+            hoist.torch.wrap(model, config)
+        return
+    copied = copy.deepcopy(model).state_dict()
+    with hoist.torch.wrap(model, config) as engine:
+        found = engine.state_dict()
+    assert found.keys() == expected.state_dict().keys() == copied.keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name].cpu(), value.cpu()) and torch.equal(copied[name].cpu(), value.cpu()), name
 
 
 class Dies(transformers.TrainerCallback):

@@ -7,8 +7,9 @@ other, so that memory holds one unit. Weights that have another name or shape in
 mixture) are converted by transformers' own rules.
 
 Until then each parameter shows a single NaN in all its places. It is on the CPU, because PEFT and others make what they
-add on the same device, and no store accepts NaN. Modules refuse to be called. The magnitudes that PEFT's DoRA derives from
-weights are computed when the weights are read.
+add on the same device, and no store accepts NaN. Modules refuse to be called. A parameter that the program gives other values
+begins with these; if it changes only some of them, wrap() refuses. The magnitudes that PEFT's DoRA derives from weights are
+computed when the weights are read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -240,9 +242,41 @@ class _Part:
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
+class _InFile:
+    """Reads a parameter's values."""
+
+    def __init__(self, name: str, shape: torch.Size, read: Read):
+        self._name = name
+        self._shape = shape
+        self._read = read
+
+    def __call__(self) -> torch.Tensor:
+        return self._read()
+
+    def is_replaced(self, parameter: torch.Tensor) -> bool:
+        """Whether the program has given the parameter other values. Errors: UsageError if these are not complete."""
+        values = parameter.detach()
+        # In the placeholder, a change of one element is a change of all.
+        has_memory = values.untyped_storage().nbytes() >= values.numel() * values.element_size()
+        absent = (values if has_memory else values.as_strided((1,), (1,))).isnan()
+        if absent.all() and values.shape == self._shape:
+            return False
+        if absent.any() or not has_memory:
+            raise _change_of(self._name)
+        return True
+
+
+def _change_of(name: str) -> _hoist.UsageError:
+    return _hoist.UsageError(
+        f"'{name}' was changed, or made from other weights, while weights were still in their files: the values that hoist would "
+        "begin with are incomplete. Load the model with transformers' own from_pretrained, or change weights after the model is "
+        "wrapped, in a block of engine.gathered(modify=True)")
+
+
 def _copy_of(parameter: Any, memo: dict[int, Any]) -> nn.Parameter:
     """With its values: TRL copies a model before training, for reference."""
-    values = parameter.initial_values().clone()
+    read = parameter.initial_values
+    values = (parameter.detach() if read.is_replaced(parameter) else read()).clone()
     memo[id(parameter)] = copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
     return copied
 
@@ -259,10 +293,44 @@ def _refuse_call(module: nn.Module, _: Any) -> None:
             "precompute_ref_log_probs=False), or load it with transformers' own from_pretrained")
 
 
+def _give_memory(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before load_state_dict() copies values."""
+    parameter: Any
+    for name, parameter in module._parameters.items():
+        if prefix + name in state and _is_in_files(parameter) and not parameter.initial_values.is_replaced(parameter):
+            parameter.data = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
+
+
+def _resize_token_embeddings(model: Any, *positional: Any, **arguments: Any) -> Any:
+    """transformers copies the embeddings' values, and computes those of new tokens from them."""
+    for module in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+        for parameter in module.parameters():
+            if _is_in_files(parameter) and not parameter.initial_values.is_replaced(parameter):
+                parameter.data = parameter.initial_values().clone()
+    return type(model).resize_token_embeddings(model, *positional, **arguments)
+
+
+def _take_edits(model: Any) -> None:
+    """Parameters that the program has given values of its own begin with them."""
+    for parameter in model.parameters():
+        if _is_in_files(parameter) and parameter.initial_values.is_replaced(parameter):
+            del parameter.initial_values, parameter.__deepcopy__
+
+
+def _refuse_absent(model: Any) -> None:
+    """Errors: UsageError for a parameter whose values were copied from ones that are still in files."""
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "initial_values") and not parameter.is_meta and parameter.isnan().any():
+            raise _change_of(name)
+
+
 @contextlib.contextmanager
 def reading_files(model: Any) -> Iterator[None]:
     """Around the making of an engine: the model may be called after it."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    reads = bool(modules) and any(map(_is_in_files, model.parameters()))
+    if reads:
+        _take_edits(model)
     magnitudes = []
     for module in modules:
         for adapter, layer in (getattr(module, "lora_magnitude_vector", None) or {}).items():
@@ -270,12 +338,16 @@ def reading_files(model: Any) -> Iterator[None]:
             if _is_in_files(base) and layer.weight.isnan().all():
                 layer.weight.initial_values = _Magnitude(module, adapter, base.initial_values)
                 magnitudes.append(layer.weight)
+    if reads:
+        _refuse_absent(model)
     yield
     for magnitude in magnitudes:
         del magnitude.initial_values  # and with it what it has of the adapters
     for module in modules:
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_call]:
-            del module._forward_pre_hooks[key]
+        module.__dict__.pop("resize_token_embeddings", None)
+        for hooks, own in ((module._forward_pre_hooks, _refuse_call), (module._load_state_dict_pre_hooks, _give_memory)):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is own]:
+                del hooks[key]
 
 
 class _Magnitude:
@@ -305,7 +377,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
         if name in reads:
             absent = torch.full((), torch.nan, dtype=meta.dtype).expand(meta.shape)
             parameter: Any = nn.Parameter(absent, requires_grad=meta.requires_grad)
-            parameter.initial_values, parameter._is_hf_initialized = reads[name], True
+            parameter.initial_values, parameter._is_hf_initialized = _InFile(name, meta.shape, reads[name]), True
             parameter.__deepcopy__ = partial(_copy_of, parameter)
             replaced[id(meta)] = parameter
     for prefix, module in model.named_modules():
@@ -316,6 +388,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
                 module._parameters[name] = replaced.setdefault(id(meta), empty)
         if any(map(_is_in_files, module._parameters.values())):
             module.register_forward_pre_hook(_refuse_call)
+            module._register_load_state_dict_pre_hook(_give_memory, with_module=True)
         for name, buffer in module._buffers.items():
             read = reads.get(f"{prefix}.{name}" if prefix else name)
             if buffer is not None and buffer.is_meta:
@@ -326,6 +399,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
         _initialize_as_4(model)
     else:
         model.initialize_weights()
+    model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)
 
 
 def _initialize_as_4(model: Any) -> None:
