@@ -209,6 +209,28 @@ def test_a_last_step_of_fewer_micro_batches(settings):
             torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("enabled, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_float64_parameters_become_the_configuration_s_type(settings, enabled, dtype):
+    """As other floating types do: trained ones, frozen ones, and those that a module on the meta device makes."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 2), torch.nn.Linear(
+        2, 2, device="meta", dtype=torch.float64))
+    model[0].bias.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+    with hoist.torch.wrap(model, settings(**{enabled: {"enabled": True}})) as engine:
+        for name, values in before.items():
+            expected = values.float().to(dtype).float() if name == "0.bias" else values.float()
+            torch.testing.assert_close(engine.read(name), expected.cpu(), rtol=0, atol=0)
+        assert all(values.dtype == dtype for values in engine.state_dict().values())
+        engine.backward(engine(torch.ones(1, 4, dtype=dtype)).float().pow(2).sum())
+        assert engine.step() is not None
+
+
+def test_float64_without_another_type_is_refused(settings):
+    with pytest.raises(hoist.UsageError, match="parameter 'weight' is torch.float64; float32"):
+        hoist.torch.wrap(torch.nn.Linear(4, 4).double(), settings())
+
+
 def test_what_has_another_meaning_is_refused(settings):
     with pytest.raises(hoist.UsageError, match="model"):
         hoist.torch.initialize(config=settings())

@@ -59,7 +59,9 @@ class InitialValues:
         self._alive = []  # the last unit's values go before this one's come
         built = {p: values_of(self._sources[id(p)]) for p in unit.parameters.values() if id(p) in self._sources}
         values = built if len(built) == len(unit.parameters) else self._make(index, unit) | built
-        self._alive = [v.detach().to("cpu").contiguous() for v in values.values()]
+        # The masters are fp32, which a type that the engine does not know (float64) becomes here.
+        self._alive = [v.detach().to("cpu", v.dtype if v.dtype in DTYPES else torch.float32).contiguous()
+                       for v in values.values()]
         return {
             self._places[id(p)]: (v.data_ptr(), DTYPES[v.dtype], v.numel())
             for p, v in zip(values, self._alive, strict=True)
