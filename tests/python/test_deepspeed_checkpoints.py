@@ -426,6 +426,118 @@ def test_settings_that_differ_are_said(checkpoints, tmp_path, caplog):
     assert "had section `scheduler`, and this configuration has none" in caplog.text
 
 
+def edit_groups(path, edit):
+    """Changes the parameter groups of a checkpoint of ZeRO 1 or 2."""
+    for rank in range(2):
+        change(path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", lambda file: [
+            edit(group) for group in file["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]])
+
+
+def warnings_of(path, caplog, optimizer=None, **params):
+    model = Tiny()
+    config = config_at("zero2-bf16", path.parent / "store")
+    config["optimizer"] = {"type": optimizer or "AdamW", "params": config["optimizer"]["params"] | params}
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hoist"):
+        hoist.torch.wrap(model, config, groups=groups_of(model), deepspeed=path).close()
+    shutil.rmtree(path.parent / "store")
+    return caplog.text
+
+
+def test_another_kind_of_decay_is_said(spoil, caplog):
+    path = spoil("zero2-bf16")
+    assert "adam_w_mode" not in warnings_of(path, caplog)
+    text = warnings_of(path, caplog, "Adam", adam_w_mode=False)
+    assert "adam_w_mode of 'token.weight' was True in DeepSpeed, and is False from here on" in text
+    edit_groups(path, lambda group: group.update(decoupled_weight_decay=False))  # torch.optim.Adam
+    assert "adam_w_mode" not in warnings_of(path, caplog, "Adam", adam_w_mode=False)
+    assert "adam_w_mode of 'token.weight' was False in DeepSpeed, and is True" in warnings_of(path, caplog)
+    edit_groups(path, lambda group: group.pop("decoupled_weight_decay"))  # DeepSpeed's own: its type says, or nothing does
+    assert "adam_w_mode of 'token.weight' was True in DeepSpeed, and is False" in warnings_of(
+        path, caplog, "Adam", adam_w_mode=False)
+    edit_groups(path, lambda group: group.update(weight_decay=0.0))
+    assert "adam_w_mode" not in warnings_of(path, caplog, "Adam", adam_w_mode=False, weight_decay=0.0)
+
+
+def test_another_bias_correction_is_said(spoil, caplog):
+    path = spoil("zero2-bf16")
+    assert "bias_correction" not in warnings_of(path, caplog)
+    assert "bias_correction of 'token.weight' was True in DeepSpeed, and is False" in warnings_of(
+        path, caplog, bias_correction=False)
+    edit_groups(path, lambda group: group.update(bias_correction=False))
+    assert "bias_correction of 'token.weight' was False in DeepSpeed, and is True from here on" in warnings_of(path, caplog)
+
+
+def wrap_without_schedule(cell, path, rate, model=None, **options):
+    """As wrap(), with this learning rate and no scheduler."""
+    model = Tiny() if model is None else model
+    config = config_at(cell, path)
+    config.pop("scheduler", None)
+    config["optimizer"]["params"]["lr"] = rate
+    return hoist.torch.wrap(model, config, **options)
+
+
+@pytest.mark.parametrize("cell", ["zero1-bf16", "zero3-fp16-universal"])
+def test_rates_go_on_without_a_scheduler(checkpoints, tmp_path, caplog, cell):
+    """As in DeepSpeed, which restores them with the optimizer's state; after a resume as well."""
+    there = [group["lr"] for group in hoist.torch.deepspeed.open(checkpoints / cell).groups]
+    assert 0.005 not in there
+    for resume in (False, True, True):
+        model = Tiny()
+        caplog.clear()
+        with (caplog.at_level(logging.WARNING, "hoist"),
+              wrap_without_schedule(cell.removesuffix("-universal"), tmp_path, 0.005, model, groups=groups_of(model),
+                                    deepspeed=checkpoints / cell, resume=resume) as engine):
+            assert [group["lr"] for group in engine.optimizer.param_groups] == there
+            assert (f"had come to {there}" in caplog.text and "asks for [0.005, 0.005]" in caplog.text) == (
+                not resume and "zero1" in cell), caplog.text  # the other has the state of a scheduler
+            assert engine.get_lr() == there
+            go_on(engine, engine.global_steps + 1)
+            assert engine.get_lr() == there
+
+
+def test_a_rate_of_two_groups_for_one(checkpoints, spoil, tmp_path, caplog):
+    with wrap_without_schedule("zero1-bf16", tmp_path / "same", 0.005, deepspeed=checkpoints / "zero1-bf16") as engine:
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [
+            hoist.torch.deepspeed.open(checkpoints / "zero1-bf16").groups[0]["lr"]]
+    path = spoil("zero2-bf16")
+    rates = iter([0.25, 0.5] * 2)
+    edit_groups(path, lambda group: group.update(lr=next(rates)))
+    with (caplog.at_level(logging.WARNING, "hoist"),
+          wrap_without_schedule("zero2-bf16", tmp_path / "other", 0.005, deepspeed=path) as engine):
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.005]
+    assert "[0.25, 0.5]" in caplog.text and "[0.005]" in caplog.text and "groups=..." in caplog.text
+    edit_groups(path, lambda group: group.update(lr=float("nan")))
+    assert "learning rate" in refusal(path)
+
+
+def test_rates_of_a_configuration_s_schedule_begin_with_the_configuration(checkpoints, tmp_path):
+    """The first commit has the base rates, as the commits after it, and its export has the rate of the next step."""
+    cell = "zero3-bf16"
+    wrap(cell, tmp_path / "store", deepspeed=checkpoints / cell).close()
+    back = hoist.torch.deepspeed.open(hoist.torch.deepspeed.export(tmp_path / "store", tmp_path / "out", config_of(cell)))
+    there = hoist.torch.deepspeed.open(checkpoints / cell)
+    assert [group["lr"] for group in back.groups] == pytest.approx([group["lr"] for group in there.groups])
+
+
+def test_an_optimizer_of_the_program_s_takes_the_rates(checkpoints, tmp_path):
+    model = Tiny()
+    config = config_at("zero1-bf16", tmp_path)
+    del config["scheduler"], config["optimizer"]
+    client = torch.optim.AdamW(groups_of(model), lr=0.005, betas=(0.9, 0.99), weight_decay=0.1)
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=client, config=config, deepspeed=checkpoints / "zero1-bf16")
+    there = [group["lr"] for group in hoist.torch.deepspeed.open(checkpoints / "zero1-bf16").groups]
+    assert [group["lr"] for group in client.param_groups] == there
+    engine.close()
+
+
+def test_what_newer_versions_write_is_no_client_state(spoil):
+    path = spoil("zero2-bf16")
+    change(path / "mp_rank_00_model_states.pt", lambda file: file.update(
+        checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 1}))  # 0.19.6
+    assert hoist.torch.deepspeed.open(path).client_state == {"epoch": 3, "name": "tiny"}
+
+
 def test_weights_that_are_trained_here_and_were_frozen_there(checkpoints, tmp_path):
     model = Tiny()
     model.fixed.weight.requires_grad_(True)

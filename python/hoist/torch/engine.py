@@ -115,6 +115,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         for group in param_groups:
             group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
         initial.materialize_buffers(model, initialize, self.device)
+        self._first_rates = [float(group["lr"]) for group in param_groups]
         if not self._find_run(resume, load_later):
             if deepspeed is not None:
                 checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
@@ -135,7 +136,6 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
-        self._first_rates = [float(group["lr"]) for group in param_groups]
         self._continue_rates()
         self._continue_schedule()
         self._is_made = True
@@ -180,9 +180,9 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _adopt(self, checkpoint: Checkpoint, adoption: Adoption) -> None:
         """Begins where DeepSpeed's run was, as if its last step had been committed here."""
-        state = adoption.program_state(self.config, dict(self._parameters.persistent_buffers()))
+        state = adoption.program_state(self.config, dict(self._parameters.persistent_buffers()), self._first_rates)
         packed = program_state.pack(state["program"], state["schedule"], state["rates"], state["buffers"],
-                                    schedule_lags=False, skipped_steps=state["skipped_steps"])
+                                    schedule_lags=False, skipped_steps=state["skipped_steps"], first_rates=self._first_rates)
         self._unit_manager.begin_at(adoption, checkpoint.step, checkpoint.loss_scale, packed)
         self.restored = True
         self._load_commit_state(packed)
@@ -330,7 +330,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._continue_schedule()
 
     def _continue_rates(self) -> None:
-        """After wrap(resume=True): the rates that the run had come to, unless this program asks for others than that one did."""
+        """After wrap(resume=True): the rates that the run had come to, unless this program asks for others than that one did.
+        After wrap(deepspeed=...): those of the checkpoint."""
         rates, began = self._saved.get("rates", []), self._saved.get("first_rates")
         if not self._takes_rates or began is None or len(rates) != len(self._first_rates):
             return
@@ -338,6 +339,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             for group, rate, first in zip(self.optimizer.param_groups, rates, began, strict=True):
                 group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
                 group["lr"] = rate
+            self.optimizer.push_rates()
         elif rates != self._first_rates and "scheduler" not in self._saved:
             _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, "
                          "and these count", began, rates, self._first_rates)

@@ -5,6 +5,7 @@ that they match."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from hoist.torch.units import Model
 
 _log = logging.getLogger("hoist")
 
-_SETTINGS = {"weight_decay": "weight_decay", "eps": "epsilon", "betas": "betas"}  # a rate is the schedule's
+# A rate is the schedule's.
+_SETTINGS = {"weight_decay": "weight_decay", "eps": "epsilon", "betas": "betas", "bias_correction": "bias_correction"}
 
 
 class Adoption:
@@ -99,16 +101,32 @@ class Adoption:
         group = checkpoint.groups[checkpoint.group_of[there]]
         for key, name in _SETTINGS.items():
             here: Any = (options.beta1, options.beta2) if key == "betas" else getattr(options, name)
-            before = group.get(key)
-            before = tuple(before) if isinstance(before, (list, tuple)) else before
-            if before is not None and before != here and key not in self._differences:
-                self._differences.add(key)
-                _log.warning("%s", shown(f"{key} of '{there}' was {before} in DeepSpeed, and is {here} from here on"))
+            # torch.optim's Adam always corrects the bias, and has no such setting.
+            before = group.get(key, True if key == "bias_correction" and "foreach" in group else None)
+            self._say_difference(key, there, tuple(before) if isinstance(before, (list, tuple)) else before, here)
+        if group.get("weight_decay") or options.weight_decay:
+            self._say_difference("adam_w_mode", there, self._decouples_decay(group), options.kind == "AdamW")
+
+    def _say_difference(self, key: str, there: str, before: Any, here: Any) -> None:
+        if before is not None and before != here and key not in self._differences:
+            self._differences.add(key)
+            _log.warning("%s", shown(f"{key} of '{there}' was {before} in DeepSpeed, and is {here} from here on"))
+
+    def _decouples_decay(self, group: dict[str, Any]) -> bool | None:
+        """Whether DeepSpeed's run decayed weights separately from the gradient. None if the checkpoint does not say: DeepSpeed's
+        own Adam keeps no adam_w_mode."""
+        decouples = group.get("decoupled_weight_decay")  # of torch.optim's
+        if isinstance(decouples, bool):
+            return decouples
+        optimizer = self._checkpoint.ds_config.get("optimizer")
+        kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+        return True if isinstance(kind, str) and kind.lower() == "adamw" else None
 
     # --- what is not a parameter's -----------------------------------------------------------------------------------
 
-    def program_state(self, config: _hoist.Config, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The program's state in the form that program_state.pack() takes, as a commit made by hoist would have it."""
+    def program_state(self, config: _hoist.Config, buffers: dict[str, torch.Tensor], asked: list[float]) -> dict[str, Any]:
+        """The program's state in the form that program_state.pack() takes, as a commit made by hoist would have it. `asked`:
+        the rates that this program asks for."""
         checkpoint = self._checkpoint
         kept = {key: value for key, value in checkpoint.client_state.items() if is_plain(value)}
         if left := sorted(checkpoint.client_state.keys() - kept.keys()):
@@ -124,9 +142,31 @@ class Adoption:
                        f"{tuple(buffer.shape)} here: it is of another model")
             else:
                 found[name] = checkpoint.buffers[name]
-        return {"program": kept, "rates": [float(group.get("lr", 0)) for group in checkpoint.groups],
-                "schedule": self._schedule(config), "buffers": found,
+        schedule = self._schedule(config)
+        rates = asked if config.has_schedule else self._rates(asked, has_scheduler=schedule is not None)
+        return {"program": kept, "rates": rates, "schedule": schedule, "buffers": found,
                 "skipped_steps": max(0, checkpoint.global_steps - checkpoint.step)}
+
+    def _rates(self, asked: list[float], has_scheduler: bool) -> list[float]:
+        """The checkpoint's rates, as DeepSpeed restores them. Without a scheduler, which then sets others, a difference is said."""
+        checkpoint = self._checkpoint
+        try:
+            rates = [float(group["lr"]) for group in checkpoint.groups]
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            rates = [math.nan]
+        if not all(0 <= rate < math.inf for rate in rates):
+            refuse(f"{checkpoint.path}: a parameter group has no learning rate that a run could continue with: the files were changed")
+        if len(asked) == 1 and len(set(rates)) == 1:
+            rates = rates[:1]
+        if len(rates) != len(asked):
+            _log.warning("%s: the learning rates of its parameter groups had come to %s, and there are %d groups here: %s, which "
+                         "this program asks for, count. Pass groups=... as the DeepSpeed run did", shown(checkpoint.path), rates,
+                         len(asked), asked)
+            return asked
+        if rates != asked and not has_scheduler:
+            _log.warning("learning rates: the DeepSpeed run had come to %s, and these count, as in DeepSpeed; this program asks for "
+                         "%s. To change them, set 'lr' in engine.optimizer.param_groups", rates, asked)
+        return rates
 
     def _schedule(self, config: _hoist.Config) -> dict[str, Any] | None:
         """The state of a scheduler that the program made. A scheduler of the configuration needs only the step."""
@@ -136,7 +176,7 @@ class Adoption:
         if own != config.has_schedule:
             _log.warning("%s", shown(
                 f"{checkpoint.path}: the DeepSpeed run {'had' if own else 'had no'} section `scheduler`, and this configuration "
-                f"{'has one' if config.has_schedule else 'has none'}: the learning rate goes on as it says here"))
+                f"{'has one: it sets the learning rate' if config.has_schedule else 'has none: the learning rate stays as it is'}"))
         if not config.has_schedule:
             if own or scheduler is None:
                 return None

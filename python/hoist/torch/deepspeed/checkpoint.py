@@ -22,10 +22,11 @@ KEYS = {_hoist.State.master: "fp32", _hoist.State.moment1: "exp_avg", _hoist.Sta
 _RANKS_MAX = 1 << 20  # more than any run has; a file that says so is damaged
 
 # The keys of a model file that DeepSpeed itself writes; all others are the program's client state.
-_OWN_KEYS = {
+OWN_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info",
+    "checkpoint_parallel_dimensions",
 }
 
 
@@ -442,7 +443,7 @@ def _scheduler_in(model: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _client_state_in(model: dict[str, Any]) -> dict[str, Any]:
-    return {str(key): value for key, value in model.items() if key not in _OWN_KEYS}
+    return {str(key): value for key, value in model.items() if key not in OWN_KEYS}
 
 
 def _config_in(model: dict[str, Any]) -> Mapping[str, Any]:
