@@ -7,9 +7,12 @@ there than ZeRO 3 does. Memory: one parameter's values at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import pickle
+import re
 import shutil
 import types
 from collections import OrderedDict
@@ -18,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import hoist.store
+import hoist.torch.checkpoints
 from hoist import _hoist
-from hoist.torch.deepspeed.checkpoint import KEYS
+from hoist.torch.deepspeed.checkpoint import KEYS, OWN_KEYS
 from hoist.torch.deepspeed.files import shown
 
 if TYPE_CHECKING:
     from hoist.torch import ConfigSource
+
+_log = logging.getLogger("hoist")
 
 _DEEPSPEED_VERSION = "0.19.0"  # whose files these are like; DeepSpeed asks for a version
 
@@ -61,11 +67,19 @@ class _Pickler(pickle._Pickler):  # whose methods its type stubs leave out
 
 
 def _save(values: Any, *path: str) -> None:
+    """Writes a file durably. Its directory is synced too, with all that is in it by then."""
     os.makedirs(os.path.join(*path[:-1]), exist_ok=True)
-    with open(os.path.join(*path), "wb") as file:
-        torch.save(values, file, pickle_module=types.SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
-        file.flush()
-        os.fsync(file.fileno())
+    pickle_module = types.SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+    hoist.torch.checkpoints._write_durably(
+        os.path.join(*path), lambda file: torch.save(values, file, pickle_module=pickle_module))
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: ConfigSource, *, step: int | None = None,
@@ -79,16 +93,20 @@ def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: Co
     stage   ZeRO stage that DeepSpeed will continue with, if the configuration does not say
     tag     by default global_stepN
 
-    Errors: UsageError for another optimizer than Adam and AdamW, and a directory that is there already; those of a store.
+    Errors: UsageError for another optimizer than Adam and AdamW, a store of hoist.optim without the model's names, and a
+    directory that is there already; those of a store.
     """
     from hoist.torch import load_config
     loaded = load_config(config)
+    if loaded.optimizer.kind not in ("AdamW", "Adam"):
+        raise _hoist.UsageError(f"the configuration's optimizer is {loaded.optimizer.kind}, and only AdamW and Adam are exported: "
+                                "pass the configuration that DeepSpeed will continue with")
     zero: Any = stage if stage is not None else loaded.setting("zero_optimization.stage")
     if zero not in (1, 2, 3):
         raise _hoist.UsageError(f"universal checkpoints are of ZeRO stages 1, 2 and 3, and the configuration says {zero}: set "
                                 "zero_optimization.stage, or pass stage=... (--stage)")
     with hoist.store.open(store, step, checkpoint) as stored:
-        return _Export(stored, loaded, int(zero)).write(os.fspath(to), tag)
+        return _Export(stored, loaded, int(zero)).write(os.fspath(to) or ".", tag)
 
 
 class _Export:
@@ -106,6 +124,30 @@ class _Export:
         for name in self._trained:
             if "/" in name or "\0" in name or name in ("", ".", ".."):
                 raise _hoist.UsageError(shown(f"parameter '{name}' has no name that a directory could have"))
+            self._refuse_made_up(name)
+            self._refuse_other_states(name)
+
+    def _refuse_made_up(self, name: str) -> None:
+        """Errors: UsageError for a name that hoist.optim gave, and the model does not have."""
+        if "groups" not in self._program:  # which only hoist.optim commits
+            return
+        if re.fullmatch(r".*\[\d+:\d+\]", name, re.DOTALL):
+            raise _hoist.UsageError(shown(f"'{name}' is a piece of a large parameter, which hoist.optim stores in pieces: this "
+                                          "store cannot be exported"))
+        if re.fullmatch(r"parameter \d+", name):
+            raise _hoist.UsageError(f"the store calls a parameter '{name}', because hoist.optim was not told its name: this store "
+                                    "cannot be exported. Begin the run with model.named_parameters() in the place of "
+                                    "model.parameters()")
+
+    def _refuse_other_states(self, name: str) -> None:
+        """Errors: UsageError for a parameter that lacks one of Adam's moments."""
+        nothing: Any = torch.empty(0, dtype=torch.float32, device="cpu").numpy()
+        try:
+            for state in KEYS:
+                self._stored._model.read(self._stored._index[name], state, 0, nothing)  # reads no byte
+        except _hoist.UsageError as error:
+            raise _hoist.UsageError(shown(f"{error}: the store is not of Adam or AdamW, and others are not exported. `hoist export` "
+                                          "writes its weights alone")) from None
 
     def write(self, to: str, tag: str | None) -> str:
         tag = f"global_step{self._global_steps}" if tag is None else tag
@@ -114,6 +156,7 @@ class _Export:
         directory, partial = os.path.join(to, tag), os.path.join(to, tag + ".partial")
         if os.path.exists(directory):
             raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
+        is_new = not os.path.exists(to)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             self._write_parameters(os.path.join(partial, "zero"))
@@ -123,11 +166,14 @@ class _Export:
             os.rename(partial, directory)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
+            if is_new:
+                with contextlib.suppress(OSError):
+                    os.rmdir(to)
             raise
-        pointer = os.path.join(to, "latest_universal")
-        with open(pointer + ".partial", "w", encoding="utf-8") as file:
-            file.write(tag)
-        os.replace(pointer + ".partial", pointer)
+        _sync_directory(to)  # the pointer must not name what a crash takes back
+        if is_new:
+            _sync_directory(os.path.dirname(os.path.abspath(to)))
+        hoist.torch.checkpoints._write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
         return directory
 
     def _write_parameters(self, directory: str) -> None:
@@ -151,7 +197,8 @@ class _Export:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Parameter groups with the rate of the next step; DeepSpeed takes everything else from its configuration."""
-        rates = self._program.get("rates") or [self._config.optimizer.learning_rate]
+        rates = self._program.get("rates") or [group["lr"] for group in self._program.get("groups", ())]  # or of hoist.optim
+        rates = rates or [self._config.optimizer.learning_rate]
         return [{"lr": self._config.learning_rate(self._stored.step, float(rate))} for rate in rates]
 
     def _optimizer(self) -> dict[str, Any]:
@@ -176,8 +223,10 @@ class _Export:
         if self._config.has_schedule:
             schedule = {"last_batch_iteration": self._stored.step - 1}
         program: dict[str, Any] = self._program.get("program") or {}
+        if taken := sorted(program.keys() & OWN_KEYS):
+            _log.warning("%s", shown(f"the export leaves out {taken} of engine.state: DeepSpeed itself writes such entries"))
         return {
-            **program,
+            **{key: value for key, value in program.items() if key not in OWN_KEYS},
             "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": [shapes, *no_others],
             "frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None, "lr_scheduler": schedule,
             "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": set(),

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stores become DeepSpeed checkpoints, which are refused, and that a finished export is durable."""
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import hoist
+import hoist.optim
+import hoist.torch
+import hoist.torch.deepspeed
+from hoist.torch.deepspeed import universal
+from hoist.torch.deepspeed.__main__ import main as command
+
+ADAMW = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def trained_store(path, kind="AdamW", state=None):
+    """A store of one step of hoist.torch."""
+    nvme = {"device": "nvme", "nvme_path": str(path)}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": kind, "params": {"lr": 1e-2}},
+              "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+    with hoist.torch.wrap(model_of(), config) as engine:
+        engine.backward(engine(torch.ones(1, 4)).pow(2).sum())
+        engine.step()
+        engine.save(state=state).wait()
+    return path
+
+
+def optimizer_store(path, parameters_of, rates=(1e-2,)):
+    """A store of one step of hoist.optim; one parameter group for each rate."""
+    model = model_of()
+    parameters = list(parameters_of(model))
+    part = -(-len(parameters) // len(rates))
+    groups = [{"params": parameters[part * i:part * (i + 1)], "lr": rate} for i, rate in enumerate(rates)]
+    optimizer = hoist.optim.AdamW(groups, offload="nvme", directory=path)
+    model(torch.ones(1, 4)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    return path
+
+
+def refusal(store, to, config=ADAMW):
+    with pytest.raises(hoist.UsageError) as caught:
+        hoist.torch.deepspeed.export(store, to, config)
+    assert not to.exists()
+    return str(caught.value)
+
+
+@pytest.mark.cpu_tensors("hoist.optim's parameters are on the CPU here")
+def test_names_that_hoist_made_up_are_refused(tmp_path, capsys):
+    store = optimizer_store(tmp_path / "store", nn.Module.parameters)
+    text = refusal(store, tmp_path / "out")
+    assert "'parameter 0'" in text and "named_parameters()" in text
+    (tmp_path / "ds.json").write_text(json.dumps(ADAMW))
+    assert command(["export", str(store), "--to", str(tmp_path / "out"), "--config", str(tmp_path / "ds.json")]) == 2
+    assert "named_parameters()" in capsys.readouterr().err
+
+
+@pytest.mark.cpu_tensors("hoist.optim's parameters are on the CPU here")
+def test_pieces_of_parameters_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("hoist.optim_offload._PIECE_ELEMENTS", 16)
+    store = optimizer_store(tmp_path / "store", nn.Module.named_parameters)
+    text = refusal(store, tmp_path / "out")
+    assert "'0.weight[0:16]'" in text and "this store cannot be exported" in text
+
+
+@pytest.mark.cpu_tensors("hoist.optim's parameters are on the CPU here")
+def test_a_store_of_hoist_optim_with_names(tmp_path):
+    store = optimizer_store(tmp_path / "store", nn.Module.named_parameters, rates=(2e-2, 3e-3))
+    back = hoist.torch.deepspeed.open(hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW))
+    assert {name: tuple(shape) for name, shape in back.parameters.items()} == {
+        name: tuple(p.shape) for name, p in model_of().named_parameters()}
+    assert [group["lr"] for group in back.groups] == [2e-2, 3e-3]
+
+
+@pytest.mark.parametrize("kind", ["Lion", "SGD", "Adagrad"])
+def test_other_optimizers_are_refused(tmp_path, kind):
+    store = trained_store(tmp_path / "store", kind)
+    text = refusal(store, tmp_path / "out", ADAMW)
+    assert "'0.weight'" in text and "not of Adam" in text
+    text = refusal(store, tmp_path / "out", ADAMW | {"optimizer": {"type": kind, "params": {"lr": 1e-2}}})
+    assert f"the configuration's optimizer is {kind}" in text
+
+
+def test_client_keys_do_not_replace_deepspeed_s(tmp_path, caplog):
+    state = {"epoch": 3, "checkpoint_parallel_dimensions": 5, "global_samples": 7, "module": {}}
+    store = trained_store(tmp_path / "store", state=state)
+    with caplog.at_level(logging.WARNING, "hoist"):
+        written = hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
+    assert "['checkpoint_parallel_dimensions', 'global_samples', 'module']" in caplog.text
+    model = torch.load(os.path.join(written, "zero_pp_rank_0_mp_rank_00_model_states.pt"), weights_only=False)
+    assert model["epoch"] == 3 and "global_samples" not in model and "checkpoint_parallel_dimensions" not in model
+    assert hoist.torch.deepspeed.open(written).client_state == {"epoch": 3}
+
+
+def test_a_finished_export_is_durable(tmp_path, monkeypatch):
+    """All that it made is synced: directories after their last entry, and `latest_universal` after the checkpoint."""
+    store = trained_store(tmp_path / "store")
+    synced, fsync = [], os.fsync
+
+    def note(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((path, sorted(os.listdir(path)) if os.path.isdir(path) else None))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    to = tmp_path / "new" / "out"
+    written = hoist.torch.deepspeed.export(store, to, ADAMW)
+    last = {path.replace(".partial", ""): entries for path, entries in synced}
+    for path, directories, files in os.walk(written):
+        assert last[path] == sorted(directories + files), path
+        assert all(os.path.join(path, name) in last for name in files)
+    assert last[str(to)] == ["global_step1", "latest_universal"]
+    assert "out" in last[str(to.parent)]
+    order = [path for path, _ in synced]
+    assert order.index(str(to)) < order.index(str(to / "latest_universal.partial"))
+
+
+def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
+    store = trained_store(tmp_path / "store")
+
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(universal._Export, "_model", fail)
+    (tmp_path / "mine").mkdir()
+    for to in (tmp_path / "out", tmp_path / "mine"):
+        with pytest.raises(OSError, match="no space"):
+            hoist.torch.deepspeed.export(store, to, ADAMW)
+    assert not (tmp_path / "out").exists() and os.listdir(tmp_path / "mine") == []
