@@ -497,6 +497,10 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places
     (LORA_SFT, {"early_stopping_steps": 2, "eval_strategy": "no"}, ["early_stopping_steps: nothing is evaluated"]),
     (LORA_SFT, {"model_name_or_path": "no-body/no-model"}, ["the model no-body/no-model is no path here", "hf download"]),
     (AXOLOTL_CHAT, {"datasets": [{"path": "no-body/no-data", "type": "alpaca"}]}, ["the data set no-body/no-data is no path"]),
+    (FULL_SFT, {"deepspeed": "/no/ds.json"}, ["deepspeed: there is no file /no/ds.json"]),
+    (LORA_SFT, {"dataset_dir": "/no/data"}, ["/no/data/dataset_info.json cannot be read", "No such file"]),
+    (LORA_SFT, {"resume_from_checkpoint": True}, ["resume_from_checkpoint", "has no complete checkpoint to continue from"]),
+    (LORA_SFT, {"resume_from_checkpoint": "/no"}, ["/no is not a directory that a Trainer saved"]),
     (LORA_SFT, {"lora_ranks": 4}, ["lora_ranks: hoist does not know this key"]),
     (LORA_SFT, {"val_set_size": 0.1}, ["val_set_size: hoist does not know this key"]),
     (LORA_SFT, {"max_length": 16}, ["max_length: hoist does not know this key"]),
@@ -527,6 +531,79 @@ def tokens_of(places, **keys):
     assert all(label in (-100, token) for row in rows for token, label in zip(row["input_ids"], row["labels"], strict=True))
     return [" ".join(f"[{word}]" if label >= 0 else word for word, label in zip(
         tokenizer.convert_ids_to_tokens(row["input_ids"]), row["labels"], strict=True)) for row in rows], notices
+
+
+def of_json(*rows):
+    return "\n".join(map(json.dumps, rows))
+
+
+PAIR = {"instruction": "w1", "output": "w2"}
+# A data set's file, its part of dataset_info.json or the keys of an axolotl recipe, and what is said of it.
+UNUSABLE = {
+    "no_prompt_column": (of_json({"prompt": "w1", "output": "w2"}), {"columns": None}, [
+        "dataset_info.json, x: columns: the data have no column for prompt (instruction); they have prompt, output"]),
+    "misspelt_column": (of_json(PAIR), {"columns": {"prompt": "question", "response": "output"}}, ["prompt (question)"]),
+    "misspelt_query": (of_json(PAIR), {"columns": {"prompt": "instruction", "query": "inptu", "response": "output"}}, [
+        "no column for query (inptu)"]),
+    "no_column_named": (of_json(PAIR), {"columns": {"response": "output"}}, ["prompt (which is not named)"]),
+    "no_messages": (of_json(PAIR), {"formatting": "sharegpt"}, ["no column for messages (conversations)"]),
+    "no_answers": (of_json({"instruction": "w1", "output": None}), {"columns": None}, [
+        "no row of the training data can be used; training data: 1 rows dropped"]),
+    "alpaca": (of_json({"question": "w1", "answer": "w2"}), {}, [
+        "the data have no column for instruction, output; they have question, answer"]),
+    "text": (of_json(PAIR), {"type": "completion"}, ["no column for field (text); they have"]),
+    "conversations": (of_json(PAIR), {"type": "chat_template", "field_messages": "chat"}, ["field_messages (chat)"]),
+    "no_outputs": (of_json(PAIR | {"output": None}), {}, ["training data: 1 of 1 rows dropped, which lack a text"]),
+    "all_too_long": (of_json(PAIR), {"sequence_len": 4}, ["no row of the training data", "more than 4 tokens (sequence_len)"]),
+    "a_split_of_one_row": (of_json(PAIR), {"val_set_size": 0.1}, ["val_set_size: 0.1, of 1 rows"]),
+    "broken_json": (of_json(PAIR) + "\n{broken", {}, ["x.jsonl cannot be read: ", "JSON"]),
+    "empty": ("", {}, ["x.jsonl cannot be read: it is empty"]),
+    "no_file": (None, {}, ["x.jsonl is no path here"]),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_unusable_data_are_said_in_a_sentence(tmp_path, places, case):
+    content, keys, messages = UNUSABLE[case]
+    if content is not None:
+        (tmp_path / "x.jsonl").write_text(content)
+    if keys.keys() & {"columns", "formatting"}:
+        info = {key: value for key, value in keys.items() if value}
+        (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"file_name": "x.jsonl"} | info}))
+        asked = {"model_name_or_path": "", "dataset": "x", "dataset_dir": str(tmp_path)}
+    else:
+        of_entry = {key: keys[key] for key in keys.keys() & {"type", "field_messages"}}
+        asked = {"base_model": "", "datasets": [{"path": str(tmp_path / "x.jsonl"), "type": "alpaca"} | of_entry],
+                 } | {key: value for key, value in keys.items() if key not in of_entry}
+    with pytest.raises(hoist.UsageError) as error:
+        tokens_of(places, **asked)
+    assert all(message in str(error.value) for message in messages), str(error.value)
+
+
+def test_rows_of_axolotl_that_lack_a_text_are_dropped(tmp_path, places):
+    (tmp_path / "x.jsonl").write_text(of_json(PAIR, {"instruction": "w3"}, {"instruction": None, "output": "w4"}))
+    (tmp_path / "y.jsonl").write_text(of_json({"messages": [user("w5"), assistant(None)]}, {"messages": None},
+                                              {"messages": [user("w6"), assistant("w7")]}))
+    entries = [{"path": str(tmp_path / name), "type": kind} for name, kind in (("x.jsonl", "alpaca"), ("y.jsonl", "chat_template"))]
+    rows, notices = tokens_of(places, base_model="", datasets=entries, shuffle_merged_datasets=False)
+    assert [row.partition(": ")[2].split()[-2:] for row in rows[:1]] == [["[w2]", "[</s>]"]]
+    assert rows[1:] == ["<| user |> w6 </s> <| assistant |> [w7] [</s>]"]
+    assert notices == ["training data: 4 of 6 rows dropped, which lack a text"]
+
+
+@pytest.mark.parametrize(("keys", "expected"), [
+    ({"saves_per_epoch": 1, "evals_per_epoch": 1}, ("epoch", None, "epoch", None)),
+    ({"saves_per_epoch": 1, "evals_per_epoch": 2, "num_epochs": 2}, ("steps", 0.5, "steps", 0.25)),
+    ({"saves_per_epoch": 4, "eval_steps": 3}, ("steps", 0.25, "steps", 3)),
+    ({"save_strategy": "no"}, ("no", None, "epoch", None)),
+    ({"val_set_size": 0, "evals_per_epoch": 2}, ("epoch", None, "no", None)),
+])
+def test_axolotl_saves_and_evaluates_as_often_as_asked(keys, expected):
+    """1.0 would be one step to transformers."""
+    given = {key: value for key, value in keys.items() if key.startswith(("save_", "eval_"))}
+    defaults = finetune._of_axolotl({"val_set_size": 0.1} | keys, given, rows=100)
+    found = tuple((defaults | given).get(f"{kind}_{key}") for kind in ("save", "eval") for key in ("strategy", "steps"))
+    assert found == expected
 
 
 LONG = [user("w1"), assistant("w2"), user("w3 w4 w5 w6 w7 w8"), assistant("w9 w10 w11 w12 w13 w14")]

@@ -24,6 +24,7 @@ import torch
 import transformers
 import trl
 import yaml
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hoist import _hoist
 from hoist.torch.finetune_data import from_the_hub, load_rows
@@ -212,10 +213,12 @@ def _of_axolotl(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dic
     given |= {"max_steps": steps, "warmup_steps": 2 if warmup == 1 else warmup}
     evaluates = recipe.get("val_set_size") or recipe.get("test_datasets")
     for kind in ("save", "eval") if evaluates else ("save",):
-        if count := recipe.get(f"{kind}s_per_epoch"):
-            given[f"{kind}_steps"] = 1 / (count * epochs)
+        times = recipe.get(f"{kind}s_per_epoch", 0) * epochs
+        if times > 1:  # transformers takes a number of 1 or more for a number of steps
+            given[f"{kind}_steps"] = 1 / times
         if given.get(f"{kind}_steps"):
             given[f"{kind}_strategy"] = "steps"
+        given.setdefault(f"{kind}_strategy", "epoch")
     if not evaluates:
         given["eval_strategy"] = "no"
     if recipe.get("rl") == "ipo":
@@ -227,7 +230,7 @@ def _of_axolotl(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dic
         os.environ.update({key.upper(): recipe[key] for key in ("wandb_project", "wandb_entity") if key in recipe})
     return {"logging_steps": max(min(int(0.005 * steps), 10), 1), "lr_scheduler_type": "cosine", "num_train_epochs": 1,
             "gradient_checkpointing": False, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch,
-            "save_total_limit": 4, "save_strategy": "epoch", "max_length": 512,
+            "save_total_limit": 4, "max_length": 512,
             "eval_on_start": given.get("eval_strategy", "no") != "no"}
 
 
@@ -294,6 +297,21 @@ def _attention(recipe: dict[str, Any], notices: list[str]) -> dict[str, str]:
     return {"attn_implementation": named} if named else {}
 
 
+def _checkpoint(plan: _Plan, recipe: dict[str, Any]) -> str | None:
+    """The directory to continue from."""
+    asked = plan.arguments.get("resume_from_checkpoint")
+    if isinstance(asked, str):
+        if not os.path.isfile(os.path.join(asked, TRAINER_STATE_NAME)):
+            raise _hoist.UsageError(f"resume_from_checkpoint: {asked} is not a directory that a Trainer saved")
+        return asked
+    by_default = (not recipe.get("overwrite_output_dir", False) if plan.llama_factory
+                  else recipe.get("auto_resume_from_checkpoints", False))
+    found = newest_complete_checkpoint(recipe["output_dir"]) if asked or asked is None and by_default else None
+    if asked and found is None:
+        raise _hoist.UsageError(f"resume_from_checkpoint: {recipe['output_dir']} has no complete checkpoint to continue from")
+    return found
+
+
 def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune RECIPE") -> Any:
     """Trains what the recipe says, and saves it to its output_dir. Returns the trainer, whose engine is closed.
 
@@ -301,6 +319,9 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
     """
     recipe = {key: value for key, value in recipe.items() if value is not None}
     plan = _plan(recipe, command)
+    if isinstance(file := recipe.get("deepspeed"), str) and not os.path.isfile(file):
+        raise _hoist.UsageError(f"deepspeed: there is no file {file}")
+    resume = _checkpoint(plan, recipe)
     name = recipe.get("model_name_or_path") or recipe["base_model"]
     places = {argument: recipe[key] for key, argument in _PLACES.items() if key in recipe}
     with from_the_hub(f"the model {name}", name):
@@ -333,10 +354,6 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
         model=model, args=config(**arguments), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
         peft_config=None if plan.lora is None else peft.LoraConfig(task_type="CAUSAL_LM", **plan.lora),
         hoist_config=recipe.get("deepspeed", default), callbacks=callbacks)
-    resume = arguments.get("resume_from_checkpoint")
-    if resume is None and (not recipe.get("overwrite_output_dir", False) if plan.llama_factory else recipe.get(
-            "auto_resume_from_checkpoints")):
-        resume = newest_complete_checkpoint(recipe["output_dir"])
     trainer.save_metrics("train", trainer.train(resume_from_checkpoint=resume).metrics)
     trainer.save_model()
     trainer.save_state()

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -42,7 +42,11 @@ _ROLES = {"human": "user", "user": "user", "assistant": "assistant", "gpt": "ass
 def load_rows(recipe: dict[str, Any], tokenizer: Any, dpo: bool,
               notices: list[str]) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """The rows to train on and those to evaluate on. Errors: UsageError for what neither format has, or hoist does not do."""
-    return (_llama_factory if "model_name_or_path" in recipe else _axolotl)(recipe, _Encoder(tokenizer, dpo, recipe), notices)
+    parts = (_llama_factory if "model_name_or_path" in recipe else _axolotl)(recipe, _Encoder(tokenizer, dpo, recipe), notices)
+    for part, role in zip(parts, ("training", "evaluation"), strict=True):
+        if part is not None and not len(part):
+            raise _hoist.UsageError("; ".join([f"no row of the {role} data can be used", *notices]))
+    return parts
 
 
 @contextlib.contextmanager
@@ -60,8 +64,20 @@ def from_the_hub(what: str, path: str) -> Iterator[None]:
 
 
 def _read(path: str, name: str | None = None, split: str | None = None, **options: Any) -> Any:
-    """A file, a directory (also one that save_to_disk wrote), or a name on the hub or in the cache."""
-    split = split or "train"
+    """A file, a directory (also one that save_to_disk wrote), or a name on the hub or in the cache. Errors: UsageError."""
+    try:
+        data = _data_set(path, name, split or "train", **options)
+    except _hoist.UsageError:
+        raise
+    except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # the last one is for an empty file
+        why = " ".join(str(error.__cause__ or error).split()) or "it is empty"
+        raise _hoist.UsageError(f"the data set {path} cannot be read: {why[:300]}") from error
+    if not len(data):
+        raise _hoist.UsageError(f"the data set {path} has no rows")
+    return data
+
+
+def _data_set(path: str, name: str | None, split: str, **options: Any) -> Any:
     if os.path.isfile(path):
         extension = os.path.splitext(path)[1][1:]
         if "ds_type" not in options and extension not in _BUILDERS:
@@ -192,6 +208,23 @@ def _standard(data: Any, convert: Convert) -> Any:
     return data.map(lambda row: {"row": json.dumps(convert(row))}, remove_columns=data.column_names)
 
 
+def _require_columns(what: str, data: Any, needed: Mapping[str, str | None]) -> None:
+    """`needed` has the column's name for each use of one."""
+    missing = [use if use == column else f"{use} ({column or 'which is not named'})" for use, column in needed.items()
+               if column not in data.column_names]
+    if missing:
+        raise _hoist.UsageError(f"{what}: the data have no column for {', '.join(missing)}; they have "
+                                f"{', '.join(data.column_names)}")
+
+
+def _split(data: Any, key: str, share: float, **options: Any) -> tuple[Any, Any]:
+    try:
+        parts = data.train_test_split(test_size=int(share) if share >= 1 else share, **options)
+    except ValueError as error:
+        raise _hoist.UsageError(f"{key}: {share}, of {len(data)} rows: {error}") from error
+    return parts["train"], parts["test"]
+
+
 def _known(what: str, description: dict[str, Any], keys: set[str]) -> None:
     unknown = {key for key, value in description.items() if value is not None} - keys
     if unknown:
@@ -202,8 +235,11 @@ def _known(what: str, description: dict[str, Any], keys: set[str]) -> None:
 
 def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]) -> tuple[Any, Any]:
     directory = recipe.get("dataset_dir", "data")
-    with open(os.path.join(directory, "dataset_info.json"), encoding="utf-8") as file:
-        known = json.load(file)
+    try:
+        with open(os.path.join(directory, "dataset_info.json"), encoding="utf-8") as file:
+            known = json.load(file)
+    except (OSError, ValueError) as error:
+        raise _hoist.UsageError(f"dataset_dir: {directory}/dataset_info.json cannot be read: {error}") from error
 
     def load(names: str) -> Any:
         parts = []
@@ -219,10 +255,11 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
         rows = encoder.encode(data)
         if encoder.pretrains:
             notices.append(f"{role}: {len(data)} texts are {len(rows)} rows of up to {encoder.limit} tokens")
-            return rows.remove_columns("tokens")
-        longer = sum(length > encoder.limit for length in rows["tokens"])
-        if len(rows) < len(data):
+        elif len(rows) < len(data):
             notices.append(f"{role}: {len(data) - len(rows)} rows dropped, whose turns do not alternate or lack an answer")
+        if encoder.pretrains or not len(rows):
+            return rows.remove_columns("tokens") if len(rows) else rows
+        longer = sum(length > encoder.limit for length in rows["tokens"])
         if longer:
             how = "at the end, or dropped if their prompt is that long" if encoder.dpo else "prompt and answer in proportion"
             notices.append(f"{role}: {longer} of {len(rows)} rows have more than {encoder.limit} tokens (cutoff_len): cut {how}")
@@ -232,8 +269,7 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
     if share := recipe.get("val_size"):
         if evaluation is not None:
             raise _hoist.UsageError("val_size and eval_dataset contradict each other: leave one out")
-        split = train.train_test_split(test_size=int(share) if share > 1 else share, seed=recipe.get("seed", 42))
-        train, evaluation = split["train"], split["test"]
+        train, evaluation = _split(train, "val_size", share, seed=recipe.get("seed", 42))
     return encoded(train, "training data"), None if evaluation is None else encoded(evaluation, "evaluation data")
 
 
@@ -247,6 +283,11 @@ def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -
         data = _read(info["hf_hub_url"], info.get("subset"), info.get("split"), data_dir=info.get("folder"))
     else:
         raise _hoist.UsageError(f"dataset_info.json, {name}: only file_name and hf_hub_url are read")
+    alpaca, ranks = info.get("formatting", "alpaca") == "alpaca", info.get("ranking")
+    answers = ["chosen", "rejected"] if ranks else ["response"] if alpaca and not pretrains else []
+    named = [key for key, column in info.get("columns", {}).items() if column]
+    needed = [*([] if alpaca and "query" in named else ["prompt" if alpaca else "messages"]), *answers, *named]
+    _require_columns(f"dataset_info.json, {name}: columns", data, {key: columns.get(key) for key in needed})
     roles = {tags.get(f"{role}_tag"): role for role in ("user", "assistant", "system")}
 
     def value(row: dict[str, Any], column: str) -> Any:
@@ -263,24 +304,26 @@ def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -
         for column in ("tools", "images", "videos", "audios"):
             if value(row, column):
                 raise _hoist.UsageError(f"dataset {name}: '{column}': rows with tools or media are not supported; remove them")
-        if info.get("formatting", "alpaca") == "alpaca":
+        if alpaca:
             history = [{"role": role, "content": text} for pair in value(row, "history") or []
                        for role, text in zip(("user", "assistant"), pair, strict=True)]
             query = "\n".join(text for text in (value(row, "prompt"), value(row, "query")) if text)
             messages = [*history, {"role": "user", "content": query}]
             chosen, rejected = value(row, "chosen"), value(row, "rejected")
-            if not info.get("ranking") and isinstance(value(row, "response"), str):
+            if not ranks and isinstance(value(row, "response"), str):
                 messages.append({"role": "assistant", "content": value(row, "response")})
         else:
-            messages = [message(turn) for turn in value(row, "messages")]
+            messages = [message(turn) for turn in value(row, "messages") or []]
             chosen, rejected = (message(turn)["content"] if isinstance(turn := value(row, side), dict) else None
                                 for side in ("chosen", "rejected"))
         system = [messages.pop(0)] if messages and messages[0]["role"] == "system" else (
             [{"role": "system", "content": value(row, "system")}] if value(row, "system") else [])
+        if any(turn["content"] is None for turn in messages):
+            return None
         if pretrains:
             return {"pretrain": messages[0]["content"]} if messages else None
         alternate = all(turn["role"] == ("user", "assistant")[index % 2] for index, turn in enumerate(messages))
-        if info.get("ranking"):
+        if ranks:
             complete = alternate and len(messages) % 2 == 1 and isinstance(chosen, str) and isinstance(rejected, str)
             return {"prompt": system + messages, "chosen": chosen, "rejected": rejected} if complete else None
         return {"messages": system + messages} if alternate and messages and len(messages) % 2 == 0 else None
@@ -292,7 +335,13 @@ def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -
 
 def _axolotl(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]) -> tuple[Any, Any]:
     def load(entries: list[dict[str, Any]], role: str) -> Any:
-        rows = datasets.concatenate_datasets([encoder.encode(_of_entry(entry, encoder.dpo)) for entry in entries])
+        data = datasets.concatenate_datasets([_of_entry(entry, encoder.dpo) for entry in entries])
+        complete = data.filter(lambda row: row["row"] != "null")
+        if len(complete) < len(data):
+            notices.append(f"{role}: {len(data) - len(complete)} of {len(data)} rows dropped, which lack a text")
+        if not len(complete):
+            return complete
+        rows = encoder.encode(complete)
         if recipe.get("shuffle_merged_datasets", True):
             rows = rows.shuffle(seed=recipe.get("seed", 42))
         kept = rows.filter(lambda row: recipe.get("min_sample_len", 2) <= row["tokens"] <= encoder.limit)
@@ -306,8 +355,7 @@ def _axolotl(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]) -> t
         return train, load(recipe["test_datasets"], "evaluation data")
     if not (share := recipe.get("val_set_size")):
         return train, None
-    split = train.train_test_split(test_size=int(share) if share >= 1 else share, shuffle=False)
-    return split["train"], split["test"]
+    return _split(train, "val_set_size", share, shuffle=False) if len(train) else (train, None)
 
 
 def _of_entry(entry: dict[str, Any], dpo: bool) -> Any:
@@ -333,19 +381,26 @@ def _of_entry(entry: dict[str, Any], dpo: bool) -> Any:
     def answer(side: Any) -> Any:
         return side if isinstance(side, str) else message(side if isinstance(side, dict) else side[-1])["content"]
 
-    def convert(row: dict[str, Any]) -> dict[str, Any]:
+    def convert(row: dict[str, Any]) -> dict[str, Any] | None:
+        if any(row[column] is None for column in needed.values()):
+            return None
         if kind == "alpaca":
             context = (", paired with an input that provides further context", f"### Input:\n{row['input']}\n\n") if row.get(
                 "input") else ("", "")
             return {"plain": [_ALPACA.format(context[0], row["instruction"], context[1]), row["output"]]}
         if kind == "completion":
-            return {"plain": ["", row[entry.get("field", "text")]]}
-        said = row[entry.get("field_messages", "messages")]
+            return {"plain": ["", row[needed["field"]]]}
+        said = row[needed["field_messages"]]
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [message(turn) for turn in said]
-        if not dpo:
-            return {"messages": messages}
-        chosen, rejected = (answer(row[entry.get(f"field_{side}", side)]) for side in ("chosen", "rejected"))
-        return {"prompt": messages, "chosen": chosen, "rejected": rejected}
+        chosen, rejected = (answer(row[needed[key]]) for key in ("field_chosen", "field_rejected")) if dpo else ("", "")
+        if any(text is None for text in (chosen, rejected, *(turn["content"] for turn in messages))):
+            return None
+        return {"prompt": messages, "chosen": chosen, "rejected": rejected} if dpo else {"messages": messages}
 
     options = {key: entry[key] for key in ("data_files", "revision", "ds_type") if entry.get(key) is not None}
-    return _standard(_read(path, entry.get("name"), entry.get("split"), **options), convert)
+    data = _read(path, entry.get("name"), entry.get("split"), **options)
+    fields = {"field_messages": "messages"} | ({"field_chosen": "chosen", "field_rejected": "rejected"} if dpo else {})
+    needed = {"instruction": "instruction", "output": "output"} if kind == "alpaca" else {
+        key: entry.get(key) or column for key, column in ({"field": "text"} if kind == "completion" else fields).items()}
+    _require_columns(f"datasets, {path}", data, needed)
+    return _standard(data, convert)
