@@ -148,14 +148,14 @@ class Adoption:
                 "skipped_steps": max(0, checkpoint.global_steps - checkpoint.step)}
 
     def _rates(self, asked: list[float], has_scheduler: bool) -> list[float]:
-        """The checkpoint's rates, as DeepSpeed restores them. Without a scheduler, which then sets others, a difference is said."""
+        """The checkpoint's rates, as DeepSpeed restores them. Warns of a difference if no scheduler will set others."""
         checkpoint = self._checkpoint
         try:
             rates = [float(group["lr"]) for group in checkpoint.groups]
         except (KeyError, TypeError, ValueError, RuntimeError):
             rates = [math.nan]
         if not all(0 <= rate < math.inf for rate in rates):
-            refuse(f"{checkpoint.path}: a parameter group has no learning rate that a run could continue with: the files were changed")
+            refuse(f"{checkpoint.path}: a parameter group has no learning rate to continue with: the files were changed")
         if len(asked) == 1 and len(set(rates)) == 1:
             rates = rates[:1]
         if len(rates) != len(asked):
@@ -164,8 +164,8 @@ class Adoption:
                          len(asked), asked)
             return asked
         if rates != asked and not has_scheduler:
-            _log.warning("learning rates: the DeepSpeed run had come to %s, and these count, as in DeepSpeed; this program asks for "
-                         "%s. To change them, set 'lr' in engine.optimizer.param_groups", rates, asked)
+            _log.warning("learning rates: the DeepSpeed run had come to %s, and these count, as in DeepSpeed; this program asks "
+                         "for %s. To change them, set 'lr' in engine.optimizer.param_groups", rates, asked)
         return rates
 
     def _schedule(self, config: _hoist.Config) -> dict[str, Any] | None:
@@ -176,7 +176,7 @@ class Adoption:
         if own != config.has_schedule:
             _log.warning("%s", shown(
                 f"{checkpoint.path}: the DeepSpeed run {'had' if own else 'had no'} section `scheduler`, and this configuration "
-                f"{'has one: it sets the learning rate' if config.has_schedule else 'has none: the learning rate stays as it is'}"))
+                + ("has one: it sets the rate" if config.has_schedule else "has none: the rate stays as it is")))
         if not config.has_schedule:
             if own or scheduler is None:
                 return None

@@ -99,8 +99,8 @@ def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: Co
     from hoist.torch import load_config
     loaded = load_config(config)
     if loaded.optimizer.kind not in ("AdamW", "Adam"):
-        raise _hoist.UsageError(f"the configuration's optimizer is {loaded.optimizer.kind}, and only AdamW and Adam are exported: "
-                                "pass the configuration that DeepSpeed will continue with")
+        raise _hoist.UsageError(f"the configuration's optimizer is {loaded.optimizer.kind}, and only AdamW and Adam are "
+                                "exported: pass the configuration that DeepSpeed will continue with")
     zero: Any = stage if stage is not None else loaded.setting("zero_optimization.stage")
     if zero not in (1, 2, 3):
         raise _hoist.UsageError(f"universal checkpoints are of ZeRO stages 1, 2 and 3, and the configuration says {zero}: set "
@@ -135,8 +135,8 @@ class _Export:
             raise _hoist.UsageError(shown(f"'{name}' is a piece of a large parameter, which hoist.optim stores in pieces: this "
                                           "store cannot be exported"))
         if re.fullmatch(r"parameter \d+", name):
-            raise _hoist.UsageError(f"the store calls a parameter '{name}', because hoist.optim was not told its name: this store "
-                                    "cannot be exported. Begin the run with model.named_parameters() in the place of "
+            raise _hoist.UsageError(f"the store calls a parameter '{name}', because hoist.optim was not told its name: this "
+                                    "store cannot be exported. Begin the run with model.named_parameters() in the place of "
                                     "model.parameters()")
 
     def _refuse_other_states(self, name: str) -> None:
@@ -146,8 +146,8 @@ class _Export:
             for state in KEYS:
                 self._stored._model.read(self._stored._index[name], state, 0, nothing)  # reads no byte
         except _hoist.UsageError as error:
-            raise _hoist.UsageError(shown(f"{error}: the store is not of Adam or AdamW, and others are not exported. `hoist export` "
-                                          "writes its weights alone")) from None
+            raise _hoist.UsageError(shown(f"{error}: the store is not of Adam or AdamW, and others are not exported. `hoist "
+                                          "export` writes its weights alone")) from None
 
     def write(self, to: str, tag: str | None) -> str:
         tag = f"global_step{self._global_steps}" if tag is None else tag
