@@ -2,8 +2,10 @@
 """Models of transformers that begin with the hub's files, read at wrap, against transformers' own from_pretrained."""
 
 import copy
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ import hoist
 import hoist.torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
+from hoist.torch import pretrained_export  # noqa: E402
 from hoist.torch.transformers import from_pretrained, save_pretrained  # noqa: E402
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -169,6 +172,135 @@ def test_adapters_on_a_base_in_files(tmp_path):
         assert adapter.std() > 0
         save_pretrained(engine, tmp_path / "adapter")
     assert sorted(os.listdir(tmp_path / "adapter")) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+
+
+class Steps:
+    """os, as pretrained_export sees it: `before` is called before each call that changes or flushes files."""
+
+    def __init__(self, before):
+        self.before = before
+
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        if name not in ("makedirs", "open", "pwrite", "fsync", "replace", "unlink"):
+            return real
+
+        def call(*arguments, **named):
+            self.before(name)
+            return real(*arguments, **named)
+        return call
+
+
+def fails_at(step):
+    """A drive that is full at this step and afterwards."""
+    count = 0
+
+    def before(_):
+        nonlocal count
+        count += 1
+        if count >= step:
+            raise OSError(errno.ENOSPC, "full")
+    return Steps(before)
+
+
+def files_of(directory):
+    return {os.path.join(path, file): open(os.path.join(path, file), "rb").read()
+            for path, _, files in os.walk(directory) for file in files}
+
+
+class Models:
+    """The model that a directory holds, and the one that is saved over it. The old one's settings may differ."""
+
+    def __init__(self, path, shards, changed):
+        changes = {"tie_word_embeddings": False}
+        self.old, self.directory = saved(path, seed=0, shards=shards, **changes, **({"rms_norm_eps": 0.5} if changed else {}))
+        torch.manual_seed(1)
+        self.new = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | changes))
+        self.new.generation_config.max_new_tokens = 33
+        self.kept = copy.deepcopy(self.new)
+
+    def found_in(self, directory):
+        try:
+            found = transformers.LlamaForCausalLM.from_pretrained(directory, dtype="auto")
+        except OSError:
+            return "refused"
+        for name, model in (("old", self.old), ("new", self.kept)):
+            if found.config.rms_norm_eps == model.config.rms_norm_eps and all(
+                    torch.equal(values, model.state_dict()[key]) for key, values in found.state_dict().items()):
+                return name
+        return "mixed"
+
+
+SIZES = {"one_file": ("1GB", "1GB"), "to_shards": ("1GB", "40KB"), "to_one_file": ("40KB", "1GB"),
+         "shards_of_the_same_names": ("40KB", "40KB"), "more_shards": ("40KB", "20KB")}
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["same_config", "other_config"])
+@pytest.mark.parametrize("case", SIZES)
+def test_a_kill_while_saving_leaves_the_old_model_or_the_new(tmp_path, monkeypatch, case, changed):
+    """The directory is copied before each step, as a kill there would leave it."""
+    models = Models(tmp_path / "out", SIZES[case][0], changed)
+    states = []
+
+    def before(name):
+        if name not in ("open", "pwrite"):
+            copied = tmp_path / f"copy-{len(states)}"
+            shutil.copytree(models.directory, copied)
+            states.append(models.found_in(copied))
+
+    with hoist.torch.wrap(models.new, config_of(tmp_path / "nvme")) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(pretrained_export, "os", Steps(before))
+            save_pretrained(engine, models.directory, max_shard_size=SIZES[case][1])
+        assert models.found_in(models.directory) == "new"
+        assert "old" in states and states == sorted(states, key=["old", "refused", "new"].index)
+        assert ("refused" in states) == (changed or case == "shards_of_the_same_names")
+        save_pretrained(engine, tmp_path / "empty", max_shard_size=SIZES[case][1])
+        killed = tmp_path / f"copy-{states.index('refused') if 'refused' in states else 0}"
+        save_pretrained(engine, killed, max_shard_size=SIZES[case][1])
+        for directory in (models.directory, killed):  # nothing of the old model is left
+            assert sorted(os.listdir(directory)) == sorted(os.listdir(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_a_full_drive_leaves_the_old_model(tmp_path, monkeypatch, case):
+    models = Models(tmp_path / "out", SIZES[case][0], changed=True)
+    before, step, moved = files_of(models.directory), 0, False
+    with hoist.torch.wrap(models.new, config_of(tmp_path / "nvme")) as engine:
+        while not moved:
+            step += 1
+            open_files = len(os.listdir("/proc/self/fd"))
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="full") as failure:
+                patch.setattr(pretrained_export, "os", fails_at(step))
+                save_pretrained(engine, models.directory, max_shard_size=SIZES[case][1])
+            assert len(os.listdir("/proc/self/fd")) == open_files
+            moved = any(entry.name == "_move_up" for entry in failure.traceback)
+            if not moved:
+                assert files_of(models.directory) == before, step
+        assert step > 30 and models.found_in(models.directory) == "old"
+        folder = os.path.join(models.directory, "model.partial")
+        assert models.found_in(folder) == "new", "what could not be moved is kept"
+        save_pretrained(engine, models.directory)
+    assert models.found_in(models.directory) == "new" and not os.path.exists(folder)
+
+
+def test_adapters_are_replaced_when_the_new_ones_are_complete(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    _, hub = saved(tmp_path / "hub")
+    model = peft.get_peft_model(from_pretrained(transformers.LlamaForCausalLM, hub),
+                                peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    out = tmp_path / "adapter"
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        save_pretrained(engine, out)
+        with open(out / "README.md", "a") as card:
+            card.write("Trained on a Tuesday.")
+        before = files_of(out)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+            patch.setattr(pretrained_export, "os", fails_at(2))
+            save_pretrained(engine, out)
+        assert files_of(out) == before
+        save_pretrained(engine, out)
+    assert files_of(out).keys() == before.keys() and "on a Tuesday" in (out / "README.md").read_text()
 
 
 def test_a_model_whose_weights_are_in_files_refuses_to_be_called(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of transformers.Trainer: killed runs go on from the newest complete one, and what could not be saved is refused."""
 
+import errno
 import os
 import shutil
 import signal
@@ -120,6 +121,29 @@ def test_the_newest_complete_checkpoint(tmp_path):
     assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     with pytest.raises(ValueError, match="No valid checkpoint"):
         trainer_of(arguments(tmp_path / "nothing"), ds_config(tmp_path / "nvme")).train(resume_from_checkpoint=True)
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_one_before(tmp_path, monkeypatch):
+    """Trainer's own settings files must not remove the weights either."""
+    out = tmp_path / "model"
+    tiny_llama(seed=7).save_pretrained(out, max_shard_size="8KB")
+    before = {file: (out / file).read_bytes() for file in os.listdir(out)}
+    assert len(before) > 5
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=1), ds_config(tmp_path / "nvme"))
+    trainer.train()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(os, "pwrite", full_drive)
+        trainer.save_model(str(out))
+    assert {file: (out / file).read_bytes() for file in os.listdir(out)} == before
+    trainer.save_model(str(out))
+    trainer.engine.close()
+    files = set(os.listdir(out))
+    assert {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"} <= files
+    assert not any("-of-" in file or "partial" in file for file in files)
+
+
+def full_drive(*_):
+    raise OSError(errno.ENOSPC, "full")
 
 
 def in_memory(config):

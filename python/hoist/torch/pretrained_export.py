@@ -4,9 +4,12 @@ parameter, or one unit where files have its tensors in another form."""
 
 from __future__ import annotations
 
+import contextlib
+import filecmp
 import json
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,33 +32,41 @@ Tensors = dict[str, torch.Tensor]
 
 
 def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB",
-                    with_settings: bool = True) -> None:
+                    write_settings: Callable[[str], object] | None = None) -> None:
     """[C] The directory that transformers' from_pretrained loads: safetensors, an index if there are several, config.json and
     generation_config.json. Writes only the adapters of a PEFT model, as PEFT does. Every rank calls it; the first one writes.
 
-    Each tensor has the model's type, and the name and shape that it has in files. `with_settings`: also what is not weights.
+    Each tensor has the model's type, and the name and shape that it has in files. A model in the directory stays until the new
+    one is complete: the drive holds both for a while. `write_settings` writes what is not weights into a folder; None: as the
+    model's own save_pretrained.
     """
-    directory = os.fspath(directory)
     model: Any = engine.module
-    writes = engine._is_first_of_job
-    if not isinstance(model, transformers.PreTrainedModel):
-        if not hasattr(model, "peft_config"):
-            raise _hoist.UsageError(f"a {type(model).__name__} has no save_pretrained form: use engine.export(directory)")
+    is_whole = isinstance(model, transformers.PreTrainedModel)
+    if not is_whole and not hasattr(model, "peft_config"):
+        raise _hoist.UsageError(f"a {type(model).__name__} has no save_pretrained form: use engine.export(directory)")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_new_model(os.fspath(directory))) if engine._is_first_of_job else None
+        if folder is not None and write_settings is not None:
+            write_settings(folder)
+        elif folder is not None and is_whole:
+            model.save_pretrained(folder, state_dict={}, max_shard_size=max_shard_size)
+        if is_whole:
+            _write_weights(engine, folder, max_shard_size)
+            return
         adapters = _adapters(engine)
-        if writes:
-            model.save_pretrained(directory, state_dict=adapters)
-        return
-    if writes and with_settings:
-        model.save_pretrained(directory, state_dict={}, max_shard_size=max_shard_size)
+        if folder is not None:
+            model.save_pretrained(folder, state_dict=adapters)
+
+
+def _write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
     planned, parts = _plan(engine)
-    files = _Files(directory, planned, max_shard_size) if writes else None
     buffers = dict(engine._parameters.persistent_buffers())
-    for part in parts:
-        values = {name: buffers[name] if name in buffers else engine._parameters.read_as_stored(name) for name in part}
-        if files is not None:
-            files.write(_as_in_files(model, values))
-    if files is not None:
-        files.finish()
+    with contextlib.ExitStack() as stack:
+        files = stack.enter_context(_Files(folder, planned, max_shard_size)) if folder is not None else None
+        for part in parts:
+            values = {name: buffers[name] if name in buffers else engine._parameters.read_as_stored(name) for name in part}
+            if files is not None:
+                files.write(_as_in_files(engine.module, values))
 
 
 def _plan(engine: Engine) -> tuple[Tensors, list[list[str]]]:
@@ -113,28 +124,38 @@ def _adapters(engine: Engine) -> Tensors:
 
 
 class _Files:
-    """safetensors files of known tensors, whose data comes in any order. They get their names when they are complete."""
+    """safetensors files of known tensors, whose data comes in any order."""
 
-    def __init__(self, directory: str, tensors: Tensors, max_shard_size: int | str):
-        os.makedirs(directory, exist_ok=True)
+    def __init__(self, folder: str, tensors: Tensors, max_shard_size: int | str):
         split = split_torch_state_dict_into_shards(
             tensors, filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."), max_shard_size=max_shard_size)
-        self._directory = directory
         self._place: dict[str, tuple[int, int]] = {}  # of a tensor: its file's descriptor, its offset
-        self._open = {file: os.open(self._path(file) + ".partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-                      for file in split.filename_to_tensors}
-        for file, names in split.filename_to_tensors.items():
-            self._begin(self._open[file], {name: tensors[name] for name in names})
-        self._index: dict[str, Any] | None = None
-        if split.is_sharded:
-            parameters = sum(tensor.numel() for tensor in tensors.values())
-            self._index = {"metadata": {"total_parameters": parameters, **split.metadata},
-                           "weight_map": split.tensor_to_filename}
+        self._open: list[int] = []
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self._close)
+            for file, names in split.filename_to_tensors.items():
+                self._begin(os.path.join(folder, file), {name: tensors[name] for name in names})
+            if split.is_sharded:
+                parameters = sum(tensor.numel() for tensor in tensors.values())
+                with open(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as index:
+                    json.dump({"metadata": {"total_parameters": parameters, **split.metadata},
+                               "weight_map": split.tensor_to_filename}, index, indent=2, sort_keys=True)
+                    index.write("\n")
+            unless_made.pop_all()
 
-    def _path(self, file: str) -> str:
-        return os.path.join(self._directory, file)
+    def __enter__(self) -> _Files:
+        return self
 
-    def _begin(self, descriptor: int, tensors: Tensors) -> None:
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in self._open:
+            os.close(descriptor)
+
+    def _begin(self, path: str, tensors: Tensors) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._open.append(descriptor)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in tensors.items():
@@ -155,16 +176,79 @@ class _Files:
                 written = os.pwrite(descriptor, data[:1 << 30], offset)
                 data, offset = data[written:], offset + written
 
-    def finish(self) -> None:
-        for existing in _weight_files(self._directory):
-            os.unlink(self._path(existing))
-        for file, descriptor in self._open.items():
+
+# A killed program leaves it, and the next save_pretrained removes it.
+_FOLDER = "model.partial"
+# Loaders begin with these, and refuse a directory without them.
+_HEADS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "adapter_config.json")
+
+
+@contextlib.contextmanager
+def _new_model(directory: str) -> Iterator[str]:
+    """A folder in `directory` for a model's files, which replace those of the model there when all are complete. If writing
+    them fails, the folder is removed, and the directory is as it was."""
+    folder = os.path.join(directory, _FOLDER)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    try:
+        card = os.path.join(directory, "README.md")
+        if os.path.exists(card):
+            shutil.copy(card, folder)  # PEFT adds to it
+        yield folder
+        for path, _, files in os.walk(folder):
+            _sync(path, *(os.path.join(path, file) for file in files))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _move_up(folder, directory)  # if that fails, the folder keeps what is not in place
+    shutil.rmtree(folder)
+
+
+def _move_up(folder: str, directory: str) -> None:
+    """Moves a complete model into the directory that holds its folder, and removes the weights of an older one.
+
+    A crash leaves the old model, the new one, or a directory that loaders refuse. If settings are the same, one rename or
+    removal changes from the old weights to the new: loaders prefer model.safetensors to an index, and shards of another number
+    have other names. If settings change, or shards have the names of old ones, the old model's head leaves first and the new
+    one's comes last. Nothing loads between the two; moving the folder's files up completes the new model.
+    """
+    new = {os.path.relpath(os.path.join(path, file), folder) for path, _, files in os.walk(folder) for file in files}
+    heads = {file for file in new if os.path.basename(file) in _HEADS}
+    old = set(_weight_files(directory)) if SAFE_WEIGHTS_NAME in new or SAFE_WEIGHTS_INDEX_NAME in new else set()
+    old_heads = {file for file in heads | old.intersection(_HEADS) if os.path.exists(os.path.join(directory, file))}
+
+    def changes(file: str) -> bool:
+        target = os.path.join(directory, file)
+        return os.path.exists(target) and not filecmp.cmp(os.path.join(folder, file), target, shallow=False)
+
+    def move(files: Iterable[str]) -> None:
+        parents = {os.path.dirname(os.path.join(directory, file)) for file in files}
+        for parent in parents:
+            os.makedirs(parent, exist_ok=True)
+        for file in files:
+            os.replace(os.path.join(folder, file), os.path.join(directory, file))
+        _sync(*parents)
+
+    settings = {file for file in new if os.path.basename(file) in ("config.json", "adapter_config.json")}
+    if any(map(changes, settings)) or (new & old).difference(_HEADS):
+        for file in old_heads:
+            os.replace(os.path.join(directory, file), os.path.join(folder, file + ".old"))
+        _sync(directory, folder)
+        old -= old_heads
+    move(new - heads)
+    move(heads)
+    for file in sorted(old - new, key=lambda file: file not in _HEADS):  # shards after the index that names them
+        os.unlink(os.path.join(directory, file))
+    _sync(directory)
+
+
+def _sync(*paths: str) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
+        finally:
             os.close(descriptor)
-            os.replace(self._path(file) + ".partial", self._path(file))
-        if self._index is not None:
-            with open(self._path(SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as index:
-                index.write(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
 
 
 def _weight_files(directory: str) -> Iterator[str]:
