@@ -12,6 +12,7 @@ included, and what contradicts the arguments is refused as Hugging Face's integr
 from __future__ import annotations
 
 import copy
+import functools
 import glob
 import logging
 import os
@@ -273,9 +274,9 @@ class Trainer(transformers.Trainer):
             self._require_weights("save")
             return super()._save(output_dir, state_dict)
         output_dir = output_dir if output_dir is not None else cast(str, self.args.output_dir)
-        if self.args.should_save:
-            super()._save(output_dir, {})  # what belongs to a model beside its weights
-        save_pretrained(self.engine, output_dir, with_settings=False)
+        if self.args.should_save and not self.engine._is_first_of_job:
+            super()._save(output_dir, {})  # save_on_each_node: all but the weights
+        save_pretrained(self.engine, output_dir, write_settings=functools.partial(super()._save, state_dict={}))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.engine is None or self.args.should_save:
