@@ -584,7 +584,8 @@ def test_rows_of_axolotl_that_lack_a_text_are_dropped(tmp_path, places):
     (tmp_path / "x.jsonl").write_text(of_json(PAIR, {"instruction": "w3"}, {"instruction": None, "output": "w4"}))
     (tmp_path / "y.jsonl").write_text(of_json({"messages": [user("w5"), assistant(None)]}, {"messages": None},
                                               {"messages": [user("w6"), assistant("w7")]}))
-    entries = [{"path": str(tmp_path / name), "type": kind} for name, kind in (("x.jsonl", "alpaca"), ("y.jsonl", "chat_template"))]
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "type": kind}
+               for name, kind in (("x", "alpaca"), ("y", "chat_template"))]
     rows, notices = tokens_of(places, base_model="", datasets=entries, shuffle_merged_datasets=False)
     assert [row.partition(": ")[2].split()[-2:] for row in rows[:1]] == [["[w2]", "[</s>]"]]
     assert rows[1:] == ["<| user |> w6 </s> <| assistant |> [w7] [</s>]"]

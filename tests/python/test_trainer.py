@@ -158,25 +158,76 @@ def test_a_broken_file_is_said_with_its_line(tmp_path):
         trainer_of(arguments(tmp_path), str(tmp_path / "ds.json"))
 
 
-@pytest.mark.parametrize("optim, eight_bits", [("paged_adamw_32bit", False), ("adamw_bnb_8bit", True),
-                                               ("paged_adamw_8bit", True)])
-def test_other_librarys_adamw_is_hoists(tmp_path, caplog, optim, eight_bits):
+@pytest.mark.parametrize("optim, kind, eight_bits", [
+    ("paged_adamw_32bit", "AdamW", False), ("adamw_bnb_8bit", "AdamW", True), ("paged_adamw_8bit", "AdamW", True),
+    ("lion_32bit", "Lion", False), ("paged_lion_8bit", "Lion", True)])
+def test_other_librarys_optimizers_are_hoists(tmp_path, caplog, optim, kind, eight_bits):
     """Nothing of bitsandbytes is needed, and what is done instead is said."""
     cpu = {"device": "cpu"}
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}}
+    decay = {"weight_decay": 0.1 if kind == "AdamW" else 0.0}  # an optimizer of the file decays every parameter
 
     def trained(name, config):
-        trainer = trainer_of(arguments(tmp_path / name, optim=name, max_steps=4), config)
+        trainer = trainer_of(arguments(tmp_path / name, optim=name, max_steps=4, **decay), config)
         trainer.train()
         assert trainer.args.optim == name
-        return trainer.engine
+        return trainer.engine, losses_of(trainer)
 
-    engine = trained(optim, config)
-    assert f"optim {optim} is hoist's AdamW" in caplog.text and ("moments of 8 bits" in caplog.text) == eight_bits
+    engine, losses = trained(optim, config)
+    assert f"optim {optim} is hoist's {kind}" in caplog.text and ("moments of 8 bits" in caplog.text) == eight_bits
     assert engine.config.setting("hoist.moments_dtype") == ("fp8" if eight_bits else None)
+    assert len(engine.optimizer.param_groups) == 2
     expected = config | ({"hoist": {"moments_dtype": "fp8"}} if eight_bits else {})
-    assert digests(engine) == digests(trained("adamw_torch", expected))
-    assert "hoist" not in config  # the caller's
+    if kind == "Lion":
+        expected["optimizer"] = {"type": "Lion", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}}
+    other, other_losses = trained("adamw_torch", expected)
+    assert losses == pytest.approx(other_losses, rel=1e-3)
+    if kind == "AdamW" or not eight_bits:  # the random numbers of rounding go by groups, and here one run has two
+        assert digests(engine) == digests(other)
+    assert "hoist" not in config and "optimizer" not in config  # the caller's
+
+
+def test_the_optimizer_of_a_subclass(tmp_path):
+    """Its create_optimizer() need not call hoist's."""
+    class OfItsOwn(hoist_transformers.Trainer):
+        def create_optimizer(self, *_):
+            self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    config = ds_config(tmp_path / "nvme", without=("optimizer", "scheduler"))
+    args, model = arguments(tmp_path / "out", max_steps=3), tiny_llama()
+    trainer = OfItsOwn(model=tiny_llama(), args=args, train_dataset=Tokens(), hoist_config=config)
+    given = trainer_of(args, config | {"zero_optimization": {"stage": 3}}, model=model,
+                       optimizers=(torch.optim.Adagrad(model.parameters(), lr=1e-2), None))
+    for each in (trainer, given):
+        each.train()
+    rates = [[row["learning_rate"] for row in each.state.log_history if "loss" in row] for each in (trainer, given)]
+    assert digests(trainer.engine) == digests(given.engine) and rates[0] == rates[1] and trainer.engine.global_steps == 3
+
+
+def test_images_have_the_weights_type(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3))
+    rows = [{"pixel_values": torch.randn(3, 16, 16, device="cpu"), "labels": index % 3} for index in range(16)]
+    trainer = hoist_transformers.Trainer(model=model, args=arguments(tmp_path / "out", max_steps=3), train_dataset=rows,
+                                         eval_dataset=rows, hoist_config=ds_config(tmp_path / "nvme"))
+    trainer.train()
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert len(losses_of(trainer)) == 3 and math.isfinite(trainer.evaluate()["eval_loss"])
+    trainer.engine.close()
+
+
+def test_deepspeed_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
+    made = transformers.Trainer.create_accelerator_and_postprocess
+
+    def with_deepspeed(self):
+        made(self)
+        self.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", with_deepspeed)
+    with pytest.raises(hoist.UsageError, match="accelerate launch.*start the program with torchrun"):
+        trainer_of(arguments(tmp_path), {})
 
 
 def test_trainer_trains_with_an_unchanged_json(tmp_path):

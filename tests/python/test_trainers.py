@@ -179,6 +179,23 @@ def test_a_change_before_training_counts_or_is_refused(tmp_path, edit):
         assert torch.equal(found[name].cpu(), value.cpu()) and torch.equal(copied[name].cpu(), value.cpu()), name
 
 
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_a_reference_that_follows_the_trained_weights(tmp_path, kind):
+    changes = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "max_steps": 5, "beta": 0.2,
+               "eval_strategy": "no", "save_strategy": "no"}
+    runs = []
+    for hoisted in (False, True):
+        trainer = make(kind, tmp_path / str(hoisted), tmp_path / "hub", False, hoisted, **changes)
+        trainer.train()
+        runs.append(([row["loss"] for row in trainer.state.log_history if "loss" in row], trainer.ref_model.state_dict()))
+    trainer.engine.close()
+    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-4, abs=1e-5) and len(runs[0][0]) == 5
+    begun = KINDS[kind][2][0].from_pretrained(tmp_path / "hub").state_dict()
+    for name, value in runs[0][1].items():
+        torch.testing.assert_close(runs[1][1][name], value, rtol=0, atol=2e-5)
+    assert any(not torch.equal(begun[name].cpu(), value.cpu()) for name, value in runs[1][1].items())
+
+
 class Dies(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step == 5:

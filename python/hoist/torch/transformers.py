@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hoist.torch
 from hoist import _hoist
 from hoist.torch.config_files import read_config
+from hoist.torch.parameters import dtype_of
 from hoist.torch.pretrained import from_pretrained
 from hoist.torch.pretrained_export import save_pretrained
 
@@ -35,11 +36,11 @@ _log = logging.getLogger("hoist")
 
 # What `optim` of TrainingArguments means in the configuration.
 DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
-# Other libraries' AdamW, whose states are small or in host memory. hoist has its own ways to both.
-_SMALL_ADAMW = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
-OTHER_ADAMW = (*_SMALL_ADAMW, "paged_adamw_32bit")
-_KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad", "lion_32bit": "Lion", "paged_lion_32bit": "Lion", "lion_8bit": "Lion",
-            "paged_lion_8bit": "Lion"} | dict.fromkeys(OTHER_ADAMW, "AdamW")
+# Other libraries' AdamW and Lion, whose states are small or in host memory. hoist has its own ways to both.
+_SMALL = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "lion_8bit",
+          "paged_lion_8bit")
+OTHER_OPTIMS = (*_SMALL, "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit")
+_KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad"} | {optim: "Lion" if "lion" in optim else "AdamW" for optim in OTHER_OPTIMS}
 
 
 def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
@@ -97,12 +98,16 @@ def optim_of(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def choose_states(config: dict[str, Any], optim: str, offloaded: bool) -> None:
-    """Puts what another library's AdamW asks for into a configuration without an optimizer, and says so."""
-    small = optim in _SMALL_ADAMW and "moments_dtype" not in config.get("hoist", {})
+def choose_states(config: dict[str, Any], args: TrainingArguments, offloaded: bool) -> None:
+    """Puts what another library's optimizer asks for into a configuration without an optimizer, and says so."""
+    optim = optim_of(args)
+    small = optim in _SMALL and "moments_dtype" not in config.get("hoist", {})
     if small and offloaded:
         config.setdefault("hoist", {})["moments_dtype"] = "fp8"
-    _log.warning("optim %s is hoist's AdamW, with its states where the configuration says%s", optim,
+    if _KIND_OF[optim] == "Lion":
+        config["optimizer"] = {"type": "Lion", "params": {
+            "lr": args.learning_rate, "betas": [args.adam_beta1, args.adam_beta2], "weight_decay": args.weight_decay}}
+    _log.warning("optim %s is hoist's %s, with its states where the configuration says%s", optim, _KIND_OF[optim],
                  "" if not small else ': moments of 8 bits in blocks ("hoist": {"moments_dtype": "fp8"}; "fp32" turns it off)'
                  if offloaded else ", in fp32: there are no states of 8 bits in a GPU's memory")
 
@@ -129,6 +134,8 @@ class Trainer(transformers.Trainer):
             self._train_batch_size = self.args.train_batch_size
         for given, name, why in (
                 (self.args.deepspeed is not None, "deepspeed", "it would start DeepSpeed; hoist_config is the file"),
+                (self.is_deepspeed_enabled, "the plugin for DeepSpeed (deepspeed_plugin)", "`accelerate launch` has started "
+                 "DeepSpeed; start the program with torchrun, and pass the YAML file as hoist_config"),
                 (self.is_fsdp_enabled, "fsdp", "it moves weights itself"),
                 (self.args.auto_find_batch_size, "auto_find_batch_size", "the number of micro-batches is settled when the "
                  "engine is made"),
@@ -136,6 +143,14 @@ class Trainer(transformers.Trainer):
                  "trained in")):
             if given:
                 raise _hoist.UsageError(f"{name} of TrainingArguments is not supported here: {why}")
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "sync_target_model"):  # TRL's, for sync_ref_model; it would read parameters
+                cast(Any, callback).sync_target_model = self._move_reference
+
+    def _move_reference(self, model: torch.nn.Module, reference: torch.nn.Module, alpha: float) -> None:
+        """Mixes the trained weights into a reference model's, one parameter after the other."""
+        for (name, _), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            theirs.data.mul_(1.0 - alpha).add_(self._made.read(name).to(theirs), alpha=alpha)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As transformers' own, but True takes the newest checkpoint that is complete: one whose saving was interrupted has
@@ -158,6 +173,17 @@ class Trainer(transformers.Trainer):
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The engine brings weights to where they are used."""
 
+    def _wrap_model(self, model: Any, training: bool = True, *positional: Any, **arguments: Any) -> Any:
+        if training and self.engine is None:  # create_optimizer() of a subclass has not called this class's
+            Trainer.create_optimizer(self)
+        return super()._wrap_model(model, training, *positional, **arguments)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Images and sounds have the weights' type, as with Hugging Face's integration of DeepSpeed."""
+        data = super()._prepare_input(data)
+        dtype = None if self.engine is None else dtype_of(self.engine.config)
+        return data.to(dtype) if dtype is not None and isinstance(data, torch.Tensor) and data.is_floating_point() else data
+
     # --- making the engine -------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -168,10 +194,10 @@ class Trainer(transformers.Trainer):
             return self.optimizer
         filled = fill_in(self._hoist_config, self.args, self.state.max_steps)
         config = hoist.torch.load_config(filled)
-        optim = optim_of(self.args)
-        if optim in OTHER_ADAMW and self.optimizer is None and "optimizer" not in filled:
+        own_groups = self.optimizer is None and "optimizer" not in filled
+        if own_groups and optim_of(self.args) in OTHER_OPTIMS:
             device = config.setting("zero_optimization.offload_optimizer.device")
-            choose_states(filled, optim, device in ("cpu", "nvme") or self.args.device.type == "cpu")
+            choose_states(filled, self.args, device in ("cpu", "nvme") or self.args.device.type == "cpu")
             config = hoist.torch.load_config(filled)
         if config.is_vertical:
             raise _hoist.UsageError('Trainer computes one micro-batch after the other: set "hoist": {"micro_batch_order": '
@@ -189,11 +215,16 @@ class Trainer(transformers.Trainer):
                 "NVMe, a durability other than \"none\"; or set save_strategy='no', or save_only_model=True")
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
-        if client is None and "optimizer" not in filled:
+        if own_groups:
             client = self._groups_in_an_optimizer(*(() if model is None else (model,)))  # transformers 4 takes none
-        options = {"device": self.args.device.type} if config.device is None else {}
+        options: dict[str, Any] = {"optimizer": client}
+        if own_groups and "optimizer" in filled:  # one that PyTorch does not have
+            options = {"model_parameters": [{key: group[key] for key in ("params", "lr", "weight_decay")}
+                                            for group in cast(torch.optim.Optimizer, client).param_groups]}
+        if config.device is None:
+            options["device"] = self.args.device.type
         self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
-            model=self.model, optimizer=client, config=config, **options | self._hoist_options)
+            model=self.model, config=config, **options | self._hoist_options)
         if self.engine.device.type != self.args.device.type:
             raise _hoist.UsageError(f"TrainingArguments' device is {self.args.device}, and hoist's is {self.engine.device}: pass "
                                     "use_cpu=True, or set \"hoist\": {\"device\": \"cuda\"}")
@@ -213,7 +244,7 @@ class Trainer(transformers.Trainer):
     def _groups_in_an_optimizer(self, *model: Any) -> torch.optim.Optimizer:
         optim = self.args.optim
         try:
-            if optim_of(self.args) in OTHER_ADAMW:
+            if optim_of(self.args) in OTHER_OPTIMS:
                 self.args.optim = transformers.training_args.OptimizerNames.ADAMW_TORCH
             return super().create_optimizer(*model)
         finally:
