@@ -218,6 +218,46 @@ def test_images_have_the_weights_type(tmp_path):
     trainer.engine.close()
 
 
+class Plain(torch.nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table, self.norm = torch.nn.Embedding(97, 16), torch.nn.LayerNorm(16)
+        self.head = torch.nn.Linear(16, 97, bias=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.norm(self.table(input_ids))) * self.scale
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_a_module_that_is_not_of_transformers(tmp_path):
+    """Saved under its own names, resumed, and given its best weights back."""
+    from safetensors.torch import load_file
+
+    settings = {"bf16": False, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+                "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+
+    def trained(name, seed=0, resume=None, **changes):
+        trainer = trainer_of(arguments(tmp_path / name, **settings | changes), ds_config(tmp_path / f"{name}-nvme"), rows=120,
+                             model=Plain(seed), eval_dataset=Tokens(8))
+        trainer.train(resume_from_checkpoint=resume)
+        state = trainer.engine.state_dict()
+        trainer.engine.close()
+        return state
+
+    expected = trained("whole", max_steps=6)
+    trained("parts", max_steps=4)
+    found = trained("parts", max_steps=6, seed=1, resume=True)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+    saved = load_file(tmp_path / "parts" / "checkpoint-6" / "model.safetensors")
+    assert saved.keys() == {"table.weight", "norm.weight", "norm.bias", "head.weight", "scale"}
+    assert all(torch.equal(value, expected[name].cpu()) for name, value in saved.items())
+    worst = trained("best", max_steps=4, greater_is_better=True)  # the first evaluation's weights
+    first = load_file(tmp_path / "best" / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(worst[name].cpu(), value) for name, value in first.items())
+
+
 def test_deepspeed_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
     made = transformers.Trainer.create_accelerator_and_postprocess
 

@@ -179,6 +179,47 @@ def test_a_change_before_training_counts_or_is_refused(tmp_path, edit):
         assert torch.equal(found[name].cpu(), value.cpu()) and torch.equal(copied[name].cpu(), value.cpu()), name
 
 
+ON_QUERIES = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+ADAPTERS = {
+    "modules_to_save": lambda: peft.LoraConfig(modules_to_save=["lm_head"], **ON_QUERIES),
+    "tokens": lambda: peft.LoraConfig(trainable_token_indices=[3, 4], **ON_QUERIES),
+    "vera": lambda: peft.VeraConfig(**ON_QUERIES),
+    "classification": lambda: peft.LoraConfig(**ON_QUERIES | {"task_type": "SEQ_CLS"}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_beside_which_more_is_saved(tmp_path, name):
+    """Checkpoints and the best weights, as of the same run in memory."""
+    model_class = transformers.LlamaForSequenceClassification if name == "classification" else LLAMA[0]
+    torch.manual_seed(0)
+    model_class(transformers.LlamaConfig(**LLAMA[1].to_dict() | {"tie_word_embeddings": False})).save_pretrained(tmp_path / "hub")
+    labels = [index % 2 for index in range(32)] if name == "classification" else ROWS
+    rows = datasets.Dataset.from_dict({"input_ids": ROWS, "labels": labels})
+    saved = []
+    for hoisted in (False, True):
+        base = hoist_transformers.Trainer if hoisted else transformers.Trainer
+        config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
+        from_files = hoisted and name != "tokens"  # whose values begin as copies of the embeddings
+        model = (hoist_transformers.from_pretrained(model_class, tmp_path / "hub", dtype=torch.float32) if from_files
+                 else model_class.from_pretrained(tmp_path / "hub", dtype=torch.float32))
+        torch.manual_seed(1)  # of the adapters
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(hoisted)), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=4, seed=7,
+            report_to=[], use_cpu=ON_CPU, dataloader_pin_memory=ON_CPU, disable_tqdm=True, eval_strategy="steps", eval_steps=2,
+            save_strategy="steps", save_steps=2, **BEST)
+        trainer = base(model=peft.get_peft_model(model, ADAPTERS[name]()), args=args, train_dataset=rows,
+                       eval_dataset=rows.select(range(8)), **({"hoist_config": config} if hoisted else {}))
+        trainer.train()
+        trainer.save_model(tmp_path / str(hoisted) / "saved")
+        begun = model_class.from_pretrained(tmp_path / "hub")
+        saved.append(peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(begun, tmp_path / str(hoisted) / "saved")))
+    trainer.engine.close()
+    assert saved[0].keys() == saved[1].keys() and (tmp_path / "True" / "saved" / "training_args.bin").exists()
+    for key, value in saved[0].items():
+        torch.testing.assert_close(saved[1][key], value, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_a_reference_that_follows_the_trained_weights(tmp_path, kind):
     changes = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "max_steps": 5, "beta": 0.2,

@@ -120,7 +120,7 @@ def _adapters(engine: Engine) -> Tensors:
                   for p in get().parameters()}
     found = {name: engine._parameters.read_as_stored(name) for name, p in model.named_parameters(remove_duplicate=False)
              if p.requires_grad or id(p) in embeddings or (prefix and prefix in name)}
-    return found | dict(engine._parameters.persistent_buffers())
+    return found | dict(engine._parameters.persistent_buffers(remove_duplicate=False))
 
 
 class _Files:

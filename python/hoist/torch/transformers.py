@@ -11,11 +11,12 @@ included, and what contradicts the arguments is refused as Hugging Face's integr
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import glob
 import logging
 import os
+import sys
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,7 @@ from hoist import _hoist
 from hoist.torch.config_files import read_config
 from hoist.torch.parameters import dtype_of
 from hoist.torch.pretrained import from_pretrained
-from hoist.torch.pretrained_export import save_pretrained
+from hoist.torch.pretrained_export import _new_model, _write_weights, save_pretrained
 
 __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint", "save_pretrained"]
 
@@ -306,8 +307,24 @@ class Trainer(transformers.Trainer):
             return super()._save(output_dir, state_dict)
         output_dir = output_dir if output_dir is not None else cast(str, self.args.output_dir)
         if self.args.should_save and not self.engine._is_first_of_job:
-            super()._save(output_dir, {})  # save_on_each_node: all but the weights
-        save_pretrained(self.engine, output_dir, write_settings=functools.partial(super()._save, state_dict={}))
+            self._save_settings(output_dir)  # save_on_each_node: all but the weights
+        if isinstance(self.model, transformers.PreTrainedModel) or hasattr(self.model, "peft_config"):
+            return save_pretrained(self.engine, output_dir, write_settings=self._save_settings)
+        with contextlib.ExitStack() as stack:  # a plain module: model.safetensors under its own names
+            folder = stack.enter_context(_new_model(output_dir)) if self.engine._is_first_of_job else None
+            if folder is not None:
+                self._save_settings(folder)
+            _write_weights(self.engine, folder, max_shard_size=sys.maxsize)
+
+    def _save_settings(self, folder: str) -> None:
+        """What Trainer saves beside the weights."""
+        model: Any = self.model
+        if not isinstance(model, transformers.PreTrainedModel):
+            model.save_pretrained = lambda *_, **__: None  # PEFT's asks for weights, and is called with them later
+        try:
+            super()._save(folder, {})
+        finally:
+            model.__dict__.pop("save_pretrained", None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.engine is None or self.args.should_save:
