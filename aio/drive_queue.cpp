@@ -30,11 +30,6 @@ void check(const DriveQueueOptions& options) {
   if (options.memory == MemoryKind::device)
     throw UsageError(
         "transfers to and from device memory (GPUDirect storage) are not supported; go through host memory");
-  const bool may_poll = options.backend == BackendKind::automatic || options.backend == BackendKind::io_uring;
-  if (options.polling != Polling::none && !may_poll)
-    throw UsageError("only io_uring can poll; choose that backend, or leave polling out");
-  if (options.polling == Polling::completion && options.directory.empty())
-    throw UsageError("completion polling is probed on the drive itself: name a directory on it");
   for (const auto& slice : options.registered_memory) {
     if (slice.empty() || slice.size() > kSliceBytesMax)
       throw UsageError(fmt::format("memory is registered in pieces of 1 byte to 1 GiB, not {} bytes", slice.size()));

@@ -29,14 +29,6 @@ namespace detail {
 struct Request;
 }
 
-// Polling spends a processor on waiting, to answer faster; it pays for small blocks only. Each kind is probed with one
-// transfer and a time-out of 1 s. If the probe fails, the queue works without it and logs the remedy once; if the
-// backend io_uring was requested by name, that is an Error.
-// submission: a thread of the kernel looks for new blocks (SQPOLL).
-// completion: the I/O thread asks the drive instead of being interrupted (IOPOLL). The drive needs poll queues, and
-//             blocks must be no larger than one request of it, which is less than 1 MiB on most.
-enum class Polling : std::uint8_t { none, submission, completion };
-
 struct DriveQueueOptions {
   BackendKind backend = BackendKind::automatic;
   std::uint64_t block_bytes = kMiB;  // a transfer is cut into blocks of this; a multiple of 4 KiB, at most 1 GiB
@@ -48,8 +40,6 @@ struct DriveQueueOptions {
   // it work too, slightly slower.
   std::vector<std::span<std::byte>> registered_memory{};
   MemoryKind memory = MemoryKind::host;  // of every transfer; device: refused
-  Polling polling = Polling::none;       // of io_uring only
-  std::string directory{};               // on the drive; only for the probe of completion polling
   unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
   // A drive that has blocks and finishes none for this long is given up: every transfer fails with ETIMEDOUT from then

@@ -32,7 +32,7 @@ IoUringSupport probe_io_uring() {
   IoUringSupport support;
   io_uring ring{};
   unsigned flags = 0;
-  int code = detail::set_up_ring(ring, 8, Polling::none, flags);
+  int code = detail::set_up_ring(ring, 8, flags);
   const std::unique_ptr<io_uring, RingExit> exit(code == 0 ? &ring : nullptr);
   if (code == 0 && !detail::has_operations(ring)) code = EOPNOTSUPP;
   if (code != 0) {

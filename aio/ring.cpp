@@ -43,8 +43,8 @@ Ring::~Ring() {
   io_uring_queue_exit(&ring_);
 }
 
-int Ring::make(const DriveQueueOptions& options, Polling polling) {
-  if (const int code = set_up_ring(ring_, options.queue_depth + kOwnEntries, polling, flags_); code != 0) return code;
+int Ring::make(const DriveQueueOptions& options) {
+  if (const int code = set_up_ring(ring_, options.queue_depth + kOwnEntries, flags_); code != 0) return code;
   made_ = true;
   if (!has_operations(ring_)) return ENOSYS;
   files_code_ = files_->prepare(ring_);
@@ -96,10 +96,6 @@ void Ring::start() {
 
 io_uring_sqe* Ring::next_entry() {
   io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-  if (entry == nullptr && (flags_ & IORING_SETUP_SQPOLL) != 0) {  // the kernel's thread has not taken the last ones yet
-    static_cast<void>(io_uring_sqring_wait(&ring_));
-    entry = io_uring_get_sqe(&ring_);
-  }
   HOIST_ASSERT(entry != nullptr, "more blocks in flight than the queue is deep");
   return entry;
 }
@@ -136,8 +132,6 @@ void Ring::put(Block& block) {
   flush();
   prepare(next_entry(), block);
   unsubmitted_ = true;
-  // The kernel's thread polls; it needs a call only if it sleeps.
-  if ((flags_ & IORING_SETUP_SQPOLL) != 0) submit();
 }
 
 // A poll, not a read: if the ring is destroyed meanwhile, the kernel writes to no memory of ours.
@@ -162,12 +156,6 @@ void Ring::wait(Nanoseconds timeout) {
   const int result = io_uring_submit_and_wait_timeout(&ring_, &first, 1, limit_or_none, nullptr);
   HOIST_ASSERT(result >= 0 || result == -ETIME || is_passing(result), "io_uring_enter: {}", errno_text(-result));
   if (result == -EAGAIN || result == -EBUSY) ::usleep(kStarvedPauseUs);
-}
-
-void Ring::poll() {
-  if (io_uring_sq_ready(&ring_) > 0) submit();
-  const int result = io_uring_get_events(&ring_);
-  HOIST_ASSERT(result >= 0 || is_passing(result), "io_uring_enter: {}", errno_text(-result));
 }
 
 Ring::Collected Ring::collect(std::span<Block*> done) {

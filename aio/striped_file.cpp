@@ -73,21 +73,10 @@ Completion StripedFile::sync() {
   return drives_.size() == 1 ? parts.front() : when_all(std::span(parts).first(drives_.size()));
 }
 
-bool StripedFile::lock(Nanoseconds timeout) {
-  const TimePoint start = Clock::now();
-  return std::all_of(drives_.begin(), drives_.end(), [&](StripeDrive& drive) {
-    return drive.file.lock(std::max(Nanoseconds::zero(), Nanoseconds(timeout - (Clock::now() - start))));
-  });
-}
-
 std::uint64_t StripedFile::size_bytes() const {
   std::vector<std::uint64_t> lengths;
   for (const StripeDrive& drive : drives_) lengths.push_back(drive.file.size_bytes());
   return layout_.logical_bytes(lengths);
-}
-
-bool StripedFile::is_direct() const {
-  return std::all_of(drives_.begin(), drives_.end(), [](const auto& drive) { return drive.file.is_direct(); });
 }
 
 std::vector<std::string> StripedFile::data_paths() const {

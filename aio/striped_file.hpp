@@ -44,14 +44,9 @@ class StripedFile {
   // fdatasync of every drive's file, under the rule of DriveQueue::sync.
   Completion sync();
 
-  // Locks the files of all drives, in their order. False if another process still holds one after `timeout`; the locks
-  // already taken are then held until this object is destroyed.
-  [[nodiscard]] bool lock(Nanoseconds timeout);
-
   const StripeLayout& layout() const { return layout_; }
   // Length of the logical file, from the files' lengths when they were opened.
   std::uint64_t size_bytes() const;
-  bool is_direct() const;  // on every drive
   const File& file(unsigned drive) const { return drives_[drive].file; }
   std::vector<std::string> data_paths() const;
 

@@ -36,7 +36,7 @@ const char* remedy_of(Operation operation, int code) {
     case EINVAL:
       return "this file system may not do direct transfers of this block size";
     case EOPNOTSUPP:
-      return "this drive or file system cannot do this kind of transfer; leave polling out";
+      return "this drive or file system cannot do this kind of transfer";
     case EBADF:
       return "the file was not opened for this kind of transfer";
     case ETIMEDOUT:

@@ -13,9 +13,6 @@ namespace hoist::aio::detail {
 
 namespace {
 
-// How long the kernel's thread of a submission-polled ring spins with nothing to do before it sleeps.
-constexpr unsigned kPollerIdleMs = 20;
-
 bool disabled_by_sysctl() {
   int value = 0;
   std::ifstream("/proc/sys/kernel/io_uring_disabled") >> value;
@@ -46,27 +43,11 @@ Unavailable io_uring_unavailable(int code) {
   }
 }
 
-std::array<unsigned, 3> ring_flag_choices(Polling polling) {
-  switch (polling) {
-    case Polling::submission:  // the kernel's own thread does the work: there is none to defer to ours
-      return {IORING_SETUP_SQPOLL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_R_DISABLED, IORING_SETUP_SQPOLL,
-              IORING_SETUP_SQPOLL};
-    case Polling::completion:
-      return {IORING_SETUP_IOPOLL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED,
-              IORING_SETUP_IOPOLL | IORING_SETUP_COOP_TASKRUN, IORING_SETUP_IOPOLL};
-    case Polling::none:
-      break;
-  }
-  return {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED, IORING_SETUP_COOP_TASKRUN,
-          0};
-}
-
-int set_up_ring(io_uring& ring, unsigned entries, Polling polling, unsigned& flags) {
+int set_up_ring(io_uring& ring, unsigned entries, unsigned& flags) {
   int code = EINVAL;
-  for (const unsigned choice : ring_flag_choices(polling)) {
+  for (const unsigned choice : kRingFlagChoices) {
     io_uring_params params{};
     params.flags = choice;
-    params.sq_thread_idle = kPollerIdleMs;
     code = -io_uring_queue_init_params(entries, &ring, &params);
     flags = choice;
     if (code != EINVAL) break;

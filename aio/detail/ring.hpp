@@ -30,7 +30,7 @@ class Ring {
   Ring& operator=(const Ring&) = delete;
 
   // An errno, or 0. Memory or files that cannot be registered are not an error; description() reports them.
-  int make(const DriveQueueOptions& options, Polling polling);
+  int make(const DriveQueueOptions& options);
   std::string description() const;  // "registered buffers, registered files"
 
   void start();
@@ -41,10 +41,8 @@ class Ring {
   void flush() {
     if (unsubmitted_) submit();
   }
-  // Submits, and waits until something has finished. Pre: not a ring that polls for completions.
+  // Submits, and waits until something has finished.
   void wait(Nanoseconds timeout);
-  // Submits, and checks once for finished blocks.
-  void poll();
   // Releases files that are being closed.
   void serve_closing_files() { files_->serve(); }
 
@@ -53,7 +51,6 @@ class Ring {
     bool polled = false;  // the poll of put_poll() has fired
   };
   Collected collect(std::span<Block*> done);
-  bool has_finished() const { return io_uring_cq_ready(&ring_) > 0; }
 
  private:
   void submit();

@@ -16,14 +16,15 @@ std::string errno_text(int code);
 // The remedy for a refusal of io_uring with this errno.
 Unavailable io_uring_unavailable(int code);
 
-// Sets of setup flags for this kind of ring, best first. The last works wherever io_uring does.
+// Sets of setup flags, best first. The last works wherever io_uring does.
 //   SINGLE_ISSUER | DEFER_TASKRUN  requests are finished on our thread, when we ask for them (Linux 6.1)
 //   COOP_TASKRUN                   the same, without being interrupted by it (5.19)
 // R_DISABLED comes with the first: the thread that enables the ring, not the one that makes it, is the single issuer.
-std::array<unsigned, 3> ring_flag_choices(Polling polling);
+inline constexpr std::array<unsigned, 3> kRingFlagChoices{
+    IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED, IORING_SETUP_COOP_TASKRUN, 0};
 
 // An errno, or 0 and the flags that were taken.
-int set_up_ring(io_uring& ring, unsigned entries, Polling polling, unsigned& flags);
+int set_up_ring(io_uring& ring, unsigned entries, unsigned& flags);
 
 // Whether the kernel has every operation and feature that the backend uses.
 bool has_operations(io_uring& ring);

@@ -22,12 +22,10 @@ constexpr std::uint64_t kMaster = 20260;  // seed of every random choice here
 class Conformance : public testing::TestWithParam<Way> {
  protected:
   void SetUp() override {
-    if (const auto reason = unavailable(GetParam(), directory_.path().string())) GTEST_SKIP() << *reason;
+    if (const auto reason = unavailable(GetParam())) GTEST_SKIP() << *reason;
   }
 
-  DriveQueueOptions options(const AlignedBuffer& memory) const {
-    return engine_options(GetParam(), memory, directory_.path().string());
-  }
+  DriveQueueOptions options(const AlignedBuffer& memory) const { return engine_options(GetParam(), memory); }
   DriveQueue make_engine(const DriveQueueOptions& options) const { return aio::make_engine(GetParam(), options); }
 
   File make_file(const std::string& name, std::uint64_t bytes) const {

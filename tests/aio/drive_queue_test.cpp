@@ -207,9 +207,6 @@ TEST(DriveQueueOptions, OutOfRangeIsRefused) {
   EXPECT_THROW(DriveQueue({.thread_count = 0}), UsageError);
   EXPECT_THROW(DriveQueue({.registered_memory = {std::span<std::byte>{}}}), UsageError);
   EXPECT_THROW(DriveQueue({.memory = MemoryKind::device}), UsageError);
-  EXPECT_THROW(DriveQueue({.backend = BackendKind::threads, .polling = Polling::submission}), UsageError);
-  EXPECT_THROW(DriveQueue({.backend = BackendKind::null, .polling = Polling::submission}), UsageError);
-  EXPECT_THROW(DriveQueue({.polling = Polling::completion}), UsageError) << "no directory to probe";
 }
 
 TEST(BusyClock, CountsOverlapOnce) {

@@ -19,7 +19,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <hoist/aio/detail/polling_probe.hpp>
 #include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/platform/topology.hpp>
@@ -168,72 +167,9 @@ TEST(IoUringRefusedDeath, EachFallBackIsSaidOnceWithTheRemedy) {
   EXPECT_EXIT(say_that_memory_is_not_registered(), testing::ExitedWithCode(0), "");
 }
 
-class PollingProbe : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
-  }
-  std::string directory() const { return directory_.path().string(); }
-  test::TempDirectory directory_;
-};
-
-// Calls that enter the ring report success and do nothing, like a drive without poll queues on some kernels.
-TEST_F(PollingProbe, OneThatNeverEndsIsGivenUpInTime) {
-  in_a_thread([this] {
-    if (!refuse_system_call(__NR_io_uring_enter, 0)) GTEST_SKIP() << "no seccomp filter can be set here";
-    const TimePoint start = Clock::now();
-    const auto why = detail::probe_polling({Polling::completion, directory()});
-    const Nanoseconds took = Clock::now() - start;
-    ASSERT_TRUE(why);
-    EXPECT_EQ(why->code, ETIMEDOUT);
-    EXPECT_THAT(why->remedy, testing::HasSubstr("poll_queues"));
-    EXPECT_GE(took, detail::kProbeTimeout);
-    EXPECT_LT(took, 30 * detail::kProbeTimeout) << "and what a busy machine adds";
-  });
-}
-
-TEST_F(PollingProbe, ADirectoryThatIsNotThereIsSaid) {
-  const auto why = detail::probe_polling({Polling::completion, directory() + "/missing"});
-  ASSERT_TRUE(why);
-  EXPECT_EQ(why->code, ENOENT);
-}
-
-TEST_F(PollingProbe, LeavesNothingBehind) {
-  static_cast<void>(detail::probe_polling({Polling::completion, directory()}));
-  EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
-}
-
-TEST_F(PollingProbe, WhatTheDriveCannotIsAnErrorByNameAndDoneWithoutOtherwise) {
-  const auto why = detail::probe_polling({Polling::completion, directory()});
-  if (!why) GTEST_SKIP() << "this drive can be polled for completions";
-  const DriveQueueOptions options{.block_bytes = 64 * kKiB, .polling = Polling::completion, .directory = directory()};
-  DriveQueue engine(options);
-  EXPECT_THAT(engine.description(), testing::HasSubstr("no completion polling: " + why->reason));
-  expect_round_trip(engine, AlignedBuffer(2 * kMiB));
-  DriveQueueOptions by_name = options;
-  by_name.backend = BackendKind::io_uring;
-  try {
-    const DriveQueue refused(by_name);
-    ADD_FAILURE() << "it was had all the same: " << refused.description();
-  } catch (const Error& error) {
-    EXPECT_THAT(error.what(), testing::HasSubstr("completion polling is not available"));
-    EXPECT_THAT(error.what(), testing::HasSubstr("poll_queues"));
-  }
-}
-
-TEST_F(PollingProbe, MemoryIsNoDriveToPoll) {
-  std::error_code ignored;
-  if (!std::filesystem::is_directory("/dev/shm", ignored)) GTEST_SKIP() << "there is no /dev/shm";
-  const test::TempDirectory memory("/dev/shm");
-  EXPECT_TRUE(detail::probe_polling({Polling::completion, memory.path().string()}));
-}
-
 TEST(RingFlags, TheLastChoiceAsksForNothingNew) {
-  EXPECT_EQ(detail::ring_flag_choices(Polling::none).back(), 0u);
-  EXPECT_EQ(detail::ring_flag_choices(Polling::submission).back(), unsigned{IORING_SETUP_SQPOLL});
-  EXPECT_EQ(detail::ring_flag_choices(Polling::completion).back(), unsigned{IORING_SETUP_IOPOLL});
-  for (const Polling polling : {Polling::none, Polling::submission, Polling::completion})
-    EXPECT_NE(detail::ring_flag_choices(polling).front() & IORING_SETUP_SINGLE_ISSUER, 0u);
+  EXPECT_EQ(detail::kRingFlagChoices.back(), 0u);
+  EXPECT_NE(detail::kRingFlagChoices.front() & IORING_SETUP_SINGLE_ISSUER, 0u);
 }
 
 // The processors that the thread of a queue with these options may use.

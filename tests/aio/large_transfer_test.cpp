@@ -49,12 +49,12 @@ std::uint64_t first_difference(std::span<const std::byte> bytes, std::uint64_t f
 class LargeTransfers : public testing::TestWithParam<Way> {
  protected:
   void SetUp() override {
-    if (const auto reason = unavailable(GetParam(), directory_.path().string())) GTEST_SKIP() << *reason;
+    if (const auto reason = unavailable(GetParam())) GTEST_SKIP() << *reason;
     if (available_memory() < kBytes + 2 * kGiB) GTEST_SKIP() << "less than 6 GiB of memory are free";
     if (std::filesystem::space(directory_.path()).available < 2 * kBytes)
       GTEST_SKIP() << "less than 9 GiB of disk are free";
     memory_ = std::make_unique<AlignedBuffer>(kBytes);
-    DriveQueueOptions options = engine_options(GetParam(), AlignedBuffer(File::kAlignment), directory_.path().string());
+    DriveQueueOptions options = engine_options(GetParam(), AlignedBuffer(File::kAlignment));
     options.registered_memory.clear();
     for (std::uint64_t at = 0; GetParam().registered && at < kBytes; at += kSlice)
       options.registered_memory.push_back(memory_->part(at, std::min(kSlice, kBytes - at)));

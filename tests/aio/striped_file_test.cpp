@@ -167,16 +167,6 @@ TEST_F(Striped, ASlowDriveDoesNotStallTheOthersQueues) {
   when_all(pending).wait();
 }
 
-TEST_F(Striped, LockTakesEveryDriveOrSaysSo) {
-  const StripeLayout layout(kUnit, {1, 1});
-  const auto first = make(layout, 4 * kUnit);
-  ASSERT_TRUE(first->lock(Nanoseconds::zero()));
-  const auto second = open(layout);
-  EXPECT_FALSE(second->lock(std::chrono::milliseconds(10)));
-  File other(path(1), {});
-  EXPECT_FALSE(other.lock(Nanoseconds::zero()));
-}
-
 TEST_F(Striped, EmptyTransfersSucceedAtOnce) {
   const auto file = make(StripeLayout(kUnit, {1, 1}), 4 * kUnit);
   EXPECT_TRUE(file->read(kUnit, {}, Priority::foreground).done());

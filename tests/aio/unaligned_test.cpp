@@ -66,8 +66,8 @@ class UnalignedTransfers : public testing::TestWithParam<Way> {
  protected:
   UnalignedTransfers() : memory_(kMemoryBytes) {}
   void SetUp() override {
-    if (const auto reason = unavailable(GetParam(), directory_.path().string())) GTEST_SKIP() << *reason;
-    DriveQueueOptions options = engine_options(GetParam(), memory_, directory_.path().string());
+    if (const auto reason = unavailable(GetParam())) GTEST_SKIP() << *reason;
+    DriveQueueOptions options = engine_options(GetParam(), memory_);
     options.block_bytes = kBlock;
     for (int drive = 0; drive < 2; ++drive) engines_.push_back(make_engine(options));
   }

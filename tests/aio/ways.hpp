@@ -21,31 +21,21 @@ struct Way {
   const char* name;
   BackendKind backend;
   bool registered = false;
-  Polling polling = Polling::none;
   bool faulty = false;  // with failures on top that the engine has to recover from
 };
 
 inline constexpr std::array kWays{
     Way{.name = "io_uring_registered", .backend = BackendKind::io_uring, .registered = true},
     Way{.name = "io_uring_unregistered", .backend = BackendKind::io_uring},
-    Way{.name = "io_uring_submission_polling",
-        .backend = BackendKind::io_uring,
-        .registered = true,
-        .polling = Polling::submission},
-    Way{.name = "io_uring_completion_polling",  // an engine with blocks too large for the drive does without
-        .backend = BackendKind::automatic,
-        .registered = true,
-        .polling = Polling::completion},
     Way{.name = "threads", .backend = BackendKind::threads},
     Way{.name = "faulty", .backend = BackendKind::threads, .faulty = true}};
 
 inline void PrintTo(const Way& way, std::ostream* out) { *out << way.name; }
 inline std::string name_of_way(const testing::TestParamInfo<Way>& info) { return info.param.name; }
 
-inline DriveQueueOptions engine_options(const Way& way, const AlignedBuffer& memory, const std::string& directory) {
-  DriveQueueOptions options{.backend = way.backend, .polling = way.polling, .directory = directory};
+inline DriveQueueOptions engine_options(const Way& way, const AlignedBuffer& memory) {
+  DriveQueueOptions options{.backend = way.backend};
   if (way.registered) options.registered_memory = {memory.span()};
-  if (way.polling == Polling::completion) options.block_bytes = 64 * kKiB;
   if (way.faulty) options.retries_max = 100;
   return options;
 }
@@ -71,13 +61,11 @@ inline DriveQueue make_engine(const Way& way, const DriveQueueOptions& options) 
 }
 
 // Why this machine does not let us, for a skip.
-inline std::optional<std::string> unavailable(const Way& way, const std::string& directory) {
-  if (way.backend != BackendKind::io_uring && way.polling == Polling::none) return std::nullopt;
+inline std::optional<std::string> unavailable(const Way& way) {
+  if (way.backend != BackendKind::io_uring) return std::nullopt;
   try {
     const AlignedBuffer memory(File::kAlignment);
-    DriveQueueOptions options = engine_options(way, memory, directory);
-    options.backend = BackendKind::io_uring;
-    static_cast<void>(make_engine(way, options));
+    static_cast<void>(make_engine(way, engine_options(way, memory)));
   } catch (const Error& error) {
     return error.what();
   }

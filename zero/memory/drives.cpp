@@ -54,14 +54,12 @@ std::vector<int> staging_nodes(const RuntimeOptions& runtime, const EngineOption
 
 std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime, const std::string& directory,
                                                   const std::vector<std::span<std::byte>>& registered_memory) {
-  const std::string place = existing_part(directory);
   const aio::DriveQueueOptions queue{.backend = runtime.aio_backend,
                                      .block_bytes = runtime.aio_block_bytes,
                                      .queue_depth = runtime.aio_queue_depth,
                                      .thread_count = runtime.aio_threads,
-                                     .cpus = io_processors(runtime.io_places, place),
+                                     .cpus = io_processors(runtime.io_places, existing_part(directory)),
                                      .registered_memory = registered_memory,
-                                     .directory = place,
                                      .answer_timeout = runtime.aio_answer_timeout};
   return runtime.make_aio_backend ? std::make_unique<aio::DriveQueue>(queue, runtime.make_aio_backend(queue))
                                   : std::make_unique<aio::DriveQueue>(queue);
