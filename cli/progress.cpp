@@ -8,7 +8,6 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <hoist/core/printable.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::cli {
@@ -94,12 +93,6 @@ void Progress::update(std::uint64_t done, TimePoint now) {
   } else {
     print(line(done, now) + "\n");
   }
-}
-
-void Progress::say(const std::string& text) {
-  if (options_.style == ProgressStyle::quiet) return;
-  clear();
-  print(printable(text) + "\n");
 }
 
 void Progress::clear() {

@@ -44,10 +44,6 @@ class Progress {
   // `done` of `total` is finished. Cheap enough for every block: most calls look at the clock and return.
   void update(std::uint64_t done) { update(done, Clock::now()); }
   void update(std::uint64_t done, TimePoint now);  // for tests, which control the time
-  // The current activity; shown from the next update on.
-  void describe(std::string what) { options_.what = std::move(what); }
-  // Prints `text` on its own line, without the bar. Shown in every style except quiet.
-  void say(const std::string& text);
   // Removes the bar; the next update draws it again.
   void clear();
 

@@ -33,11 +33,6 @@ void Executor::drain() {
   if (error_) std::rethrow_exception(error_);
 }
 
-std::exception_ptr Executor::error() const {
-  MutexLock lock(mutex_);
-  return error_;
-}
-
 void Executor::run() {
   MutexLock lock(mutex_);
   while (true) {

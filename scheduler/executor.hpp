@@ -26,7 +26,6 @@ class Executor {
   // Done when the task has returned: its work is then submitted, but the device may not have done it yet.
   Completion enqueue(std::function<void()> task);
   void drain();
-  std::exception_ptr error() const;
 
  private:
   struct Task {

@@ -6,7 +6,6 @@
 
 #include <fmt/format.h>
 
-#include <hoist/core/printable.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::gpt {
@@ -54,12 +53,6 @@ void Progress::show(const StepRecord& step, const Tiers& tiers, TimePoint now) {
   } else {
     std::fputs((text + "\n").c_str(), options_.out);
   }
-  std::fflush(options_.out);
-}
-
-void Progress::say(const std::string& text) {
-  finish();
-  std::fputs((printable(text) + "\n").c_str(), options_.out);
   std::fflush(options_.out);
 }
 

@@ -28,8 +28,6 @@ class Progress {
   explicit Progress(const ProgressOptions& options) : options_(options) {}
   // After each step.
   void show(const StepRecord& step, const Tiers& tiers, TimePoint now);
-  // A line of its own, the progress line out of its way.
-  void say(const std::string& text);
   void finish();
 
   // The line itself.

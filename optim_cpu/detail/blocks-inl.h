@@ -36,7 +36,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 #if HWY_TARGET != HWY_SCALAR
 
 using Bytes = hn::Repartition<std::uint8_t, Floats>;
-using HalvesOfWords = hn::Rebind<std::uint16_t, Floats>;  // one for each word
 
 // Elements of a step, and of a stretch. Each stretch is prefetched at once: two cache lines of the narrowest arrays.
 inline constexpr std::size_t kStep = 2 * kLanesMax;
