@@ -5,6 +5,7 @@
 
 #include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/zero/predict/step_time.hpp>
 
 #include "output.hpp"
 
@@ -50,16 +51,6 @@ std::string optimizer_place(const EngineOptions& engine) {
   return place + pinned_text(engine.optimizer, engine.optimizer_pinned_fraction);
 }
 
-std::string commits_text(const EngineOptions& engine) {
-  if (engine.store_directory.empty()) return "none: there is no store, so nothing can be saved or resumed";
-  const std::string left =
-      engine.keep_steps == 0 ? "" : fmt::format("; named checkpoints that stay: {}", engine.keep_steps);
-  if (engine.durability == tiers::Durability::step)
-    return (engine.commit_every == 1 ? "every step" : fmt::format("every {} steps", engine.commit_every)) + left;
-  const bool nvme = engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;
-  return nvme ? "none: the store cannot be resumed" : "when the program saves" + left;
-}
-
 std::string mirror_text(const MirrorOptions& mirror) {
   const std::string rate =
       mirror.bytes_per_second == 0 ? "" : fmt::format(", at most {} a second", format_bytes(mirror.bytes_per_second));
@@ -89,7 +80,7 @@ std::string value_text(const ConfigSetting& setting) {
 std::string placement_text(const EngineOptions& engine) {
   Rows rows{{"weights", weights_place(engine)},
             {"optimizer state", optimizer_place(engine)},
-            {"commits", commits_text(engine)}};
+            {"commits", describe_commits(engine)}};
   if (!engine.store_directory.empty()) rows.push_back({"store", engine.store_directory});
   if (!engine.mirror.directory.empty()) rows.push_back({"mirror", mirror_text(engine.mirror)});
   for (const std::string& directory : engine.stripe_directories) rows.push_back({"striped over", directory});
@@ -116,12 +107,12 @@ std::vector<std::string> tier_row(const char* name, const Prediction::Tier& tier
 
 // The least time of a step: that of its transfers at the drives' measured speed. Empty: not measured.
 std::optional<double> least_nvme_seconds(const Prediction& prediction, const MeasuredBandwidth& measured) {
-  const auto read = static_cast<double>(prediction.step.nvme_read);
-  const auto written = static_cast<double>(prediction.step.nvme_write);
-  if (measured.mixed_bytes_per_second) return (read + written) / static_cast<double>(*measured.mixed_bytes_per_second);
   if (!measured.read_bytes_per_second || !measured.write_bytes_per_second) return std::nullopt;
-  return read / static_cast<double>(*measured.read_bytes_per_second) +
-         written / static_cast<double>(*measured.write_bytes_per_second);
+  const StepSpeeds speeds{.nvme_read = static_cast<double>(*measured.read_bytes_per_second),
+                          .nvme_write = static_cast<double>(*measured.write_bytes_per_second),
+                          .nvme_mixed = static_cast<double>(measured.mixed_bytes_per_second.value_or(0))};
+  return hoist::least_nvme_seconds(static_cast<double>(prediction.step.nvme_read),
+                                   static_cast<double>(prediction.step.nvme_write), speeds);
 }
 
 // `most`: empty if the share has no use.

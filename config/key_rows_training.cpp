@@ -92,15 +92,14 @@ std::vector<KeyRow> optimizer_rows() {
       {.path = "optimizer.params.lr",
        .type = ValueType::number,
        .default_value = "0.001",
-       .meaning = "Learning rate at the start; the program may change it every step. Default for Adagrad: 0.01, for "
-                  "Lion: 0.0001, as in their papers.",
+       .meaning = "Learning rate at the start; the program may change it every step. Default for Adagrad: 0.01.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.learning_rate = as_number(v); }},
       {.path = "optimizer.params.betas",
        .type = ValueType::number_pair,
        .default_value = "[0.9, 0.999]",
        .range = {.max = 1, .max_excluded = true},
        .meaning = "Decay of the first and of the second moment; Lion: share of the moment in the step, and its decay. "
-                  "Default for Lion: [0.9, 0.99]. Adam, AdamW and Lion only.",
+                  "Adam, AdamW and Lion only. The default is DeepSpeed's for Lion as well; its paper's is [0.9, 0.99].",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.optimizer_defaults.beta1 = std::get<std::vector<double>>(v)[0];

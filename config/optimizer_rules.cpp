@@ -50,7 +50,7 @@ class OptimizerRules {
       refuse_strangers(type);
     }
     if (options_.kind == OptimizerKind::adamw || options_.kind == OptimizerKind::adam) return adam();
-    defaults();
+    if (options_.kind != OptimizerKind::lion) defaults();  // DeepSpeed's Lion has Adam's, not its paper's
     nesterov();
   }
 
@@ -103,10 +103,6 @@ class OptimizerRules {
     const OptimizerOptions own = optim::default_options(options_.kind);
     standard("lr", options_.learning_rate, own.learning_rate);
     standard("eps", options_.epsilon, own.epsilon);
-    if (in_file("betas")) return;
-    options_.beta1 = own.beta1;
-    options_.beta2 = own.beta2;
-    if (ConfigSetting* betas = setting("betas")) betas->value = std::vector<double>{own.beta1, own.beta2};
   }
 
   void standard(std::string_view name, double& option, double value) {

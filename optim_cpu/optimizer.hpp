@@ -42,7 +42,7 @@ struct OptimizerOptions {
   std::uint64_t rounding_seed = 0;                 // of bf16 and fp8 moments, and of masters of 24 bits
 };
 
-// PyTorch's defaults (Lion's: its paper's), which differ by kind.
+// PyTorch's defaults (Lion's: its paper's; a configuration has DeepSpeed's), which differ by kind.
 OptimizerOptions default_options(OptimizerKind kind);
 
 // Errors: UsageError for an unusable setting.

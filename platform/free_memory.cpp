@@ -44,6 +44,7 @@ std::optional<std::uint64_t> single_value(const std::filesystem::path& path) {
 
 struct GroupFiles {
   const char* limit;
+  const char* soft_limit;  // beyond it the kernel slows the processes down, which is a limit for training; or null
   const char* usage;
   const char* reclaimable;  // line of memory.stat: page cache that is dropped first, so it does not count as used
 };
@@ -55,7 +56,9 @@ MemorySize smaller(const MemorySize& a, const MemorySize& b) {
 constexpr MemorySize kNoLimit{kUnlimited, kUnlimited};
 
 MemorySize of_group(const std::filesystem::path& group, const GroupFiles& files) {
-  const auto limit = single_value(group / files.limit);
+  auto limit = single_value(group / files.limit);
+  if (const auto soft = files.soft_limit ? single_value(group / files.soft_limit) : std::nullopt; soft)
+    limit = std::min(limit.value_or(*soft), *soft);
   const auto usage = single_value(group / files.usage);
   if (!limit || !usage) return kNoLimit;
   const std::uint64_t cache = named_value(group / "memory.stat", files.reclaimable).value_or(0);
@@ -91,9 +94,9 @@ std::vector<std::pair<bool, std::string>> control_groups(const std::string& cont
 MemorySize of_control_groups() {
   MemorySize size = kNoLimit;
   for (const auto& [is_v2, path] : control_groups("memory")) {
-    const GroupFiles files = is_v2
-                                 ? GroupFiles{"memory.max", "memory.current", "inactive_file"}
-                                 : GroupFiles{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
+    const GroupFiles files =
+        is_v2 ? GroupFiles{"memory.max", "memory.high", "memory.current", "inactive_file"}
+              : GroupFiles{"memory.limit_in_bytes", nullptr, "memory.usage_in_bytes", "total_inactive_file"};
     size = smaller(size, of_hierarchy(is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory", path, files));
   }
   return size;

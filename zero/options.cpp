@@ -134,4 +134,14 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
 }
 
+std::string describe_commits(const EngineOptions& options) {
+  if (options.store_directory.empty()) return "none: there is no store, so nothing can be saved or resumed";
+  const bool nvme = options.uses_nvme();
+  if (nvme && options.durability == tiers::Durability::none) return "none: the store cannot be resumed";
+  const std::string every =
+      options.commit_every == 1 ? "every step" : fmt::format("every {} steps", options.commit_every);
+  return (nvme ? every : "when the program saves") +
+         (options.keep_steps == 0 ? "" : fmt::format("; named checkpoints that stay: {}", options.keep_steps));
+}
+
 }  // namespace hoist

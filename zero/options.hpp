@@ -160,6 +160,7 @@ struct EngineOptions {
   std::string store_directory;
   // Further drives: the store's data is spread over store_directory and these. Key nvme_path, as a list.
   std::vector<std::string> stripe_directories;
+  // Of what lives on NVMe. With nothing there, only Engine::save() commits, whatever this says.
   tiers::Durability durability = tiers::Durability::step;
   // Steps from one commit to the next, with durability `step`: what lives on NVMe is written at every step all the
   // same, what lives in memory with each commit only. Key hoist.durability, as {"every": N}.
@@ -224,5 +225,7 @@ void check(const RuntimeOptions& options);
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size);
 // ConfigError for a parameter group that no engine with these options would be built with.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime);
+// When steps are committed, and what stays: "every step; named checkpoints that stay: 2".
+std::string describe_commits(const EngineOptions& options);
 
 }  // namespace hoist

@@ -190,9 +190,9 @@ TEST(Options, EveryOptimizerHasItsOwnDefaults) {
   EXPECT_EQ(accumulating.epsilon, 1e-6);
   const auto lion = options_of(R"({"type": "Lion", "params": {"weight_decay": 0.3}})");
   EXPECT_EQ(lion.kind, OptimizerKind::lion);
-  EXPECT_EQ(lion.learning_rate, 1e-4);
+  EXPECT_EQ(lion.learning_rate, 1e-3);  // DeepSpeed's
   EXPECT_EQ(lion.beta1, 0.9);
-  EXPECT_EQ(lion.beta2, 0.99);
+  EXPECT_EQ(lion.beta2, 0.999);
   EXPECT_EQ(lion.weight_decay, 0.3);
   EXPECT_EQ(options_of(R"({"type": "Lion", "params": {"betas": [0.95, 0.98]}})").beta2, 0.98);
   const auto plain = options_of(R"({"type": "SGD"})");

@@ -362,12 +362,4 @@ double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step
   return in_turn > 0 ? alone * least_nvme_seconds(read, written, speeds) / in_turn : 0;
 }
 
-double least_nvme_seconds(double read, double written, const StepSpeeds& speeds) {
-  const auto time_of = [](double bytes, double speed) { return speed > 0 ? bytes / speed : 0; };
-  const bool mixes = speeds.nvme_mixed > 0 && speeds.nvme_read > 0 && speeds.nvme_write > 0;
-  const double both = mixes ? std::min(read, written) : 0;
-  return time_of(2 * both, speeds.nvme_mixed) + time_of(read - both, speeds.nvme_read) +
-         time_of(written - both, speeds.nvme_write);
-}
-
 }  // namespace hoist::detail

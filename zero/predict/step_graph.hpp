@@ -32,8 +32,6 @@ StepGraph step_graph(const Prediction& prediction, const StepSpeeds& speeds, uns
 // The bytes that the memory plan reserves, by HeldIn.
 std::vector<std::uint64_t> reserved_bytes(const Prediction& prediction);
 
-// Seconds in which the drives read and write so many bytes. As many as can move in both directions at once do so.
-double least_nvme_seconds(double read, double written, const StepSpeeds& speeds);
 // Seconds of a read or write of so many bytes in a step that reads and writes so many in all.
 double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step, const StepSpeeds& speeds);
 

@@ -25,7 +25,7 @@ Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   Seconds seconds{};
   at(seconds, Resource::compute) = speeds.compute_seconds;
   at(seconds, Resource::nvme) =
-      detail::least_nvme_seconds(static_cast<double>(p.step.nvme_read), static_cast<double>(p.step.nvme_write), speeds);
+      least_nvme_seconds(static_cast<double>(p.step.nvme_read), static_cast<double>(p.step.nvme_write), speeds);
   at(seconds, Resource::host_to_device) = time_of(p.step.host_to_device, speeds.host_to_device);
   at(seconds, Resource::device_to_host) = time_of(p.step.device_to_host, speeds.device_to_host);
   at(seconds, Resource::wire) = time_of(p.step.wire, speeds.wire);
@@ -192,6 +192,14 @@ std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& spee
   if (!overrun) return "";
   return fmt::format("after {:.6g} s the {} hold {} bytes, and have {}", overrun->seconds, kNames[overrun->tier],
                      overrun->bytes, reserved[overrun->tier]);
+}
+
+double least_nvme_seconds(double read, double written, const StepSpeeds& speeds) {
+  const auto time_of = [](double bytes, double speed) { return speed > 0 ? bytes / speed : 0; };
+  const bool mixes = speeds.nvme_mixed > 0 && speeds.nvme_read > 0 && speeds.nvme_write > 0;
+  const double both = mixes ? std::min(read, written) : 0;
+  return time_of(2 * both, speeds.nvme_mixed) + time_of(read - both, speeds.nvme_read) +
+         time_of(written - both, speeds.nvme_write);
 }
 
 }  // namespace hoist

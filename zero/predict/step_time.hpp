@@ -107,4 +107,7 @@ PlannedStep faster_of_ahead_and_on_demand(const StepQuestion& question, PlannedS
 // Whether the plan of a step ever holds more than the memory plan has: a sentence, empty if it does not.
 std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds);
 
+// Seconds in which the drives read and write so many bytes. As many as can move in both directions at once do so.
+double least_nvme_seconds(double read, double written, const StepSpeeds& speeds);
+
 }  // namespace hoist
