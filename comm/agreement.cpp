@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include <fmt/format.h>
@@ -30,9 +32,39 @@ struct ProblemText {
 };
 static_assert(sizeof(ProblemText) == 1024);
 
+// Every rank's text, of which the first bytes travel.
+std::vector<std::string> texts_of_all(Communicator& communicator, std::string text) {
+  constexpr std::size_t kBytesMax = std::size_t{1} << 20;
+  text.resize(std::min(text.size(), kBytesMax));
+  const std::uint64_t bytes = text.size();
+  std::vector<std::uint64_t> sizes(static_cast<std::size_t>(communicator.size()));
+  communicator.exchange(std::as_bytes(std::span(&bytes, 1)), std::as_writable_bytes(std::span(sizes)));
+  const std::uint64_t longest = std::min<std::uint64_t>(*std::ranges::max_element(sizes), kBytesMax);
+  if (longest == 0) return std::vector<std::string>(sizes.size());
+  text.resize(longest);
+  std::string all(longest * sizes.size(), '\0');
+  communicator.exchange(std::as_bytes(std::span(text)), std::as_writable_bytes(std::span(all)));
+  std::vector<std::string> texts;
+  for (std::size_t rank = 0; rank < sizes.size(); ++rank)
+    texts.push_back(all.substr(rank * longest, std::min(sizes[rank], longest)));
+  return texts;
+}
+
+std::string first_difference(const std::string& there, const std::string& here) {
+  std::istringstream a(there), b(here);
+  for (std::string line_a, line_b;;) {
+    const bool more_a = static_cast<bool>(std::getline(a, line_a)), more_b = static_cast<bool>(std::getline(b, line_b));
+    if (!more_a && !more_b) return {};
+    if (more_a && more_b && line_a == line_b) continue;
+    return fmt::format("; the first difference: '{}' and '{}'", more_a ? line_a : "nothing",
+                       more_b ? line_b : "nothing");
+  }
+}
+
 }  // namespace
 
-void agree(Communicator& communicator, std::uint64_t hash, std::string_view what) {
+void agree(Communicator& communicator, std::uint64_t hash, std::string_view what,
+           const std::function<std::string()>& details) {
   Statement mine;
   mine.hash = hash;
   mine.text_bytes = std::min(what.size(), kAgreementTextBytes);
@@ -45,10 +77,15 @@ void agree(Communicator& communicator, std::uint64_t hash, std::string_view what
   }
   const auto odd = std::find_if(all.begin(), all.end(), [&](const Statement& s) { return s.hash != all[0].hash; });
   if (odd == all.end()) return;
+  std::string difference;
+  if (details) {
+    const std::vector<std::string> texts = texts_of_all(communicator, details());
+    difference = first_difference(texts[static_cast<std::size_t>(odd - all.begin())], texts[0]);
+  }
   throw CommError(fmt::format(
-      "the ranks have diverged: rank {} is at '{}' ({:016x}), rank 0 at '{}' ({:016x}); every rank must make the same "
-      "calls in the same order",
-      odd - all.begin(), odd->view(), odd->hash, all[0].view(), all[0].hash));
+      "the ranks have diverged: rank {} is at '{}', rank 0 at '{}'{}; every rank must make the same calls in "
+      "the same order",
+      odd - all.begin(), odd->view(), all[0].view(), difference));
 }
 
 std::optional<Problem> first_problem(Communicator& communicator, std::optional<std::string_view> mine) {

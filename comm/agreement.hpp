@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,7 +19,10 @@ namespace hoist::comm {
 // [collective] Returns when every rank passed the same `hash`. Otherwise throws a CommError that names the first rank
 // whose hash is not rank 0's, and the `what` of both: a short text about the rank's intended call, of which the first
 // kAgreementTextBytes travel. Texts may differ where hashes agree. Cost: one exchange of 128 bytes per rank.
-void agree(Communicator& communicator, std::uint64_t hash, std::string_view what);
+// `details`: lines of which the error has the first that differs between the two. Called on every rank where hashes
+// differ.
+void agree(Communicator& communicator, std::uint64_t hash, std::string_view what,
+           const std::function<std::string()>& details = {});
 
 inline constexpr std::size_t kAgreementTextBytes = 112;
 

@@ -30,17 +30,18 @@ std::string describe(const std::exception_ptr& error) {
 
 HostStream::HostStream(HostStreamOptions options) : options_(std::move(options)) {
   if (options_.chaos_seed != 0) chaos_.emplace(options_.chaos_seed);
-  worker_ = start_thread(options_.name, [this] { run(); });
+  worker_->thread = start_thread(options_.name, [this] { run(); });
   options_.alive->fetch_add(1);
 }
 
 HostStream::~HostStream() {
+  if (!worker_.is_usable()) return;
   {
     MutexLock lock(mutex_);
     closing_ = true;
   }
-  changed_.notify_one();
-  worker_.join();
+  worker_->changed.notify_one();
+  worker_->thread.join();
   if (error_ && !error_delivered_) {
     log_error("stream {} was destroyed after an error that was never reported: {}", options_.name, describe(error_));
   }
@@ -95,7 +96,7 @@ void HostStream::launch(std::string_view what, std::function<void()> work) {
 }
 
 void HostStream::synchronize() {
-  HOIST_ASSERT(std::this_thread::get_id() != worker_.get_id(), "stream {} waits for itself", options_.name);
+  HOIST_ASSERT(std::this_thread::get_id() != worker_->thread.get_id(), "stream {} waits for itself", options_.name);
   record().wait();
 }
 
@@ -116,7 +117,7 @@ void HostStream::enqueue(Operation operation) {
     asleep = std::exchange(idle_, false);
     if (asleep) idle_total_ += Clock::now() - idle_since_;
   }
-  if (asleep) changed_.notify_one();
+  if (asleep) worker_->changed.notify_one();
 }
 
 void HostStream::run() {
@@ -127,7 +128,7 @@ void HostStream::run() {
     if (queue_.empty() && !closing_) {
       idle_ = true;
       idle_since_ = Clock::now();
-      changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !queue_.empty() || closing_; });
+      worker_->changed.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !queue_.empty() || closing_; });
     }
     if (queue_.empty()) return;
     batch_.swap(queue_);

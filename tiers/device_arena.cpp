@@ -91,6 +91,7 @@ std::uint64_t DeviceArena::largest_hole() const {
 }
 
 void DeviceArena::release(DeviceBlock& block) noexcept {
+  if (!process_.is_this()) return;  // a forked process has no device
   const std::span<std::byte> all = device_.memory();
   auto offset = static_cast<std::uint64_t>(block.bytes_.data() - all.data());
   std::uint64_t bytes = round_up(block.bytes_.size(), kAlignment);

@@ -15,6 +15,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/budget.hpp>
@@ -58,6 +59,7 @@ class DeviceArena {
   void release(DeviceBlock& block) noexcept;
   BudgetError no_hole(std::uint64_t bytes, const std::string& what) const HOIST_REQUIRES(mutex_);
   std::uint64_t largest_hole() const HOIST_REQUIRES(mutex_);
+  const OwningProcess process_;
   platform::Device& device_;
   Budget& budget_;
   mutable Mutex mutex_;

@@ -134,6 +134,8 @@ void check_gradient(const TensorView& gradient, const ParameterSpec& spec) {
     throw UsageError(fmt::format("the gradient of '{}' has the shape [{}], the parameter [{}]", spec.name,
                                  fmt::join(gradient.shape, ", "), fmt::join(spec.shape, ", ")));
   }
+  if (gradient.dtype > DType::fp32)
+    throw UsageError(fmt::format("the gradient of '{}' has no type that hoist knows", spec.name));
   if (gradient.device < 0) {
     throw UsageError(
         fmt::format("the gradient of '{}' is in host memory (TensorView::device {}); copy it to memory of "
@@ -250,6 +252,7 @@ MirrorReport Engine::mirror() const {
 std::vector<std::string> Engine::describe() const { return core_->describe(); }
 
 bool Engine::keeps_gathered(UnitId unit) const {
+  core_->table.require(unit);
   return core_->gatherer->all_fit() || core_->memory->unit(unit).gathered != nullptr;
 }
 

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/platform/detail/host_kernels.hpp>
 #include <hoist/platform/stream.hpp>
@@ -92,7 +94,6 @@ class HostStream final : public Stream {
   const HostStreamOptions options_;
 
   mutable Mutex mutex_;
-  ConditionVariable changed_;
   std::vector<Operation> queue_ HOIST_GUARDED_BY(mutex_);
   bool closing_ HOIST_GUARDED_BY(mutex_) = false;
   bool idle_ HOIST_GUARDED_BY(mutex_) = false;  // the worker sleeps because the queue is empty
@@ -105,7 +106,12 @@ class HostStream final : public Stream {
   bool error_delivered_ = false;
   std::optional<Rng> chaos_;
 
-  std::thread worker_;  // last: starts after everything above exists
+  // Last: starts after everything above exists. In a forked process neither of them can be destroyed.
+  struct Worker {
+    ConditionVariable changed;
+    std::thread thread;
+  };
+  InOneProcess<Worker> worker_{std::make_unique<Worker>(), "a stream"};
 };
 
 }  // namespace hoist::platform::detail

@@ -97,6 +97,16 @@ class BackwardMode : public testing::TestWithParam<Where> {
 INSTANTIATE_TEST_SUITE_P(Placements, BackwardMode, testing::ValuesIn(kWheres),
                          [](const auto& where) { return std::string(where.param.name); });
 
+// What follows from the order of calls, whatever the placement (zero/step/update_policy.hpp): one placement for each
+// place of states. Random programs draw the others.
+class BackwardModeRules : public BackwardMode {};
+INSTANTIATE_TEST_SUITE_P(Placements, BackwardModeRules,
+                         testing::Values(Where{"pinned_pinned", kPinned, kPinned}, Where{"nvme_nvme", kNvme, kNvme},
+                                         Where{"device_pinned_ratio_0", kDevice, kPinned, 0, 0},
+                                         Where{"device_nvme_ratio_apart", kDevice, kNvme, 0.3, 0.5, false},
+                                         Where{"nvme_half_weights_half", kNvme, kNvme, 0.4, 1, true, 0.6}),
+                         [](const auto& where) { return std::string(where.param.name); });
+
 // --- the same bits ---------------------------------------------------------------------------------------------------
 
 TEST_P(BackwardMode, EndsInTheBitsOfModeStepOnOneToThreeRanks) {
@@ -132,7 +142,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithTheLeastPinnedMemory) {
   }
 }
 
-TEST_P(BackwardMode, EndsInTheSameBitsWithSeveralMicroBatches) {
+TEST_P(BackwardModeRules, EndsInTheSameBitsWithSeveralMicroBatches) {
   for (const bool vertical : {false, true}) {
     for (const int held : {1, 3}) {
       const auto train = [&](ToySetup setup) {
@@ -153,7 +163,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithSeveralMicroBatches) {
   }
 }
 
-TEST_P(BackwardMode, EndsInTheSameBitsWhateverIsCommitted) {
+TEST_P(BackwardModeRules, EndsInTheSameBitsWhateverIsCommitted) {
   if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
   for (const bool durable : {false, true}) {
     const TempDirectory store;
@@ -173,7 +183,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWhateverIsCommitted) {
   }
 }
 
-TEST_P(BackwardMode, EndsInTheSameBitsWithEveryOptimizer) {
+TEST_P(BackwardModeRules, EndsInTheSameBitsWithEveryOptimizer) {
   using optim::OptimizerKind;
   const optim::OptimizerOptions all[] = {
       {.kind = OptimizerKind::adam, .learning_rate = 1e-2},
@@ -221,7 +231,7 @@ TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
   EXPECT_EQ(digests_of(backward->model), digests_of(step.model));
 }
 
-TEST_P(BackwardMode, AnOrderlyEndCarriesOutTheLastStep) {
+TEST_P(BackwardModeRules, AnOrderlyEndCarriesOutTheLastStep) {
   if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
   { fresh()->model.train(1, 3); }
   ToyTraining resumed(setup());
@@ -231,7 +241,7 @@ TEST_P(BackwardMode, AnOrderlyEndCarriesOutTheLastStep) {
   EXPECT_EQ(digests_of(resumed.model), expected(5));
 }
 
-TEST_P(BackwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
+TEST_P(BackwardModeRules, WhoeverWaitsForACommitIsNotLeftWaiting) {
   const auto run = fresh();
   run->model.train(1, 2);
   run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
@@ -242,7 +252,7 @@ TEST_P(BackwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
 
 // --- what cannot be undone is refused --------------------------------------------------------------------------------
 
-TEST_P(BackwardMode, NothingButTheStepFollowsThePass) {
+TEST_P(BackwardModeRules, NothingButTheStepFollowsThePass) {
   const auto run = fresh();
   run->model.train(1, 2);
   run->model.pass(3);
@@ -265,7 +275,7 @@ TEST_P(BackwardMode, NothingButTheStepFollowsThePass) {
   EXPECT_EQ(digests_of(run->model), expected(5));
 }
 
-TEST_P(BackwardMode, AUnitIsNotGatheredAfterItsFinish) {
+TEST_P(BackwardModeRules, AUnitIsNotGatheredAfterItsFinish) {
   const auto run = fresh();
   int refused = 0;
   run->model.in_backward = [&](std::size_t unit) {
@@ -283,7 +293,7 @@ TEST_P(BackwardMode, AUnitIsNotGatheredAfterItsFinish) {
 
 // Before the last micro-batch units may be gathered after their finish. The plan of the last one then fetches them,
 // too, while they are being updated; some were read ahead before that.
-TEST_P(BackwardMode, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
+TEST_P(BackwardModeRules, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
   ToyShape shape;
   shape.tied = false;
   const auto train = [&](ToySetup setup) {
@@ -311,7 +321,7 @@ TEST_P(BackwardMode, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
   EXPECT_EQ(train(setup()), train(simplest()));
 }
 
-TEST_P(BackwardMode, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
+TEST_P(BackwardModeRules, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
   auto run = fresh();
   run->model.train(1, 2);
   run->model.gradient_scale = std::numeric_limits<float>::infinity();
@@ -329,7 +339,7 @@ TEST_P(BackwardMode, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
   goes_on_from(std::move(run), 2);
 }
 
-TEST_P(BackwardMode, APassLeftAfterAFinishEndsTheEngineAndCostsNoCommit) {
+TEST_P(BackwardModeRules, APassLeftAfterAFinishEndsTheEngineAndCostsNoCommit) {
   auto run = fresh();
   run->model.train(1, 2);
   run->model.in_backward = [&](std::size_t unit) {
@@ -341,7 +351,7 @@ TEST_P(BackwardMode, APassLeftAfterAFinishEndsTheEngineAndCostsNoCommit) {
   goes_on_from(std::move(run), 2);
 }
 
-TEST_P(BackwardMode, DiscardedGradientsEndTheEngineAndCostNoCommit) {
+TEST_P(BackwardModeRules, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   auto run = fresh();
   run->model.train(1, 2);
   run->model.pass(3);
@@ -349,7 +359,7 @@ TEST_P(BackwardMode, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   goes_on_from(std::move(run), 2);
 }
 
-TEST_P(BackwardMode, APassThatIsDroppedBeforeItsFirstFinishDoesNoHarm) {
+TEST_P(BackwardModeRules, APassThatIsDroppedBeforeItsFirstFinishDoesNoHarm) {
   const auto run = fresh();
   run->model.train(1, 3);
   for (const std::size_t thrown_at : {0u, 2u}) {
@@ -364,7 +374,7 @@ TEST_P(BackwardMode, APassThatIsDroppedBeforeItsFirstFinishDoesNoHarm) {
   EXPECT_EQ(digests_of(run->model), expected(6));
 }
 
-TEST_P(BackwardMode, AnUpdateThatCannotBeCommittedIsReported) {
+TEST_P(BackwardModeRules, AnUpdateThatCannotBeCommittedIsReported) {
   auto run = fresh();
   run->model.train(1, 2);
   run->engine().settle();

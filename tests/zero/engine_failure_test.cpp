@@ -162,6 +162,12 @@ class StreamThatAddsNothing final : public ForwardingStream {
   }
 };
 
+class StreamThatClearsNothing final : public ForwardingStream {
+ public:
+  explicit StreamThatClearsNothing(platform::Stream& inner) : ForwardingStream(inner) {}
+  void fill(std::byte*, std::uint8_t, std::uint64_t) override { throw launch_error(); }
+};
+
 // If the engine did not fail, step() would update the unit with an incomplete gradient.
 TEST(EngineFailure, AGradientThatTheDeviceDidNotAddEndsTheEngine) {
   ToyProgram p(toy_setup(Placement::device, Placement::device));
@@ -180,6 +186,18 @@ TEST(EngineFailure, AGradientThatTheDeviceDidNotAddEndsTheEngine) {
   EXPECT_THROW(p.engine().step(), DeviceError);
   EXPECT_THROW(p.engine().begin(Pass::evaluate), DeviceError);
   p.model.stream().synchronize();  // it reads `gradient`
+}
+
+// clear() records an event on the stream of a buffer that is in use.
+TEST(EngineFailure, AGradientBufferThatTheDeviceDidNotClearIsGivenBack) {
+  ToyProgram p(toy_setup(Placement::device, Placement::device));
+  StreamThatClearsNothing broken(p.model.stream());
+  {
+    const PassScope pass = p.engine().begin(Pass::train);
+    EXPECT_THROW((void)p.engine().gradients(p.model.unit(2), broken), DeviceError);
+  }
+  p.engine().discard();
+  EXPECT_THROW(p.engine().begin(Pass::evaluate), DeviceError);
 }
 
 // --- threads ---------------------------------------------------------------------------------------------------------

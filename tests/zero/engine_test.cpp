@@ -283,6 +283,7 @@ TEST(Engine, AccumulateTakesTheParametersShapeInDeviceMemory) {
     EXPECT_THAT(refusal({values, DType::fp32, negative, 0}), testing::HasSubstr("[-2, -3]"));
     EXPECT_THAT(refusal({nullptr, DType::fp32, own, 0}), testing::HasSubstr("data is null"));
     EXPECT_THAT(refusal({values, DType::fp32, own, -1}), testing::HasSubstr("host memory"));
+    EXPECT_THAT(refusal({values, static_cast<DType>(9), own, 0}), testing::HasSubstr("no type"));
     EXPECT_EQ(refusal({values, DType::fp32, own, 0}), "taken");
     engine.finish(unit, *stream);
     stream->synchronize();
@@ -405,9 +406,16 @@ TEST(Engine, TheNormIsAskedForBetweenPassAndStep) {
   EXPECT_THROW(f.engine().gradient_norm(), UsageError);
   f.model.pass(1);
   EXPECT_THROW(f.engine().step({.gradient_norm_max = -1}), UsageError);
+  EXPECT_THROW(f.engine().step({.gradient_norm_max = 0}), UsageError);
   EXPECT_THROW(f.engine().step({.gradient_norm_max = std::nan("")}), UsageError);
   EXPECT_TRUE(f.engine().step().applied);
   EXPECT_THROW(f.engine().gradient_norm(), UsageError);
+}
+
+TEST(Engine, AUnitThatThereIsNotIsRefused) {
+  Fixture f(in_memory());
+  f.init();
+  EXPECT_THROW((void)f.engine().keeps_gathered(UnitId{123456}), UsageError);
 }
 
 TEST(Engine, LearningRateTakesEffectAtTheNextStep) {

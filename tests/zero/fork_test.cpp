@@ -77,14 +77,23 @@ TEST_F(Fork, DestructorsDoNothingAlsoInThePassUnderWay) {
   EXPECT_EQ(engine.step_count(), 2u);
 }
 
-TEST_F(Fork, TheRuntimesDestructorDoesNothingEither) {
+TEST_F(Fork, NorDoThoseOfARuntimeAndOfWhatAProgramHasOfIt) {
   training_->model.train(1, 1);
   auto runtime = std::make_unique<Runtime>(toy_setup(Placement::pinned, Placement::pinned).runtime);
+  tiers::DeviceBlock block = runtime->device_arena().allocate(4096, "program");
+  auto stream = runtime->device().create_stream("program");
+  stream->fill(block.data(), 0, 4096);
+  stream->synchronize();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // its worker waits for work
   EXPECT_EQ(exit_code_of_fork([&] {
+              stream.reset();
+              block = {};
               runtime.reset();
               return 0;
             }),
             0);
+  stream.reset();
+  block = {};
   runtime.reset();
 }
 

@@ -156,6 +156,30 @@ TEST_P(GivenState, MastersChangeAloneAndOnlyWhereTheyAreMeantTo) {
   EXPECT_NE(state_of(model), expected);
 }
 
+// A tile that is being changed is in no state to be read, and its step of the store is open.
+TEST_P(GivenState, ACallbackThatCallsTheEngineEndsItAndNotTheStore) {
+  for (const bool replaces : {true, false}) {
+    const ToySetup used = setup(replaces ? "replaced" : "changed");
+    Runtime runtime(used.runtime);
+    ToyModel model(runtime, used.engine);
+    model.initialize();
+    const StateOfAll before = state_of(model);
+    const Initializer reads = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+      model.engine().read(parameter, State::master, first, out);
+    };
+    try {
+      replaces ? model.engine().replace_state({.masters = reads}) : model.engine().change_masters(reads);
+      ADD_FAILURE() << "it was not refused";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(),
+                  testing::HasSubstr(replaces ? "callback of replace_state()" : "callback of change_masters()"));
+    }
+    if (GetParam() != Placement::nvme) continue;
+    model.restore();
+    EXPECT_EQ(state_of(model), before);
+  }
+}
+
 TEST_P(GivenState, WhatCannotBeTrainedWithEndsTheEngineAndNotTheStore) {
   const ToySetup used = setup("store");
   Runtime runtime(used.runtime);

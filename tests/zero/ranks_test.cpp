@@ -322,9 +322,42 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
   EXPECT_THAT(trained(no_setup, no_engine, asks_for_the_norm), testing::HasSubstr("gradient_norm()"));
   EXPECT_THAT(trained(no_setup, no_engine, [](Engine& engine) { engine.step({.gradient_norm_max = 0.125}); }),
               testing::HasSubstr("clipping 0.125"));
-  EXPECT_THAT(trained([](ToySetup& setup) { setup.engine.optimizer_defaults.weight_decay = 0.5; }, no_engine),
-              testing::HasSubstr("the ranks have diverged: rank 2"));
+  EXPECT_THAT(
+      trained([](ToySetup& setup) { setup.engine.optimizer_defaults.weight_decay = 0.5; }, no_engine),
+      testing::AllOf(testing::HasSubstr("the ranks have diverged: rank 2"),
+                     testing::HasSubstr("the first difference: 'group 0:"), testing::HasSubstr("weight decay 0.5")));
   EXPECT_EQ(trained(no_setup, no_engine), "nobody noticed");
+}
+
+// The parts of two parameters would be taken for one, and those of two lists of values as well.
+TEST(Ranks, DifferentReadsAndWritesAreNoticed) {
+  const auto made = [](const std::function<void(int, ToyModel&)>& call) -> std::string {
+    try {
+      on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+        Runtime runtime(toy_setup(Placement::pinned, Placement::pinned).runtime, join);
+        ToyModel model(runtime, toy_setup(Placement::pinned, Placement::pinned).engine);
+        model.initialize();
+        call(rank, model);
+      });
+    } catch (const CommError& error) {
+      return error.what();
+    }
+    return "nobody noticed";
+  };
+  std::vector<float> values(10, 0.5f);
+  EXPECT_THAT(made([&](int rank, ToyModel& model) {
+                std::vector<float> found(10);
+                model.engine().read(model.matrix(static_cast<std::size_t>(rank)), State::master, 0, found);
+              }),
+              testing::AllOf(testing::HasSubstr("read() of 'unit0.matrix', master [0, 10)"),
+                             testing::HasSubstr("read() of 'unit1.matrix', master [0, 10)")));
+  EXPECT_THAT(made([&](int rank, ToyModel& model) {
+                model.engine().write(model.matrix(0), State::master, 0,
+                                     std::vector(10, 0.5f + static_cast<float>(rank)));
+              }),
+              testing::HasSubstr("write() of 'unit0.matrix', master [0, 10), values"));
+  EXPECT_EQ(made([&](int, ToyModel& model) { model.engine().write(model.matrix(0), State::master, 0, values); }),
+            "nobody noticed");
 }
 
 }  // namespace

@@ -12,6 +12,8 @@
 #include <optional>
 #include <string>
 
+#include <fmt/format.h>
+
 #include <hoist/core/error.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/zero/detail/engine_parts.hpp>
@@ -74,6 +76,8 @@ class EngineCore : public EngineParts {
 template <typename Call>
 auto EngineCore::run(Call call) -> decltype(call()) {
   if (failure_) std::rethrow_exception(failure_);
+  if (state_calls->calling_back())
+    throw UsageError(fmt::format("a call of the engine from the callback of {}", state_calls->calling_back()));
   try {
     return call();
   } catch (const UsageError& refusal) {

@@ -162,6 +162,7 @@ std::vector<std::string> EngineParts::describe() const {
                     "the device",
                     options.micro_batches_max));
   }
+  lines.push_back("commits: " + describe_commits(options));
   if (const LossScaler& scaler = settings.scaler; scaler.is_dynamic() || scaler.scale() != 1)
     lines.push_back(fmt::format("loss scale {}{}", scaler.scale(), scaler.is_dynamic() ? ", dynamic" : ""));
   lines.push_back(memory->describe());

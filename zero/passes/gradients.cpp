@@ -73,6 +73,7 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
   } else {
     state.buffer = &acquire(unit);
     state.buffer->busy = true;
+    state.stream = &*stream;  // clear() needs it, also after an error below
     if (state.buffer->reduction) {
       await_submitted(state.buffer->reduction->submitted, stream, updates_, runtime_.ledger());
       stream->wait(state.buffer->reduction->arrived, WaitCause::none);

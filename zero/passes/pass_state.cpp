@@ -126,7 +126,13 @@ void PassState::agree_on(const std::optional<Settings>& settings) const {
               fmt::format("a {} pass ({} of {} micro-batches done{}) of {} accesses{}, {}",
                           kNames[static_cast<std::size_t>(ended_)], micro_batches_done_, micro_batches_,
                           held_micro_batches_ > 1 ? fmt::format(", {} held", held_micro_batches_) : "", trace.size(),
-                          settings ? settings->text : "", last));
+                          settings ? settings->text : "", last),
+              [&] {
+                std::string lines;
+                for (const scheduler::Access& access : trace)
+                  lines += fmt::format("unit '{}'\n", table_.units()[access.item].name);
+                return lines + (settings && settings->lines ? settings->lines() : "");
+              });
 }
 
 }  // namespace hoist::detail

@@ -49,6 +49,7 @@ class PassState {
   struct Settings {
     std::uint64_t hash = 0;
     std::string text;
+    std::function<std::string()> lines{};  // one for each group
   };
   // [C] All ranks made the same calls in the pass that ended, and have equal settings. Once for each pass: ranks that
   // differ have mixed up their data, or would each change their own shard in their own way.

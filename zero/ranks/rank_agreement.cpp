@@ -89,7 +89,8 @@ void RankAgreement::agree_on_model(std::string_view call, const UnitTable& table
   std::uint64_t hash = text_hash(table.identity());
   for (const char c : call) hash = random_bits(hash, static_cast<unsigned char>(c));
   comm::agree(group(), hash,
-              fmt::format("{}: {} units, {} parameters", call, table.units().size(), table.model().parameter_count()));
+              fmt::format("{}: {} units, {} parameters", call, table.units().size(), table.model().parameter_count()),
+              [&] { return table.identity(); });
   agree_on_options(group(), common_options(options, runtime_.options(), groups));
 }
 

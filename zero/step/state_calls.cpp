@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 
 #include <fmt/format.h>
 
 #include <hoist/comm/agreement.hpp>
+#include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
@@ -28,6 +30,20 @@ void StateCalls::require_kept(ParameterId parameter, State state) const {
                                state == State::moment1 ? "first" : "second"));
 }
 
+// The parts that ranks send each other are nameless: those of two calls would be taken for one.
+void StateCalls::agree_on(const char* call, ParameterId parameter, State state, std::uint64_t first,
+                          std::uint64_t count, std::span<const float> written) const {
+  comm::Communicator& ranks = parts_.ranks.group();
+  if (ranks.size() == 1) return;
+  Digest digest;
+  digest.update(std::as_bytes(written));
+  static constexpr std::array kNames{"master", "first moment", "second moment", "gradient"};
+  std::string what = fmt::format("{} of '{}', {} [{}, {})", call, parts_.table.spec(parameter).name,
+                                 kNames.at(static_cast<std::size_t>(state)), first, first + count);
+  if (!written.empty()) what += fmt::format(", values {}", digest.hex());
+  comm::agree(ranks, text_hash(what), what);
+}
+
 void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
   require_elements(parameter, first, out.size());
   if (parts_.pass.under_way()) throw UsageError("state is read between passes, not inside of one");
@@ -40,6 +56,7 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
         fmt::format("the gradient of parameter '{}' was not finished in the pass", parts_.table.spec(parameter).name));
   }
   stepper_.policy().require_undecided("read()");
+  agree_on("read()", parameter, state, first, out.size(), {});
   stepper_.settle_together();
   Runtime& runtime = parts_.runtime;
   const Ledger::Apart apart(runtime.ledger());
@@ -67,6 +84,7 @@ void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, 
   require_kept(parameter, state);
   require_committable(parts_.table.spec(parameter), state, values);
   stepper_.policy().require_undecided("write()");
+  agree_on("write()", parameter, state, first, values.size(), values);
   const std::uint64_t step = parts_.settings.step_count;
   // A commit is the whole job's: a group that made one alone would be one ahead from here on.
   if (parts_.checkpoints.on_nvme() && parts_.ranks.has_several_groups())
@@ -106,6 +124,11 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
   checkpoints.state_changed();
   parts_.ranks.together("change its state", [&] {
     checkpoints.reopen_step(step);
+    struct Called {
+      explicit Called(const char*& by, const char* call) : by_(by) { by_ = call; }
+      ~Called() { by_ = nullptr; }
+      const char*& by_;
+    } const called(calling_back_, call);
     try {
       change();
     } catch (const UsageError& error) {  // a part of the state has been replaced

@@ -29,17 +29,23 @@ class StateCalls {
   void replace_state(const InitialState& state, std::span<const std::byte> program_state);
   void change_masters(const Initializer& change);
   Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
+  // The call whose callback is running; null outside of one. A tile that is being changed is in nobody else's reach.
+  const char* calling_back() const { return calling_back_; }
 
  private:
   // [J] Runs `change` on the state within a commit of `state.step`, which holds `program_state`.
   void change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
                     const std::function<void()>& change);
   void require_elements(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
+  // [C] CommError unless every rank makes this call. `written`: the values, of write().
+  void agree_on(const char* call, ParameterId parameter, State state, std::uint64_t first, std::uint64_t count,
+                std::span<const float> written) const;
   void require_kept(ParameterId parameter, State state) const;
 
   StepParts parts_;
   StepRunner& stepper_;
   StateAccess& values_;
+  const char* calling_back_ = nullptr;
 };
 
 }  // namespace hoist::detail

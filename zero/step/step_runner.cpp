@@ -2,12 +2,14 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/float_environment.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/step/step_runner.hpp>
 
@@ -63,8 +65,16 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   const TraceSpan span(parts_.runtime.trace(), TraceRow::program, "step");
   StepSettings& settings = parts_.settings;
   parts_.pass.require_gradients("step()");
-  if (!(step_options.gradient_norm_max >= 0))
-    throw UsageError(fmt::format("step() with a largest norm of {}", step_options.gradient_norm_max));
+  if (const auto made = static_cast<unsigned>(parts_.pass.micro_batches());
+      !std::exchange(has_run_, true) && made < parts_.options.micro_batches_max)
+    log_info(
+        "the first step has {} of at most {} micro-batches (gradient_accumulation_steps): begin() takes their number",
+        made, parts_.options.micro_batches_max);
+  if (!(step_options.gradient_norm_max > 0)) {
+    throw UsageError(
+        fmt::format("step() with a largest norm of {}, which leaves no gradient: leave it out for no limit",
+                    step_options.gradient_norm_max));
+  }
   if (std::isfinite(step_options.gradient_norm_max) && policy_->is_decided()) {
     throw UsageError(
         "a largest norm for a step whose units were updated in the backward pass (hoist.update_mode "
@@ -72,7 +82,8 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   }
   require_room(parts_.options, step_options.caller_state);
   const double norm_max = settings.gradient_norm_max(step_options.gradient_norm_max);
-  parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max)});
+  parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max),
+                                                  [&settings] { return settings.describe_groups(); }});
   policy_->await_inputs();
 
   StepReport report;

@@ -40,6 +40,7 @@ class StepRunner {
     std::uint64_t pass_serial = 0;
     double of_squares = 0;
   };
+  bool has_run_ = false;
   std::optional<Sum> sum_;  // this rank's, of the gradients that are due after that pass
 };
 

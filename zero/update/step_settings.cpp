@@ -74,6 +74,21 @@ std::uint64_t StepSettings::hash(double gradient_norm_max) const {
   return hash;
 }
 
+std::string StepSettings::describe_groups() const {
+  std::string lines;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const GroupOptions group = scheduled(groups_[g], step_count);
+    lines += fmt::format(
+        "group {}: {}, learning rate {}, betas {} {}, epsilon {}, weight decay {}, bias correction {}, momentum {} {} "
+        "{}, "
+        "learning rate decay {}, rounding seed {}\n",
+        g, optim::optimizer_name(group.kind), group.learning_rate, group.beta1, group.beta2, group.epsilon,
+        group.weight_decay, group.bias_correction, group.momentum, group.dampening, group.nesterov,
+        group.learning_rate_decay, group.rounding_seed);
+  }
+  return lines;
+}
+
 std::string StepSettings::describe(double gradient_norm_max) const {
   return fmt::format(", learning rate {:g}, clipping {:g}", learning_rate(GroupId{0}),
                      std::isfinite(gradient_norm_max) ? gradient_norm_max : 0);

@@ -40,6 +40,7 @@ class StepSettings {
   // Equal where the next step changes equal state with equal gradients in the same way.
   std::uint64_t hash(double gradient_norm_max) const;
   std::string describe(double gradient_norm_max) const;  // ", learning rate 0.1, clipping 1"
+  std::string describe_groups() const;                   // a line for each
 
  private:
   // The group's options for the step after `applied_steps` others.

@@ -40,10 +40,22 @@ from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
-from hoist.torch.wrapped import claim, refuse_model, remove_hooks
+from hoist.torch.wrapped import claim, generate_together, refuse_model, remove_hooks
 
 _log = logging.getLogger("hoist")
 _Batch = TypeVar("_Batch")
+
+
+def _doing_of(engine: Engine) -> Callable[[], str]:
+    """Says what the program does with the engine, for the errors of other ranks."""
+    of = weakref.ref(engine)
+
+    def doing() -> str:
+        alive = of()
+        if alive is None or not alive._is_made:
+            return "" if alive is None else "wrap()"
+        return f"{alive._passes.turns.under_way} after step {alive._last_step}".strip()
+    return doing
 
 
 class Engine(StandsForModel, DeepSpeedNames):
@@ -56,6 +68,14 @@ class Engine(StandsForModel, DeepSpeedNames):
                  scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None,
                  mesh: Any = None, tensor_parallel: Any = None,
                  deepspeed: str | os.PathLike[str] | Checkpoint | None = None):
+        with distributed.start(distributed.ranks_at_start(config)):
+            self._open(model, config, groups, unit_classes, weights, initialize, optimizer, seed, resume, scheduler, load_later,
+                       device, mesh, tensor_parallel, deepspeed)
+
+    def _open(self, model: nn.Module, config: _hoist.Config, groups: ParamsT | None, unit_classes: Iterable[type[nn.Module]],
+              weights: str | os.PathLike[str] | None, initialize: Initialize | None, optimizer: str | None, seed: int,
+              resume: bool, scheduler: Any, load_later: bool, device: torch.device | str | None, mesh: Any,
+              tensor_parallel: Any, deepspeed: str | os.PathLike[str] | Checkpoint | None) -> None:
         refuse_model(model)
         if optimizer is not None and not isinstance(optimizer, str):
             raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
@@ -102,7 +122,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         micro_batches = int(training.gradient_accumulation_steps or 1)
         config.micro_batches_max = max(config.micro_batches_max, micro_batches)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
-        self._unit_manager = _hoist.UnitManager(config, options, units, *distributed.channels_of_job(sharding, config))
+        channels = distributed.channels_of_job(sharding, config, _doing_of(self))
+        self._unit_manager = _hoist.UnitManager(config, options, units, *channels)
         self._unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
         settled = config.check_world_size(self._unit_manager.world_size)
         self._training = settled
@@ -138,8 +159,11 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_rates()
         self._continue_schedule()
+        self._last_step = self.step_count
         self._is_made = True
         claim(model, self)
+        if self.world_size > 1 and not self._is_part_of_job and config.setting("zero_optimization.stage") == 3:
+            generate_together(model)
         clip_through(self)
         passes = weakref.ref(self._passes)
         program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
@@ -155,7 +179,11 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _find_run(self, resume: bool, load_later: bool) -> bool:
         """Whether the store holds a run, which `resume` continues and `load_later` leaves to load_checkpoint()."""
-        if not (resume or load_later) or self._unit_manager.find_commit() is None:
+        if not (resume or load_later):
+            return False
+        if self._unit_manager.find_commit() is None:
+            if resume:
+                distributed.refuse_stores_of_others(self.config.store_directory)
             return False
         if resume:
             step, state = self._unit_manager.restore()
@@ -182,7 +210,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         """Begins where DeepSpeed's run was, as if its last step had been committed here."""
         state = adoption.program_state(self.config, dict(self._parameters.persistent_buffers()), self._first_rates)
         packed = program_state.pack(state["program"], state["schedule"], state["rates"], state["buffers"],
-                                    schedule_lags=False, skipped_steps=state["skipped_steps"], first_rates=self._first_rates)
+                                    schedule_lags=False, world_size=self.world_size,
+                                    skipped_steps=state["skipped_steps"], first_rates=self._first_rates)
         self._unit_manager.begin_at(adoption, checkpoint.step, checkpoint.loss_scale, packed)
         self.restored = True
         self._load_commit_state(packed)
@@ -255,8 +284,9 @@ class Engine(StandsForModel, DeepSpeedNames):
         """
         if float(norm_type) != 2:
             raise _hoist.UsageError(f"clip_grad_norm_() with the norm of order {norm_type}: hoist knows order 2")
-        if not float(max_norm) >= 0:
-            raise _hoist.UsageError(f"clip_grad_norm_() to a norm of {max_norm}")
+        if not float(max_norm) > 0:
+            raise _hoist.UsageError(f"clip_grad_norm_() to a norm of {max_norm}, which leaves no gradient: for no limit, do not "
+                                    "call it")
         if not self._passes.end_for_step(at_boundary=bool(self._boundary), call="clip_grad_norm_()"):
             raise _hoist.UsageError(f"clip_grad_norm_() after micro-batch {self._passes.micro_batch} of "
                                     f"{self._passes.micro_batches}: the gradients are complete after the last one")
@@ -290,6 +320,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
         self._passes.forget()
+        self._last_step = self.step_count
         self.optimizer._opt_called = True
         self._last_report = report
         self._step_applied = report.applied
@@ -400,11 +431,13 @@ class Engine(StandsForModel, DeepSpeedNames):
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return program_state.pack(self.state, program_state.schedule_of(self._lr_scheduler), rates,
                                   dict(self._parameters.persistent_buffers()), schedule_lags=schedule_lags,
-                                  first_rates=self._first_rates, skipped_steps=self._skipped_steps)
+                                  first_rates=self._first_rates, skipped_steps=self._skipped_steps,
+                                  world_size=self.world_size)
 
     def _load_commit_state(self, data: bytes) -> None:
         self._saved = program_state.unpack(data)
         self.state = self._saved.get("program", {})
+        distributed.warn_of_other_world_size(self._saved, self.world_size, "engine.state or persistent buffers")
         self._skipped_steps = self._saved.get("skipped_steps", 0)
         program_state.fill_buffers(self._saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
 
@@ -439,6 +472,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def _restore(self, name: str) -> int:
         step, state = self._unit_manager.restore(name)
         self.restored = True
+        self._last_step = step
         self._passes.forget()
         self._last_report = None
         self._parameters.changed()
