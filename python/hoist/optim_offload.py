@@ -220,6 +220,11 @@ class Offloaded:
     def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, shard_over: dist.ProcessGroup | None,
               resume: bool, settings: dict[str, Any]) -> None:
         members, job = _ranks_of(shard_over, has_store=directory is not None)
+        with distributed.start(job):
+            self._join(groups, offload, directory, members, job, resume, settings)
+
+    def _join(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,
+              settings: dict[str, Any]) -> None:
         place: dict[str, Any] = {"device": offload}
         if directory is not None:
             paths = [os.fspath(d) for d in ([directory] if isinstance(directory, (str, os.PathLike)) else directory)]
@@ -271,6 +276,8 @@ class Offloaded:
         if resume and self._unit_manager.find_commit() is not None:
             self._resume(groups)
         else:
+            if resume:
+                distributed.refuse_stores_of_others(config.store_directory)
             self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter), self._commit_state(groups))
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -362,7 +369,7 @@ class Offloaded:
     def _commit_state(self, groups: list[dict[str, Any]], schedule_lags: bool = False) -> bytes:
         """`schedule_lags`: the schedule will be stepped for this commit's step, but has not been yet."""
         state: dict[str, Any] = {"program": self.program_state, "groups": [_plain_entries(group) for group in groups],
-                                 "first_rates": self._first_rates}
+                                 "first_rates": self._first_rates, "world_size": self._unit_manager.world_size}
         schedule = program_state.plain_schedule(program_state.schedule_of(self.schedule))
         if schedule is not None:
             state |= {"scheduler": schedule, "schedule_lags": schedule_lags}
@@ -381,6 +388,7 @@ class Offloaded:
         self._saved = json.loads(bytes(state)) if state else {}
         if state:  # a program in C++ may have made the commit
             self.program_state = self._saved["program"]
+            distributed.warn_of_other_world_size(self._saved, self._unit_manager.world_size, "commit_state")
             for group, entries in zip(groups, self._saved["groups"], strict=True):
                 group.update(entries)
             self._continue_schedule(groups)

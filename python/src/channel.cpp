@@ -49,7 +49,7 @@ class Channel final : public comm::Transport {
   int size() const override { return size_; }
 
   void all_gather(std::span<const comm::GatherPiece> pieces) override {
-    call("all_gather", [&] {
+    call(described("all_gather", pieces, &comm::GatherPiece::shard_bytes), [&](const nb::str& what) {
       Messages messages;
       for (const comm::GatherPiece& piece : pieces) {
         const std::byte* const own = piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_bytes;
@@ -57,12 +57,12 @@ class Channel final : public comm::Transport {
           messages.add(peer, own, piece.data + static_cast<std::uint64_t>(peer) * piece.shard_bytes, piece.shard_bytes);
         });
       }
-      exchange(messages);
+      exchange(what, messages);
     });
   }
 
   void exchange_shards(std::span<const comm::ShardExchange> parts) override {
-    call("exchange", [&] {
+    call(described("exchange", parts, &comm::ShardExchange::chunk_bytes), [&](const nb::str& what) {
       Messages messages;
       for (const comm::ShardExchange& part : parts) {
         for_each_peer([&](int peer) {
@@ -71,7 +71,7 @@ class Channel final : public comm::Transport {
                        part.chunk_bytes);
         });
       }
-      exchange(messages);
+      exchange(what, messages);
     });
     const auto me = static_cast<std::uint64_t>(rank_);
     for (const comm::ShardExchange& part : parts) {
@@ -82,22 +82,24 @@ class Channel final : public comm::Transport {
 
   void broadcast(std::span<std::byte> bytes, int root) override {
     if (bytes.empty()) return;
-    call("broadcast", [&] { channel_.attr("broadcast")(tensor_of(bytes.data(), bytes.size()), root); });
+    call(fmt::format("broadcast of {} bytes from rank {}", bytes.size(), root), [&](const nb::str& what) {
+      channel_.attr("broadcast")(what, tensor_of(bytes.data(), bytes.size()), root);
+    });
   }
 
   void barrier() override {
-    call("barrier", [&] { channel_.attr("barrier")(); });
+    call("barrier", [&](const nb::str& what) { channel_.attr("barrier")(what); });
   }
 
   std::unique_ptr<Transport> duplicate() override {
     std::unique_ptr<Transport> copy;
-    call("duplicate", [&] { copy = std::make_unique<Channel>(channel_.attr("duplicate")()); });
+    call("duplicate", [&](const nb::str&) { copy = std::make_unique<Channel>(channel_.attr("duplicate")()); });
     return copy;
   }
 
   std::unique_ptr<Transport> split(int ranks) override {
     std::unique_ptr<Transport> group;
-    call("split", [&] { group = std::make_unique<Channel>(channel_.attr("split")(ranks)); });
+    call("split", [&](const nb::str&) { group = std::make_unique<Channel>(channel_.attr("split")(ranks)); });
     return group;
   }
 
@@ -130,8 +132,20 @@ class Channel final : public comm::Transport {
     for (int step = 1; step < size_; ++step) visit((rank_ + step) % size_);
   }
 
-  void exchange(const Messages& messages) {
-    if (nb::len(messages.sends) > 0) channel_.attr("exchange")(messages.sends, messages.receives);
+  void exchange(const nb::str& what, const Messages& messages) {
+    if (nb::len(messages.sends) > 0) channel_.attr("exchange")(what, messages.sends, messages.receives);
+  }
+
+  // All that ranks must have in common to make one call together: its operation, and the owner and bytes of each part.
+  template <typename Part>
+  static std::string described(const char* operation, std::span<const Part> parts, std::uint64_t Part::* bytes) {
+    std::string text = operation;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const Part& part = parts[i];
+      if (!part.what.empty() && (i == 0 || parts[i - 1].what != part.what)) text += fmt::format(" of '{}'", part.what);
+      text += fmt::format(" {}", part.*bytes);
+    }
+    return text + " bytes";
   }
 
   // From any thread, while another one is in a call.
@@ -149,11 +163,11 @@ class Channel final : public comm::Transport {
 
   // A channel that failed once refuses everything after.
   template <typename Work>
-  void call(const char* what, const Work& work) {
+  void call(std::string_view what, const Work& work) {
     const nb::gil_scoped_acquire acquire;
     if (!failure_.empty()) throw CommError(failure_);
     try {
-      work();
+      work(nb::str(what.data(), what.size()));
     } catch (const nb::python_error& error) {
       failure_ = fmt::format("torch.distributed: {} on rank {} of {} failed: {}", what, rank_, size_,
                              nb::str(error.value()).c_str());

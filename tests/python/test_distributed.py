@@ -12,6 +12,7 @@ import time
 
 import accelerator
 import pytest
+import torch
 from torch.nn.utils import clip_grad_norm_
 
 import hoist
@@ -126,7 +127,7 @@ def test_bf16_gradients_are_rounded_once_more(settings, tmp_path):
     assert ours[:2] == losses[:2] and ours == pytest.approx(losses, rel=0.01)
 
 
-def test_state_of_several_ranks(settings, tmp_path):
+def test_state_of_several_ranks(settings, tmp_path, caplog):
     """Named checkpoints, checkpoints, state dicts and exports are collective; rank 0 writes what is one file. Then one process
     goes on with the two ranks' state."""
     config = with_room(settings)
@@ -140,6 +141,7 @@ def test_state_of_several_ranks(settings, tmp_path):
         train_share(engine, rank, size, 2, first=3)
         path, client = engine.load_checkpoint(directory + "/checkpoints")
         assert client == {"steps": 3} and digests(engine) == at_three
+        engine.state = {"rank": rank}
         train_share(engine, rank, size, 2, first=3)
         files = engine.export(directory + "/weights")
         assert len(files) == (1 if rank == 0 else 0)
@@ -150,6 +152,7 @@ def test_state_of_several_ranks(settings, tmp_path):
     """, tmp_path / "meet", config))
     assert ranks[0] == ranks[1]
     with hoist.torch.wrap(make(), config, resume=True) as engine:
+        assert "the run that is resumed had 2 ranks, and this one has 1" in caplog.text and engine.state == {"rank": 0}
         assert engine.step_count == 5 and digests(engine) == ranks[0][0]
         assert float(sum(w.double().sum() for w in engine.state_dict().values())) == ranks[0][1]
         train_share(engine, 0, 1, 1)
@@ -329,6 +332,124 @@ def test_what_fails_on_one_rank_is_an_error_on_the_other(settings, tmp_path):
     assert second.startswith("CorruptionError") and same and same_there
     assert first.startswith("CommError") and "rank 1 failed" in first and "unit '" in first, first
     assert seconds < 40
+
+
+class Experts(torch.nn.Module):
+    """Each rank uses an expert of its own."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.token = torch.nn.Embedding(97, 32)
+        self.experts = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(32, w), torch.nn.Linear(w, 32)) for w in widths)
+
+    def forward(self, tokens, expert):
+        return self.experts[expert](self.token(tokens))
+
+
+def texts_of(program, directory, config, size=2):
+    """The errors of all ranks."""
+    return results(start("join()\ntext = 'no error'\ntry:\n" + textwrap.indent(textwrap.dedent(program), "    ") + """
+except hoist.Error as error:
+    text = f"{type(error).__name__}: {error}"
+print(json.dumps(text), flush=True)
+os._exit(0)
+""", directory, config, size))
+
+
+@pytest.mark.parametrize("widths", [(128, 128), (128, 64)])
+@pytest.mark.parametrize("trains", [False, True])
+def test_ranks_that_use_different_layers_do_not_get_each_others_bytes(settings, tmp_path, widths, trains):
+    texts = texts_of(f"""
+        torch.manual_seed(0)
+        engine = hoist.torch.wrap(Experts({widths}), config)
+        with torch.set_grad_enabled({trains}):
+            engine(torch.zeros(2, 8, dtype=torch.long), rank)
+    """, tmp_path / "meet", with_room(settings))
+    for text in texts:
+        assert text.startswith("CommError") and "have diverged" in text
+        assert "rank 0 is at all_gather of 'experts.0'" in text and "rank 1 is at all_gather of 'experts.1'" in text
+        assert "forward() after step 0" in text
+
+
+def test_a_rank_that_ended_early_says_so(settings, tmp_path):
+    texts = texts_of("""
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 2)
+        if rank == 1:
+            engine.close()
+            time.sleep(20)
+        train_share(engine, rank, size, 1, first=2)
+    """, tmp_path / "meet", with_room(settings))
+    assert texts[0].startswith("CommError") and "rank 1 closed its engine after step 2" in texts[0]
+    assert "rank 0 was at all_gather of 'token'" in texts[0]
+
+
+def test_a_call_of_one_rank_alone_is_named(settings, tmp_path):
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 4.0
+    texts = texts_of("""
+        engine = hoist.torch.wrap(make(), config)
+        engine.state_dict() if rank == 0 else train_share(engine, rank, size, 1)
+    """, tmp_path / "meet", config)
+    for text in texts:
+        assert text.startswith("CommError") and "state_dict() after step 0" in text and "forward() after step 0" in text
+        assert "Every rank must make the same calls" in text
+
+
+@pytest.mark.parametrize("failing", ['config["hoist"]["device_memory"] = "1KiB"', "model = 1"])
+def test_an_error_in_wrap_is_told_to_ranks_that_wait(settings, tmp_path, failing):
+    texts = texts_of(f"""
+        model = make()
+        if rank == 1:
+            {failing}
+        hoist.torch.wrap(model, config)
+    """, tmp_path / "meet", with_room(settings))
+    error = texts[1].partition(":")[0]
+    assert error in ("ConfigError", "UsageError")
+    assert texts[0].startswith("CommError") and f"rank 1 failed: hoist.{error}" in texts[0]
+
+
+def test_modules_of_fsdp_are_refused(settings, tmp_path):
+    texts = texts_of("""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        model = make()
+        model.blocks[0] = FullyShardedDataParallel(model.blocks[0], device_id=torch.device("cpu"))
+        hoist.torch.wrap(model, config)
+    """, tmp_path / "meet", with_room(settings))
+    assert all("module 'blocks.0' is divided by FSDP" in text for text in texts)
+
+
+def test_a_run_of_one_group_is_not_begun_anew_by_several(settings, tmp_path):
+    texts = texts_of("""
+        with hoist.torch.wrap(make(), config) as engine:
+            train_share(engine, rank, size, 2)
+        dist.barrier()
+        groups = [dist.new_group([0]), dist.new_group([1])]
+        hoist.torch.wrap(make(), config, resume=True, mesh=groups[rank])
+    """, tmp_path / "meet", with_room(settings))
+    assert all(text.startswith("StoreError") and "holds one of step 2" in text and "mesh=" in text for text in texts)
+
+
+def test_generate_goes_on_until_the_last_rank_has_ended(settings, tmp_path):
+    pytest.importorskip("transformers")
+    assert results(start("""
+        import transformers
+        join()
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2))
+        class Stop(transformers.StoppingCriteria):  # other prompts end elsewhere
+            def __call__(self, ids, scores, **_):
+                return torch.full((ids.shape[0],), ids.shape[1] >= 6 + rank)
+        config["zero_optimization"] |= {"stage3_max_live_parameters": 14000, "stage3_prefetch_bucket_size": 0,
+                                        "stage3_max_reuse_distance": 0}
+        with hoist.torch.wrap(model, config):
+            for _ in range(2):
+                ids = model.generate(torch.full((1, 4), 5), max_new_tokens=12, do_sample=False, synced_gpus=False,
+                                     stopping_criteria=transformers.StoppingCriteriaList([Stop()]))
+        print(json.dumps(ids.shape[1]))
+    """, tmp_path / "meet", with_room(settings))) == [6, 7]
 
 
 def test_waiting_for_a_rank_leaves_other_threads_running(settings, tmp_path):

@@ -101,6 +101,30 @@ def test_one_process_continues_what_two_divided(tmp_path):
         assert ends(model, optimizer) == alone()
 
 
+@pytest.mark.parametrize("ranks_before", [1, 2])
+def test_a_store_of_other_ranks_is_not_begun_anew(tmp_path, ranks_before):
+    def in_one_process(**arguments):
+        model = gpt()
+        with hoist.optim.AdamW(model.parameters(), lr=1e-2, **place("nvme", tmp_path), **arguments) as optimizer:
+            train_with_ddp(model, optimizer, 0, 1, 0, 3)
+
+    if ranks_before == 2:
+        on_two_ranks(tmp_path, "store", False, "nvme", last=3)
+        with pytest.raises(hoist.StoreError, match="rank-0 holds one of step 3"):
+            in_one_process(resume=True)
+        return
+    in_one_process()
+    assert on_two_ranks(tmp_path, "store", False, "nvme", resume=True, program="""
+join()
+import hoist.optim
+from test_optim_offload import gpt
+try:
+    hoist.optim.AdamW(gpt().parameters(), lr=1e-2, **config["arguments"])
+except hoist.StoreError as error:
+    print(json.dumps(str(error)))
+""")[0].count("store holds one of step 6") == 1
+
+
 def test_divided_states_are_consolidated_on_one_rank(tmp_path):
     ranks = on_two_ranks(tmp_path, "store", True, last=5, program=RANKS + """
 optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does it before the first step

@@ -80,7 +80,9 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
     deepspeed      a checkpoint of DeepSpeed's to begin with: the directory with `latest`, a tag's own, or what
                    hoist.torch.deepspeed.open() returned. With resume=True, where the store holds no run yet
     """
-    return _engine_of(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
+    with distributed.before_start():
+        config = load_config(config)
+    return _engine_of(model, config, groups=groups, unit_classes=unit_classes, weights=weights,
                       initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
                       scheduler=scheduler, device=device, mesh=mesh, tensor_parallel=tensor_parallel,
                       deepspeed=deepspeed)

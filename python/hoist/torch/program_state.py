@@ -46,10 +46,11 @@ def plain_schedule(state: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[float], buffers: dict[str, torch.Tensor], *,
-         schedule_lags: bool, skipped_steps: int, first_rates: list[float] | None = None) -> bytes:
+         schedule_lags: bool, skipped_steps: int, world_size: int, first_rates: list[float] | None = None) -> bytes:
     """`schedule` has what JSON can hold written down. `schedule_lags`: its scheduler will be stepped for this commit's step,
     but has not been yet. `first_rates`: what the program asked for when the run began, or was resumed."""
-    state: dict[str, Any] = {"program": program, "rates": rates, "schedule_lags": schedule_lags}
+    state: dict[str, Any] = {"program": program, "rates": rates, "schedule_lags": schedule_lags,
+                             "world_size": world_size}
     if first_rates is not None:
         state["first_rates"] = first_rates
     if skipped_steps > 0:

@@ -44,6 +44,11 @@ class Turns:
     def _is_in_its_backward_pass(self) -> bool:
         return BACKWARD in self._calls and torch._C._current_graph_task_id() != -1
 
+    @property
+    def under_way(self) -> str:
+        """The outermost call."""
+        return next(iter(self._calls), "")
+
     def begin(self, call: str) -> None:
         """Errors: UsageError while another thread has the turn, after a call that was interrupted, and in a forked process."""
         self._require_process()

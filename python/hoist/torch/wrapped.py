@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 # Hooks of the last engine that a module, or a parameter, belonged to.
 _hooks_of_modules: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 _hooks_of_parameters = WeakTensorKeyDictionary()
+_SHARDING = ("FullyShardedDataParallel", "FSDPModule")
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
@@ -36,6 +39,9 @@ def refuse_model(model: object) -> None:
         raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. "
                                 "Wrap the model inside of it (model.module)")
     for name, module in model.named_modules():
+        if any(kind.__name__ in _SHARDING and kind.__module__.startswith("torch.distributed.") for kind in type(module).__mro__):
+            raise _hoist.UsageError(f"module '{name or type(module).__name__}' is divided by FSDP: hoist divides the state among "
+                                    "the ranks itself. Wrap the model without FSDP")
         if _open_engine_of(module) is not None:
             raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it "
                                     "first, and give the next one values (resume=True, or weights=...)")
@@ -73,3 +79,19 @@ def _watch_additions() -> None:
 
     register_module_parameter_registration_hook(added)
     register_module_module_registration_hook(added)
+
+
+def generate_together(model: nn.Module) -> None:
+    """For ranks that divide the weights. transformers' generate() returns when this rank's texts have ended, and others would
+    wait for its part of the weights; with synced_gpus, all ranks go on until the last one has ended."""
+    for module in model.modules():
+        generate = getattr(type(module), "generate", None)
+        if generate is not None and "synced_gpus" in inspect.signature(generate).parameters and "generate" not in vars(module):
+            module.generate = types.MethodType(_generate_together, module)  # type: ignore[assignment]
+
+
+def _generate_together(module: nn.Module, *args: Any, **settings: Any) -> Any:
+    if _open_engine_of(module) is not None:
+        settings["synced_gpus"] = True
+    generate: Any = getattr(type(module), "generate")  # noqa: B009 - Module has none
+    return generate(module, *args, **settings)
