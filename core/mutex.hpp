@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// core/mutex.hpp - mutexes and condition variables with annotations that Clang checks.
+//
+// Threading  Any thread.
 #pragma once
 
 #include <condition_variable>

@@ -13,7 +13,7 @@
 //          without cores there divide the node's cores evenly.
 // Staging  Buffers that weights arrive in from NVMe are on the drives' node, if it is the same for all of a store.
 //
-// Every process of a machine computes the places of all, and comes to the same.
+// Each process computes the places of all processes of its machine, and all get the same result.
 //
 // Threading  Pure functions.
 #pragma once

@@ -217,7 +217,8 @@ Machine this_machine(const RuntimeOptions& options) {
   machine.gpu_memory = platform::gpu_memory(platform::cuda_memory_facts(machine.gpu_ordinal));
   if (machine.gpu_memory == platform::GpuMemory::coherent)
     machine.host = mappable_twice(platform::memory_of_processors(platform::host_memory()));
-  // Of the memory of all, the CUDA runtime does not count what the kernel would free, its file cache.
+  // On an integrated GPU the CUDA runtime leaves out the file cache, which the kernel would free: the host's number
+  // counts.
   machine.gpu =
       machine.gpu_memory == platform::GpuMemory::integrated ? machine.host : platform::cuda_memory(machine.gpu_ordinal);
   return machine;

@@ -106,7 +106,7 @@ enum class UpdateMode : std::uint8_t {
   backward,
 };
 
-// How the micro-batches of a step are gone through.
+// The order in which a step runs its micro-batches.
 enum class MicroBatchOrder : std::uint8_t {
   horizontal,  // one pass each; a layer's weights are gathered in each of them
   vertical,    // one pass: each layer with all micro-batches before the next layer
@@ -121,10 +121,10 @@ struct MirrorOptions {
 };
 
 struct EngineOptions {
-  // ZeRO stage. 3: every unit's weights are gathered for their use and let go of. Below: they stay on the device,
-  // whole, and are gathered once after each step. Gradients and optimizer states are partitioned in either case, also
-  // at 0 and 1, where DeepSpeed keeps more of them than needed.
-  // The result is the same, bit by bit; it may change between runs.
+  // ZeRO stage. 3: every unit's weights are gathered before each use and freed after it. Below: they stay on the
+  // device, whole, and are gathered once after each step. Gradients and optimizer states are partitioned in either
+  // case, also at 0 and 1, where DeepSpeed keeps more of them than needed. The result is the same, bit by bit; it may
+  // change between runs.
   int stage = 3;
   Placement parameters = Placement::device;
   Placement optimizer = Placement::device;

@@ -26,8 +26,8 @@ int main(int argc, char** argv) {
   if (const int* code = std::get_if<int>(&parsed)) return *code;
   const int code = hoist::gpt::run(std::get<hoist::gpt::Arguments>(parsed));
   if (code == 0 || !memory_is_limited()) return code;
-  // Where a limit refuses memory, OpenBLAS's own threads ask for theirs without end, and its destructor would wait for
-  // them.
+  // Where a memory limit is reached, OpenBLAS's threads retry their allocations for ever, and its destructor would wait
+  // for them.
   std::fflush(nullptr);
   std::_Exit(code);
 }

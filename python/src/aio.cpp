@@ -117,7 +117,7 @@ class Transfer {
     const nb::gil_scoped_release release;
     try {
       completion_.wait();
-    } catch (...) {  // whoever wanted to know has asked
+    } catch (...) {  // a caller that waited has received this error
     }
     file_ = {nullptr, "the transfer"};
   }

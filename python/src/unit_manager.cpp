@@ -310,10 +310,10 @@ platform::StreamRef UnitManager::stream_of_gradients() {
   return computes_on_host() ? platform::StreamRef(*gradients_stream_) : current_stream();
 }
 
-// In the first step a unit may turn out to be needed in the backward pass while others are that share its place. One
-// that is held until its last gradient comes has mostly been read by then, and gives way: the one that was loaded
-// first. If it is read after all, it is brought up again, or PyTorch refuses the access. From the next pass on, the two
-// lie apart, or, if the memory for gathered weights is too small for that, go on to give way while they are watched.
+// In the first step, two units that share memory may both turn out to be needed in the backward pass. The one that was
+// loaded first gives its memory up: it waits for its last gradient, and has mostly been read by then. If it is read
+// after all, it is loaded again, or PyTorch refuses the access. From the next pass on the two lie apart; or, if the
+// memory for gathered weights is too small for that, they go on to share it while they are watched.
 bool UnitManager::give_way() {
   if (!learning_ && !watched_) return false;
   Unit* first = nullptr;

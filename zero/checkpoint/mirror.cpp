@@ -64,9 +64,9 @@ std::optional<std::uint64_t> Mirror::step() const {
 
 // --- its store -------------------------------------------------------------------------------------------------------
 
-// What is there is this training's (refuse_foreign_mirror). The store that is there is gone on with when it is of this
-// run. Otherwise, after a change of the number of ranks or a step back, a new one is made beside it, and the old one
-// goes once the first copy is whole.
+// A store that is there is of this training (refuse_foreign_mirror). One of this very run is continued. Otherwise,
+// after a change of the number of ranks or a step back, a new one is made beside it, and the old one is removed once
+// the first copy is whole.
 void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const StoreSearch search(ranks_, options_);
   const auto found = search.find(std::nullopt, StoreSearch::Incomplete::pass_over);

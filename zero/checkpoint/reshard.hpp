@@ -15,7 +15,8 @@
 namespace hoist::detail {
 
 // [J] Removes stores newer than order `after` that an earlier attempt did not finish. `passed_over`: the orders of
-// stores of which no commit is in all sharding groups. Errors: StoreError when another process is making one of them.
+// stores that have no commit common to all sharding groups. Errors: StoreError when another process is making one of
+// them.
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after,
                               const std::vector<std::uint64_t>& passed_over);
 

@@ -21,7 +21,7 @@ tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable&
 // The memory and the space on its drives that a store takes, with its mirror if there is one.
 tiers::Store::Cost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records, int rank);
 
-// Those by which the mirror is looked at, made and opened like a store of its own.
+// The options of the mirror, which is found, made and opened like a store of its own.
 EngineOptions mirror_options(const EngineOptions& options);
 
 // UsageError when a program's state is larger than EngineOptions::caller_state_bytes_max.

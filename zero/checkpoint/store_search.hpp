@@ -29,7 +29,7 @@ class CommonStoreError : public StoreError {
   using StoreError::StoreError;
 };
 
-// By which two ranks mean the same commit.
+// Identifies a commit: two ranks mean the same one if all fields are equal.
 struct CommonCommit {
   std::uint64_t step = 0;
   std::uint64_t revision = 0;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-// By role, those of one unit; NVMe's regions have no pointers.
+// One unit's pointers, by role. Regions on NVMe have none.
 constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{&UnitMemory::weights,
                                                                              nullptr,  // stored weights
                                                                              &UnitMemory::state,

@@ -333,7 +333,7 @@ class Builder {
   StepGraph out_;
   Turns update_buffers_, staging_, gradient_buffers_, ring_{0};
   std::vector<std::optional<TaskIndex>> spilled_;  // by unit: its latest gradient is on NVMe
-  // By unit, of its latest update: it is computed; what is only on NVMe can be read again; all of it is on NVMe.
+  // By unit, the tasks after which its latest update is computed; readable from NVMe again; written to NVMe as a whole.
   std::vector<std::optional<TaskIndex>> updated_, readable_, written_;
   std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
   std::optional<TaskIndex> committed_;  // in mode backward
