@@ -90,15 +90,18 @@ void SafetensorsFile::read_at(std::uint64_t offset_bytes, std::span<std::byte> t
 
 namespace {
 
+constexpr std::string_view kFileName = "model.safetensors";
 constexpr std::string_view kFileSuffix = ".safetensors";
 constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 
-// The file of a directory that defines the model.
+// The file of a directory that defines the model. Transformers, too, takes model.safetensors before an index, which may
+// be left from an older model.
 std::string find_entry(const std::string& directory) {
   std::vector<std::string> indices, files;
   std::error_code failed;
   for (fs::directory_iterator entry(directory, failed), end; !failed && entry != end; entry.increment(failed)) {
     const std::string path = entry->path().string();
+    if (entry->path().filename() == kFileName) return path;
     if (path.ends_with(kIndexSuffix)) indices.push_back(path);
     if (path.ends_with(kFileSuffix)) files.push_back(path);
   }

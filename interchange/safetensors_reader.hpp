@@ -46,8 +46,8 @@ class SafetensorsModel {
     void read(std::uint64_t first_byte, std::span<std::byte> target) const { file->read(*info, first_byte, target); }
   };
 
-  // `path` is a .safetensors file, an index, or a directory. In a directory it opens the index, or else the only
-  // .safetensors file. Every shard's header is read and compared with the index.
+  // `path` is a .safetensors file, an index, or a directory. In a directory it opens model.safetensors, or else the
+  // index, or else the only .safetensors file. Every shard's header is read and compared with the index.
   explicit SafetensorsModel(const std::string& path);
 
   const Tensor* find(std::string_view name) const;

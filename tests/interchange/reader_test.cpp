@@ -66,6 +66,12 @@ TEST(SafetensorsReader, FindsTheModelByFileIndexOrDirectory) {
   EXPECT_EQ(problem_of(directory / "link"), "opened");
   std::filesystem::remove(directory / "m/model.safetensors.index.json");
   EXPECT_THAT(problem_of(directory / "m"), HasSubstr("there are 3 .safetensors files in it; name one of them"));
+  save_three(directory / "whole", 1000);
+  std::filesystem::rename(directory / "whole/model.safetensors", directory / "m/model.safetensors");
+  EXPECT_EQ(SafetensorsModel(directory / "m").files().size(), 1u) << "beside an old model's shards";
+  write_file(directory / "m/model.safetensors.index.json",
+             R"({"weight_map":{"a":"model-00009-of-00009.safetensors"}})");
+  EXPECT_EQ(problem_of(directory / "m"), "opened") << "transformers takes model.safetensors before an index";
   std::filesystem::create_directory(directory / "empty");
   EXPECT_THAT(problem_of(directory / "empty"), HasSubstr("there is no .safetensors file"));
   EXPECT_THAT(problem_of(directory / "missing"), HasSubstr("missing"));
