@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <system_error>
@@ -76,9 +77,27 @@ class TemporaryFile {
   bool renamed_ = false;
 };
 
+// To a pipe, a device or a terminal.
+void write_into(const std::string& path, const std::string& text) {
+  std::FILE* file = open_output_file(path, OutputMode::replace);
+  if (file == nullptr) {
+    const int code = errno;
+    throw IoError({.operation = "open", .path = path, .code = code},
+                  code == ENXIO ? open_file_remedy(code) : "choose another file");
+  }
+  errno = 0;
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const int code = errno;
+  const bool closed = std::fclose(file) == 0;
+  if (!written || !closed)
+    throw IoError({.operation = "write", .path = path, .code = written ? errno : code}, "choose another file");
+}
+
 }  // namespace
 
 void replace_file(const std::string& path, const std::string& text) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) return write_into(path, text);
   std::error_code error;
   const fs::path real = fs::weakly_canonical(path, error);
   TemporaryFile draft(error ? path : real.string());

@@ -8,7 +8,7 @@
 namespace hoist::cli {
 
 // Written beside `path`, flushed, then renamed over it; permissions of an existing file are kept, and a symbolic link
-// stays one. On failure the old file is unchanged and no other file remains.
+// stays one. On failure the old file is unchanged and no other file remains. A pipe or a device is written to instead.
 // Errors: IoError.
 void replace_file(const std::string& path, const std::string& text);
 

@@ -6,8 +6,10 @@
 #include <fstream>
 #include <iterator>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 
+#include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "../../cli/replace_file.hpp"
@@ -100,6 +102,46 @@ TEST_F(ReplaceFile, ReplacesThroughALinkAndLeavesNoDraft) {
   EXPECT_EQ(text_of(directory_ / "real"), "new");
   EXPECT_TRUE(std::filesystem::is_symlink(directory_ / "link"));
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
+}
+
+TEST_F(ReplaceFile, WritesIntoPipesAndDevicesInsteadOfReplacingThem) {
+  const test::TestDeadline deadline;
+  for (const test::OtherKind& kind : test::kOtherKinds) {
+    const std::string path = directory_ / kind.name;
+    if (!kind.make(path)) continue;  // devices are root's
+    const std::string link = path + ".link";
+    std::filesystem::create_symlink(path, link);
+    for (const std::string& name : {path, link}) {
+      const int reader = kind.type == S_IFIFO ? ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC) : -1;
+      if (kind.type == S_IFIFO || kind.type == S_IFCHR)
+        EXPECT_NO_THROW(replace_file(name, "new")) << name;
+      else
+        EXPECT_THROW(replace_file(name, "new"), IoError) << name;
+      char text[8] = {};
+      if (reader >= 0) {
+        EXPECT_EQ(::read(reader, text, sizeof text), 3);
+        EXPECT_STREQ(text, "new");
+      }
+      if (reader >= 0) ::close(reader);
+    }
+    struct stat info {};
+    ASSERT_EQ(::lstat(path.c_str(), &info), 0);
+    EXPECT_EQ(info.st_mode & S_IFMT, kind.type) << path;
+    EXPECT_TRUE(std::filesystem::is_symlink(link));
+  }
+  EXPECT_THROW(replace_file(directory_ / "pipe", "new"), IoError) << "no reader";
+}
+
+TEST_F(ReplaceFile, WritesIntoAPipeThatThisProcessWasGiven) {
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  std::filesystem::create_symlink("/proc/self/fd/" + std::to_string(ends[1]), directory_ / "link");
+  replace_file(directory_ / "link", "new");
+  char text[8] = {};
+  EXPECT_EQ(::read(ends[0], text, sizeof text), 3);
+  EXPECT_STREQ(text, "new");
+  ::close(ends[0]);
+  ::close(ends[1]);
 }
 
 TEST_F(ReplaceFile, AFailureLeavesTheOldFile) {
