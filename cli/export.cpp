@@ -66,6 +66,34 @@ void warn_of_other_groups(const std::string& directory, const StoreSummary& stor
            fmt::join(others, " "));
 }
 
+// hoist.optim (python/hoist/optim_offload.py) makes such names.
+void warn_of_made_names(const StoredJob& job) {
+  std::vector<std::string> unnamed, pieces;
+  for (const StoreSummary& group : job.groups) {
+    for (const StoredParameter& parameter : group.parameters) {
+      const std::string& name = parameter.name;
+      const std::size_t digits = std::string_view("parameter ").size();
+      if (name.starts_with("parameter ") && name.find_first_of("0123456789", digits) == digits) unnamed.push_back(name);
+      if (name.ends_with(']') && name.find(':', name.rfind('[')) != std::string::npos) pieces.push_back(name);
+    }
+  }
+  const auto first_of = [](const std::vector<std::string>& names) {
+    const std::size_t others = names.size() - 1;
+    return fmt::format("'{}'", names.front()) +
+           (others > 0 ? fmt::format(" and {} other{}", others, others > 1 ? "s" : "") : "");
+  };
+  if (!unnamed.empty())
+    complain(
+        "hoist export: the program made its optimizer without names: {}; give hoist.optim model.named_parameters() "
+        "instead of model.parameters()\n",
+        first_of(unnamed));
+  if (!pieces.empty())
+    complain(
+        "hoist export: hoist.optim made pieces of large parameters: {}; join the name[a:b] of a name in the order of a "
+        "and reshape the whole, or save the program's own model.state_dict()\n",
+        first_of(pieces));
+}
+
 // The same name in two groups may mean the halves of a tensor.
 void check_names(const StoredJob& job, std::uint64_t step) {
   std::map<std::string, const StoreSummary*> owner;
@@ -98,6 +126,7 @@ Json write_weights(const ExportArguments& arguments) {
       throw BadInput("--dtype fp16: the store's model is bf16, and fp16 has a smaller range; use bf16 or fp32");
   }
   check_names(job, borrowed.front()->step());
+  warn_of_made_names(job);
 
   const InterruptGuard interrupt;
   std::optional<Progress> progress;

@@ -21,6 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 class Export : public test::ProgramTest {
  protected:
@@ -106,6 +107,30 @@ TEST_F(Export, Fp16IsForModelsOfFp16) {
   EXPECT_EQ(refused.exit_code, 2);
   EXPECT_THAT(refused.errors, HasSubstr("--dtype fp16: the store's model is bf16"));
   EXPECT_THAT(names_in("other-weights"), IsEmpty());
+}
+
+// hoist.optim names parameters so if its program names none, and cuts large ones.
+TEST_F(Export, WarnsOfNamesThatNoModelHas) {
+  test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  setup.engine.keep_steps = 1;
+  {
+    Runtime runtime(setup.runtime);
+    Model model;
+    model.add_unit("unit 0", std::vector<ParameterSpec>{{.name = "parameter 0", .shape = {100}},
+                                                        {.name = "parameter 1[0:70]", .shape = {70}},
+                                                        {.name = "parameter 1[70:100]", .shape = {30}}});
+    Engine engine =
+        Engine::create(runtime, setup.engine, model,
+                       [](ParameterId, std::uint64_t, std::span<float> values) { std::ranges::fill(values, 1.0F); });
+    engine.save("start", {}).wait();
+  }
+  const auto result = run("export store --to weights");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.errors, HasSubstr("without names: 'parameter 0' and 2 others; give hoist.optim "
+                                       "model.named_parameters()"));
+  EXPECT_THAT(result.errors, HasSubstr("pieces of large parameters: 'parameter 1[0:70]' and 1 other; join"));
+  test::make_store(path("named"), 1, 1);
+  EXPECT_THAT(run("export named --to others").errors, Not(HasSubstr("named_parameters")));
 }
 
 TEST_F(Export, PythonReadsWhatTheEngineHad) {
