@@ -130,8 +130,7 @@ int check(const CheckArguments& arguments) {
   }
   if (arguments.config.empty()) return bad_check_input("which configuration? Run with --help for an example.");
   try {
-    for (const std::string& input : {arguments.config, arguments.model.units, arguments.machine})
-      check_json_apart(arguments.json, input);
+    check_outputs_apart({{"--json", arguments.json}}, {arguments.config, arguments.model.units, arguments.machine});
     return check_config(arguments);
   } catch (const ConfigProblems& error) {
     const std::size_t count = error.problems.size() + error.unlisted;

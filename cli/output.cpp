@@ -29,6 +29,16 @@ void print(const std::string& text) {
   if (!arrived && lost_output_code == 0) lost_output_code = errno == 0 ? EIO : errno;
 }
 
+// Text for a pipe or a device overwrites nothing.
+bool is_same_file(const std::string& one, const std::string& other) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  if (one.empty() || other.empty() || one == kOutputItself || fs::is_other(one, ignored)) return false;
+  if (fs::equivalent(one, other, ignored)) return true;
+  return fs::weakly_canonical(fs::absolute(one, ignored), ignored) ==
+         fs::weakly_canonical(fs::absolute(other, ignored), ignored);
+}
+
 }  // namespace
 
 void print_text(const std::string& text) {
@@ -67,10 +77,19 @@ void check_json(const std::string& path) {
   if (::access(directory.empty() ? "." : directory.c_str(), W_OK | X_OK) != 0) refuse(errno);
 }
 
-void check_json_apart(const std::string& json, const std::string& input) {
-  std::error_code ignored;
-  if (json.empty() || input.empty() || !std::filesystem::equivalent(json, input, ignored) || ignored) return;
-  throw UsageError(fmt::format("--json {} is the input file, and would be overwritten; name another file", json));
+void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs) {
+  for (auto output = outputs.begin(); output != outputs.end(); ++output) {
+    for (const std::string& input : inputs) {
+      if (!is_same_file(output->path, input)) continue;
+      throw UsageError(fmt::format("{} {} is the input file, and would be overwritten; name another file",
+                                   output->option, output->path));
+    }
+    for (auto other = output + 1; other != outputs.end(); ++other) {
+      if (!is_same_file(output->path, other->path)) continue;
+      throw UsageError(fmt::format("{} {} and {} {} are the same file; name two", output->option, output->path,
+                                   other->option, other->path));
+    }
+  }
 }
 
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {

@@ -42,8 +42,12 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value);
 // IoError.
 void check_json(const std::string& path);
 
-// Errors: UsageError if the output file is the input file.
-void check_json_apart(const std::string& json, const std::string& input);
+struct OutputPath {
+  std::string option;
+  std::string path;  // empty: not given
+};
+// Errors: UsageError if an output file is an input file or another output file, which may not exist yet.
+void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs);
 
 // Rows of printable() cells with their columns lined up; the last column is not padded.
 std::string columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent = 2);

@@ -109,10 +109,9 @@ int plan(const PlanArguments& arguments) {
   if (!arguments.paths.empty() && !arguments.is_this_machine())
     return bad_plan_input("--path names this machine's drives: it belongs to --machine this");
   try {
-    for (const std::string& input : {arguments.config, arguments.model.units, arguments.machine}) {
-      check_json_apart(arguments.json, input);
-      if (input != arguments.config) check_json_apart(arguments.write, input);
-    }
+    const OutputPath json{"--json", arguments.json};
+    check_outputs_apart({json, {"--write", arguments.write}}, {arguments.model.units, arguments.machine});
+    check_outputs_apart({json}, {arguments.config});
     const PlanQuestion question = question_of(arguments);
     const PlanReport report = plan_of(question);
     say("{}", plan_text(report));

@@ -228,9 +228,9 @@ int tune(const TuneArguments& arguments) {
     check_target("--merge", arguments.merge);
     check_target("--plot", arguments.plot);
     check_json(arguments.json);
-    for (const std::string& report : {arguments.json, arguments.plot}) {
-      check_json_apart(report, arguments.merge);
-    }
+    const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
+    check_outputs_apart({json, plot}, {arguments.merge});
+    check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
     const std::string config_text = read_config(arguments.merge);
     const InterruptGuard interrupt;
     TuneReport report = Tuning(arguments, interrupt.flag()).run();

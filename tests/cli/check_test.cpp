@@ -272,6 +272,27 @@ TEST_F(Check, AReportNeverReplacesWhatIsRead) {
   EXPECT_EQ(test::text_of(path("good.json")), "{}");
 }
 
+TEST_F(Check, TwoOutputsNeverShareAFile) {
+  std::filesystem::create_directory(path("d"));
+  for (const char* arguments :
+       {"plan --parameters 1e6 --write x.json --json x.json",
+        "plan --parameters 1e6 --write ./d/../x.json --json x.json", "tune --path d --out x.json --json ./x.json",
+        "tune --path d --out x.json --plot x.json", "tune --path d --plot x.json --json \"$PWD/x.json\""}) {
+    for (const bool exists : {false, true}) {
+      if (exists) write("x.json", "{}");
+      const auto result = run(arguments);
+      EXPECT_EQ(result.exit_code, 2) << arguments;
+      EXPECT_THAT(result.errors, HasSubstr("same file")) << arguments;
+      EXPECT_EQ(std::filesystem::exists(path("x.json")), exists) << arguments;
+      std::filesystem::remove(path("x.json"));
+    }
+  }
+  write("x.json", "{}");
+  std::filesystem::create_symlink("x.json", path("link"));
+  EXPECT_EQ(run("plan --parameters 1e6 --write link --json x.json").exit_code, 2);
+  EXPECT_EQ(run("plan --parameters 1e6 --write x.json --json y.json").exit_code, 0);
+}
+
 TEST_F(Check, PrintsTheSchema) {
   EXPECT_EQ(run("check --print-schema").output,
             test::text_of(std::string(HOIST_SOURCE_DIR) + "/docs/hoist.schema.json"));
