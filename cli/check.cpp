@@ -44,6 +44,9 @@ struct CheckedMachine {
 
 CheckedMachine checked_machine(const CheckArguments& arguments, RuntimeOptions runtime) {
   if (arguments.machine.empty()) {
+    if (arguments.world_size > 0 && arguments.local_ranks > arguments.world_size)
+      throw UsageError(fmt::format("--local-ranks {}: --world is {}, which counts the ranks of all machines",
+                                   arguments.local_ranks, arguments.world_size));
     runtime.local_ranks = arguments.local_ranks > 0 ? arguments.local_ranks : std::max(1, arguments.world_size);
     Machine node = this_machine(runtime);
     ChosenOptions chosen = choose(runtime, node);

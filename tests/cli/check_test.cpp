@@ -293,6 +293,15 @@ TEST_F(Check, TwoOutputsNeverShareAFile) {
   EXPECT_EQ(run("plan --parameters 1e6 --write x.json --json y.json").exit_code, 0);
 }
 
+TEST_F(Check, RefusesMoreLocalRanksThanRanks) {
+  write("good.json", "{}");
+  const auto result = run("check good.json --local-ranks 16 --world 8");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, HasSubstr("--local-ranks 16: --world is 8"));
+  for (const char* ranks : {"--local-ranks 8 --world 8", "--local-ranks 16"})
+    EXPECT_EQ(run(std::string("check good.json ") + ranks).exit_code, 0) << ranks;
+}
+
 TEST_F(Check, PrintsTheSchema) {
   EXPECT_EQ(run("check --print-schema").output,
             test::text_of(std::string(HOIST_SOURCE_DIR) + "/docs/hoist.schema.json"));
