@@ -558,7 +558,7 @@ UNUSABLE = {
     "a_split_of_one_row": (of_json(PAIR), {"val_set_size": 0.1}, ["val_set_size: 0.1, of 1 rows"]),
     "broken_json": (of_json(PAIR) + "\n{broken", {}, ["x.jsonl cannot be read: ", "JSON"]),
     "empty": ("", {}, ["x.jsonl cannot be read: it is empty"]),
-    "no_file": (None, {}, ["x.jsonl is no path here"]),
+    "no_file": (None, {}, ["there is no data file", "x.jsonl"]),
 }
 
 

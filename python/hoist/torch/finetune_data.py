@@ -45,7 +45,8 @@ def load_rows(recipe: dict[str, Any], tokenizer: Any, dpo: bool,
     parts = (_llama_factory if "model_name_or_path" in recipe else _axolotl)(recipe, _Encoder(tokenizer, dpo, recipe), notices)
     for part, role in zip(parts, ("training", "evaluation"), strict=True):
         if part is not None and not len(part):
-            raise _hoist.UsageError("; ".join([f"no row of the {role} data can be used", *notices]))
+            why = [notice for notice in notices if notice.startswith(f"{role} data: ")]
+            raise _hoist.UsageError("; ".join([f"no row of the {role} data can be used", *why]))
     return parts
 
 
@@ -83,6 +84,8 @@ def _data_set(path: str, name: str | None, split: str, **options: Any) -> Any:
         if "ds_type" not in options and extension not in _BUILDERS:
             raise _hoist.UsageError(f"the data file {path} is none of .{', .'.join(_BUILDERS)}")
         return datasets.load_dataset(options.get("ds_type") or _BUILDERS[extension], data_files=path, split=split)
+    if os.path.splitext(path)[1][1:] in _BUILDERS and not os.path.exists(path):
+        raise _hoist.UsageError(f"there is no data file {path}")
     if any(os.path.exists(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json")):
         saved = datasets.load_from_disk(path)
         return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
