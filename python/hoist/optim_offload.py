@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hoist import _hoist, program_end
 from hoist.optim import DTYPES, STATE_NAMES, SavedState, is_setting, options_of, problem_of_gradient, refuse_changes, settled_of
-from hoist.torch import distributed, program_state
+from hoist.torch import channels, distributed, program_state
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
 
@@ -220,7 +220,7 @@ class Offloaded:
     def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, shard_over: dist.ProcessGroup | None,
               resume: bool, settings: dict[str, Any]) -> None:
         members, job = _ranks_of(shard_over, has_store=directory is not None)
-        with distributed.start(job):
+        with channels.start(job):
             self._join(groups, offload, directory, members, job, resume, settings)
 
     def _join(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,

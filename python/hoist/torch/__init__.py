@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.torch import distributed
+from hoist.torch import channels, distributed
 from hoist.torch.config_files import is_yaml, read_config
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.engine import Engine
@@ -80,7 +80,7 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
     deepspeed      a checkpoint of DeepSpeed's to begin with: the directory with `latest`, a tag's own, or what
                    hoist.torch.deepspeed.open() returned. With resume=True, where the store holds no run yet
     """
-    with distributed.before_start():
+    with channels.before_start():
         config = load_config(config)
     return _engine_of(model, config, groups=groups, unit_classes=unit_classes, weights=weights,
                       initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,

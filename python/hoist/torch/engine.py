@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
 from hoist.optim import options_of
-from hoist.torch import checkpoints, distributed, initial, program_state, vertical
+from hoist.torch import channels, checkpoints, distributed, initial, program_state, vertical
 from hoist.torch.casts import cast_inputs
 from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
@@ -68,7 +68,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                  scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None,
                  mesh: Any = None, tensor_parallel: Any = None,
                  deepspeed: str | os.PathLike[str] | Checkpoint | None = None):
-        with distributed.start(distributed.ranks_at_start(config)):
+        with channels.start(distributed.ranks_at_start(config)):
             self._open(model, config, groups, unit_classes, weights, initialize, optimizer, seed, resume, scheduler, load_later,
                        device, mesh, tensor_parallel, deepspeed)
 
@@ -122,8 +122,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         micro_batches = int(training.gradient_accumulation_steps or 1)
         config.micro_batches_max = max(config.micro_batches_max, micro_batches)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
-        channels = distributed.channels_of_job(sharding, config, _doing_of(self))
-        self._unit_manager = _hoist.UnitManager(config, options, units, *channels)
+        self._unit_manager = _hoist.UnitManager(config, options, units,
+                                                *distributed.channels_of_job(sharding, config, _doing_of(self)))
         self._unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
         settled = config.check_world_size(self._unit_manager.world_size)
         self._training = settled
@@ -159,7 +159,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_rates()
         self._continue_schedule()
-        self._last_step = self.step_count
+        self._last_step = self.step_count if self._unit_manager.is_alive else 0  # 0: until load_checkpoint()
         self._is_made = True
         claim(model, self)
         if self.world_size > 1 and not self._is_part_of_job and config.setting("zero_optimization.stage") == 3:

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that torch.distributed started: what the engine exchanges with the others goes through groups of gloo.
+
+Weights and gradients pass as CPU memory, so the groups are gloo's, whatever the program's own group is made of. They are not
+the program's: each channel has connections of its own, made through the store that torch.distributed was initialized with,
+so that the engine's threads do not take turns, and so that a rank can hang up.
+
+A rank that fails writes why into that store, and closes its connections: the waits of the others end at once, and they look
+there for the reason. They hang up in their turn; so whoever waits for one of them, and not for the rank that failed, hears
+of it too.
+
+Before each call on a channel, the ranks send each other a description of it. Without that, ranks that use different layers would
+get each other's bytes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import itertools
+import logging
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hoist import program_end
+
+_log = logging.getLogger("hoist")
+
+# Every rank of a group makes the same engines over it in the same order, and so gives them the same names.
+_numbers: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
+_left_words: list[Ranks] = []  # for the other ranks to read
+
+_HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
+_LOOK_EVERY = timedelta(seconds=0.5)
+
+
+def _next_store(kind: str, members: tuple[int, ...]) -> dist.Store:
+    name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    number = next(_numbers.setdefault((kind, members), itertools.count()))
+    return dist.PrefixStore(f"{kind}/{name}/{number}", dist.distributed_c10d._get_default_store())
+
+
+def _reason_in(store: dist.Store) -> str | None:
+    with contextlib.suppress(RuntimeError):
+        if store.check(["why"]):
+            return bytes(store.get("why")).decode()
+    return None
+
+
+class _Start:
+    """One construction of an engine on all its ranks: where a rank that fails before they meet says why."""
+
+    current: _Start | None = None
+
+    def __init__(self, members: Sequence[int]):
+        self._store = _next_store("hoist-start", tuple(members))
+        self.made: list[Ranks] = []
+
+    def why(self) -> str | None:
+        return _reason_in(self._store)
+
+    def fail(self, why: str) -> None:
+        why = f"rank {dist.get_rank()} failed: {why}"
+        for ranks in self.made:
+            ranks.fail(why)
+        if self.why() is None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("why", why)
+
+
+@contextlib.contextmanager
+def before_start() -> Iterator[None]:
+    """Around what a program does for start() on all ranks of the job."""
+    try:
+        yield
+    except Exception as error:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            _Start(range(dist.get_world_size())).fail(program_end.text_of(error))
+        raise
+
+
+@contextlib.contextmanager
+def start(members: Sequence[int]) -> Iterator[None]:
+    """[C] Around the construction of an engine: an error in it ends the wait of the other ranks for this one."""
+    if len(members) == 1:
+        yield
+        return
+    before, _Start.current = _Start.current, _Start(members)
+    try:
+        yield
+    except BaseException as error:
+        _Start.current.fail(program_end.text_of(error))
+        raise
+    finally:
+        _Start.current = before
+
+
+class Ranks:
+    """Those of one engine: where they find each other, and why they do not go on.
+
+    `members`: their ranks in the job, in the order that the engine counts them in. `doing`: says what the program does here, such
+    as "forward() after step 3", or nothing.
+
+    Threading: any.
+    """
+
+    def __init__(self, timeout: timedelta, members: Sequence[int], doing: Callable[[], str]):
+        self.members = tuple(members)
+        self.rank_of_job = dist.get_rank()
+        self.rank = self.members.index(self.rank_of_job)
+        self.timeout = timeout
+        self.doing = doing
+        self.store = _next_store("hoist", self.members)
+        self.failed = False
+        self._has_left = False
+        self._start = _Start.current
+        if self._start is not None:
+            self._start.made.append(self)
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._why: str | None = None
+
+    def meet(self) -> None:
+        """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time."""
+        until = time.monotonic() + self.timeout.total_seconds()
+        self.store.set(f"here-{self.rank}", "")
+        if self.store.add("here", 1) == len(self.members):
+            self.store.set("all-here", "")
+        while not self._wait_for("all-here", _LOOK_EVERY):
+            why = self._reason_in_store() or (self._start.why() if self._start is not None else None)
+            if why is None and time.monotonic() > until:
+                absent = [str(member) for rank, member in enumerate(self.members) if not self.store.check([f"here-{rank}"])]
+                why = f"rank {', '.join(absent)} did not come within {self.timeout.total_seconds():g} s"
+            if why is not None:
+                raise RuntimeError(why)
+
+    def _wait_for(self, key: str, timeout: timedelta) -> bool:
+        try:
+            self.store.wait([key], timeout)
+        except RuntimeError:
+            return False
+        return True
+
+    def add(self, channel: Channel) -> None:
+        with self._lock:
+            self._channels.add(channel)
+
+    def fail(self, why: str) -> str:
+        """Tells the others why this rank does not go on, and hangs up. Returns the reason that was given first, whoever gave
+        it."""
+        with self._lock:
+            if self._why is None:
+                self._why = self._reason_in_store() or why
+                with contextlib.suppress(RuntimeError):  # whoever held the store has ended
+                    if self._why == why:
+                        self.store.set("why", why)
+                        _left_words.append(self)
+                    self.store.add("heard", 1)
+            self.failed = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.hang_up()
+        return self._why
+
+    def lost(self, problem: str) -> str:
+        """Returns the message of a failed call: another rank's reason, if there is one."""
+        mine = f"rank {self.rank_of_job} gave up: {problem}"
+        why = self.fail(mine)
+        return problem if why == mine else why
+
+    def explained(self, problem: str, what: str, peer: int | None) -> str:
+        """The problem of a call, `what`, in which this rank waited for rank `peer` of the group, with what that one says itself:
+        that it closed its engine, or where it waited meanwhile."""
+        mine = f"rank {self.rank_of_job} was at {what}"
+        timed_out = "imed out" in problem
+        theirs = ""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"at-{self.rank}", mine)
+            if timed_out and peer is not None:
+                self._wait_for(f"at-{peer}", 2 * _LOOK_EVERY)
+            for key in (f"left-{peer}", f"at-{peer}"):
+                if not theirs and self.store.check([key]):
+                    theirs = f", and {self.store.get(key).decode()}"
+        if timed_out or theirs:
+            theirs += ". Every rank must make the same calls: none alone may evaluate, read the state, save, or stop early"
+        return f"{mine}{theirs} ({problem})"
+
+    def leave(self) -> None:
+        """Says that this rank closed its engine. The others hear it if they wait for this rank later."""
+        with self._lock:
+            if self.failed or self._has_left:
+                return
+            self._has_left = True
+        with contextlib.suppress(RuntimeError):  # whoever held the store has ended
+            doing = self.doing()
+            self.store.set(f"left-{self.rank}", f"rank {self.rank_of_job} closed its engine{doing and ' ' + doing}")
+            self.store.add("heard", 1)
+            _left_words.append(self)
+
+    def why(self) -> str | None:
+        """Why nothing goes on, as far as this rank can know without waiting."""
+        return self._why or self._reason_in_store()
+
+    def all_have_heard(self) -> bool:
+        try:
+            return int(self.store.add("heard", 0)) >= len(self.members)
+        except RuntimeError:
+            return True  # nobody can any more
+
+    def _reason_in_store(self) -> str | None:
+        return _reason_in(self.store)
+
+
+class Channel:
+    """The methods that the extension expects of a channel. Messages between two ranks arrive in the order sent.
+
+    Threading: one call at a time; abort() and why() meanwhile, from any thread.
+    """
+
+    def __init__(self, ranks: Ranks, name: str, members: range):
+        self._ranks = ranks
+        self._name = name
+        self._members = members
+        self._made = 0  # channels out of this one
+        self._heads = [torch.empty(_HEADER_BYTES, dtype=torch.uint8) for _ in members]  # of the others
+        self._lock = threading.Lock()
+        self._in_use = False
+        self.rank, self.size = ranks.rank - members.start, len(members)
+        try:
+            self._group: Any = dist.distributed_c10d.ProcessGroupGloo(
+                dist.PrefixStore(name, ranks.store), self.rank, self.size, ranks.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"not all ranks were met: {ranks.lost(str(error))}") from None
+        ranks.add(self)
+
+    def exchange(self, what: str, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
+        self._call(what, lambda group: _start_exchange(group, sends, receives))
+
+    def _name_of(self, rank: int) -> int:
+        return self._ranks.members[self._members[rank]]
+
+    def broadcast(self, what: str, tensor: torch.Tensor, root: int) -> None:
+        self._call(what, lambda group: [(root, group.broadcast(tensor, root))])
+
+    def barrier(self, what: str) -> None:
+        self._call(what, lambda _: [])  # all ranks' descriptions have come
+
+    def duplicate(self) -> Channel:
+        self._made += 1
+        return Channel(self._ranks, f"{self._name}/{self._made}", self._members)
+
+    def split(self, count: int) -> Channel:
+        """Over this rank's group of so many consecutive ranks."""
+        self._made += 1
+        first = self._members.start + self.rank - self.rank % count
+        return Channel(self._ranks, f"{self._name}/{self._made}/from-{first}", range(first, first + count))
+
+    def abort(self, why: str) -> None:
+        self._ranks.fail(f"rank {self._ranks.rank_of_job} failed: {why}")
+
+    def why(self) -> str | None:
+        return self._ranks.why()
+
+    def close(self) -> None:
+        self._ranks.leave()
+        self._group = None
+
+    def hang_up(self) -> None:
+        """Closes the connections. A call under way keeps them until it ends, or fails since others hung up."""
+        with self._lock:
+            if self._in_use:
+                return
+            group, self._group = self._group, None
+        del group  # not under the lock: it waits for gloo's threads
+
+    def _call(self, what: str, start: Callable[[Any], list[tuple[int, Any]]] | None) -> None:
+        with self._lock:
+            group = self._group
+            self._in_use = group is not None
+        if group is None:
+            raise RuntimeError(self._ranks.why() or "the channel was closed")
+        header = struct.pack("<Q", _hash_of(what)) + (what[:_HEADER_BYTES - 80] + self._doing()).encode()
+        problem, peer, work = None, None, []
+        try:
+            work = self._start_headers(group, header[:_HEADER_BYTES])
+            while work:
+                peer, each = work.pop(0)
+                each.wait(self._ranks.timeout)
+                if not work and start is not None and (problem := self._difference(header)) is None:
+                    work, start = start(group), None
+        except RuntimeError as error:
+            problem = f"{error}" + ("" if peer in (None, self.rank) else f" (waiting for rank {self._name_of(peer)})")
+            problem = self._ranks.explained(problem, what + self._doing(), None if peer is None else self._members[peer])
+        each = group = None  # connections live for as long as these do
+        work.clear()
+        with self._lock:
+            self._in_use = False
+        if problem is not None:
+            raise RuntimeError(self._ranks.lost(problem))
+        if self._ranks.failed:
+            self.hang_up()
+
+    def _doing(self) -> str:
+        doing = self._ranks.doing()
+        return doing and f", {doing}"
+
+    def _start_headers(self, group: Any, header: bytes) -> list[tuple[int, Any]]:
+        mine = torch.frombuffer(bytearray(header.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        return _start_exchange(group, [(peer, mine) for peer in peers], [(peer, self._heads[peer]) for peer in peers])
+
+    def _difference(self, mine: bytes) -> str | None:
+        """Errors are told alike by both ranks."""
+        for peer, head in enumerate(self._heads):
+            if peer == self.rank:
+                continue
+            theirs = head.numpy().tobytes()
+            if theirs[:8] != mine[:8]:
+                places = sorted([(self._name_of(self.rank), mine), (self._name_of(peer), theirs)])
+                return ("the ranks have diverged: " +
+                        ", and ".join(f"rank {rank} is at {_text_in(header)}" for rank, header in places) +
+                        ". Every rank must use the same layers and make the same calls, in the same order")
+        return None
+
+
+def _text_in(header: bytes) -> str:
+    return header[8:_HEADER_BYTES].rstrip(b"\0").decode(errors="ignore")
+
+
+def _hash_of(what: str) -> int:
+    return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
+
+
+def _start_exchange(group: Any, sends: list[tuple[int, torch.Tensor]],
+                    receives: list[tuple[int, torch.Tensor]]) -> list[tuple[int, Any]]:
+    # Receives first: what comes early then finds its place.
+    work = [(rank, group.recv([tensor], rank, 0)) for rank, tensor in receives]
+    return work + [(rank, group.send([tensor], rank, 0)) for rank, tensor in sends]
+
+
+@atexit.register
+def _stay_for_a_moment() -> None:
+    """Rank 0's process often holds the store: until the others have read there why it ended, or have ended too."""
+    until = time.monotonic() + 3
+    for ranks in _left_words:
+        while ranks.rank_of_job == 0 and not ranks.all_have_heard() and time.monotonic() < until:
+            time.sleep(0.05)
