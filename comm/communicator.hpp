@@ -52,10 +52,9 @@ struct CommunicatorOptions {
   // Device memory for staging reductions, per communicator that reduces; at least 64 KiB when size() > 1. Self and
   // NCCL use none.
   std::span<std::byte> scratch{};
-  // If given, counts on Link::wire the bytes that this rank sends on the data plane: (size - 1) * shard bytes for
-  // all_gather and reduce_scatter, (size - 1) * bytes for all_reduce_sum and for broadcast at its root. NCCL's ring
-  // sends fewer for the last two: 2 * (size - 1) / size * bytes, and bytes once. Busy time includes waiting for slower
-  // ranks, which cannot be separated from the transfer; NCCL reports none. Control-plane bytes are not counted.
+  // If given, counts on Link::wire the bytes that this rank sends on the data plane: (size - 1) * shard bytes. Busy
+  // time includes waiting for slower ranks, which cannot be separated from the transfer; NCCL reports none.
+  // Control-plane bytes are not counted.
   Ledger* ledger = nullptr;
   // A rank that does not join within this time is an error. Time in which this process was stopped does not count.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
@@ -78,8 +77,6 @@ class Communicator {
   // the bytes of a reduce-scatter, a fixed order, and the same bits on every CPU backend. NCCL sums in the wire type,
   // in its own order.
   virtual void reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) = 0;
-  virtual void all_reduce_sum(std::span<float> values, platform::Stream& stream) = 0;  // in rank order, but for NCCL
-  virtual void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) = 0;
 
   // Control plane. Blocking.
   // all[r * mine.size(), ...) = rank r's `mine`. Pre: all.size() == size() * mine.size().

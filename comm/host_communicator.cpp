@@ -44,18 +44,6 @@ void reduce(Transport& transport, std::span<const ReducePiece> pieces, std::span
   }
 }
 
-// [worker] Each rank receives all values and adds them in rank order, so no rank's result can differ.
-void all_reduce(Transport& transport, std::span<float> values, std::span<std::byte> scratch) {
-  const std::uint64_t chunk_max = scratch.size() / (static_cast<std::uint64_t>(transport.size()) * sizeof(float));
-  for (std::uint64_t first = 0; first < values.size(); first += chunk_max) {
-    const std::uint64_t count = std::min<std::uint64_t>(chunk_max, values.size() - first);
-    auto* const chunk = reinterpret_cast<std::byte*>(values.data() + first);
-    const ShardExchange part{chunk, 0, count * sizeof(float), scratch.data()};
-    transport.exchange_shards({&part, 1});
-    sum_in_rank_order(chunk, scratch.data(), DType::fp32, transport.size(), count, 1.0f);
-  }
-}
-
 }  // namespace
 
 void scale_own(std::span<const ReducePiece> pieces, platform::Stream& stream) {
@@ -150,20 +138,6 @@ void HostCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, platf
           [copy = std::vector(pieces.begin(), pieces.end()), scratch = options_.scratch](Transport& transport) {
             reduce(transport, copy, scratch);
           });
-}
-
-void HostCommunicator::all_reduce_sum(std::span<float> values, platform::Stream& stream) {
-  if (size() == 1) return;
-  require_scratch("all_reduce_sum");
-  enqueue("all_reduce_sum", stream, peers() * values.size_bytes(),
-          [values, scratch = options_.scratch](Transport& transport) { all_reduce(transport, values, scratch); });
-}
-
-void HostCommunicator::broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) {
-  check_root("broadcast", root, size());
-  if (size() == 1) return;
-  enqueue("broadcast", stream, root == rank() ? peers() * bytes.size() : 0,
-          [bytes, root](Transport& transport) { transport.broadcast(bytes, root); });
 }
 
 void HostCommunicator::exchange(std::span<const std::byte> mine, std::span<std::byte> all) {

@@ -142,24 +142,6 @@ class NcclCommunicator final : public Communicator {
     count(peers() * shard_bytes);
   }
 
-  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
-    constexpr std::string_view kWhat = "all_reduce_sum";
-    const MutexLock lock(mutex_);
-    const cudaStream_t cuda = begin(kWhat, stream);
-    settle(kWhat,
-           ncclAllReduce(values.data(), values.data(), values.size(), ncclFloat32, ncclSum, communicator_, cuda));
-    count(2 * peers() * values.size_bytes() / static_cast<std::uint64_t>(size_));  // a ring's share
-  }
-
-  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
-    constexpr std::string_view kWhat = "broadcast";
-    detail::check_root(kWhat, root, size_);
-    const MutexLock lock(mutex_);
-    const cudaStream_t cuda = begin(kWhat, stream);
-    settle(kWhat, ncclBroadcast(bytes.data(), bytes.data(), bytes.size(), ncclInt8, root, communicator_, cuda));
-    if (root == rank_ && size_ > 1) count(bytes.size());
-  }
-
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override { control_->exchange(mine, all); }
   void broadcast_host(std::span<std::byte> bytes, int root) override { control_->broadcast_host(bytes, root); }
   void barrier() override { control_->barrier(); }

@@ -28,8 +28,6 @@ class HostCommunicator final : public Communicator {
 
   void all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) override;
   void reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) override;
-  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override;
-  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override;
 
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override;
   void broadcast_host(std::span<std::byte> bytes, int root) override;

@@ -217,10 +217,6 @@ ncclResult_t ncclReduceScatter(const void* source, void* target, std::size_t cou
                                ncclComm_t communicator, cudaStream_t) {
   return operation("reduce_scatter", source, target, count, type, communicator);
 }
-ncclResult_t ncclAllReduce(const void* source, void* target, std::size_t count, ncclDataType_t type, ncclRedOp_t,
-                           ncclComm_t communicator, cudaStream_t) {
-  return operation("all_reduce", source, target, count, type, communicator);
-}
 ncclResult_t ncclBroadcast(const void* source, void* target, std::size_t count, ncclDataType_t type, int,
                            ncclComm_t communicator, cudaStream_t) {
   return operation("broadcast", source, target, count, type, communicator);

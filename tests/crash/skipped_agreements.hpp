@@ -26,12 +26,6 @@ class SkippedAgreements final : public ForwardingCommunicator {
   void reduce_scatter(std::span<const comm::ReducePiece> pieces, platform::Stream& stream) override {
     if (!skips()) inner().reduce_scatter(pieces, stream);
   }
-  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
-    if (!skips()) inner().all_reduce_sum(values, stream);
-  }
-  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
-    if (!skips()) inner().broadcast(bytes, root, stream);
-  }
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
     if (!skips()) return inner().exchange(mine, all);
     for (std::size_t rank = 0; rank < static_cast<std::size_t>(size()); ++rank)

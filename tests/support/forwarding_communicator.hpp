@@ -25,12 +25,6 @@ class ForwardingCommunicator : public comm::Communicator {
   void reduce_scatter(std::span<const comm::ReducePiece> pieces, platform::Stream& stream) override {
     inner_->reduce_scatter(pieces, stream);
   }
-  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
-    inner_->all_reduce_sum(values, stream);
-  }
-  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
-    inner_->broadcast(bytes, root, stream);
-  }
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override { inner_->exchange(mine, all); }
   void broadcast_host(std::span<std::byte> bytes, int root) override { inner_->broadcast_host(bytes, root); }
   void barrier() override { inner_->barrier(); }
