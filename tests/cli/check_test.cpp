@@ -22,7 +22,8 @@ TEST_F(Check, SaysWhatEachTierMustHold) {
   write("good.json",
         R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
             "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
-            "hoist": {"measured": {"mixed_bytes_per_second": 1000000000}}})");
+            "hoist": {"measured": {"read_bytes_per_second": 2000000000,
+            "write_bytes_per_second": 1000000000, "mixed_bytes_per_second": 1000000000}}})");
   write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}, {"name": "b", "parameters": 2e6}]})");
   const auto result = run("check good.json --world 2 --units units.json --json report.json");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
