@@ -231,7 +231,7 @@ class Channel:
         self._name = name
         self._members = members
         self._made = 0  # channels out of this one
-        self._heads = [torch.empty(_HEADER_BYTES, dtype=torch.uint8) for _ in members]  # of the others
+        self._heads = [torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in members]  # of the others
         self._lock = threading.Lock()
         self._in_use = False
         self.rank, self.size = ranks.rank - members.start, len(members)
