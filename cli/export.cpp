@@ -89,8 +89,8 @@ void warn_of_made_names(const StoredJob& job) {
         first_of(unnamed));
   if (!pieces.empty())
     complain(
-        "hoist export: hoist.optim made pieces of large parameters: {}; join the name[a:b] of a name in the order of a "
-        "and reshape the whole, or save the program's own model.state_dict()\n",
+        "hoist export: hoist.optim made pieces of large parameters: {}; join the pieces NAME[first:end] of each "
+        "parameter in ascending order and reshape the whole, or save the program's own model.state_dict()\n",
         first_of(pieces));
 }
 

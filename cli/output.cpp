@@ -34,9 +34,7 @@ bool is_same_file(const std::string& one, const std::string& other) {
   namespace fs = std::filesystem;
   std::error_code ignored;
   if (one.empty() || other.empty() || one == kOutputItself || fs::is_other(one, ignored)) return false;
-  if (fs::equivalent(one, other, ignored)) return true;
-  return fs::weakly_canonical(fs::absolute(one, ignored), ignored) ==
-         fs::weakly_canonical(fs::absolute(other, ignored), ignored);
+  return is_same_place(one, other);
 }
 
 }  // namespace

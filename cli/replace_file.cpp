@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 
 #include <fcntl.h>
@@ -26,6 +27,15 @@ IoError io_error(const char* operation, const std::string& path) {
   return IoError({.operation = operation, .path = path, .code = errno}, "nothing was changed; choose a writable place");
 }
 
+void write_all(int descriptor, const std::string& text, const std::string& path) {
+  for (std::size_t at = 0; at < text.size();) {
+    const ssize_t written = ::write(descriptor, text.data() + at, text.size() - at);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) throw io_error("write", path);
+    at += static_cast<std::size_t>(written);
+  }
+}
+
 // A file beside `target`, removed again unless it was renamed.
 class TemporaryFile {
  public:
@@ -40,14 +50,7 @@ class TemporaryFile {
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
 
-  void write(const std::string& text) const {
-    for (std::size_t at = 0; at < text.size();) {
-      const ssize_t written = ::write(descriptor_, text.data() + at, text.size() - at);
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) throw io_error("write", path_);
-      at += static_cast<std::size_t>(written);
-    }
-  }
+  void write(const std::string& text) const { write_all(descriptor_, text, path_); }
 
   // mkostemp makes it 0600.
   void take_permissions() const {
@@ -77,6 +80,16 @@ class TemporaryFile {
   bool renamed_ = false;
 };
 
+// Standard output or error where it is a file, by a name such as /dev/stdout: what is printed goes there, too.
+std::optional<int> standard_descriptor(const struct stat& target) {
+  for (const int descriptor : {STDOUT_FILENO, STDERR_FILENO}) {
+    struct stat info {};
+    if (::fstat(descriptor, &info) == 0 && info.st_dev == target.st_dev && info.st_ino == target.st_ino)
+      return descriptor;
+  }
+  return std::nullopt;
+}
+
 // To a pipe, a device or a terminal.
 void write_into(const std::string& path, const std::string& text) {
   std::FILE* file = open_output_file(path, OutputMode::replace);
@@ -97,7 +110,13 @@ void write_into(const std::string& path, const std::string& text) {
 
 void replace_file(const std::string& path, const std::string& text) {
   struct stat info {};
-  if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) return write_into(path, text);
+  if (::stat(path.c_str(), &info) == 0) {
+    if (!S_ISREG(info.st_mode)) return write_into(path, text);
+    if (const auto descriptor = standard_descriptor(info)) {
+      std::fflush(nullptr);
+      return write_all(*descriptor, text, path);
+    }
+  }
   std::error_code error;
   const fs::path real = fs::weakly_canonical(path, error);
   TemporaryFile draft(error ? path : real.string());

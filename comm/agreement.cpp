@@ -4,6 +4,7 @@
 #include <cstring>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -50,14 +51,15 @@ std::vector<std::string> texts_of_all(Communicator& communicator, std::string te
   return texts;
 }
 
-std::string first_difference(const std::string& there, const std::string& here) {
-  std::istringstream a(there), b(here);
+// The first line in which a rank's text differs from rank 0's, or "".
+std::string first_difference(std::ptrdiff_t rank, const std::vector<std::string>& texts) {
+  std::istringstream a(texts[static_cast<std::size_t>(rank)]), b(texts.front());
   for (std::string line_a, line_b;;) {
     const bool more_a = static_cast<bool>(std::getline(a, line_a)), more_b = static_cast<bool>(std::getline(b, line_b));
     if (!more_a && !more_b) return {};
     if (more_a && more_b && line_a == line_b) continue;
-    return fmt::format("; the first difference: '{}' and '{}'", more_a ? line_a : "nothing",
-                       more_b ? line_b : "nothing");
+    return fmt::format("; the first difference: rank {} has {}, rank 0 {}", rank, more_a ? line_a : "nothing more",
+                       more_b ? line_b : "nothing more");
   }
 }
 
@@ -77,11 +79,13 @@ void agree(Communicator& communicator, std::uint64_t hash, std::string_view what
   }
   const auto odd = std::find_if(all.begin(), all.end(), [&](const Statement& s) { return s.hash != all[0].hash; });
   if (odd == all.end()) return;
-  std::string difference;
-  if (details) {
-    const std::vector<std::string> texts = texts_of_all(communicator, details());
-    difference = first_difference(texts[static_cast<std::size_t>(odd - all.begin())], texts[0]);
+  std::string mine_in_full;
+  try {
+    if (details) mine_in_full = details();
+  } catch (...) {  // the others wait for a text: an empty one will do
   }
+  const std::vector<std::string> texts = texts_of_all(communicator, std::move(mine_in_full));
+  const std::string difference = first_difference(odd - all.begin(), texts);
   throw CommError(fmt::format(
       "the ranks have diverged: rank {} is at '{}', rank 0 at '{}'{}; every rank must make the same calls in "
       "the same order",

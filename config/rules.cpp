@@ -4,7 +4,9 @@
 #include <filesystem>
 #include <iterator>
 #include <set>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -12,6 +14,7 @@
 #include <hoist/config/detail/optimizer_rules.hpp>
 #include <hoist/config/detail/rules.hpp>
 #include <hoist/config/detail/schedule_rules.hpp>
+#include <hoist/core/open_file.hpp>
 
 namespace hoist::config::detail {
 
@@ -332,7 +335,9 @@ class Rules {
     draft_.engine.mirror.directory = (std::filesystem::path(root) / "hoist").string();
     if (draft_.engine.store_directory.empty() && !is_wrong("zero_optimization"))
       problem("hoist.mirror.path", "there is no store to copy; set nvme_path or hoist.checkpoint_path");
-    if (draft_.engine.mirror.directory == draft_.engine.store_directory)
+    std::vector<std::string> drives = draft_.engine.stripe_directories;
+    drives.push_back(draft_.engine.store_directory);
+    if (std::ranges::any_of(drives, [&](const auto& d) { return is_same_place(d, draft_.engine.mirror.directory); }))
       problem("hoist.mirror.path", fmt::format("\"{}\" is where the store itself is; name a directory on another drive",
                                                draft_.mirror_path));
     if (uses_nvme() && draft_.durability == tiers::Durability::none)

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
+#include <exception>
+#include <filesystem>
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -91,6 +93,20 @@ std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept {
 const char* open_file_remedy(int code) noexcept {
   if (code == EINVAL) return "this is a pipe, a socket or a device, and only regular files are supported";
   return code == ENXIO ? "no process reads from this pipe" : "";
+}
+
+bool is_same_place(const std::string& one, const std::string& other) noexcept {
+  namespace fs = std::filesystem;
+  try {
+    std::error_code failed;
+    if (fs::equivalent(one, other, failed)) return true;
+    const fs::path first = fs::weakly_canonical(fs::absolute(one), failed);
+    if (failed) return false;
+    const fs::path second = fs::weakly_canonical(fs::absolute(other), failed);
+    return !failed && first == second;
+  } catch (const std::exception&) {  // the working directory is gone
+    return false;
+  }
 }
 
 bool is_absent(const std::error_code& failure) noexcept {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/open_file.hpp - opens a file by name without waiting if the name is a pipe or a device.
+// core/open_file.hpp - opens a file by name without waiting if the name is a pipe or a device; compares names.
 //
 // open() of a named pipe waits until another process opens its other end, and open() of a terminal or another device
 // has side effects. A file of the wrong kind in a store's directory would hang a program that only reads.
@@ -32,6 +32,10 @@ std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept;
 
 // The remedy for an error that only these functions return; "" for other errors.
 const char* open_file_remedy(int code) noexcept;
+
+// Whether two names mean one place, now or once it is made: links, mounts and relative names are followed. False where
+// that cannot be known.
+bool is_same_place(const std::string& one, const std::string& other) noexcept;
 
 // Whether std::filesystem failed because the name is not there. Compares the number alone: PyTorch before 2.8 brings a
 // std::filesystem of its own into the process, whose errors are of another category than those of std::errc.

@@ -47,6 +47,7 @@ Completion CudaEvent::completion() const { return core_->completion(event_.get()
 CudaStream::CudaStream(CudaStreamOptions options) : options_(std::move(options)) { options_.alive->fetch_add(1); }
 
 CudaStream::~CudaStream() {
+  if (!process_.is_this()) return;
   with_card(options_.core->ordinal(), [&] {
     if (options_.owner == CudaStreamOptions::Owner::hoist) drain_and_destroy();
     if (options_.core->ledger() != nullptr) options_.core->collect();

@@ -93,12 +93,8 @@ std::vector<std::pair<bool, std::string>> control_groups(const std::string& cont
 
 MemorySize of_control_groups() {
   MemorySize size = kNoLimit;
-  for (const auto& [is_v2, path] : control_groups("memory")) {
-    const GroupFiles files =
-        is_v2 ? GroupFiles{"memory.max", "memory.high", "memory.current", "inactive_file"}
-              : GroupFiles{"memory.limit_in_bytes", nullptr, "memory.usage_in_bytes", "total_inactive_file"};
-    size = smaller(size, of_hierarchy(is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory", path, files));
-  }
+  for (const auto& [is_v2, path] : control_groups("memory"))
+    size = smaller(size, memory_of_groups(is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory", path, is_v2));
   return size;
 }
 
@@ -119,6 +115,13 @@ unsigned count_of_list(const std::string& list) {
 }
 
 }  // namespace
+
+MemorySize memory_of_groups(const std::string& mount, const std::string& path, bool is_v2) {
+  const GroupFiles files =
+      is_v2 ? GroupFiles{"memory.max", "memory.high", "memory.current", "inactive_file"}
+            : GroupFiles{"memory.limit_in_bytes", nullptr, "memory.usage_in_bytes", "total_inactive_file"};
+  return of_hierarchy(mount, path, files);
+}
 
 MemorySize address_space() {
   rlimit limit{};

@@ -20,6 +20,10 @@ struct MemorySize {
 // without swapping or a kill, by the kernel's estimate.
 MemorySize host_memory();
 
+// The smallest limit, and what is free of it, of the memory control group `path` below `mount` and those above it. The
+// largest numbers if there is no limit. Beyond memory.high the kernel slows processes down, which is a limit here too.
+MemorySize memory_of_groups(const std::string& mount, const std::string& path, bool is_v2);
+
 // Addresses that this process may map (ulimit -v); the largest numbers if there is no limit.
 MemorySize address_space();
 

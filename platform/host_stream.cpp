@@ -110,6 +110,7 @@ Nanoseconds HostStream::idle_time() const {
 }
 
 void HostStream::enqueue(Operation operation) {
+  Worker& worker = *worker_;  // refuses calls of a forked process
   bool asleep = false;
   {
     MutexLock lock(mutex_);
@@ -117,7 +118,7 @@ void HostStream::enqueue(Operation operation) {
     asleep = std::exchange(idle_, false);
     if (asleep) idle_total_ += Clock::now() - idle_since_;
   }
-  if (asleep) worker_->changed.notify_one();
+  if (asleep) worker.changed.notify_one();
 }
 
 void HostStream::run() {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include <hoist/core/owning_process.hpp>
 #include <hoist/platform/detail/cuda_core.hpp>
 #include <hoist/platform/stream.hpp>
 #include <hoist/platform/update_arrays.hpp>
@@ -65,6 +66,7 @@ class CudaStream final : public Stream {
   template <typename Enqueue>
   void measured(Measure::What what, Enqueue enqueue);
 
+  const OwningProcess process_;
   const CudaStreamOptions options_;
 };
 

@@ -97,11 +97,12 @@ class BackwardMode : public testing::TestWithParam<Where> {
 INSTANTIATE_TEST_SUITE_P(Placements, BackwardMode, testing::ValuesIn(kWheres),
                          [](const auto& where) { return std::string(where.param.name); });
 
-// What follows from the order of calls, whatever the placement (zero/step/update_policy.hpp): one placement for each
-// place of states. Random programs draw the others.
+// What follows from the order of calls (zero/step/update_policy.hpp), on one placement for each way in which states and
+// weights are divided between memory and commits.
 class BackwardModeRules : public BackwardMode {};
 INSTANTIATE_TEST_SUITE_P(Placements, BackwardModeRules,
                          testing::Values(Where{"pinned_pinned", kPinned, kPinned}, Where{"nvme_nvme", kNvme, kNvme},
+                                         Where{"nvme_pinned", kNvme, kPinned}, Where{"pinned_nvme", kPinned, kNvme},
                                          Where{"device_pinned_ratio_0", kDevice, kPinned, 0, 0},
                                          Where{"device_nvme_ratio_apart", kDevice, kNvme, 0.3, 0.5, false},
                                          Where{"nvme_half_weights_half", kNvme, kNvme, 0.4, 1, true, 0.6}),

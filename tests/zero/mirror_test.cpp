@@ -370,6 +370,18 @@ TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
 }
 
+// Runs that ended before their first copy.
+TEST_P(MirrorTest, StoresThatNoCopyReachedAreRemoved) {
+  for (int run = 0; run < 2; ++run) {
+    on_engines(1, [](int, ToyModel& model) { model.initialize(); });
+    fs::remove_all(setup_.engine.store_directory);
+  }
+  EXPECT_FALSE(stores_in(setup_.engine.mirror.directory).empty());
+  train_and_mirror(1, 2);
+  EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
+  EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
+}
+
 // Two trainings of one model, and a mirror that is configured where the other one's is, or the other one itself.
 TEST_P(MirrorTest, AnotherTrainingIsNotReplaced) {
   train_and_mirror(1, 4);

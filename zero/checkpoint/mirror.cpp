@@ -218,7 +218,8 @@ void Mirror::tell(const std::exception_ptr& problem) noexcept {
   }
 }
 
-// Other copies of this training, whole or not. The first of the ranks that share a directory removes them.
+// Other copies of this training, whole or not, and stores in which no copy of this model has ended. The first of the
+// ranks that share a directory removes them.
 void Mirror::remove_others() noexcept {
   try {
     for (const StoreDirectory& other : store_directories(options_.store_directory)) {
@@ -226,9 +227,13 @@ void Mirror::remove_others() noexcept {
       const std::string directory = other.in(options_.store_directory);
       const std::vector<int> ranks = tiers::Store::ranks_in(directory);
       if (ranks.empty() || store_options_.identity.rank > ranks.front()) continue;
-      const auto found = tiers::Store::look(directory, ranks.front());
-      if (found.identity && are_of_one_training(found.store_number, store_options_.store_number))
-        remove_store({options_.store_directory}, other, /*lock_timeout=*/{});
+      const auto is_useless = [&](int rank) {
+        const auto found = tiers::Store::look(directory, rank);
+        if (!found.identity || found.identity->layout != table_.identity()) return false;
+        return are_of_one_training(found.store_number, store_options_.store_number) ||
+               (found.commits.empty() && found.abandoned.empty());
+      };
+      if (std::ranges::all_of(ranks, is_useless)) remove_store({options_.store_directory}, other, /*lock_timeout=*/{});
     }
   } catch (const Error& error) {
     log_warning("older copies in the mirror in {} stay there: {}", options_.store_directory, error.what());

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <filesystem>
-#include <system_error>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
@@ -27,12 +26,6 @@ std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const Engi
   auto source = StoreSearch(ranks, mirror_options(options)).find(std::nullopt, incomplete);
   if (!source) return std::nullopt;
   return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
-}
-
-bool is_same_place(const std::string& a, const std::string& b) {
-  namespace fs = std::filesystem;
-  std::error_code absent;  // what is not there yet has its name alone
-  return fs::weakly_canonical(fs::absolute(a)) == fs::weakly_canonical(fs::absolute(b)) || fs::equivalent(a, b, absent);
 }
 
 // A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
@@ -107,7 +100,7 @@ void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& opti
   throw CommonStoreError(
       fmt::format("the mirror in {} holds step {} of {}, or name another directory in hoist.mirror.path",
                   found->source.directory.in(found->directory), newest.step,
-                  continued ? "another training than the store: remove it"
+                  continued ? "another training than the store: move it away"
                             : "a training; continue it (Engine::restore(), hoist-gpt "
                               "--resume, resume=True in Python)"));
 }

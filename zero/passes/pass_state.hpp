@@ -39,6 +39,7 @@ class PassState {
 
   // --- the step that the train passes make
   int micro_batches() const { return micro_batches_; }  // train passes that make one step
+  int micro_batches_of_step() const { return micro_batches_ * held_micro_batches_; }
   int micro_batches_done() const { return micro_batches_done_; }
   bool gradients_due() const { return gradients_due_; }  // all passes ended; step() or discard() is next
   bool completes_step() const { return pass_ == Pass::train && micro_batches_done_ + 1 == micro_batches_; }

@@ -38,10 +38,11 @@ void StateCalls::agree_on(const char* call, ParameterId parameter, State state, 
   Digest digest;
   digest.update(std::as_bytes(written));
   static constexpr std::array kNames{"master", "first moment", "second moment", "gradient"};
-  std::string what = fmt::format("{} of '{}', {} [{}, {})", call, parts_.table.spec(parameter).name,
-                                 kNames.at(static_cast<std::size_t>(state)), first, first + count);
-  if (!written.empty()) what += fmt::format(", values {}", digest.hex());
-  comm::agree(ranks, text_hash(what), what);
+  // The name, which may be long, comes last: the first bytes travel.
+  const std::string what =
+      fmt::format("{} of {} [{}, {}){} of '{}'", call, kNames.at(static_cast<std::size_t>(state)), first, first + count,
+                  written.empty() ? "" : ", values " + digest.hex(), parts_.table.spec(parameter).name);
+  comm::agree(ranks, text_hash(what), what, [&] { return what; });
 }
 
 void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
@@ -165,7 +166,7 @@ Completion StateCalls::save(const std::string& name, std::span<const std::byte> 
   checkpoints.check_save(name, program_state, options);
   if (comm::Communicator& job = parts_.ranks.job(); job.size() > 1) {
     comm::agree(job, random_bits(text_hash(options.mirror ? name + " and in the mirror" : name), step),
-                fmt::format("save '{}' of step {}", name, step));
+                fmt::format("save '{}' of step {}{}", name, step, options.mirror ? ", and in the mirror" : ""));
   }
   switch (checkpoints.save_needs(name, options)) {
     case Checkpointer::SaveNeeds::nothing:

@@ -29,7 +29,7 @@ class StateCalls {
   void replace_state(const InitialState& state, std::span<const std::byte> program_state);
   void change_masters(const Initializer& change);
   Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
-  // The call whose callback is running; null outside of one. A tile that is being changed is in nobody else's reach.
+  // The call whose callback is running; null outside of one. No call may read a tile while a callback changes it.
   const char* calling_back() const { return calling_back_; }
 
  private:

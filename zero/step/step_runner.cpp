@@ -65,10 +65,10 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   const TraceSpan span(parts_.runtime.trace(), TraceRow::program, "step");
   StepSettings& settings = parts_.settings;
   parts_.pass.require_gradients("step()");
-  if (const auto made = static_cast<unsigned>(parts_.pass.micro_batches());
+  if (const auto made = static_cast<unsigned>(parts_.pass.micro_batches_of_step());
       !std::exchange(has_run_, true) && made < parts_.options.micro_batches_max)
     log_info(
-        "the first step has {} of at most {} micro-batches (gradient_accumulation_steps): begin() takes their number",
+        "the first step has {} of at most {} micro-batches (gradient_accumulation_steps): pass their number to begin()",
         made, parts_.options.micro_batches_max);
   if (!(step_options.gradient_norm_max > 0)) {
     throw UsageError(
