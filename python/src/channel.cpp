@@ -82,9 +82,8 @@ class Channel final : public comm::Transport {
 
   void broadcast(std::span<std::byte> bytes, int root) override {
     if (bytes.empty()) return;
-    call(fmt::format("broadcast of {} bytes from rank {}", bytes.size(), root), [&](const nb::str& what) {
-      channel_.attr("broadcast")(what, tensor_of(bytes.data(), bytes.size()), root);
-    });
+    call(fmt::format("broadcast of {} bytes from rank {}", bytes.size(), root),
+         [&](const nb::str& what) { channel_.attr("broadcast")(what, tensor_of(bytes.data(), bytes.size()), root); });
   }
 
   void barrier() override {
@@ -138,7 +137,7 @@ class Channel final : public comm::Transport {
 
   // All that ranks must have in common to make one call together: its operation, and the owner and bytes of each part.
   template <typename Part>
-  static std::string described(const char* operation, std::span<const Part> parts, std::uint64_t Part::* bytes) {
+  static std::string described(const char* operation, std::span<const Part> parts, std::uint64_t Part::*bytes) {
     std::string text = operation;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const Part& part = parts[i];

@@ -2,9 +2,9 @@
 // python/src/channel.hpp - ranks that are PyTorch's: a Transport whose calls are made by Python
 // (hoist.torch.distributed).
 //
-// The object has rank, size, exchange(what, sends, receives), broadcast(what, tensor, root), barrier(what), duplicate(),
-// split(ranks), abort(why), why() and close(). Sends and receives are lists of (rank, tensor of bytes). `what` describes
-// the call; ranks that come together with different ones get an error.
+// The object has rank, size, exchange(what, sends, receives), broadcast(what, tensor, root), barrier(what),
+// duplicate(), split(ranks), abort(why), why() and close(). Sends and receives are lists of (rank, tensor of bytes).
+// `what` describes the call; ranks that come together with different ones get an error.
 //
 // Threading  Any thread, one at a time, but for abort() and why(): the GIL is taken for each call, and PyTorch lets go
 //            of it while it waits. A thread that waits for a collective in C++ must not hold it.
