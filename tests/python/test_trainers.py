@@ -7,6 +7,7 @@ best, so that the best checkpoint is not the last one.
 """
 
 import copy
+import math
 import os
 
 import pytest
@@ -235,6 +236,26 @@ def test_a_reference_that_follows_the_trained_weights(tmp_path, kind):
     for name, value in runs[0][1].items():
         torch.testing.assert_close(runs[1][1][name], value, rtol=0, atol=2e-5)
     assert any(not torch.equal(begun[name].cpu(), value.cpu()) for name, value in runs[1][1].items())
+
+
+def test_precomputed_reference_log_probabilities_are_not_rounded(tmp_path):
+    """They are sums over a whole text: rounded to bf16 they would be off by up to 1. An untrained model is its own reference."""
+    torch.manual_seed(0)
+    LLAMA[0](LLAMA[1]).save_pretrained(tmp_path / "hub")
+    words = torch.randint(3, WORDS, (2, 8, 60), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
+    chosen, rejected = ([" ".join(f"w{n}" for n in row) for row in rows] for rows in words)
+    rows = datasets.Dataset.from_dict({"prompt": text(0)[:8], "chosen": chosen, "rejected": rejected})
+    args = trl.DPOConfig(str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=4, beta=0.1, bf16=True, seed=7,
+                         precompute_ref_log_probs=True, save_strategy="no", logging_steps=1, report_to=[], use_cpu=ON_CPU,
+                         dataloader_pin_memory=ON_CPU, disable_tqdm=True, gradient_checkpointing=False)
+    offloaded = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    trainer = type("Hoisted", (hoist_transformers.Trainer, trl.DPOTrainer), {})(
+        model=LLAMA[0].from_pretrained(tmp_path / "hub", dtype=torch.bfloat16), args=args, train_dataset=rows,
+        processing_class=tokenizer(), hoist_config={"zero_optimization": {"stage": 3, **offloaded}})
+    trainer.train()
+    trainer.engine.close()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses == [pytest.approx(math.log(2), abs=1e-4)]
 
 
 class Dies(transformers.TrainerCallback):

@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hoist.torch
 from hoist import _hoist
+from hoist.torch.casts import cast_inputs
 from hoist.torch.config_files import read_config
 from hoist.torch.parameters import dtype_of
 from hoist.torch.pretrained import from_pretrained
@@ -179,12 +180,6 @@ class Trainer(transformers.Trainer):
             Trainer.create_optimizer(self)
         return super()._wrap_model(model, training, *positional, **arguments)
 
-    def _prepare_input(self, data: Any) -> Any:
-        """Images and sounds have the weights' type, as with Hugging Face's integration of DeepSpeed."""
-        data = super()._prepare_input(data)
-        dtype = None if self.engine is None else dtype_of(self.engine.config)
-        return data.to(dtype) if dtype is not None and isinstance(data, torch.Tensor) and data.is_floating_point() else data
-
     # --- making the engine -------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -229,6 +224,7 @@ class Trainer(transformers.Trainer):
         if self.engine.device.type != self.args.device.type:
             raise _hoist.UsageError(f"TrainingArguments' device is {self.args.device}, and hoist's is {self.engine.device}: pass "
                                     "use_cpu=True, or set \"hoist\": {\"device\": \"cuda\"}")
+        self._cast_inputs_of(cast(Any, self.model))
         if config.has_schedule:
             self.lr_scheduler = schedule
         if self.args.torch_compile:  # only now: graphs end at the hooks
@@ -241,6 +237,17 @@ class Trainer(transformers.Trainer):
             model if getattr(model, "_is_accelerate_prepared", False) else own(model, *positional, **arguments))
         self.accelerator.backward = self._backward
         return self.optimizer
+
+    def _cast_inputs_of(self, model: Any) -> None:
+        """Images and sounds get the weights' type in forward(). The rest of a batch keeps its own: losses read it."""
+        config = self._made.config
+        dtype = dtype_of(config)
+        if dtype is None:
+            return
+        if not (dtype is torch.float16 and config.setting("fp16.auto_cast") is True):  # the engine casts then
+            cast_inputs(model, dtype)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+            cast_inputs(model.get_encoder(), dtype)  # generate() calls it without the model's forward()
 
     def _groups_in_an_optimizer(self, *model: Any) -> torch.optim.Optimizer:
         optim = self.args.optim
