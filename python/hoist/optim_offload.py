@@ -147,15 +147,17 @@ class Offloaded:
         self._rates: list[float | None] = [float(group["lr"]) for group in groups]
         self._first_rates = rates_of(groups)
         self._resumed_rates: list[float] | None = None  # until the first step after that
-        self._cut(groups)
         self._is_divided = self._has_others = False
-        self._open(groups, offload, directory, shard_over, resume, {
-            **(settings or {}), "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host",
-            "keep_steps": keep_steps,
-            **{key: value for key, value in (("pinned_memory", pinned_memory), ("device_memory", device_memory),
-                                             ("update_threads", threads or None)) if value is not None},
-            **({"durability": {"every": commit_every}} if offload == "nvme" and commit_every else {}),
-        })
+        members, job = _ranks_of(shard_over, has_store=directory is not None)
+        with channels.start(job):
+            self._cut(groups)
+            self._open(groups, offload, directory, members, job, resume, {
+                **(settings or {}), "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host",
+                "keep_steps": keep_steps,
+                **{key: value for key, value in (("pinned_memory", pinned_memory), ("device_memory", device_memory),
+                                                 ("update_threads", threads or None)) if value is not None},
+                **({"durability": {"every": commit_every}} if offload == "nvme" and commit_every else {}),
+            })
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -217,13 +219,7 @@ class Offloaded:
         if not shares_memory and parameter.device.type != "cuda":
             raise _hoist.UsageError(f"'{name}' is on {parameter.device}; parameters on the CPU or on CUDA are trained here")
 
-    def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, shard_over: dist.ProcessGroup | None,
-              resume: bool, settings: dict[str, Any]) -> None:
-        members, job = _ranks_of(shard_over, has_store=directory is not None)
-        with channels.start(job):
-            self._join(groups, offload, directory, members, job, resume, settings)
-
-    def _join(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,
+    def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,
               settings: dict[str, Any]) -> None:
         place: dict[str, Any] = {"device": offload}
         if directory is not None:
@@ -277,7 +273,7 @@ class Offloaded:
             self._resume(groups)
         else:
             if resume:
-                distributed.refuse_stores_of_others(config.store_directory)
+                distributed.refuse_stores_of_others(config.store_directory, is_of_group=len(job) > len(members))
             self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter), self._commit_state(groups))
 
     # --- steps -------------------------------------------------------------------------------------------------------

@@ -379,3 +379,13 @@ def test_weights_used_outside_of_their_module_are_found(settings):
         optimizer.zero_grad()
         theirs.append(loss.item())
     assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_directories_that_the_program_names_like_hoists_are_of_runs_of_their_own(settings, tmp_path):
+    for rank in (8, 16):  # of LoRA, say
+        config = settings()
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] = str(tmp_path / f"rank-{rank}")
+        with hoist.torch.wrap(make(), config, resume=True) as engine:
+            assert engine.step_count == 0
+            train(engine, 1)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -91,9 +92,10 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
 def _engine_of(model: torch.nn.Module, config: _hoist.Config, **options: Any) -> Engine:
     """The model may be one of from_pretrained(), whose module imports transformers, which others can do without."""
     pretrained = sys.modules.get("hoist.torch.pretrained")
-    if pretrained is None:
-        return Engine(model, config, **options)
-    with pretrained.reading_files(model):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(channels.start(distributed.ranks_at_start(config)))
+        if pretrained is not None:
+            stack.enter_context(pretrained.reading_files(model))
         return Engine(model, config, **options)
 
 
@@ -137,7 +139,8 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         config = getattr(args, "deepspeed_config", None)
     if config is None:
         raise _hoist.UsageError("initialize() needs config=..., a file or a dictionary")
-    loaded = load_config(config)
+    with channels.before_start():
+        loaded = load_config(config)
     if loaded.setting("hoist.keep_steps") is None and loaded.can_keep_steps:
         loaded.keep_steps = max(1, loaded.keep_steps)
     if dist_init_required is not False and loaded.joins_launched_ranks:
@@ -146,19 +149,20 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     groups: list[Any] | None = None
     client_groups: list[dict[str, Any]] | None = None
     kind: str | None = None
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())
-    if optimizer is not None:
-        kind = _kind_of(optimizer)
-        groups = client_groups = optimizer.param_groups
-    elif model_parameters is not None:
-        groups = list(model_parameters)
-        if not groups or not isinstance(groups[0], dict):
-            _refuse_others(model, groups)
-            groups = None  # plain parameters: the configuration's settings
-    engine = _engine_of(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
-                        optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,
-                        **_groups_of(mpu))
+    with channels.start(distributed.ranks_at_start(loaded)):
+        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())
+        if optimizer is not None:
+            kind = _kind_of(optimizer)
+            groups = client_groups = optimizer.param_groups
+        elif model_parameters is not None:
+            groups = list(model_parameters)
+            if not groups or not isinstance(groups[0], dict):
+                _refuse_others(model, groups)
+                groups = None  # plain parameters: the configuration's settings
+        engine = _engine_of(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
+                            optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,
+                            **_groups_of(mpu))
     if engine.device.type == "cuda":
         torch.cuda.set_device(engine.device)  # as deepspeed.initialize does: batch.cuda() is on this rank's GPU then
     if client_groups is not None:

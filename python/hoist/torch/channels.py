@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that torch.distributed started: what the engine exchanges with the others goes through groups of gloo.
+"""Ranks that torch.distributed started: the engine exchanges data with the others through groups of gloo.
 
 Weights and gradients pass as CPU memory, so the groups are gloo's, whatever the program's own group is made of. They are not
 the program's: each channel has connections of its own, made through the store that torch.distributed was initialized with,
@@ -36,17 +36,16 @@ from hoist import program_end
 _log = logging.getLogger("hoist")
 
 # Every rank of a group makes the same engines over it in the same order, and so gives them the same names.
-_numbers: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
-_left_words: list[Ranks] = []  # for the other ranks to read
+_numbers: dict[tuple[int, ...], itertools.count[int]] = {}
+_left_words: list[Ranks | _Start] = []  # for the other ranks to read
 
 _HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
-_LOOK_EVERY = timedelta(seconds=0.5)
+_LOOK_EVERY = 0.1  # seconds
 
 
-def _next_store(kind: str, members: tuple[int, ...]) -> dist.Store:
+def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], itertools.count[int]], store: dist.Store) -> dist.Store:
     name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    number = next(_numbers.setdefault((kind, members), itertools.count()))
-    return dist.PrefixStore(f"{kind}/{name}/{number}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"hoist/{name}/{next(numbers.setdefault(members, itertools.count()))}", store)
 
 
 def _reason_in(store: dist.Store) -> str | None:
@@ -56,25 +55,48 @@ def _reason_in(store: dist.Store) -> str | None:
     return None
 
 
+def _all_have_heard(store: dist.Store, members: Sequence[int]) -> bool:
+    try:
+        return int(store.add("heard", 0)) >= len(members)
+    except RuntimeError:
+        return True  # nobody can any more
+
+
 class _Start:
-    """One construction of an engine on all its ranks: where a rank that fails before they meet says why."""
+    """One construction of an engine on all its ranks. They find each other below its store, so that whatever fails in it, the
+    next one begins anew on all of them. A rank that fails before they meet says why there."""
 
     current: _Start | None = None
 
     def __init__(self, members: Sequence[int]):
-        self._store = _next_store("hoist-start", tuple(members))
-        self.made: list[Ranks] = []
+        self.members = tuple(members)
+        self.rank_of_job = dist.get_rank()
+        self._store = _next_store(self.members, _numbers, dist.distributed_c10d._get_default_store())
+        self._numbers: dict[tuple[int, ...], itertools.count[int]] = {}
+        self._made: list[Ranks] = []
+
+    def store_of(self, ranks: Ranks) -> dist.Store:
+        self._made.append(ranks)
+        return _next_store(ranks.members, self._numbers, self._store)
 
     def why(self) -> str | None:
-        return _reason_in(self._store)
+        why = _reason_in(self._store)
+        if why is not None:
+            self._store.add("heard", 1)
+        return why
 
     def fail(self, why: str) -> None:
-        why = f"rank {dist.get_rank()} failed: {why}"
-        for ranks in self.made:
+        why = f"rank {self.rank_of_job} failed: {why}"
+        for ranks in self._made:
             ranks.fail(why)
-        if self.why() is None:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # whoever held the store has ended
+            if self.why() is None:
                 self._store.set("why", why)
+                self._store.add("heard", 1)
+                _left_words.append(self)
+
+    def all_have_heard(self) -> bool:
+        return _all_have_heard(self._store, self.members)
 
 
 @contextlib.contextmanager
@@ -90,8 +112,8 @@ def before_start() -> Iterator[None]:
 
 @contextlib.contextmanager
 def start(members: Sequence[int]) -> Iterator[None]:
-    """[C] Around the construction of an engine: an error in it ends the wait of the other ranks for this one."""
-    if len(members) == 1:
+    """[C] Around the construction of an engine, or within it: an error in it ends the wait of the other ranks for this one."""
+    if len(members) == 1 or (_Start.current is not None and _Start.current.members == tuple(members)):
         yield
         return
     before, _Start.current = _Start.current, _Start(members)
@@ -105,7 +127,7 @@ def start(members: Sequence[int]) -> Iterator[None]:
 
 
 class Ranks:
-    """Those of one engine: where they find each other, and why they do not go on.
+    """The ranks of one engine: where they find each other, and why they stop.
 
     `members`: their ranks in the job, in the order that the engine counts them in. `doing`: says what the program does here, such
     as "forward() after step 3", or nothing.
@@ -119,36 +141,27 @@ class Ranks:
         self.rank = self.members.index(self.rank_of_job)
         self.timeout = timeout
         self.doing = doing
-        self.store = _next_store("hoist", self.members)
+        self._start = _Start.current or _Start(self.members)
+        self.store = self._start.store_of(self)
         self.failed = False
-        self._has_left = False
-        self._start = _Start.current
-        if self._start is not None:
-            self._start.made.append(self)
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._why: str | None = None
 
     def meet(self) -> None:
         """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time."""
-        until = time.monotonic() + self.timeout.total_seconds()
         self.store.set(f"here-{self.rank}", "")
         if self.store.add("here", 1) == len(self.members):
             self.store.set("all-here", "")
-        while not self._wait_for("all-here", _LOOK_EVERY):
-            why = self._reason_in_store() or (self._start.why() if self._start is not None else None)
+        until = time.monotonic() + self.timeout.total_seconds()
+        while not self.store.check(["all-here"]):
+            why = self._reason_in_store() or self._start.why()
             if why is None and time.monotonic() > until:
                 absent = [str(member) for rank, member in enumerate(self.members) if not self.store.check([f"here-{rank}"])]
                 why = f"rank {', '.join(absent)} did not come within {self.timeout.total_seconds():g} s"
             if why is not None:
                 raise RuntimeError(why)
-
-    def _wait_for(self, key: str, timeout: timedelta) -> bool:
-        try:
-            self.store.wait([key], timeout)
-        except RuntimeError:
-            return False
-        return True
+            time.sleep(_LOOK_EVERY)
 
     def add(self, channel: Channel) -> None:
         with self._lock:
@@ -178,43 +191,31 @@ class Ranks:
         return problem if why == mine else why
 
     def explained(self, problem: str, what: str, peer: int | None) -> str:
-        """The problem of a call, `what`, in which this rank waited for rank `peer` of the group, with what that one says itself:
-        that it closed its engine, or where it waited meanwhile."""
+        """The problem of a call, `what`, in which this rank waited for rank `peer` of the group. Where neither has failed, the
+        other has closed its engine, or waits elsewhere, and says where."""
         mine = f"rank {self.rank_of_job} was at {what}"
-        timed_out = "imed out" in problem
+        timed_out, has_ended = "imed out" in problem, "closed by peer" in problem or "reset by peer" in problem
         theirs = ""
-        with contextlib.suppress(RuntimeError):
-            self.store.set(f"at-{self.rank}", mine)
+        if has_ended and peer is not None and self.why() is None:
+            theirs = f", and rank {self.members[peer]} has closed its engine, or ended"
+        with contextlib.suppress(RuntimeError):  # whoever held the store has ended
             if timed_out and peer is not None:
-                self._wait_for(f"at-{peer}", 2 * _LOOK_EVERY)
-            for key in (f"left-{peer}", f"at-{peer}"):
-                if not theirs and self.store.check([key]):
-                    theirs = f", and {self.store.get(key).decode()}"
+                self.store.set(f"at-{self.rank}", mine)
+                until = time.monotonic() + 1
+                while not self.store.check([f"at-{peer}"]) and time.monotonic() < until:
+                    time.sleep(_LOOK_EVERY)
+                if self.store.check([f"at-{peer}"]):
+                    theirs = f", and {self.store.get(f'at-{peer}').decode()}"
         if timed_out or theirs:
             theirs += ". Every rank must make the same calls: none alone may evaluate, read the state, save, or stop early"
         return f"{mine}{theirs} ({problem})"
-
-    def leave(self) -> None:
-        """Says that this rank closed its engine. The others hear it if they wait for this rank later."""
-        with self._lock:
-            if self.failed or self._has_left:
-                return
-            self._has_left = True
-        with contextlib.suppress(RuntimeError):  # whoever held the store has ended
-            doing = self.doing()
-            self.store.set(f"left-{self.rank}", f"rank {self.rank_of_job} closed its engine{doing and ' ' + doing}")
-            self.store.add("heard", 1)
-            _left_words.append(self)
 
     def why(self) -> str | None:
         """Why nothing goes on, as far as this rank can know without waiting."""
         return self._why or self._reason_in_store()
 
     def all_have_heard(self) -> bool:
-        try:
-            return int(self.store.add("heard", 0)) >= len(self.members)
-        except RuntimeError:
-            return True  # nobody can any more
+        return _all_have_heard(self.store, self.members)
 
     def _reason_in_store(self) -> str | None:
         return _reason_in(self.store)
@@ -271,7 +272,6 @@ class Channel:
         return self._ranks.why()
 
     def close(self) -> None:
-        self._ranks.leave()
         self._group = None
 
     def hang_up(self) -> None:

@@ -134,13 +134,13 @@ def channels_over(members: Sequence[int], config: _hoist.Config,
     return make, size
 
 
-def refuse_stores_of_others(store: str) -> None:
-    """For a run that is to be resumed, and has no commit in `store`, which ends with ".../hoist".
+def refuse_stores_of_others(store: str, is_of_group: bool) -> None:
+    """For a run that is to be resumed, and has no commit in `store`, which ends with ".../hoist". `is_of_group`: hoist has put
+    its directory below the one that the program named, one for each group of ranks.
 
-    Errors: StoreError if another division of the ranks has trained in the directory: it has its store above or below.
+    Errors: StoreError if another division of the ranks has trained in the program's directory.
     """
     own = pathlib.Path(store)
-    is_of_group = own.parent.name.partition("-")[0] in ("rank", "group")
     base = own.parent.parent if is_of_group else own.parent
     for place in (base, *sorted(base.glob("rank-*")), *sorted(base.glob("group-*"))):
         directory = str(place / own.name)

@@ -68,14 +68,6 @@ class Engine(StandsForModel, DeepSpeedNames):
                  scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None,
                  mesh: Any = None, tensor_parallel: Any = None,
                  deepspeed: str | os.PathLike[str] | Checkpoint | None = None):
-        with channels.start(distributed.ranks_at_start(config)):
-            self._open(model, config, groups, unit_classes, weights, initialize, optimizer, seed, resume, scheduler, load_later,
-                       device, mesh, tensor_parallel, deepspeed)
-
-    def _open(self, model: nn.Module, config: _hoist.Config, groups: ParamsT | None, unit_classes: Iterable[type[nn.Module]],
-              weights: str | os.PathLike[str] | None, initialize: Initialize | None, optimizer: str | None, seed: int,
-              resume: bool, scheduler: Any, load_later: bool, device: torch.device | str | None, mesh: Any,
-              tensor_parallel: Any, deepspeed: str | os.PathLike[str] | Checkpoint | None) -> None:
         refuse_model(model)
         if optimizer is not None and not isinstance(optimizer, str):
             raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
@@ -162,7 +154,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._last_step = self.step_count if self._unit_manager.is_alive else 0  # 0: until load_checkpoint()
         self._is_made = True
         claim(model, self)
-        if self.world_size > 1 and not self._is_part_of_job and config.setting("zero_optimization.stage") == 3:
+        if self.world_size > 1 and not self._is_part_of_job and config.setting("zero_optimization.stage") in (None, 3):
             generate_together(model)
         clip_through(self)
         passes = weakref.ref(self._passes)
@@ -183,7 +175,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             return False
         if self._unit_manager.find_commit() is None:
             if resume:
-                distributed.refuse_stores_of_others(self.config.store_directory)
+                distributed.refuse_stores_of_others(self.config.store_directory, is_of_group=self._is_part_of_job)
             return False
         if resume:
             step, state = self._unit_manager.restore()
@@ -498,7 +490,8 @@ class Engine(StandsForModel, DeepSpeedNames):
     def wake(self) -> None:
         """[C] Takes memory again and goes on where sleep() ended, bit by bit. After an error, such as that memory is lacking,
         the engine sleeps on, and wake() may be called again."""
-        self._unit_manager.wake()
+        with channels.start(distributed.ranks_at_start(self.config)):
+            self._unit_manager.wake()
         self._passes.forget()
         self._parameters.changed()
         self.optimizer.tell_rates_again()

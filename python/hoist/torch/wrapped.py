@@ -91,7 +91,8 @@ def generate_together(model: nn.Module) -> None:
 
 
 def _generate_together(module: nn.Module, *args: Any, **settings: Any) -> Any:
-    if _open_engine_of(module) is not None:
+    engine = _open_engine_of(module)
+    if engine is not None and not engine._passes.gathers:  # inside of gathered(), one rank may generate alone
         settings["synced_gpus"] = True
     generate: Any = getattr(type(module), "generate")  # noqa: B009 - Module has none
     return generate(module, *args, **settings)
