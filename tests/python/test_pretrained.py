@@ -235,6 +235,27 @@ SIZES = {"one_file": ("1GB", "1GB"), "to_shards": ("1GB", "40KB"), "to_one_file"
          "shards_of_the_same_names": ("40KB", "40KB"), "more_shards": ("40KB", "20KB")}
 
 
+def saved_again_and_killed(engine, models, directory, shards, monkeypatch):
+    """The models that kills of a second save leave, until it has begun to write weights."""
+    states, is_writing = [], False
+
+    def before(name):
+        nonlocal is_writing
+        if not is_writing:
+            copied = directory.with_name(f"{directory.name}-again-{len(states)}")
+            shutil.copytree(directory, copied)
+            states.append(models.found_in(copied))
+        is_writing = is_writing or name == "pwrite"
+
+    again = directory.with_name(f"{directory.name}-again")
+    shutil.copytree(directory, again)
+    directory = again
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained_export, "os", Steps(before))
+        save_pretrained(engine, directory, max_shard_size=shards)
+    return states
+
+
 @pytest.mark.parametrize("changed", [False, True], ids=["same_config", "other_config"])
 @pytest.mark.parametrize("case", SIZES)
 def test_a_kill_while_saving_leaves_the_old_model_or_the_new(tmp_path, monkeypatch, case, changed):
@@ -256,6 +277,10 @@ def test_a_kill_while_saving_leaves_the_old_model_or_the_new(tmp_path, monkeypat
         assert "old" in states and states == sorted(states, key=["old", "refused", "new"].index)
         assert ("refused" in states) == (changed or case == "shards_of_the_same_names")
         save_pretrained(engine, tmp_path / "empty", max_shard_size=SIZES[case][1])
+        refused = [index for index, state in enumerate(states) if state == "refused"]
+        for index in {refused[0], refused[len(refused) // 2], refused[-1]} if refused else ():
+            again = saved_again_and_killed(engine, models, tmp_path / f"copy-{index}", SIZES[case][1], monkeypatch)
+            assert again == sorted(again, key=["refused", "new"].index) and again[-1] == "new", "it completes the first save"
         killed = tmp_path / f"copy-{states.index('refused') if 'refused' in states else 0}"
         save_pretrained(engine, killed, max_shard_size=SIZES[case][1])
         for directory in (models.directory, killed):  # nothing of the old model is left
@@ -282,6 +307,20 @@ def test_a_full_drive_leaves_the_old_model(tmp_path, monkeypatch, case):
         assert models.found_in(folder) == "new", "what could not be moved is kept"
         save_pretrained(engine, models.directory)
     assert models.found_in(models.directory) == "new" and not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
+def test_directories_that_cannot_be_flushed(tmp_path, monkeypatch, code):
+    """Mounts of object stores refuse fsync() of a directory. A file that cannot be flushed is an error."""
+    (tmp_path / "file").touch()
+
+    def fsync(_):
+        raise OSError(code, "fsync")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    pretrained_export._sync(str(tmp_path))
+    with pytest.raises(OSError, match="fsync"):
+        pretrained_export._sync(str(tmp_path / "file"))
 
 
 def test_adapters_are_replaced_when_the_new_ones_are_complete(tmp_path, monkeypatch):

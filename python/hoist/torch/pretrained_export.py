@@ -5,6 +5,7 @@ parameter, or one unit where files have its tensors in another form."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import filecmp
 import json
 import os
@@ -177,10 +178,12 @@ class _Files:
                 data, offset = data[written:], offset + written
 
 
-# A killed program leaves it, and the next save_pretrained removes it.
+# A killed program leaves it, and the next save_pretrained removes it, after moving the files of a complete model up.
 _FOLDER = "model.partial"
 # Loaders begin with these, and refuse a directory without them.
 _HEADS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "adapter_config.json")
+# Ends the names of an older model's heads in the folder. They are there once the new model is complete and its move has begun.
+_OLD = ".old"
 
 
 @contextlib.contextmanager
@@ -188,6 +191,7 @@ def _new_model(directory: str) -> Iterator[str]:
     """A folder in `directory` for a model's files, which replace those of the model there when all are complete. If writing
     them fails, the folder is removed, and the directory is as it was."""
     folder = os.path.join(directory, _FOLDER)
+    _finish_move(folder, directory)
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     try:
@@ -210,18 +214,49 @@ def _move_up(folder: str, directory: str) -> None:
     A crash leaves the old model, the new one, or a directory that loaders refuse. If settings are the same, one rename or
     removal changes from the old weights to the new: loaders prefer model.safetensors to an index, and shards of another number
     have other names. If settings change, or shards have the names of old ones, the old model's head leaves first and the new
-    one's comes last. Nothing loads between the two; moving the folder's files up completes the new model.
+    one's comes last. Nothing loads between the two. The next save first moves the folder's files up, which completes the new
+    model.
     """
-    new = {os.path.relpath(os.path.join(path, file), folder) for path, _, files in os.walk(folder) for file in files}
-    heads = {file for file in new if os.path.basename(file) in _HEADS}
+    new = _files_below(folder)
     old = set(_weight_files(directory)) if SAFE_WEIGHTS_NAME in new or SAFE_WEIGHTS_INDEX_NAME in new else set()
-    old_heads = {file for file in heads | old.intersection(_HEADS) if os.path.exists(os.path.join(directory, file))}
 
     def changes(file: str) -> bool:
         target = os.path.join(directory, file)
         return os.path.exists(target) and not filecmp.cmp(os.path.join(folder, file), target, shallow=False)
 
-    def move(files: Iterable[str]) -> None:
+    settings = {file for file in new if os.path.basename(file) in ("config.json", "adapter_config.json")}
+    if any(map(changes, settings)) or (new & old).difference(_HEADS):
+        old -= _set_heads_aside(new, folder, directory)
+    _move(new, folder, directory)
+    for file in sorted(old - new, key=lambda file: file not in _HEADS):  # shards after the index that names them
+        os.unlink(os.path.join(directory, file))
+    _sync(directory)
+
+
+def _finish_move(folder: str, directory: str) -> None:
+    """Completes a move that ended after the old model's heads had left. The folder has the only copies of some new files then."""
+    found = _files_below(folder)
+    new = {file for file in found if not file.endswith(_OLD)}
+    if new != found:
+        _set_heads_aside(new, folder, directory)
+        _move(new, folder, directory)
+
+
+def _set_heads_aside(new: set[str], folder: str, directory: str) -> set[str]:
+    """Moves the heads that are in the way of the new model's into the folder, and returns their names."""
+    heads = _heads_of(new)
+    if not heads.isdisjoint((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        heads |= {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}
+    old = {file for file in heads if os.path.exists(os.path.join(directory, file))}
+    for file in old:
+        os.replace(os.path.join(directory, file), os.path.join(folder, file + _OLD))
+    _sync(directory, folder)
+    return old
+
+
+def _move(new: set[str], folder: str, directory: str) -> None:
+    heads = _heads_of(new)
+    for files in (new - heads, heads):
         parents = {os.path.dirname(os.path.join(directory, file)) for file in files}
         for parent in parents:
             os.makedirs(parent, exist_ok=True)
@@ -229,17 +264,13 @@ def _move_up(folder: str, directory: str) -> None:
             os.replace(os.path.join(folder, file), os.path.join(directory, file))
         _sync(*parents)
 
-    settings = {file for file in new if os.path.basename(file) in ("config.json", "adapter_config.json")}
-    if any(map(changes, settings)) or (new & old).difference(_HEADS):
-        for file in old_heads:
-            os.replace(os.path.join(directory, file), os.path.join(folder, file + ".old"))
-        _sync(directory, folder)
-        old -= old_heads
-    move(new - heads)
-    move(heads)
-    for file in sorted(old - new, key=lambda file: file not in _HEADS):  # shards after the index that names them
-        os.unlink(os.path.join(directory, file))
-    _sync(directory)
+
+def _files_below(folder: str) -> set[str]:
+    return {os.path.relpath(os.path.join(path, file), folder) for path, _, files in os.walk(folder) for file in files}
+
+
+def _heads_of(files: Iterable[str]) -> set[str]:
+    return {file for file in files if os.path.basename(file) in _HEADS}
 
 
 def _sync(*paths: str) -> None:
@@ -247,6 +278,9 @@ def _sync(*paths: str) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:  # mounts of object stores cannot flush a directory
+            if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
         finally:
             os.close(descriptor)
 
