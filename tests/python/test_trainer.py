@@ -258,6 +258,20 @@ def test_a_module_that_is_not_of_transformers(tmp_path):
     assert all(torch.equal(worst[name].cpu(), value) for name, value in first.items())
 
 
+def test_other_nodes_get_no_weights_of_a_plain_module(tmp_path, monkeypatch):
+    """save_on_each_node: the first rank of another node writes all but the weights. A file without tensors would load."""
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=1, bf16=False, save_on_each_node=True),
+                         ds_config(tmp_path / "nvme"), model=Plain())
+    trainer.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(hoist.torch.Engine, "_is_first_of_job", False)
+        trainer.save_model(tmp_path / "other")
+    assert os.listdir(tmp_path / "other") == ["training_args.bin"]
+    trainer.save_model(tmp_path / "first")
+    trainer.engine.close()
+    assert sorted(os.listdir(tmp_path / "first")) == ["model.safetensors", "training_args.bin"]
+
+
 def test_deepspeed_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
     made = transformers.Trainer.create_accelerator_and_postprocess
 

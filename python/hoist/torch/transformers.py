@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hoist.torch
@@ -326,8 +326,18 @@ class Trainer(transformers.Trainer):
     def _save_settings(self, folder: str) -> None:
         """What Trainer saves beside the weights."""
         model: Any = self.model
-        if not isinstance(model, transformers.PreTrainedModel):
-            model.save_pretrained = lambda *_, **__: None  # PEFT's asks for weights, and is called with them later
+        if isinstance(model, transformers.PreTrainedModel):
+            return super()._save(folder, {})
+        if not hasattr(model, "peft_config"):  # Trainer's own _save would write a file without tensors
+            os.makedirs(folder, exist_ok=True)
+            processing: Any = self.processing_class
+            if processing is None:
+                processing = getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+            return
+        model.save_pretrained = lambda *_, **__: None  # PEFT's asks for weights, and is called with them later
         try:
             super()._save(folder, {})
         finally:
