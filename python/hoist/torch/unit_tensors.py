@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hoist import _hoist
@@ -33,8 +32,6 @@ class _Unit:
                         "engine.write(name, values) changes them; a loss that needs them is computed inside of a module's "
                         "forward(). After close() the model has no values: the next "
                         "wrap() needs them (resume=True, or weights=...)")
-        if dist.is_available() and dist.is_initialized():
-            self.refusal += ". DistributedDataParallel is not needed: the engine averages gradients over the ranks itself"
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
         self.views: list[torch.Tensor] = []  # what it is over the unit's memory
