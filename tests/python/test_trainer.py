@@ -218,6 +218,26 @@ def test_images_have_the_weights_type(tmp_path):
     trainer.engine.close()
 
 
+def test_sounds_have_the_weights_type_in_generate(tmp_path):
+    """generate() calls the encoder without the model's own forward()."""
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
+        vocab_size=60, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=20, max_target_positions=16,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+        begin_suppress_tokens=None))
+    rows = [{"input_features": torch.randn(8, 40, device="cpu"), "labels": torch.arange(3, 9)} for _ in range(8)]
+    args = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2, bf16=True, predict_with_generate=True,
+        generation_max_length=8, report_to=[], use_cpu=ON_CPU, dataloader_pin_memory=ON_CPU, save_strategy="no",
+        disable_tqdm=True, logging_steps=1)
+    trainer = type("Hoisted", (hoist_transformers.Trainer, transformers.Seq2SeqTrainer), {})(
+        model=model, args=args, train_dataset=rows, hoist_config=ds_config(tmp_path / "nvme"))
+    trainer.train()
+    assert len(losses_of(trainer)) == 2 and len(trainer.predict(rows).predictions) == 8
+    trainer.engine.close()
+
+
 class Plain(torch.nn.Module):
     def __init__(self, seed=0):
         super().__init__()
