@@ -80,7 +80,8 @@ class TemporaryFile {
   bool renamed_ = false;
 };
 
-// Standard output or error where it is a file, by a name such as /dev/stdout: what is printed goes there, too.
+// Standard output or error, if that is the file `target` (by the name /dev/stdout, say), which also gets what is
+// printed.
 std::optional<int> standard_descriptor(const struct stat& target) {
   for (const int descriptor : {STDOUT_FILENO, STDERR_FILENO}) {
     struct stat info {};

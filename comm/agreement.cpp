@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +10,7 @@
 
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/first_difference.hpp>
 
 namespace hoist::comm {
 
@@ -51,18 +51,6 @@ std::vector<std::string> texts_of_all(Communicator& communicator, std::string te
   return texts;
 }
 
-// The first line in which a rank's text differs from rank 0's, or "".
-std::string first_difference(std::ptrdiff_t rank, const std::vector<std::string>& texts) {
-  std::istringstream a(texts[static_cast<std::size_t>(rank)]), b(texts.front());
-  for (std::string line_a, line_b;;) {
-    const bool more_a = static_cast<bool>(std::getline(a, line_a)), more_b = static_cast<bool>(std::getline(b, line_b));
-    if (!more_a && !more_b) return {};
-    if (more_a && more_b && line_a == line_b) continue;
-    return fmt::format("; the first difference: rank {} has {}, rank 0 {}", rank, more_a ? line_a : "nothing more",
-                       more_b ? line_b : "nothing more");
-  }
-}
-
 }  // namespace
 
 void agree(Communicator& communicator, std::uint64_t hash, std::string_view what,
@@ -85,7 +73,11 @@ void agree(Communicator& communicator, std::uint64_t hash, std::string_view what
   } catch (...) {  // the others wait for a text: an empty one will do
   }
   const std::vector<std::string> texts = texts_of_all(communicator, std::move(mine_in_full));
-  const std::string difference = first_difference(odd - all.begin(), texts);
+  const std::string& theirs = texts[static_cast<std::size_t>(odd - all.begin())];
+  const std::string difference =
+      theirs == texts.front()
+          ? ""
+          : "; " + first_difference(theirs, texts.front(), fmt::format("rank {}", odd - all.begin()), "rank 0");
   throw CommError(fmt::format(
       "the ranks have diverged: rank {} is at '{}', rank 0 at '{}'{}; every rank must make the same calls in "
       "the same order",

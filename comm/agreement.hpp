@@ -19,8 +19,8 @@ namespace hoist::comm {
 // [collective] Returns when every rank passed the same `hash`. Otherwise throws a CommError that names the first rank
 // whose hash is not rank 0's, and the `what` of both: a short text about the rank's intended call, of which the first
 // kAgreementTextBytes travel. Texts may differ where hashes agree. Cost: one exchange of 128 bytes per rank.
-// `details`: lines of which the error has the first that differs between the two; called where hashes differ. Then the
-// texts are exchanged, also by ranks that have none.
+// `details`: a text of several lines; the error has the first line that differs between the two ranks. It is called,
+// and texts are exchanged by all ranks, only if hashes differ.
 void agree(Communicator& communicator, std::uint64_t hash, std::string_view what,
            const std::function<std::string()>& details = {});
 

@@ -299,19 +299,4 @@ std::string wrong_step_name(std::string_view name) {
   return has_control_characters(name) ? "it has control characters" : "";
 }
 
-std::string first_difference(std::string_view stored, std::string_view yours) {
-  for (std::size_t line = 1;; ++line) {
-    const std::string_view a = stored.substr(0, stored.find('\n'));
-    const std::string_view b = yours.substr(0, yours.find('\n'));
-    if (a != b || stored.empty() || yours.empty()) {
-      const auto shown = [](std::string_view rest, std::string_view text) {
-        return rest.empty() ? std::string("(nothing more)") : fmt::format("'{}'", text);
-      };
-      return fmt::format("line {}: stored: {} / yours: {}", line, shown(stored, a), shown(yours, b));
-    }
-    stored.remove_prefix(std::min(stored.size(), a.size() + 1));
-    yours.remove_prefix(std::min(yours.size(), b.size() + 1));
-  }
-}
-
 }  // namespace hoist::tiers

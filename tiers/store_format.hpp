@@ -127,7 +127,4 @@ SlotCheck check_slot(std::span<const std::byte> slot, const Superblock& superblo
 // The problem with a checkpoint's name, or nullopt: 1 to kStepNameBytesMax bytes, none of them a control character.
 std::string wrong_step_name(std::string_view name);
 
-// The first line in which two layout texts differ, as "stored: ... / yours: ...".
-std::string first_difference(std::string_view stored, std::string_view yours);
-
 }  // namespace hoist::tiers

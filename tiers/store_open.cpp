@@ -10,6 +10,7 @@
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/first_difference.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
@@ -79,7 +80,8 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
   if (stored.rank != mine.rank)
     refuse(fmt::format("was written by rank {}, and its file has the name of rank {}'s: rename the file back",
                        stored.rank, mine.rank));
-  if (stored.layout != mine.layout) refuse("holds another model: " + first_difference(stored.layout, mine.layout));
+  if (stored.layout != mine.layout)
+    refuse("holds another model: " + first_difference(stored.layout, mine.layout, "stored", "yours"));
   if (stored.tile_elements != mine.tile_elements || stored.record_count != mine.record_count ||
       stored.tile_count != mine.tile_count || stored.geometry_checksum != mine.geometry_checksum)
     refuse(

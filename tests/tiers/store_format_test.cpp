@@ -239,12 +239,5 @@ TEST(StoreFormat, TheGeometryOfEveryFormHasItsNumber) {
   EXPECT_EQ(detail::geometry_checksum(records), checksum(std::as_bytes(std::span(words))));
 }
 
-TEST(StoreFormat, FirstDifferenceShowsBothLines) {
-  EXPECT_EQ(first_difference("a\nb\nc\n", "a\nx\nc\n"), "line 2: stored: 'b' / yours: 'x'");
-  EXPECT_EQ(first_difference("a\n", "a\nb\n"), "line 2: stored: (nothing more) / yours: 'b'");
-  EXPECT_EQ(first_difference("a\nb", "a\n"), "line 2: stored: 'b' / yours: (nothing more)");
-  EXPECT_EQ(first_difference("", "a"), "line 1: stored: (nothing more) / yours: 'a'");
-}
-
 }  // namespace
 }  // namespace hoist::tiers::store_format_test

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/first_difference.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store_format.hpp>
@@ -155,7 +156,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())
       throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
-                                   tiers::first_difference(layout, table.identity())));
+                                   first_difference(layout, table.identity(), "stored", "yours")));
     StoredModelOptions which{.from = from, .below = false};
     if (from.empty()) which.step = step_;
     stored_ = std::make_unique<StoredModel>(directory, which);

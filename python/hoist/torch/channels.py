@@ -6,8 +6,8 @@ the program's: each channel has connections of its own, made through the store t
 so that the engine's threads do not take turns, and so that a rank can hang up.
 
 A rank that fails writes why into that store, and closes its connections: the waits of the others end at once, and they look
-there for the reason. They hang up in their turn; so whoever waits for one of them, and not for the rank that failed, hears
-of it too.
+there for the reason. They close their connections in turn, so that ranks which wait for one of them, and not for the rank that
+failed, end their wait too.
 
 Before each call on a channel, the ranks send each other a description of it. Without that, ranks that use different layers would
 get each other's bytes.
@@ -59,7 +59,7 @@ def _all_have_heard(store: dist.Store, members: Sequence[int]) -> bool:
     try:
         return int(store.add("heard", 0)) >= len(members)
     except RuntimeError:
-        return True  # nobody can any more
+        return True  # the store is gone, and with it whoever would read
 
 
 class _Start:
@@ -89,7 +89,7 @@ class _Start:
         why = f"rank {self.rank_of_job} failed: {why}"
         for ranks in self._made:
             ranks.fail(why)
-        with contextlib.suppress(RuntimeError):  # whoever held the store has ended
+        with contextlib.suppress(RuntimeError):  # the process that held the store has ended
             if self.why() is None:
                 self._store.set("why", why)
                 self._store.add("heard", 1)
@@ -168,12 +168,12 @@ class Ranks:
             self._channels.add(channel)
 
     def fail(self, why: str) -> str:
-        """Tells the others why this rank does not go on, and hangs up. Returns the reason that was given first, whoever gave
+        """Tells the others why this rank stops, and closes its connections. Returns the reason that was given first, whoever gave
         it."""
         with self._lock:
             if self._why is None:
                 self._why = self._reason_in_store() or why
-                with contextlib.suppress(RuntimeError):  # whoever held the store has ended
+                with contextlib.suppress(RuntimeError):  # the process that held the store has ended
                     if self._why == why:
                         self.store.set("why", why)
                         _left_words.append(self)
@@ -198,7 +198,7 @@ class Ranks:
         theirs = ""
         if has_ended and peer is not None and self.why() is None:
             theirs = f", and rank {self.members[peer]} has closed its engine, or ended"
-        with contextlib.suppress(RuntimeError):  # whoever held the store has ended
+        with contextlib.suppress(RuntimeError):  # the process that held the store has ended
             if timed_out and peer is not None:
                 self.store.set(f"at-{self.rank}", mine)
                 until = time.monotonic() + 1

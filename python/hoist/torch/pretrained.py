@@ -256,7 +256,7 @@ class _InFile:
     def is_replaced(self, parameter: torch.Tensor) -> bool:
         """Whether the program has given the parameter other values. Errors: UsageError if these are not complete."""
         values = parameter.detach()
-        # In the placeholder, a change of one element is a change of all.
+        # All elements of the placeholder are one value in memory: a program that changes one changes all.
         has_memory = values.untyped_storage().nbytes() >= values.numel() * values.element_size()
         absent = (values if has_memory else values.as_strided((1,), (1,))).isnan()
         if absent.all() and values.shape == self._shape:

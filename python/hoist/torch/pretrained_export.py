@@ -204,7 +204,7 @@ def _new_model(directory: str) -> Iterator[str]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    _move_up(folder, directory)  # if that fails, the folder keeps what is not in place
+    _move_up(folder, directory)  # if this fails, the files that were not moved stay in the folder
     shutil.rmtree(folder)
 
 
