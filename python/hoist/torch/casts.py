@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp16.auto_cast of DeepSpeed's file: what the model is called with becomes fp16 where it is another floating type."""
+"""Floating arguments of a model's forward() become its 16-bit type: for fp16.auto_cast of DeepSpeed's file, and for Trainer."""
 
 from __future__ import annotations
 
