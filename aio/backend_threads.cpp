@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A pool of threads that call pread and pwrite: the same results where io_uring is not available.
+#include <algorithm>
 #include <cerrno>
 #include <thread>
 #include <vector>
@@ -18,8 +19,14 @@ namespace {
 
 constexpr const char* kThreadName = "hoist-aio-w";
 
-// A block, and a descriptor of its own for the file: when a drive is given up, the file is closed while blocks still
-// wait here, and a later one may get its number. It also keeps the file's lock until the last of them is done.
+// A file that has blocks here, with a descriptor of its own: when a drive is given up, the file is closed while blocks
+// still wait, and a later one may get its number. It also keeps the file's lock until the last of them is done.
+struct OpenFile {
+  std::uint64_t id = 0;
+  int descriptor = -1;
+  unsigned blocks = 0;
+};
+
 struct Queued {
   Block* block = nullptr;
   int descriptor = -1;
@@ -83,10 +90,10 @@ class ThreadsBackend final : public Backend {
   std::string description() const override { return description_; }
 
   void submit(Block& block) override {
-    const Queued queued{&block, ::fcntl(block.file->descriptor(), F_DUPFD_CLOEXEC, 0)};
-    if (queued.descriptor < 0) block.result = -errno;
     const MutexLock lock(mutex_);
+    const Queued queued{&block, acquire(*block.file)};
     if (queued.descriptor < 0) {
+      block.result = -errno;
       finished_.push(queued);
       return something_finished_.notify_one();
     }
@@ -124,11 +131,29 @@ class ThreadsBackend final : public Backend {
       const Queued queued = waiting_.pop();
       lock.unlock();
       queued.block->result = transfer(*queued.block, queued.descriptor);
-      ::close(queued.descriptor);
       lock.lock();
+      release(queued.descriptor);
       finished_.push(queued);
       something_finished_.notify_one();
     }
+  }
+
+  // Descriptors are few (ulimit -n): one for each file, not one for each block. -1 with errno if there is none left.
+  int acquire(const File& file) HOIST_REQUIRES(mutex_) {
+    auto open = std::ranges::find(files_, file.id(), &OpenFile::id);
+    if (open == files_.end()) {
+      const int descriptor = ::fcntl(file.descriptor(), F_DUPFD_CLOEXEC, 0);
+      if (descriptor < 0) return -1;
+      open = files_.insert(files_.end(), {file.id(), descriptor, 0});
+    }
+    ++open->blocks;
+    return open->descriptor;
+  }
+  void release(int descriptor) HOIST_REQUIRES(mutex_) {
+    const auto open = std::ranges::find(files_, descriptor, &OpenFile::descriptor);
+    if (--open->blocks > 0) return;
+    ::close(descriptor);
+    files_.erase(open);
   }
 
   void stop() noexcept {
@@ -146,6 +171,7 @@ class ThreadsBackend final : public Backend {
   ConditionVariable something_finished_;
   BlockRing waiting_ HOIST_GUARDED_BY(mutex_);
   BlockRing finished_ HOIST_GUARDED_BY(mutex_);
+  std::vector<OpenFile> files_ HOIST_GUARDED_BY(mutex_);
   bool woken_ HOIST_GUARDED_BY(mutex_) = false;
   bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;

@@ -172,10 +172,10 @@ int export_store(const ExportArguments& arguments) {
     complain("hoist export: {}\n", error.what());
     return kBadInput;
   } catch (const measure::Interrupted&) {
-    complain("hoist export: interrupted; no files remain in {}\n", arguments.to);
+    complain("hoist export: interrupted; no file of this export remains in {}\n", arguments.to);
     InterruptGuard::end_by_signal();
   } catch (const Error& error) {
-    complain("hoist export: {}\nNo files remain in {}.\n", error.what(), arguments.to);
+    complain("hoist export: {}\nNo file of this export remains in {}.\n", error.what(), arguments.to);
     if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
       complain("The blocks of an earlier step are reused by the next one; try without --step.\n");
     }

@@ -2,6 +2,7 @@
 // hoist plan: predicts, before hardware is bought or a run is started, what a model needs of each tier, how long its
 // steps take and what limits them, for every placement of its weights and optimizer state, and writes the fastest one
 // that fits as a configuration.
+#include <filesystem>
 #include <memory>
 
 #include <fmt/format.h>
@@ -50,8 +51,10 @@ MachineSpec machine_of(const PlanArguments& arguments) {
   const InterruptGuard interrupt;
   const std::vector<std::string> paths = arguments.paths.empty() ? std::vector<std::string>{"."} : arguments.paths;
   const ThisMachine found = this_machine_spec(paths, interrupt.flag());
-  say("{} {}\n", found.measured_now ? "measured now; kept in" : "measured before; delete this file to measure again:",
-      found.cache_path);
+  if (!found.cache_path.empty())
+    say("{} {}\n",
+        found.measured_now ? "measured now; kept in" : "measured before; delete this file to measure again:",
+        found.cache_path);
   return found.spec;
 }
 
@@ -112,6 +115,11 @@ int plan(const PlanArguments& arguments) {
     const OutputPath json{"--json", arguments.json};
     check_outputs_apart({json, {"--write", arguments.write}}, {arguments.model.units, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
+    if (arguments.config.empty() && std::filesystem::is_regular_file(arguments.write))
+      return bad_plan_input(fmt::format(
+          "--write {}: the file exists, and without a configuration nothing of it would stay; name it as the "
+          "configuration to keep its other keys (hoist plan {} ...), or write to another file",
+          arguments.write, arguments.write));
     const PlanQuestion question = question_of(arguments);
     const PlanReport report = plan_of(question);
     say("{}", plan_text(report));

@@ -22,6 +22,7 @@
 #include <hoist/platform/host_memory.hpp>
 
 #include "machine_file.hpp"
+#include "output.hpp"
 #include "replace_file.hpp"
 #include "storage.hpp"
 
@@ -162,13 +163,28 @@ MachineSpec measure_now(const std::vector<std::string>& directories, const measu
   return spec;
 }
 
-// Returns nothing if there is no such file, or if it is damaged or of another version: it is only a cache.
+// Returns nothing if there is no such file, or if it cannot be read, is damaged or of another version: it is only a
+// cache.
 std::optional<MachineSpec> kept_in(const std::string& path) {
-  if (!fs::exists(path)) return std::nullopt;
+  std::error_code failed;
+  if (!fs::exists(path, failed)) return std::nullopt;
   try {
     return read_machine(path);
-  } catch (const ConfigError&) {
+  } catch (const Error&) {
     return std::nullopt;
+  }
+}
+
+// False where there is no place for it: the machine is measured again the next time.
+bool keep(const MachineSpec& spec, const std::string& path) {
+  try {
+    fs::create_directories(fs::path(path).parent_path());
+    const auto replace = nlohmann::ordered_json::error_handler_t::replace;  // a directory's name need not be UTF-8
+    replace_file(path, machine_file_json(spec).dump(2, ' ', false, replace) + "\n");
+    return true;
+  } catch (const std::exception& error) {
+    complain("hoist plan: the measurement is not kept for the next time: {}\n", error.what());
+    return false;
   }
 }
 
@@ -183,8 +199,7 @@ ThisMachine this_machine_spec(const std::vector<std::string>& directories, const
   }
   machine.spec = measure_now(paths, stop);
   machine.measured_now = true;
-  fs::create_directories(fs::path(machine.cache_path).parent_path());
-  replace_file(machine.cache_path, machine_file_json(machine.spec).dump(2) + "\n");
+  if (!keep(machine.spec, machine.cache_path)) machine.cache_path.clear();
   return machine;
 }
 

@@ -12,7 +12,7 @@ namespace hoist::cli {
 
 struct ThisMachine {
   MachineSpec spec;
-  std::string cache_path;
+  std::string cache_path;  // empty: the measurement could not be kept
   bool measured_now = false;
 };
 

@@ -200,7 +200,7 @@ void warn_if_refused(TuneReport& report, const std::string& text, const std::str
     static_cast<void>(Config::parse(text, path));
   } catch (const ConfigError& error) {
     report.warnings.push_back(
-        fmt::format("`hoist check {}` refuses the file, for reasons that existed before: {}", path, error.what()));
+        fmt::format("`hoist check {}` refuses the file: {}", path, error.what()));
   }
 }
 

@@ -99,6 +99,15 @@ std::optional<Launch> by_torchrun(const Environment& environment) {
   return launch;
 }
 
+// srun's PMI-2 names the rank as MPI does, and where it is on its machine only as Slurm does.
+void complete_from_slurm(const Environment& environment, Launch& launch) {
+  if (launch.local_rank >= 0) return;
+  const auto slurm = by_slurm(environment);
+  if (!slurm || slurm->rank != launch.rank || slurm->size != launch.size) return;
+  launch.local_rank = slurm->local_rank;
+  launch.local_size = slurm->local_size;
+}
+
 }  // namespace
 
 Launch read_launch(const Environment& environment) {
@@ -107,7 +116,10 @@ Launch read_launch(const Environment& environment) {
     if (auto launch = by_torchrun(environment)) return *launch;
   }
   for (const Names& names : kMpi) {
-    if (auto launch = by_names(environment, names)) return *launch;
+    auto launch = by_names(environment, names);
+    if (!launch) continue;
+    complete_from_slurm(environment, *launch);
+    return *launch;
   }
   if (auto launch = by_torchrun(environment)) return *launch;
   return by_slurm(environment).value_or(Launch{});

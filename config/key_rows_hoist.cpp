@@ -62,6 +62,14 @@ std::vector<KeyRow> memory_rows() {
        .default_value = "0",
        .meaning = "Delays the host device's streams at random by this seed, to find missing waits. 0: off.",
        .apply = [](Draft& d, const Value& v) { d.runtime.host_device.chaos_seed = as_count(v); }},
+      {.path = "hoist.host_link_bytes_per_second",
+       .type = ValueType::bytes,
+       .default_value = "0",
+       .range = {.min = 0, .max = 1e15},
+       .meaning = "The speed that the host device's copies between pinned and device memory have at most, in each "
+                  "direction, to see how training hides the link of a GPU. 0: that of memory.",
+       .apply = [](Draft& d,
+                   const Value& v) { d.runtime.host_device.link_bytes_per_second = as_count(v); }},
   };
 }
 
@@ -237,8 +245,7 @@ std::vector<KeyRow> engine_rows() {
        .default_value = "0",
        .range = {.max = 4096},
        .meaning = "Threads of the CPU optimizer. 0: every CPU the process may use, or its part of them if several "
-                  "ranks share the "
-                  "machine.",
+                  "ranks share the machine, and no more than a control group's limit of CPU time.",
        .apply = [](Draft& d, const Value& v) { d.runtime.update_threads = as_unsigned(v); }},
       {.path = "hoist.numa_placement",
        .type = ValueType::boolean,

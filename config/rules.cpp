@@ -363,10 +363,13 @@ class Rules {
   }
 
   void host_device_only() {
-    if (draft_.runtime.device == platform::DeviceKind::cuda && draft_.runtime.host_device.chaos_seed != 0) {
-      problem("hoist.chaos_seed",
-              "affects only the streams of the host device; remove it, or set hoist.device to \"host\"");
-    }
+    if (draft_.runtime.device != platform::DeviceKind::cuda) return;
+    const auto only_there = [this](std::string_view key, bool given) {
+      if (!given) return;
+      problem(key, "affects only the streams of the host device; remove it, or set hoist.device to \"host\"");
+    };
+    only_there("hoist.chaos_seed", draft_.runtime.host_device.chaos_seed != 0);
+    only_there("hoist.host_link_bytes_per_second", draft_.runtime.host_device.link_bytes_per_second != 0);
   }
 
   // Checks that hold for every world size; Config::check_world_size does the rest.

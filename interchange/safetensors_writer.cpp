@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -54,7 +55,7 @@ class SafetensorsWriter::OpenFile {
     if (::ftruncate(descriptor_, 0) != 0) fail("ftruncate", errno, "check the file system");
   }
   ~OpenFile() {
-    if (!renamed_ && descriptor_ >= 0) ::unlink(partial_.c_str());
+    if (!renamed_ && (descriptor_ >= 0 || closed_)) ::unlink(partial_.c_str());
     if (descriptor_ >= 0) ::close(descriptor_);
   }
   OpenFile(const OpenFile&) = delete;
@@ -70,7 +71,15 @@ class SafetensorsWriter::OpenFile {
     }
   }
 
+  // After the last write. Gives up the lock.
+  void close() {
+    sync();
+    ::close(std::exchange(descriptor_, -1));
+    closed_ = true;
+  }
+
   void sync() {
+    if (closed_) return;
     if (::fsync(descriptor_) != 0) fail("fsync", errno, "choose another directory; this drive lost data");
   }
 
@@ -122,6 +131,7 @@ class SafetensorsWriter::OpenFile {
   const std::string partial_;
   int descriptor_ = -1;
   std::uint64_t written_ = 0;
+  bool closed_ = false;
   bool renamed_ = false;
 };
 
@@ -186,6 +196,8 @@ void SafetensorsWriter::check_space() const {
 }
 
 void SafetensorsWriter::next_shard() {
+  // Descriptors are few (ulimit -n): only the first file stays open, whose lock keeps other exports away.
+  if (open_.size() > 1) open_.back()->close();
   const std::size_t index = open_.size();
   const std::string header = encode_header(shards_[index].tensors, options_.metadata, files_[index]);
   open_.push_back(std::make_unique<OpenFile>(files_[index]));

@@ -63,7 +63,11 @@ void check_scratch_directory(const std::string& directory, std::uint64_t bytes) 
   }
   struct statvfs space {};
   if (::statvfs(directory.c_str(), &space) != 0) throw io_error("statvfs", directory, "");
-  const std::uint64_t have = std::uint64_t{space.f_bavail} * space.f_frsize;
+  std::uint64_t have = std::uint64_t{space.f_bavail} * space.f_frsize;
+  // A run that was killed left its file, which this one removes.
+  const std::string left = directory + "/" + ScratchFile::kDirectoryName + "/" + ScratchFile::kDataName;
+  if (::lstat(left.c_str(), &info) == 0 && S_ISREG(info.st_mode))
+    have += static_cast<std::uint64_t>(info.st_blocks) * 512;
   if (have < bytes + kSpareBytes) {
     throw InputError(fmt::format("--path {}: {} are free, {} are needed; lower --size or free space there", directory,
                                  format_bytes(have), format_bytes(bytes + kSpareBytes)));

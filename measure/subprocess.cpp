@@ -67,10 +67,18 @@ pid_t start(const Subprocess& process, const Pipe& output, const Pipe& errors) {
   ::posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
   ::posix_spawn_file_actions_adddup2(&actions, output.writer(), STDOUT_FILENO);
   ::posix_spawn_file_actions_adddup2(&actions, errors.writer(), STDERR_FILENO);
+  posix_spawnattr_t attributes;
+  ::posix_spawnattr_init(&attributes);
+  sigset_t defaults;
+  ::sigemptyset(&defaults);
+  ::sigaddset(&defaults, SIGPIPE);  // which the programs of hoist ignore
+  ::posix_spawnattr_setsigdefault(&attributes, &defaults);
+  ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF);
   const std::vector<std::string> environment = merged_environment(process.environment);
   pid_t pid = -1;
-  const int code = ::posix_spawnp(&pid, process.command.front().c_str(), &actions, nullptr,
+  const int code = ::posix_spawnp(&pid, process.command.front().c_str(), &actions, &attributes,
                                   pointers(process.command).data(), pointers(environment).data());
+  ::posix_spawnattr_destroy(&attributes);
   ::posix_spawn_file_actions_destroy(&actions);
   if (code != 0) throw IoError({.operation = "start", .path = process.command.front(), .code = code}, "");
   return pid;

@@ -29,6 +29,8 @@ struct HostDeviceOptions {
   bool poison = true;
   // Delays streams at random, by this seed, so that a missing wait fails a test. 0 is off.
   std::uint64_t chaos_seed = 0;
+  // Copies between host and device take at least this long, each direction by itself, as over a GPU's link. 0 is off.
+  std::uint64_t link_bytes_per_second = 0;
   // false: only streams may touch its memory, not host code, as with a GPU. If processor and kernel have protection
   // keys (x86 since 2017, pkeys(7)), a violation faults.
   bool host_accessible = true;

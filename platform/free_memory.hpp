@@ -20,11 +20,6 @@ struct MemorySize {
 // without swapping or a kill, by the kernel's estimate.
 MemorySize host_memory();
 
-// The memory that the control group `path` below `mount`, and every group above it, may have, and how much of that is
-// free. The largest numbers if there is no limit. memory.high is a limit here: beyond it, the kernel slows processes
-// down.
-MemorySize memory_of_groups(const std::string& mount, const std::string& path, bool is_v2);
-
 // Addresses that this process may map (ulimit -v); the largest numbers if there is no limit.
 MemorySize address_space();
 

@@ -88,6 +88,7 @@ class HostDevice final : public Device {
     return std::make_unique<HostStream>(HostStreamOptions{.name = std::move(name),
                                                           .ledger = options_.ledger,
                                                           .chaos_seed = seed == 0 ? 0 : random_bits(seed, index) | 1,
+                                                          .link_bytes_per_second = options_.host.link_bytes_per_second,
                                                           .guarded = !options_.host.host_accessible,
                                                           .alive = &streams_alive_});
   }

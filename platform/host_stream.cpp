@@ -187,12 +187,24 @@ void HostStream::perform(const Wait& wait) {
 void HostStream::perform(const Copy& copy) {
   const TimePoint start = Clock::now();
   std::memmove(copy.target, copy.source, copy.bytes);
-  if (options_.ledger == nullptr || copy.kind == CopyKind::local) return;
+  if (copy.kind == CopyKind::local) return;
+  await_link(start, copy.bytes);
+  if (options_.ledger == nullptr) return;
   const Link link = copy.kind == CopyKind::host_to_device ? Link::host_to_device : Link::device_to_host;
   options_.ledger->count(link, copy.bytes, Clock::now() - start);
 }
 
 void HostStream::perform(const Initializer& fill) { std::memset(fill.target, fill.value, fill.bytes); }
+
+// A sleep that ends late does not slow the link: a copy that follows at once begins when the one before should have ended.
+void HostStream::await_link(TimePoint start, std::uint64_t bytes) {
+  if (options_.link_bytes_per_second == 0) return;
+  constexpr auto kLate = std::chrono::milliseconds(1);
+  if (start > link_free_at_ + kLate) link_free_at_ = start;
+  link_free_at_ += std::chrono::duration_cast<Nanoseconds>(std::chrono::duration<double>(
+      static_cast<double>(bytes) / static_cast<double>(options_.link_bytes_per_second)));
+  std::this_thread::sleep_until(link_free_at_);
+}
 
 // One operation in four is prompt, most are late by up to 2 ms, one in 32 by up to 10 ms.
 void HostStream::delay() {

@@ -7,6 +7,7 @@
 
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/platform/control_groups.hpp>
 #include <hoist/platform/numa_placement.hpp>
 #include <hoist/zero/machine.hpp>
 
@@ -170,14 +171,22 @@ class Chooser {
   void update_threads() {
     RuntimeOptions& runtime = out_.runtime;
     if (runtime.update_threads != 0) return;
-    if (!runtime.update_cpus.empty()) {
-      runtime.update_threads = static_cast<unsigned>(runtime.update_cpus.size());
-      return;
+    const auto processes = static_cast<unsigned>(machine_.processes);
+    unsigned threads = static_cast<unsigned>(runtime.update_cpus.size());
+    std::string reason;
+    if (threads == 0 && processes > 1 && !is_bound()) {
+      threads = std::max(machine_.cpu_count / processes, 1u);
+      reason = fmt::format("{} processes divide {} CPUs", processes, machine_.cpu_count);
     }
-    if (machine_.processes == 1 || is_bound()) return;
-    runtime.update_threads = std::max(machine_.cpu_count / static_cast<unsigned>(machine_.processes), 1u);
-    say("hoist.update_threads", fmt::to_string(runtime.update_threads),
-        fmt::format("{} processes divide {} CPUs", machine_.processes, machine_.cpu_count));
+    // The kernel stops all threads for the rest of each period when more of them have used up the time together.
+    const unsigned most = threads == 0 ? machine_.allowed_cpu_count : threads;
+    if (machine_.cpu_limit && *machine_.cpu_limit / processes < most) {
+      threads = std::max(static_cast<unsigned>(*machine_.cpu_limit / processes), 1u);
+      reason = fmt::format("the control group's limit is the time of {:.1f} CPUs", *machine_.cpu_limit);
+      if (processes > 1) reason += fmt::format(" for {} processes", processes);
+    }
+    runtime.update_threads = threads;
+    if (!reason.empty()) say("hoist.update_threads", fmt::to_string(threads), reason);
   }
 
   ChosenOptions out_;
@@ -201,6 +210,7 @@ Machine this_machine(const RuntimeOptions& options) {
                   .local_rank = launch.local_rank,
                   .cpu_count = platform::processor_count(),
                   .allowed_cpu_count = std::max(allowed_cpus(), 1u)};
+  if (const auto limit = platform::control_group_limits().cpu) machine.cpu_limit = limit->count;
   // Reading the topology takes milliseconds: only where there is something to choose.
   std::optional<platform::Topology> topology;
   if (options.numa_placement && (machine.processes > 1 || platform::may_have_several_nodes())) {

@@ -12,6 +12,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/platform/free_memory.hpp>
 
 namespace hoist::cli {
@@ -53,16 +54,5 @@ Section look_at_devices(const Machine& machine);
 // A directory for a store. Makes a small temporary file there.
 // Pre: it is a directory.
 Section look_at_path(const Machine& machine, const std::string& directory);
-
-// --- reading /proc and /sys ------------------------------------------------------------------------------------------
-
-// The first line, without the newline; nullopt if the file cannot be read.
-std::optional<std::string> first_line(const std::string& path);
-// The number that a whole file consists of; nullopt for "max" and anything else.
-std::optional<std::uint64_t> number_in(const std::string& path);
-// The rest of the line that begins with `key` and a colon ("MemTotal:  16 kB" -> "16 kB").
-std::optional<std::string> field_of(const std::string& path, const std::string& key);
-// The same for a value in kB.
-std::optional<std::uint64_t> field_bytes(const std::string& path, const std::string& key);
 
 }  // namespace hoist::cli

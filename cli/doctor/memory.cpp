@@ -9,9 +9,9 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/optim_cpu/update.hpp>
+#include <hoist/platform/control_groups.hpp>
 #include <hoist/platform/topology.hpp>
 
-#include "cgroup.hpp"
 #include "finding.hpp"
 
 namespace hoist::cli {
@@ -30,7 +30,7 @@ Finding available_memory(const Machine& machine) {
   return finding;
 }
 
-Finding memory_limit(const Machine& machine, const CgroupLimits& limits) {
+Finding memory_limit(const Machine& machine, const platform::ControlGroupLimits& limits) {
   Finding finding{.subject = "cgroup memory limit", .found = "none"};
   if (!limits.memory) return finding;
   finding.found = fmt::format("{} ({})", format_bytes(limits.memory->bytes), limits.memory->file);
@@ -52,9 +52,8 @@ Finding huge_pages(const Machine& machine) {
   const auto page = field_bytes(meminfo, "Hugepagesize").value_or(2 * kMiB);
   const std::string setting = machine.sys + "/kernel/mm/transparent_hugepage/enabled";
   const std::string transparent = first_line(setting).value_or("");
-  const auto open = transparent.find('[');
-  const std::string chosen =
-      open == std::string::npos ? "not offered" : transparent.substr(open + 1, transparent.find(']') - open - 1);
+  const bool offered = transparent.find('[') != std::string::npos;
+  const std::string chosen = offered ? chosen_of(transparent) : "not offered";
   Finding finding{
       .subject = "huge pages",
       .found = fmt::format("{} reserved and free ({} each); transparent: {}", reserved, format_bytes(page), chosen)};
@@ -62,7 +61,7 @@ Finding huge_pages(const Machine& machine) {
   if (reserved > 0 || chosen == "always" || chosen == "madvise") return finding;
   finding.verdict = Verdict::lacking;
   finding.cost = "every transfer is cut into more requests: slower transfers that take more CPU time";
-  finding.remedy = open == std::string::npos ? "sudo sysctl -w vm.nr_hugepages=N, N pages for hoist.pinned_memory"
+  finding.remedy = !offered ? "sudo sysctl -w vm.nr_hugepages=N, N pages for hoist.pinned_memory"
                                              : fmt::format("echo madvise | sudo tee {}", setting);
   return finding;
 }
@@ -80,7 +79,7 @@ Finding nodes(const platform::Topology& topology) {
   return finding;
 }
 
-Finding cpu_limit(const CgroupLimits& limits, unsigned cpu_count) {
+Finding cpu_limit(const platform::ControlGroupLimits& limits, unsigned cpu_count) {
   Finding finding{.subject = "cgroup CPU limit", .found = "none"};
   if (!limits.cpu) return finding;
   finding.found = fmt::format("{:.2f} of {} CPUs ({})", limits.cpu->count, cpu_count, limits.cpu->file);
@@ -96,7 +95,7 @@ Finding cpu_limit(const CgroupLimits& limits, unsigned cpu_count) {
 }  // namespace
 
 Section look_at_memory(const Machine& machine) {
-  return {"memory", {available_memory(machine), memory_limit(machine, cgroup_limits(machine)), huge_pages(machine)}};
+  return {"memory", {available_memory(machine), memory_limit(machine, platform::control_group_limits(machine.proc)), huge_pages(machine)}};
 }
 
 Section look_at_processors(const Machine& machine) {
@@ -113,7 +112,7 @@ Section look_at_processors(const Machine& machine) {
   } catch (const Error& error) {
     section.findings.push_back({.subject = "CPUs", .found = fmt::format("unknown: {}", error.what())});
   }
-  if (cpu_count > 0) section.findings.push_back(cpu_limit(cgroup_limits(machine), cpu_count));
+  if (cpu_count > 0) section.findings.push_back(cpu_limit(platform::control_group_limits(machine.proc), cpu_count));
   section.findings.push_back({.subject = "instruction sets",
                               .found = fmt::format("{}", fmt::join(optim::supported_instruction_sets(), ", "))});
   return section;

@@ -17,10 +17,10 @@
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/platform/drive.hpp>
 #include <hoist/platform/topology.hpp>
 
 #include "cards.hpp"
-#include "drive.hpp"
 #include "finding.hpp"
 
 namespace hoist::cli {
@@ -80,7 +80,7 @@ Finding direct_transfers(const std::string& directory) {
   return finding;
 }
 
-Finding file_system(const FileSystem& system) {
+Finding file_system(const platform::FileSystem& system) {
   Finding finding{.subject = "file system", .found = "unknown"};
   if (system.type.empty()) return finding;
   finding.found = fmt::format("{} on {}, mounted at {}", system.type, system.source, system.point);
@@ -108,7 +108,7 @@ Finding space(const std::string& directory) {
   return finding;
 }
 
-Finding blocks(const BlockDevice& drive) {
+Finding blocks(const platform::Drive& drive) {
   const std::uint64_t logical = drive.logical_block_bytes.value_or(512);
   Finding finding{
       .subject = "drive",
@@ -119,7 +119,8 @@ Finding blocks(const BlockDevice& drive) {
                            : drive.rotational ? " (rotating)"
                                               : "",
                            logical, drive.physical_block_bytes.value_or(logical), drive.request_kib_max.value_or(0),
-                           drive.segments_max.value_or(0), drive.scheduler)};
+                           drive.segments_max.value_or(0),
+                           drive.scheduler.empty() ? "unknown" : drive.scheduler)};
   finding.data = {{"name", drive.name},
                   {"model", drive.model},
                   {"logical_block_bytes", logical},
@@ -140,7 +141,7 @@ Finding blocks(const BlockDevice& drive) {
   return finding;
 }
 
-Finding discard(const BlockDevice& drive, const FileSystem& system) {
+Finding discard(const platform::Drive& drive, const platform::FileSystem& system) {
   Finding finding{.subject = "discard", .found = "not offered by the drive"};
   const bool offered = drive.discard_bytes_max.value_or(0) > 0;
   finding.data = {{"offered", offered}, {"mounted", system.discards}};
@@ -199,12 +200,12 @@ Section look_at_path(const Machine& machine, const std::string& directory) {
   const unsigned device_major = major(status.st_dev), device_minor = minor(status.st_dev);
   std::error_code ignored;
   const auto resolved = std::filesystem::canonical(directory, ignored);
-  const FileSystem system =
-      file_system_of(machine, ignored ? directory : resolved.string(), device_major, device_minor);
+  const platform::FileSystem system = platform::file_system_of(ignored ? directory : resolved.string(), device_major,
+                                                               device_minor, machine.proc);
   section.findings.push_back(file_system(system));
   section.findings.push_back(direct_transfers(directory));
   section.findings.push_back(space(directory));
-  if (const auto drive = drive_of(machine, device_major, device_minor)) {
+  if (const auto drive = platform::drive_of(device_major, device_minor, machine.sys)) {
     section.findings.push_back(blocks(*drive));
     section.findings.push_back(discard(*drive, system));
     section.findings.push_back(node(machine, device_major, device_minor));

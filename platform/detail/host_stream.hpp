@@ -29,6 +29,7 @@ struct HostStreamOptions {
   std::string name;
   Ledger* ledger = nullptr;
   std::uint64_t chaos_seed = 0;       // of this stream; 0 is off
+  std::uint64_t link_bytes_per_second = 0;
   bool guarded = false;               // the device's memory (guard.hpp)
   std::atomic<int>* alive = nullptr;  // the device's count of its streams
 };
@@ -90,6 +91,7 @@ class HostStream final : public Stream {
   void perform(const UpdateArguments& update) { update_on_host(update); }
   void perform(const Launch& launch) { launch.work(); }
   void delay();
+  void await_link(TimePoint start, std::uint64_t bytes);
 
   const HostStreamOptions options_;
 
@@ -105,6 +107,7 @@ class HostStream final : public Stream {
   std::exception_ptr error_;
   bool error_delivered_ = false;
   std::optional<Rng> chaos_;
+  TimePoint link_free_at_{};
 
   // Last: starts after everything above exists. In a forked process neither of them can be destroyed.
   struct Worker {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fstream>
-#include <sstream>
 #include <system_error>
 #include <vector>
 
@@ -8,6 +7,7 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/platform/detail/sysfs.hpp>
 
 namespace hoist::platform::detail {
@@ -17,23 +17,12 @@ namespace fs = std::filesystem;
 namespace {
 
 // File systems such as btrfs show a device number of their own; the mount table names their drive.
-std::optional<BlockDevice> mounted_device(dev_t file_system) {
+std::optional<DeviceNumber> mounted_device(dev_t file_system) {
   const std::string wanted = fmt::format("{}:{}", major(file_system), minor(file_system));
-  std::ifstream table("/proc/self/mountinfo");
-  std::string line;
-  while (std::getline(table, line)) {  // "id parent major:minor root mountpoint options [fields] - type source options"
-    std::istringstream words(line);
-    std::string id, parent, number;
-    words >> id >> parent >> number;
-    const std::size_t separator = line.find(" - ");
-    if (number != wanted || separator == std::string::npos) continue;
-    std::istringstream rest(line.substr(separator + 3));
-    std::string type, source;
-    rest >> type >> source;
+  for (const Mount& mount : mounts()) {
     struct stat status {};
-    if (::stat(source.c_str(), &status) == 0 && S_ISBLK(status.st_mode)) {
-      return BlockDevice{major(status.st_rdev), minor(status.st_rdev)};
-    }
+    if (mount.device == wanted && ::stat(mount.source.c_str(), &status) == 0 && S_ISBLK(status.st_mode))
+      return DeviceNumber{major(status.st_rdev), minor(status.st_rdev)};
   }
   return std::nullopt;
 }
@@ -87,7 +76,7 @@ std::optional<int> node_of_folder(const fs::path& sysfs, const fs::path& folder,
 
 }  // namespace
 
-std::optional<BlockDevice> block_device_of_path(const fs::path& path) {
+std::optional<DeviceNumber> block_device_of_path(const fs::path& path) {
   struct stat status {};
   std::error_code error;
   fs::path at = fs::absolute(path, error);
@@ -96,12 +85,12 @@ std::optional<BlockDevice> block_device_of_path(const fs::path& path) {
     if (!at.has_relative_path()) return std::nullopt;
     at = at.parent_path();
   }
-  if (S_ISBLK(status.st_mode)) return BlockDevice{major(status.st_rdev), minor(status.st_rdev)};
-  if (major(status.st_dev) != 0) return BlockDevice{major(status.st_dev), minor(status.st_dev)};
+  if (S_ISBLK(status.st_mode)) return DeviceNumber{major(status.st_rdev), minor(status.st_rdev)};
+  if (major(status.st_dev) != 0) return DeviceNumber{major(status.st_dev), minor(status.st_dev)};
   return mounted_device(status.st_dev);
 }
 
-std::optional<int> numa_node_of_block_device(const fs::path& sysfs, BlockDevice device) {
+std::optional<int> numa_node_of_block_device(const fs::path& sysfs, DeviceNumber device) {
   std::error_code error;
   const fs::path root = fs::canonical(sysfs, error);
   if (error) return std::nullopt;

@@ -10,16 +10,16 @@
 
 namespace hoist::platform::detail {
 
-struct BlockDevice {
+struct DeviceNumber {
   unsigned major = 0;
   unsigned minor = 0;
 };
 
 // The block device of the file system of `path` or, if that does not exist yet, of its nearest existing parent.
-std::optional<BlockDevice> block_device_of_path(const std::filesystem::path& path);
+std::optional<DeviceNumber> block_device_of_path(const std::filesystem::path& path);
 
 // The node of a drive, of a partition, or of a volume (device mapper, md) whose drives all have the same one.
-std::optional<int> numa_node_of_block_device(const std::filesystem::path& sysfs, BlockDevice device);
+std::optional<int> numa_node_of_block_device(const std::filesystem::path& sysfs, DeviceNumber device);
 
 // The number in a numa_node file; nullopt if it is missing or -1 ("unknown").
 std::optional<int> numa_node_file(const std::filesystem::path& file);

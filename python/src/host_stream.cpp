@@ -18,14 +18,16 @@ namespace {
 // memory, and the engine's next call reports the error. (A stream of the host device would do nothing more.)
 class TorchStream final : public platform::Stream {
  public:
-  explicit TorchStream(std::unique_ptr<platform::Stream> stream) : stream_(std::move(stream)) {}
+  TorchStream(std::unique_ptr<platform::Stream> stream, Ledger& ledger) : ledger_(&ledger), stream_(std::move(stream)) {}
 
-  void wait(const platform::StreamEvent& event, WaitCause) override {
-    stream_->launch("wait", [event] {
+  void wait(const platform::StreamEvent& event, WaitCause cause) override {
+    stream_->launch("wait", [event, cause, ledger = ledger_] {
+      const TimePoint begin = Clock::now();
       try {
         event.wait();
       } catch (...) {
       }
+      ledger->waited(cause, Clock::now() - begin);
     });
   }
 
@@ -54,15 +56,17 @@ class TorchStream final : public platform::Stream {
   bool capturing() const override { return false; }
 
  private:
+  Ledger* const ledger_;
   const std::unique_ptr<platform::Stream> stream_;
 };
 
 }  // namespace
 
 HostStream::HostStream()
-    : device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment}),
+    : ledger_(std::make_unique<Ledger>()),
+      device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment}),
               "a stream"),
-      stream_(std::make_unique<TorchStream>(device_->create_stream("torch")), "a stream") {}
+      stream_(std::make_unique<TorchStream>(device_->create_stream("torch"), *ledger_), "a stream") {}
 
 void HostStream::launch(void* stream, void (*run)(void*), void* work) {
   static_cast<platform::Stream*>(stream)->launch("operator", [run, work] { run(work); });
@@ -88,6 +92,17 @@ void bind_host_stream(nanobind::module_& module) {
                          "A stream of the host device, for PyTorch backends that compute in CPU memory (tests).")
       .def(nb::init<>())
       .def_prop_ro("address", [](HostStream& self) { return reinterpret_cast<std::uintptr_t>(&self.stream()); })
+      .def(
+          "waits",
+          [](const HostStream& self) {
+            nb::dict waits;
+            for (std::size_t cause = 0; cause < kWaitCauseCount; ++cause) {
+              waits[wait_cause_name(static_cast<WaitCause>(cause))] =
+                  to_seconds(self.waited(static_cast<WaitCause>(cause)));
+            }
+            return waits;
+          },
+          "Seconds that the stream has waited for the engine, by cause.")
       .def_static(
           "functions",
           [] {

@@ -7,6 +7,9 @@
 // Threading  Any.
 #pragma once
 
+#include <memory>
+
+#include <hoist/core/ledger.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/platform/device.hpp>
 
@@ -17,6 +20,8 @@ class HostStream {
   HostStream();
 
   platform::Stream& stream() { return *stream_; }
+  // What the stream has waited for, for the engine's sake.
+  Nanoseconds waited(WaitCause cause) const { return ledger_->waited(cause); }
   // The functions that a backend in C calls, with a stream's address first. record() makes an event, which forget()
   // ends.
   static void launch(void* stream, void (*run)(void*), void* work);
@@ -27,6 +32,7 @@ class HostStream {
   static void forget(void* event);
 
  private:
+  std::unique_ptr<Ledger> ledger_;
   InOneProcess<platform::Device> device_;
   InOneProcess<platform::Stream> stream_;
 };

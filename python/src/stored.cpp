@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store read without the program that trained it: what hoist.store is built on.
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -45,10 +47,14 @@ class Stored {
     const std::lock_guard lock(mutex_);
     model_ = {nullptr, kStore};
   }
+  // Without the GIL: a thread that holds the lock may wait for it.
   template <typename Question>
   auto ask(const Question& question) {
     process_.require_this(kStore);
+    if (asking_ == std::this_thread::get_id())
+      throw UsageError("a signal handler asks a store that this thread is in the middle of reading");
     const std::lock_guard lock(mutex_);
+    const Asking asking(asking_);
     if (model_.get() == nullptr) throw UsageError("the store was closed");
     return question(*model_);
   }
@@ -56,8 +62,15 @@ class Stored {
  private:
   static constexpr const char* kStore = "this view of the store";  // in errors
 
+  struct Asking {
+    explicit Asking(std::atomic<std::thread::id>& asking) : thread(asking) { thread = std::this_thread::get_id(); }
+    ~Asking() { thread = std::thread::id(); }
+    std::atomic<std::thread::id>& thread;
+  };
+
   const OwningProcess process_;
   std::mutex mutex_;
+  std::atomic<std::thread::id> asking_;  // the thread that holds the lock in ask()
   InOneProcess<StoredModel> model_;
 };
 
@@ -119,21 +132,21 @@ void bind_stored(nb::module_& module) {
       },
       "directory"_a, no_gil,
       "(commits that every rank has, newest first; named checkpoints, oldest first), each as (step, name). Also "
-      "of "
-      "a store in use.");
+      "of a store in use.");
 
   nb::class_<Stored>(module, "StoredModel", "One commit of a store, read without the program that trained it.")
       .def(nb::init<const std::string&, std::optional<std::uint64_t>, const std::string&>(), "directory"_a,
            "step"_a = nb::none(), "checkpoint"_a = "", no_gil)
       .def("close", &Stored::close, no_gil)
-      .def_prop_ro("step", [](Stored& s) { return s.ask([](StoredModel& model) { return model.step(); }); })
-      .def_prop_ro("world_size", [](Stored& s) { return s.ask([](StoredModel& model) { return model.world_size(); }); })
+      .def_prop_ro("step", [](Stored& s) { return s.ask([](StoredModel& model) { return model.step(); }); }, no_gil)
+      .def_prop_ro("world_size", [](Stored& s) { return s.ask([](StoredModel& model) { return model.world_size(); }); }, no_gil)
       .def_prop_ro("parameters",
                    [](Stored& s) {
                      return s.ask([](StoredModel& model) {
                        return std::vector(model.parameters().begin(), model.parameters().end());
                      });
-                   })
+                   },
+                   no_gil)
       .def_prop_ro(
           "loss_scale",
           [](Stored& s) -> std::optional<std::tuple<double, std::uint64_t, std::uint32_t>> {
@@ -141,7 +154,7 @@ void bind_stored(nb::module_& module) {
             if (!scaler) return std::nullopt;
             return std::make_tuple(scaler->scale, scaler->steps_without_overflow, scaler->hysteresis_left);
           },
-          "(scale, steps without an overflow, overflows until it is lowered); None without a dynamic loss scale.")
+          no_gil, "(scale, steps without an overflow, overflows until it is lowered); None without a dynamic loss scale.")
       .def("caller_state", &caller_state, "rank"_a = 0, "As the program gave it to step() or save().")
       .def(
           "read",

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <hoist/aio/drive_queue.hpp>
+#include <hoist/tests/support/full_table.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
@@ -43,6 +44,17 @@ class Conformance : public testing::TestWithParam<Way> {
 
   test::TempDirectory directory_;
 };
+
+TEST_P(Conformance, BlocksInFlightNeedNoDescriptorEach) {
+  const AlignedBuffer memory(kMiB);
+  const File file = make_file("deep", kMiB);
+  DriveQueueOptions deep = options(memory);
+  deep.block_bytes = 4 * kKiB;
+  deep.queue_depth = 256;
+  DriveQueue engine = make_engine(deep);
+  const test::FullTable few(4);
+  EXPECT_NO_THROW(engine.write(file, 0, memory.part(0, kMiB), Priority::foreground).wait());
+}
 
 TEST_P(Conformance, EveryLengthOffsetBlockAndDepthIsByteExact) {
   constexpr std::uint64_t kFileBytes = 8 * kMiB;

@@ -113,7 +113,7 @@ TEST_F(BenchIo, BadInputIsRefusedWithTheRemedyAndTouchesNothing) {
       {"--path drive --size many", "is not a number of bytes"},
       {"--path drive --size 0", "is not a number of bytes"},
       {"--path drive --size 512KiB", "smaller than one block of 1.0 MiB"},
-      {"--path drive --block-size 5000", "the nearest is 8192"},
+      {"--path drive --block-size 5000", "the next is 8192"},
       {"--path drive --block-size 2GiB", "at most 1 GiB"},
       {"--path drive --queue-depth 0", "must be 1 to 4096"},
       {"--path drive --queue-depth 5000", "must be 1 to 4096"},

@@ -291,7 +291,7 @@ TEST_F(Check, TwoOutputsNeverShareAFile) {
   write("x.json", "{}");
   std::filesystem::create_symlink("x.json", path("link"));
   EXPECT_EQ(run("plan --parameters 1e6 --write link --json x.json").exit_code, 2);
-  EXPECT_EQ(run("plan --parameters 1e6 --write x.json --json y.json").exit_code, 0);
+  EXPECT_EQ(run("plan --parameters 1e6 --write z.json --json y.json").exit_code, 0);
 }
 
 TEST_F(Check, RefusesMoreLocalRanksThanRanks) {

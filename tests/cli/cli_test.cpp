@@ -171,6 +171,14 @@ TEST_F(Cli, OutputThatIsLostIsAFailure) {
     EXPECT_EQ(run(std::string("check bad.json ") + lost + "; echo $?").output, "2\n") << lost;
 }
 
+// As `hoist check ... | head` does: no message, and no signal that would end the work before its files are removed.
+TEST_F(Cli, AReaderThatHasSeenEnoughIsNoSignal) {
+  write("good.json", kGood);
+  run("--version; { sleep 0.3; '" HOIST_PROGRAM "' check good.json 2>errors; echo $? >code; } | exec 0<&-; true");
+  EXPECT_EQ(test::text_of(path("code")), "1\n");
+  EXPECT_EQ(test::text_of(path("errors")), "");
+}
+
 // The report would otherwise be opened as standard output, and what is printed would go into it.
 TEST_F(Cli, ClosedDescriptorsDoNotMixPrintingWithFiles) {
   write("good.json", kGood);

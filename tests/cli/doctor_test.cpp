@@ -9,9 +9,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <hoist/cli/doctor/cgroup.hpp>
-#include <hoist/cli/doctor/drive.hpp>
+#include <hoist/cli/doctor/finding.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/platform/drive.hpp>
 
 #include "program.hpp"
 
@@ -141,56 +141,9 @@ class DoctorMachine : public ::testing::Test {
   test::TempDirectory directory_;
 };
 
-TEST_F(DoctorMachine, TheSmallestLimitOnTheWayToTheRootBinds) {
-  put("proc/self/cgroup", "0::/jobs/training/rank0");
-  put("proc/self/mountinfo", "30 24 0:26 / " + mount_point("cg") + " rw,nosuid shared:4 - cgroup2 cgroup2 rw");
-  put("cg/jobs/training/rank0/memory.max", "max");
-  put("cg/jobs/training/memory.max", "8589934592");
-  put("cg/jobs/training/cpu.max", "350000 100000");
-  put("cg/jobs/memory.max", "17179869184");
-  put("cg/jobs/memory.high", "6442450944");
-  put("cg/jobs/cpu.max", "max 100000");
-  const auto limits = cli::cgroup_limits(machine());
-  ASSERT_TRUE(limits.memory);
-  EXPECT_EQ(limits.memory->bytes, 6442450944u);
-  EXPECT_EQ(limits.memory->file, mount_point("cg/jobs/memory.high"));
-  ASSERT_TRUE(limits.cpu);
-  EXPECT_DOUBLE_EQ(limits.cpu->count, 3.5);
-}
-
-TEST_F(DoctorMachine, AContainerSeesItsOwnGroupAsTheRoot) {
-  put("proc/self/cgroup", "0::/docker/4711/init");
-  put("proc/self/mountinfo", "30 24 0:26 /docker/4711 " + mount_point("cg") + " ro - cgroup2 cgroup rw");
-  put("cg/memory.max", "1073741824");
-  put("cg/init/memory.max", "max");
-  ASSERT_TRUE(cli::cgroup_limits(machine()).memory);
-  EXPECT_EQ(cli::cgroup_limits(machine()).memory->bytes, 1073741824u);
-  // A group outside of what is mounted: what the mount's root says is all there is.
-  put("proc/self/cgroup", "0::/../other");
-  ASSERT_TRUE(cli::cgroup_limits(machine()).memory);
-}
-
-TEST_F(DoctorMachine, VersionOneIsUnderstood) {
-  put("proc/self/cgroup", "4:memory:/m\n3:cpu,cpuacct:/c\n0::/");
-  put("proc/self/mountinfo", "35 31 0:32 / " + mount_point("memory") + " rw - cgroup cgroup rw,memory\n36 31 0:33 / " +
-                                 mount_point("cpu") + " rw - cgroup cgroup rw,cpu,cpuacct");
-  put("memory/memory.limit_in_bytes", "9223372036854771712");
-  put("memory/m/memory.limit_in_bytes", "2147483648");
-  put("cpu/cpu.cfs_quota_us", "-1");
-  put("cpu/cpu.cfs_period_us", "100000");
-  put("cpu/c/cpu.cfs_quota_us", "150000");
-  put("cpu/c/cpu.cfs_period_us", "100000");
-  const auto limits = cli::cgroup_limits(machine());
-  ASSERT_TRUE(limits.memory);
-  EXPECT_EQ(limits.memory->bytes, 2147483648u);
-  ASSERT_TRUE(limits.cpu);
-  EXPECT_DOUBLE_EQ(limits.cpu->count, 1.5);
-}
-
 TEST_F(DoctorMachine, NothingReadableIsUnknownAndNoFailure) {
-  EXPECT_FALSE(cli::cgroup_limits(machine()).memory);
-  EXPECT_FALSE(cli::drive_of(machine(), 8, 0));
-  EXPECT_EQ(cli::file_system_of(machine(), "/data", 8, 0).type, "");
+  EXPECT_FALSE(platform::drive_of(8, 0, machine().sys));
+  EXPECT_EQ(platform::file_system_of("/data", 8, 0, machine().proc).type, "");
   for (const cli::Section& section :
        {cli::look_at_io_uring(machine()), cli::look_at_memory(machine()), cli::look_at_devices(machine()),
         cli::look_at_path(machine(), directory_.path().string())}) {
@@ -260,7 +213,7 @@ TEST_F(DoctorMachine, APartitionHasTheQueueOfItsDrive) {
   put("sys/devices/nvme0n1/nvme0n1p2/partition", "2");
   fs::create_directories(directory_ / "sys/dev/block");
   fs::create_directory_symlink("../../devices/nvme0n1/nvme0n1p2", directory_ / "sys/dev/block/259:2");
-  const auto drive = cli::drive_of(machine(), 259, 2);
+  const auto drive = platform::drive_of(259, 2, machine().sys);
   ASSERT_TRUE(drive);
   EXPECT_EQ(drive->name, "nvme0n1");
   EXPECT_EQ(drive->model, "Fast Drive 9");
@@ -276,11 +229,11 @@ TEST_F(DoctorMachine, TheNearestMountOfADeviceCounts) {
       "22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n"
       "23 22 259:2 / /data rw,relatime shared:1 - xfs /dev/nvme0n1p2 rw,discard\n"
       "24 22 8:1 /srv /data/store rw - ext4 /dev/sda1 rw");
-  EXPECT_EQ(cli::file_system_of(machine(), "/data/hoist", 259, 2).type, "xfs");
-  EXPECT_TRUE(cli::file_system_of(machine(), "/data/hoist", 259, 2).discards);
-  EXPECT_EQ(cli::file_system_of(machine(), "/data/store/x", 8, 1).point, "/data/store");
-  EXPECT_EQ(cli::file_system_of(machine(), "/database", 8, 1).point, "/");
-  EXPECT_FALSE(cli::file_system_of(machine(), "/database", 8, 1).discards);
+  EXPECT_EQ(platform::file_system_of("/data/hoist", 259, 2, machine().proc).type, "xfs");
+  EXPECT_TRUE(platform::file_system_of("/data/hoist", 259, 2, machine().proc).discards);
+  EXPECT_EQ(platform::file_system_of("/data/store/x", 8, 1, machine().proc).point, "/data/store");
+  EXPECT_EQ(platform::file_system_of("/database", 8, 1, machine().proc).point, "/");
+  EXPECT_FALSE(platform::file_system_of("/database", 8, 1, machine().proc).discards);
 }
 
 TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {

@@ -451,6 +451,11 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   EXPECT_EQ(test::text_of(path("cache/hoist/machine.json")), cached);
   write("cache/hoist/machine.json", "{");
   EXPECT_THAT(run(command).output, HasSubstr("measured now")) << "a damaged cache is measured again";
+  write("no_folder", "");
+  ::setenv("XDG_CACHE_HOME", path("no_folder").c_str(), 1);
+  const auto unkept = run(command);
+  EXPECT_EQ(unkept.exit_code, 0) << unkept.errors;
+  EXPECT_THAT(unkept.errors, HasSubstr("the measurement is not kept"));
   ::unsetenv("XDG_CACHE_HOME");
   EXPECT_TRUE(std::filesystem::is_empty(path("drive"))) << "its files are removed";
   // It is a machine file, and hoist check takes what was written, for this machine and model.
@@ -471,6 +476,9 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
     const auto found = best(json_of("plan.json"));
     const auto checked = run("check planned.json");
     EXPECT_EQ(checked.exit_code, 0) << checked.errors;
+    const auto again_written = run("plan --parameters 7e9 --write planned.json" + std::string(kOneRank));
+    EXPECT_EQ(again_written.exit_code, 2);
+    EXPECT_THAT(again_written.errors, HasSubstr("--write planned.json: the file exists"));
     ASSERT_EQ(run("plan planned.json --parameters 7e9 --tokens 4096 --json again.json --machine machine.json --world 1")
                   .exit_code,
               0);
@@ -481,6 +489,7 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
     EXPECT_EQ(again["step"], found["step"]) << budgets;
     EXPECT_EQ(again["pinned"]["bytes"], found["pinned"]["bytes"]) << budgets;
     EXPECT_NEAR(again["seconds"]["expected"].get<double>(), found["seconds"]["expected"].get<double>(), 1e-9);
+    std::filesystem::remove(path("planned.json"));
   }
   // The rest of the configuration stays, comments included.
   write("mine.json", "{\n  // mine\n  \"gradient_clipping\": 0.5,\n  \"hoist\": {\"update_mode\": \"step\"}\n}\n");

@@ -74,6 +74,8 @@ TEST(Launch, ProcessesOfAMachine) {
     srun["SLURM_STEP_TASKS_PER_NODE"] = list;
     EXPECT_EQ(launch_in(srun).local_size, most) << list;
   }
+  srun["SLURM_STEP_TASKS_PER_NODE"] = "4(x3)";
+  EXPECT_EQ(launch_in(joined({{"PMI_SIZE", "12"}, {"PMI_RANK", "9"}}, srun)).local_size, 4) << "srun --mpi=pmi2";
   torchrun["LOCAL_WORLD_SIZE"] = "9";  // of 4
   EXPECT_EQ(launch_in(torchrun).local_size, 4);
 }
@@ -91,6 +93,9 @@ INSTANTIATE_TEST_SUITE_P(
                          0,
                          1,
                          -1},
+                    Case{"srun_pmi2", joined({{"PMI_SIZE", "12"}, {"PMI_RANK", "9"}}, kSrun), Launcher::mpi, 9, 12, 3},
+                    // The variables of the srun that started mpirun are those of another process.
+                    Case{"mpirun_in_srun", joined({{"PMI_SIZE", "12"}, {"PMI_RANK", "2"}}, kSrun), Launcher::mpi, 2, 12, -1},
                     Case{"mpirun_in_slurm", joined(kOpenMpi, kSrun), Launcher::mpi, 5, 8, 1},
                     // One torchrun a node, started by srun or mpirun, whose variables its processes inherit.
                     Case{"srun_torchrun", joined(kTorchrun, kSrun), Launcher::torchrun, 3, 4, 1},

@@ -29,6 +29,7 @@ void expect_equal(const RuntimeOptions& a, const RuntimeOptions& b) {
   EXPECT_EQ(a.device_ordinal, b.device_ordinal);
   EXPECT_EQ(a.host_device.poison, b.host_device.poison);
   EXPECT_EQ(a.host_device.chaos_seed, b.host_device.chaos_seed);
+  EXPECT_EQ(a.host_device.link_bytes_per_second, b.host_device.link_bytes_per_second);
   EXPECT_EQ(a.device_memory_bytes, b.device_memory_bytes);
   EXPECT_EQ(a.pinned_memory_bytes, b.pinned_memory_bytes);
   EXPECT_EQ(a.huge_pages, b.huge_pages);
@@ -126,6 +127,7 @@ TEST(Options, HoistSection) {
   expected.huge_pages = false;
   expected.comm_scratch_bytes = kMiB;
   expected.host_device.chaos_seed = 42;
+  expected.host_device.link_bytes_per_second = 16 * kGiB;
   expected.update_threads = 2;
   expected.aio_backend = aio::BackendKind::threads;
   expected.communicator = CommunicatorKind::self;

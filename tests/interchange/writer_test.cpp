@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/tests/support/full_table.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -97,6 +98,20 @@ TEST(SafetensorsWriter, WritesCrossTensorsAndShards) {
   EXPECT_THAT(names_in(directory / "new/m"),
               ElementsAre("model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
                           "model-00003-of-00003.safetensors", "model.safetensors.index.json"));
+}
+
+TEST(SafetensorsWriter, MoreShardsThanDescriptors) {
+  const TempDirectory directory;
+  const auto write = [&](const std::string& name, std::size_t bytes) {
+    const test::FullTable few(4);
+    SafetensorsWriter writer({.directory = directory / name, .shard_bytes_max = 1}, bytes_of(std::vector<std::uint64_t>(40, 1)));
+    put(writer, bytes);
+    if (bytes == 40) writer.finish();
+  };
+  write("whole", 40);
+  EXPECT_EQ(SafetensorsModel(directory / "whole").tensors().size(), 40u);
+  write("abandoned", 30);
+  EXPECT_FALSE(fs::exists(directory / "abandoned"));
 }
 
 TEST(SafetensorsWriter, AnAbandonedExportLeavesNothing) {

@@ -9,6 +9,7 @@
 
 #include <hoist/core/units.hpp>
 #include <hoist/measure/scratch_file.hpp>
+#include <hoist/tests/aio/small_file_system.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -58,6 +59,18 @@ TEST_F(ScratchFileTest, AKilledRunsFileIsTakenOver) {
   leave_behind();
   { const ScratchFile file(parent(), 2 * kMiB); }
   EXPECT_TRUE(fs::is_empty(directory_.path()));
+}
+
+TEST_F(ScratchFileTest, WhatAKilledRunHasLeftCountsAsFree) {
+  const aio::SmallFileSystem drive(parent(), "ext4");
+  if (!drive.mounted()) GTEST_SKIP() << "only root may mount a small file system";
+  const auto free_bytes = [&] { return fs::space(drive.path()).available; };
+  const std::uint64_t before = free_bytes();
+  fs::create_directory(drive / ScratchFile::kDirectoryName);
+  write(drive / ScratchFile::kDirectoryName + "/" + ScratchFile::kDataName, std::string(4 * kMiB, 'x'));
+  ASSERT_LT(free_bytes(), before - 3 * kMiB);
+  EXPECT_THAT([&] { check_scratch_directory(drive.path(), before); },
+              ThrowsMessage<InputError>(HasSubstr(format_bytes(free_bytes() + 4 * kMiB) + " are free")));
 }
 
 TEST_F(ScratchFileTest, ARunKilledBeforeItsMarkerWasWholeIsTakenOver) {

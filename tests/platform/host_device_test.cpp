@@ -261,6 +261,27 @@ TEST(Chaos, NeverBlamesACorrectProgram) {
   }
 }
 
+TEST(HostDevice, CopiesTakeAsLongAsTheLinkThatIsModelled) {
+  Ledger ledger;
+  const auto device = Device::create(
+      {.memory_bytes = 64 << 10, .host = {.link_bytes_per_second = 1'000'000}, .ledger = &ledger});
+  const auto up = device->create_stream("up"), down = device->create_stream("down");
+  Bytes here(20'000), back(20'000);
+  const std::span<std::byte> there = device->memory();
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < 2; ++i) {
+    up->copy(there.data(), here.data(), here.size(), CopyKind::host_to_device);
+    down->copy(back.data(), there.data() + here.size(), back.size(), CopyKind::device_to_host);
+  }
+  up->synchronize();
+  down->synchronize();
+  EXPECT_GE(std::chrono::steady_clock::now() - begin, 40ms);
+  for (const Link link : {Link::host_to_device, Link::device_to_host}) {
+    EXPECT_EQ(ledger.totals(link).bytes, 40'000u);
+    EXPECT_GE(ledger.totals(link).busy, 39ms) << "a copy that begins late ends in time";
+  }
+}
+
 // --- bugs end the process
 // ---------------------------------------------------------------------------------------------
 

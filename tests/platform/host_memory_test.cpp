@@ -193,28 +193,5 @@ TEST(AvailableMemory, IsPlausible) {
   EXPECT_LT(available, std::uint64_t{1} << 46);
 }
 
-// Of all groups from the process's own upwards, the smallest limit, the soft one included.
-TEST(AvailableMemory, IsLimitedByEveryControlGroupAbove) {
-  const test::TempDirectory root;
-  const auto group = [&](const std::string& path, const char* most, const char* high, const char* used) {
-    const std::filesystem::path directory = root.path() / path;
-    std::filesystem::create_directories(directory);
-    std::ofstream(directory / "memory.max") << most << "\n";
-    std::ofstream(directory / "memory.high") << high << "\n";
-    std::ofstream(directory / "memory.current") << used << "\n";
-    std::ofstream(directory / "memory.stat") << "anon 1\ninactive_file 100\n";
-  };
-  const auto free = [&] { return memory_of_groups(root.path().string(), "/job/rank", /*is_v2=*/true).free_bytes; };
-  group("job/rank", "max", "max", "500");
-  group("job", "max", "max", "600");
-  EXPECT_EQ(free(), std::numeric_limits<std::uint64_t>::max());
-  group("job", "9000", "max", "600");
-  EXPECT_EQ(free(), 8500u) << "cache that is dropped first is not used";
-  group("job/rank", "max", "5000", "500");
-  EXPECT_EQ(free(), 4600u);
-  group("job", "9000", "700", "600");
-  EXPECT_EQ(free(), 200u);
-}
-
 }  // namespace
 }  // namespace hoist::platform::host_memory_test

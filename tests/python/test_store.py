@@ -2,6 +2,8 @@
 """hoist.store: what a run has left on NVMe, without its program."""
 
 import shutil
+import threading
+import time
 
 import pytest
 import torch
@@ -76,6 +78,20 @@ def test_a_run_continues_from_a_copy(settings, tmp_path):
     with hoist.torch.wrap(Gpt(), config, resume=True) as engine:
         assert engine.step_count == 2 and engine.digest() == at_two
         train(engine, 1)
+
+
+def test_threads_ask_while_another_copies(settings, tmp_path):
+    with hoist.torch.wrap(Gpt(), settings()) as engine:
+        train(engine, 1)
+    size = sum(file.stat().st_blocks for file in (tmp_path / "store").rglob("*.data")) * 512
+    with hoist.store.open(tmp_path / "store") as stored:
+        copying = threading.Thread(target=stored.copy, args=[tmp_path / "backup", size // 2])  # takes about 2 s
+        copying.start()
+        while copying.is_alive():
+            assert stored.step == 1 and stored.world_size == 1
+            time.sleep(0.01)
+        copying.join()
+    assert hoist.store.steps(tmp_path / "backup").commits == [1]
 
 
 def test_damage_is_found_and_no_wrong_byte_is_read(settings, tmp_path):

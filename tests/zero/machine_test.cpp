@@ -152,6 +152,25 @@ TEST(MachineChoice, ProcessesOfAMachineDivideItsMemoryAndItsProcessors) {
   EXPECT_EQ(choose({}, machine).runtime.update_threads, 0u) << "all that the process may use";
 }
 
+// As docker run --cpus=3.5 has it: the process may run on every processor, but not at every time.
+TEST(MachineChoice, UpdateThreadsStayBelowTheControlGroupsLimitOfCpuTime) {
+  const auto threads = [](std::optional<double> limit, int processes, unsigned given = 0) {
+    Machine machine = workstation();
+    machine.cpu_limit = limit;
+    machine.processes = processes;
+    return choose({.update_threads = given}, machine).runtime.update_threads;
+  };
+  EXPECT_EQ(threads(3.5, 1), 3u);
+  EXPECT_EQ(threads(0.5, 1), 1u);
+  EXPECT_EQ(threads(16.0, 1), 0u) << "all of them";
+  EXPECT_EQ(threads(8.0, 4), 2u);
+  EXPECT_EQ(threads(64.0, 4), 4u);
+  EXPECT_EQ(threads(3.5, 1, 12), 12u) << "a number in the file wins";
+  Machine machine = workstation();
+  machine.cpu_limit = 3.5;
+  EXPECT_THAT(choose({}, machine).choices.back().reason, HasSubstr("3.5 CPUs"));
+}
+
 Machine server(int processes, int local_rank) {
   Machine machine = with_gpu();
   machine.processes = processes;

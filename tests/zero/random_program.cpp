@@ -325,6 +325,7 @@ void draw_machine(Rng& rng, RuntimeOptions& runtime) {
   runtime.update_threads = 1 + static_cast<unsigned>(rng.below(3));
   runtime.huge_pages = one_in(rng, 2);
   runtime.comm_scratch_bytes = one_of(rng, std::array<std::uint64_t, 3>{64 * kKiB, 256 * kKiB, 4 * kMiB});
+  runtime.host_device.link_bytes_per_second = one_in(rng, 6) ? 100'000'000 : 0;
 }
 
 // The only 16-bit type of what is trained, if there is one.
@@ -443,7 +444,7 @@ std::string describe(const ToySetup& setup) {
       "reuse {}, persistence {}, up to "
       "{} micro-batches {}, caller state {}; device {} bytes{}, pinned {} bytes{}, {} further drives, backend {}, "
       "blocks "
-      "{}, depth {}, {} io threads, {} update threads, scratch {}, chaos {:x}{}{}{}",
+      "{}, depth {}, {} io threads, {} update threads, scratch {}, chaos {:x}, link {}{}{}{}",
       name_of(e.parameters), name_of(e.optimizer), e.stage, kModes[static_cast<std::size_t>(e.update_mode)],
       e.store_directory.empty() ? "no store" : "a store", e.durability == tiers::Durability::none ? "none" : "step",
       e.commit_every, e.keep_steps, e.optimizer_offload_ratio, share(e.optimizer_pinned_fraction),
@@ -456,7 +457,7 @@ std::string describe(const ToySetup& setup) {
       r.huge_pages ? ", huge pages" : "", e.stripe_directories.size(),
       r.aio_backend == aio::BackendKind::threads ? "threads" : "automatic", r.aio_block_bytes, r.aio_queue_depth,
       r.aio_threads, r.update_threads, r.comm_scratch_bytes, r.host_device.chaos_seed,
-      e.metrics_path.empty() ? "" : ", metrics", r.trace_path.empty() ? "" : ", trace",
+      r.host_device.link_bytes_per_second, e.metrics_path.empty() ? "" : ", metrics", r.trace_path.empty() ? "" : ", trace",
       e.weights_dtype ? ", weights declared" : "");
 }
 

@@ -60,7 +60,8 @@ Functions functions;
 
 struct Lane {
   void* stream = nullptr;
-  std::mt19937_64 delays;  // of the stream's thread
+  std::mt19937_64 delays;  // of the stream's thread, like the next
+  std::chrono::nanoseconds busy{0};
 };
 std::vector<Lane> lanes;  // by a stream's number in PyTorch; 0 is the default stream
 thread_local c10::StreamId current = 0;
@@ -91,6 +92,7 @@ void enqueue(c10::StreamId number, std::function<void()> work) {
       lane(number).stream,
       [](void* p) {
         const std::unique_ptr<Task> task(static_cast<Task*>(p));
+        const auto begin = std::chrono::steady_clock::now();
         delay_at_times(*task->lane);
         try {
           task->work();
@@ -98,6 +100,7 @@ void enqueue(c10::StreamId number, std::function<void()> work) {
           const std::lock_guard lock(error_mutex);
           if (!error) error = std::current_exception();
         }
+        task->lane->busy += std::chrono::steady_clock::now() - begin;
       },
       new Task{&lane(number), std::move(work)});
 }
@@ -491,7 +494,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::memcpy(&functions, addresses.data(), sizeof(functions));
     pthread_atfork(nullptr, nullptr, [] { ended = true; });
     for (const std::uintptr_t stream : streams)
-      lanes.push_back({reinterpret_cast<void*>(stream), std::mt19937_64(seed++)});
+      lanes.push_back({reinterpret_cast<void*>(stream), std::mt19937_64(seed++), {}});
   });
   m.def("staged", &staged_by);
   m.def("synchronize", [] { synchronize_all(); });
@@ -512,6 +515,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("waits", [] { return waits.load(); });
   m.def("sleep", [](int milliseconds) {
     enqueue(current, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+  });
+  m.def("busy_seconds", [] {  // of the current stream's operators
+    synchronize_all();
+    return std::chrono::duration<double>(lane(current).busy).count();
   });
   m.def("mark", [](int number) {
     enqueue(current, [number] {

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/doctor/drive.hpp - the file system and the block device of a directory, as the kernel describes them.
+// platform/drive.hpp - the file system and the block device of a directory, as the kernel describes them.
+//
+// The roots of procfs and sysfs are arguments, so that tests can use their own.
+//
+// Threading  Any.
+// Errors     None: what cannot be read is unknown.
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <string>
 
-#include "finding.hpp"
-
-namespace hoist::cli {
+namespace hoist::platform {
 
 struct FileSystem {
   std::string type;       // "ext4"; empty: unknown
@@ -18,9 +22,10 @@ struct FileSystem {
   bool is_memory() const { return type == "tmpfs" || type == "ramfs"; }
 };
 // The mount with this device number. If several share it, the one nearest above `path`.
-FileSystem file_system_of(const Machine& machine, const std::string& path, unsigned major, unsigned minor);
+FileSystem file_system_of(const std::string& path, unsigned major, unsigned minor,
+                          const std::filesystem::path& proc = "/proc");
 
-struct BlockDevice {
+struct Drive {
   std::string name;   // "nvme0n1"
   std::string model;  // empty: unknown
   std::optional<std::uint64_t> logical_block_bytes;
@@ -33,6 +38,6 @@ struct BlockDevice {
   std::string scheduler;
 };
 // The whole drive, also for a partition; nullopt without a block device (network, memory, overlays).
-std::optional<BlockDevice> drive_of(const Machine& machine, unsigned major, unsigned minor);
+std::optional<Drive> drive_of(unsigned major, unsigned minor, const std::filesystem::path& sys = "/sys");
 
-}  // namespace hoist::cli
+}  // namespace hoist::platform

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <charconv>
+#include <fstream>
+#include <sstream>
+
+#include <hoist/core/kernel_files.hpp>
+
+namespace hoist {
+
+std::optional<std::string> first_line(const std::filesystem::path& file) {
+  std::ifstream stream(file);
+  std::string line;
+  if (!std::getline(stream, line)) return std::nullopt;
+  line.erase(line.find_last_not_of(' ') + 1);
+  return line;
+}
+
+std::optional<std::uint64_t> number_in(const std::filesystem::path& file) {
+  const auto line = first_line(file);
+  if (!line) return std::nullopt;
+  std::uint64_t value = 0;
+  const auto [end, error] = std::from_chars(line->data(), line->data() + line->size(), value);
+  if (error != std::errc() || end != line->data() + line->size()) return std::nullopt;
+  return value;
+}
+
+std::optional<std::string> field_of(const std::filesystem::path& file, const std::string& key) {
+  std::ifstream stream(file);
+  for (std::string line; std::getline(stream, line);) {
+    if (!line.starts_with(key)) continue;
+    const auto colon = line.find_first_not_of(" \t", key.size());
+    if (colon == std::string::npos || line[colon] != ':') continue;
+    const auto start = line.find_first_not_of(" \t", colon + 1);
+    return start == std::string::npos ? std::string() : line.substr(start);
+  }
+  return std::nullopt;
+}
+
+std::optional<std::uint64_t> field_bytes(const std::filesystem::path& file, const std::string& key) {
+  const auto field = field_of(file, key);
+  if (!field) return std::nullopt;
+  std::uint64_t kilobytes = 0;
+  const auto [end, error] = std::from_chars(field->data(), field->data() + field->size(), kilobytes);
+  if (error != std::errc()) return std::nullopt;
+  return kilobytes * 1024;
+}
+
+std::string chosen_of(const std::string& choices) {
+  const auto open = choices.find('[');
+  return open == std::string::npos ? choices : choices.substr(open + 1, choices.find(']', open) - open - 1);
+}
+
+unsigned size_of_list(const std::string& list) {
+  unsigned count = 0;
+  std::istringstream ranges(list);
+  for (std::string range; std::getline(ranges, range, ',');) {
+    std::istringstream numbers(range);
+    unsigned first = 0;
+    if (!(numbers >> first)) return 0;
+    unsigned last = first;
+    if (numbers.get() == '-' && !(numbers >> last)) return 0;
+    if (last < first) return 0;
+    count += last - first + 1;
+  }
+  return count;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+std::vector<Mount> mounts(const std::filesystem::path& proc) {
+  std::vector<Mount> result;
+  std::ifstream file(proc / "self/mountinfo");
+  for (std::string line; std::getline(file, line);) {
+    // id parent major:minor root point options [tags...] - type source super-options
+    const auto dash = line.find(" - ");
+    if (dash == std::string::npos) continue;
+    const auto before = split(line.substr(0, dash), ' ');
+    const auto after = split(line.substr(dash + 3), ' ');
+    if (before.size() < 6 || after.size() < 2) continue;
+    std::string options = before[5];
+    if (after.size() > 2) options += "," + after[2];
+    result.push_back({before[2], before[3], before[4], after[0], after[1], split(options, ',')});
+  }
+  return result;
+}
+
+}  // namespace hoist

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// What control groups allow a process, by files that a test writes in the place of /proc and of the groups.
+#include <filesystem>
+#include <fstream>
+
+#include <gtest/gtest.h>
+
+#include <hoist/platform/control_groups.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
+
+namespace hoist::platform::control_groups_test {
+namespace {
+
+namespace fs = std::filesystem;
+
+class ControlGroups : public ::testing::Test {
+ protected:
+  void put(const std::string& name, const std::string& text) const {
+    const fs::path file = directory_ / name;
+    fs::create_directories(file.parent_path());
+    std::ofstream(file) << text << "\n";
+  }
+  std::string mount_point(const std::string& name) const { return directory_ / name; }
+  ControlGroupLimits limits() const { return control_group_limits(directory_ / "proc"); }
+
+  test::TempDirectory directory_;
+};
+
+TEST_F(ControlGroups, TheSmallestLimitOnTheWayToTheRootBinds) {
+  put("proc/self/cgroup", "0::/jobs/training/rank0");
+  put("proc/self/mountinfo", "30 24 0:26 / " + mount_point("cg") + " rw,nosuid shared:4 - cgroup2 cgroup2 rw");
+  put("cg/jobs/training/rank0/memory.max", "max");
+  put("cg/jobs/training/memory.max", "8589934592");
+  put("cg/jobs/training/cpu.max", "350000 100000");
+  put("cg/jobs/training/cpuset.cpus.effective", "0-3,8");
+  put("cg/jobs/memory.max", "17179869184");
+  put("cg/jobs/memory.high", "6442450944");
+  put("cg/jobs/cpu.max", "max 100000");
+  put("cg/jobs/cpuset.cpus.effective", "0-15");
+  const auto found = limits();
+  ASSERT_TRUE(found.memory);
+  EXPECT_EQ(found.memory->bytes, 6442450944u);
+  EXPECT_EQ(found.memory->file, mount_point("cg/jobs/memory.high"));
+  ASSERT_TRUE(found.cpu);
+  EXPECT_DOUBLE_EQ(found.cpu->count, 3.5);
+  EXPECT_EQ(found.processors, 5u);
+}
+
+TEST_F(ControlGroups, WhatIsFreeIsTheLeastThatAnyOfThemHasLeft) {
+  put("proc/self/cgroup", "0::/job/rank");
+  put("proc/self/mountinfo", "30 24 0:26 / " + mount_point("cg") + " rw - cgroup2 cgroup2 rw");
+  const auto group = [&](const std::string& path, const char* most, const char* high, const char* used) {
+    put(path + "/memory.max", most);
+    put(path + "/memory.high", high);
+    put(path + "/memory.current", used);
+    put(path + "/memory.stat", "anon 1\ninactive_file 100");
+  };
+  group("cg/job/rank", "max", "max", "500");
+  group("cg/job", "max", "max", "600");
+  EXPECT_FALSE(limits().free_memory_bytes);
+  group("cg/job", "9000", "max", "600");
+  EXPECT_EQ(limits().free_memory_bytes, 8500u) << "cache that is dropped first is not used";
+  group("cg/job/rank", "max", "5000", "500");
+  EXPECT_EQ(limits().free_memory_bytes, 4600u);
+  group("cg/job", "9000", "700", "600");
+  EXPECT_EQ(limits().free_memory_bytes, 200u);
+  group("cg/job", "500", "max", "700");
+  EXPECT_EQ(limits().free_memory_bytes, 0u);
+}
+
+TEST_F(ControlGroups, AContainerSeesItsOwnGroupAsTheRoot) {
+  put("proc/self/cgroup", "0::/docker/4711/init");
+  put("proc/self/mountinfo", "30 24 0:26 /docker/4711 " + mount_point("cg") + " ro - cgroup2 cgroup rw");
+  put("cg/memory.max", "1073741824");
+  put("cg/init/memory.max", "max");
+  ASSERT_TRUE(limits().memory);
+  EXPECT_EQ(limits().memory->bytes, 1073741824u);
+  // A group outside of what is mounted: what the mount's root says is all there is.
+  put("proc/self/cgroup", "0::/../other");
+  ASSERT_TRUE(limits().memory);
+}
+
+TEST_F(ControlGroups, VersionOneIsUnderstood) {
+  put("proc/self/cgroup", "5:cpuset:/s/deep\n4:memory:/m\n3:cpu,cpuacct:/c\n0::/");
+  const auto mount = [&](const std::string& name, const std::string& controllers) {
+    return "35 31 0:32 / " + mount_point(name) + " rw - cgroup cgroup rw," + controllers + "\n";
+  };
+  put("proc/self/mountinfo", mount("memory", "memory") + mount("cpu", "cpu,cpuacct") + mount("cpuset", "cpuset"));
+  put("memory/memory.limit_in_bytes", "9223372036854771712");
+  put("memory/m/memory.limit_in_bytes", "2147483648");
+  put("memory/m/memory.usage_in_bytes", "1073741824");
+  put("cpu/cpu.cfs_quota_us", "-1");
+  put("cpu/cpu.cfs_period_us", "100000");
+  put("cpu/c/cpu.cfs_quota_us", "150000");
+  put("cpu/c/cpu.cfs_period_us", "100000");
+  put("cpuset/s/cpuset.effective_cpus", "2-3");
+  fs::create_directories(directory_ / "cpuset/s/deep");
+  const auto found = limits();
+  ASSERT_TRUE(found.memory);
+  EXPECT_EQ(found.memory->bytes, 2147483648u);
+  EXPECT_EQ(found.free_memory_bytes, 1073741824u);
+  ASSERT_TRUE(found.cpu);
+  EXPECT_DOUBLE_EQ(found.cpu->count, 1.5);
+  EXPECT_EQ(found.processors, 2u);
+}
+
+TEST_F(ControlGroups, WithoutReadableFilesThereIsNoLimit) {
+  const auto found = limits();
+  EXPECT_FALSE(found.memory || found.free_memory_bytes || found.cpu || found.processors);
+}
+
+}  // namespace
+}  // namespace hoist::platform::control_groups_test
