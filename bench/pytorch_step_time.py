@@ -6,8 +6,9 @@
 
 Each layer takes 10 ms in the forward pass and 20 ms in the backward pass. The link between pinned and device memory is
 modelled (hoist.host_link_bytes_per_second): at ratio 1 a layer's weights take as long as its forward pass. DIR holds what is
-on NVMe. For each cell, in shares of a step: computing; what the device waited for, by cause; what the program waited for
-while the device had nothing to do; and the rest, which nothing explains. The median of the steps.
+on NVMe. For each cell, in shares of a step: computing; what the device waited for, by cause; and when it had nothing to do,
+what the program waited for, and the program's own time (Python, PyTorch and hoist's hooks). The rest is what nothing explains.
+The first cell is PyTorch with torch.optim. The median of the steps.
 """
 
 import argparse
@@ -29,6 +30,7 @@ LAYERS, WIDTH, MILLISECONDS = 16, 512, 10
 PARAMETERS = WIDTH * WIDTH
 # name: where weights and optimizer states are, the update mode, the link's time for a layer over that of its forward pass
 CELLS = {
+    "PyTorch": None,
     "in device memory": ("none", "none", "step", 0.95),
     "pinned, step": ("cpu", "cpu", "step", 0.95),
     "pinned, forward": ("cpu", "cpu", "forward", 0.95),
@@ -75,27 +77,52 @@ def configuration(cell, directory):
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 1.0 if mode == "step" else 0.0}
 
 
+class InMemory:
+    """What PyTorch does by itself, called as an engine is."""
+
+    def __init__(self, model):
+        self._model, self._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        self.backward, self.close = torch.Tensor.backward, lambda: None
+
+    def __call__(self, x):
+        return self._model(x)
+
+    def step(self):
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def statistics(self):
+        return {"wait_seconds": {}}
+
+
 def measure(cell, directory, steps):
-    stream = torch.get_device_module(torch.get_default_device())
+    device = torch.get_device_module(torch.get_default_device())
+    stream = device.hoist_stream()
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(LAYERS))).to(torch.bfloat16)
     x = torch.randn(1, WIDTH).to(torch.bfloat16)
 
     def account(engine):
         """Seconds so far, by what they went to."""
-        waits = {f"device: {cause}": value for cause, value in stream.hoist_stream().waits().items()}
-        waits |= {f"program: {cause}": value for cause, value in engine.statistics()["waits"].items()}
-        return {"computing": stream.extension.busy_seconds(), **waits, "step": time.perf_counter()}
+        waits = {f"device waits: {cause}": value for cause, value in stream.waits().items()}
+        waits |= {f"program waits: {cause}": value for cause, value in engine.statistics()["wait_seconds"].items()}
+        return {"computing": device.extension.busy_seconds(), "hoist's kernels": stream.kernel_seconds, **waits,
+                "step": time.perf_counter()}
 
-    with hoist.torch.wrap(model, configuration(cell, directory)) as engine:
-        taken = []
-        for step in range(steps + 3):  # the first is recorded, the others planned
-            before = account(engine)
-            engine.backward(engine(x).square().mean())
-            engine.step()
-            after = account(engine)
-            if step >= 3:
-                taken.append({name: after[name] - before[name] for name in after})
+    taken = []
+    engine = InMemory(model) if CELLS[cell] is None else hoist.torch.wrap(model, configuration(cell, directory))
+    for step in range(steps + 3):  # the first is recorded, the others planned
+        before, idle = account(engine), stream.watch_idle()
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        after = account(engine)
+        if step < 3:
+            continue
+        parts = {name: after[name] - before[name] for name in after}
+        parts["program"] = idle() - sum(value for name, value in parts.items() if name.startswith("program waits"))
+        taken.append(parts)
+    engine.close()
     seconds = statistics.median(each["step"] for each in taken)
     shares = {name: statistics.median(each[name] / each["step"] for each in taken) for name in taken[0]}
     return seconds, {name: share for name, share in shares.items() if name != "step"}

@@ -35,7 +35,7 @@ class Executor {
   void run();
   void execute(Task& task);
 
-  mutable Mutex mutex_;
+  Mutex mutex_;
   ConditionVariable changed_;
   std::deque<Task> tasks_ HOIST_GUARDED_BY(mutex_);
   std::exception_ptr error_ HOIST_GUARDED_BY(mutex_);

@@ -4,16 +4,6 @@
 
 namespace hoist::scheduler {
 
-namespace {
-
-std::vector<ItemRoom> rooms_of(const std::vector<ItemShape>& items) {
-  std::vector<ItemRoom> rooms;
-  for (const ItemShape& item : items) rooms.push_back(item.room);
-  return rooms;
-}
-
-}  // namespace
-
 FetchPlanner::FetchPlanner(FetchPlannerOptions options)
     : options_(std::move(options)),
       places_(rooms_of(options_.items), options_.room_bytes),

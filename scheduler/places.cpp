@@ -79,7 +79,7 @@ class Homes {
   Homes&& at_both_ends(const CompanionStack& companions) && {
     bool at_end = false;
     for (Item item = 0; item < items_.size(); ++item) {
-      if (companions.contains(item)) continue;
+      if (companions.contains(item) || items_[item].bytes == 0) continue;
       fits(item, 0);
       if (at_end) push_to_end(item);
       at_end = !at_end;

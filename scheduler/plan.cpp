@@ -50,15 +50,15 @@ void Residency::clear() {
   while (ranges_.begin() != ranges_.end()) evict(std::prev(ranges_.end())->item);
 }
 
-namespace {
-
-constexpr std::size_t kNever = std::numeric_limits<std::size_t>::max();
-
 std::vector<ItemRoom> rooms_of(std::span<const ItemShape> items) {
   std::vector<ItemRoom> rooms;
   for (const ItemShape& item : items) rooms.push_back(item.room);
   return rooms;
 }
+
+namespace {
+
+constexpr std::size_t kNever = std::numeric_limits<std::size_t>::max();
 
 class Planner {
  public:

@@ -41,13 +41,15 @@ struct ItemShape {
   bool has_own_memory() const { return room.bytes == 0; }
 };
 
+std::vector<ItemRoom> rooms_of(std::span<const ItemShape> items);
+
 struct PlanInputs {
   std::span<const ItemShape> items;
   std::uint64_t room_bytes = 0;         // the gather memory
   std::uint64_t prefetch_elements = 0;  // fetched ahead at most; 0: nothing is prefetched
   std::uint64_t live_elements_max = 0;  // resident at once at most, unless a single gather needs more
-  std::uint64_t reuse_distance_elements =
-      0;  // stays after its release only if it is used again within this many elements
+  // What is released stays only if it is used again within this many elements.
+  std::uint64_t reuse_distance_elements = 0;
 };
 
 struct Fetch {

@@ -253,7 +253,7 @@ std::vector<std::string> Engine::describe() const { return core_->describe(); }
 
 bool Engine::keeps_gathered(UnitId unit) const {
   core_->table.require(unit);
-  return core_->gatherer->all_fit() || core_->memory->unit(unit).gathered != nullptr;
+  return core_->gatherer->planner().all_fit() || core_->memory->unit(unit).gathered != nullptr;
 }
 
 StepBytes Engine::formula_bytes() const {

@@ -18,36 +18,37 @@ namespace {
 // memory, and the engine's next call reports the error. (A stream of the host device would do nothing more.)
 class TorchStream final : public platform::Stream {
  public:
-  TorchStream(std::unique_ptr<platform::Stream> stream, Ledger& ledger) : ledger_(&ledger), stream_(std::move(stream)) {}
+  TorchStream(std::unique_ptr<platform::Stream> stream, StreamTimes& times)
+      : times_(&times), stream_(std::move(stream)) {}
 
   void wait(const platform::StreamEvent& event, WaitCause cause) override {
-    stream_->launch("wait", [event, cause, ledger = ledger_] {
+    stream_->launch("wait", [event, cause, times = times_] {
       const TimePoint begin = Clock::now();
       try {
         event.wait();
       } catch (...) {
       }
-      ledger->waited(cause, Clock::now() - begin);
+      times->waits.waited(cause, Clock::now() - begin);
     });
   }
 
   std::string_view name() const override { return stream_->name(); }
   platform::StreamEvent record() override { return stream_->record(); }
   void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, platform::CopyKind kind) override {
-    stream_->copy(target, source, bytes, kind);
+    timed([&] { stream_->copy(target, source, bytes, kind); });
   }
   void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) override {
-    stream_->fill(target, value, bytes);
+    timed([&] { stream_->fill(target, value, bytes); });
   }
   void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                   std::uint64_t count, float scale, Combine combine) override {
-    stream_->scale_into(target, target_dtype, source, source_dtype, count, scale, combine);
+    timed([&] { stream_->scale_into(target, target_dtype, source, source_dtype, count, scale, combine); });
   }
   void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) override {
-    stream_->sums_of_squares(partial, source, dtype, count);
+    timed([&] { stream_->sums_of_squares(partial, source, dtype, count); });
   }
   void update(const UpdateFactors& factors, const platform::UpdateArrays& arrays) override {
-    stream_->update(factors, arrays);
+    timed([&] { stream_->update(factors, arrays); });
   }
   void launch(std::string_view what, std::function<void()> work) override { stream_->launch(what, std::move(work)); }
   void synchronize() override { stream_->synchronize(); }
@@ -56,17 +57,25 @@ class TorchStream final : public platform::Stream {
   bool capturing() const override { return false; }
 
  private:
-  Ledger* const ledger_;
+  // Counts how long the stream takes for the engine's work.
+  template <typename Enqueue>
+  void timed(const Enqueue& enqueue) {
+    stream_->launch("begin", [times = times_] { times->begin = Clock::now(); });
+    enqueue();
+    stream_->launch("end", [times = times_] { times->kernels_ns += (Clock::now() - times->begin).count(); });
+  }
+
+  StreamTimes* const times_;
   const std::unique_ptr<platform::Stream> stream_;
 };
 
 }  // namespace
 
 HostStream::HostStream()
-    : ledger_(std::make_unique<Ledger>()),
+    : times_(std::make_unique<StreamTimes>()),
       device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment}),
               "a stream"),
-      stream_(std::make_unique<TorchStream>(device_->create_stream("torch"), *ledger_), "a stream") {}
+      stream_(std::make_unique<TorchStream>(device_->create_stream("torch"), *times_), "a stream") {}
 
 void HostStream::launch(void* stream, void (*run)(void*), void* work) {
   static_cast<platform::Stream*>(stream)->launch("operator", [run, work] { run(work); });
@@ -97,12 +106,25 @@ void bind_host_stream(nanobind::module_& module) {
           [](const HostStream& self) {
             nb::dict waits;
             for (std::size_t cause = 0; cause < kWaitCauseCount; ++cause) {
-              waits[wait_cause_name(static_cast<WaitCause>(cause))] =
-                  to_seconds(self.waited(static_cast<WaitCause>(cause)));
+              const auto which = static_cast<WaitCause>(cause);
+              waits[wait_cause_name(which)] = to_seconds(self.times().waits.waited(which));
             }
             return waits;
           },
           "Seconds that the stream has waited for the engine, by cause.")
+      .def_prop_ro(
+          "kernel_seconds", [](const HostStream& self) { return 1e-9 * static_cast<double>(self.times().kernels_ns); },
+          "What the engine's copies and kernels on the stream have taken.")
+      .def(
+          "watch_idle",
+          [](HostStream& self) {
+            return nb::cpp_function([tell = self.stream().watch_idle()] {
+              double seconds = 0;
+              tell([&](Nanoseconds idle) { seconds = to_seconds(idle); });
+              return seconds;
+            });
+          },
+          "A function that returns, once, how many seconds the stream has had nothing to do since.")
       .def_static(
           "functions",
           [] {

@@ -7,6 +7,7 @@
 // Threading  Any.
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include <hoist/core/ledger.hpp>
@@ -15,13 +16,19 @@
 
 namespace hoist::python {
 
+// What the engine has made the stream do.
+struct StreamTimes {
+  Ledger waits;
+  std::atomic<std::int64_t> kernels_ns{0};
+  TimePoint begin{};  // of the kernel that runs
+};
+
 class HostStream {
  public:
   HostStream();
 
   platform::Stream& stream() { return *stream_; }
-  // What the stream has waited for, for the engine's sake.
-  Nanoseconds waited(WaitCause cause) const { return ledger_->waited(cause); }
+  const StreamTimes& times() const { return *times_; }
   // The functions that a backend in C calls, with a stream's address first. record() makes an event, which forget()
   // ends.
   static void launch(void* stream, void (*run)(void*), void* work);
@@ -32,7 +39,7 @@ class HostStream {
   static void forget(void* event);
 
  private:
-  std::unique_ptr<Ledger> ledger_;
+  std::unique_ptr<StreamTimes> times_;
   InOneProcess<platform::Device> device_;
   InOneProcess<platform::Stream> stream_;
 };

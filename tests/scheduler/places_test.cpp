@@ -41,6 +41,12 @@ TEST(Places, NeighboursAreApartWheneverTheirSumFits) {
     for (std::uint64_t& each : bytes) each = 1 + rng.below(50);
     for (std::size_t i = 1; i < bytes.size(); ++i) two = std::max(two, bytes[i - 1] + bytes[i]);
     EXPECT_TRUE(are_apart(choose_homes(rooms(bytes), two), 1)) << "round " << round;
+    // Items with memory of their own, which small layers between the others are, change nothing.
+    std::vector<std::uint64_t> mixed;
+    for (const std::uint64_t each : bytes) mixed.insert(mixed.end(), {each, 0});
+    std::vector<Place> homes = choose_homes(rooms(mixed), two);
+    std::erase_if(homes, [](const Place& home) { return home.bytes == 0; });
+    EXPECT_TRUE(are_apart(homes, 1)) << "round " << round;
   }
 }
 

@@ -473,6 +473,28 @@ TEST(Fp16Refusals, AnOverflowAtTheSmallestScaleEndsTheRun) {
   EXPECT_EQ(run.digests(), before);
 }
 
+// Every rank says the same, the commit of the step before completes, and the ranks can still restore together.
+TEST(Fp16Refusals, RanksThatEndAtTheSmallestScaleEndAlike) {
+  for (int round = 0; round < 3; ++round) {
+    const TempDirectory directory;
+    ToySetup setup = fp16_setup(Placement::nvme, Placement::nvme, directory / "store");
+    setup.engine.loss_scale.scale_min = 65536;
+    on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup.runtime, join);
+      {
+        ToyModel model(runtime, setup.engine, kSmall);
+        model.initialize();
+        model.train(1, 2);
+        model.gradient_scale = kOverflow;
+        EXPECT_THAT(error_of([&] { model.train(3, 3); }), HasSubstr("at the smallest loss scale, 65536"));
+        EXPECT_NO_THROW(model.reports.back().committed.wait());
+      }
+      ToyModel model(runtime, setup.engine, kSmall);
+      EXPECT_EQ(model.restore().step, 2u);
+    });
+  }
+}
+
 // A parameter outside of the norm overflows as well as any other.
 TEST(Fp16Skips, AParameterThatDoesNotCountInTheNormIsLookedAt) {
   const ToySetup setup = fp16_setup(Placement::pinned, Placement::pinned);

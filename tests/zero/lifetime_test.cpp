@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Things that end early, late or not at all: leases that outlive their pass or engine, engines destroyed in the middle,
 // a start that is refused, a rank that fails alone.
+#include <array>
 #include <filesystem>
 #include <limits>
 #include <thread>
@@ -33,6 +34,52 @@ float element(const TensorView& view, std::size_t i) { return to_float(static_ca
 // --- leases and scopes -----------------------------------------------------------------------------------------------
 
 // Work that was enqueued under a lease still reads the weights when the lease's pass has ended.
+// Four units share gather memory for two, so units 0 and 2 have one home, and 1 and 3. While unit 0 is held, unit 2 has
+// to lie where unit 1 does; work that reads it there may still run when the next pass fetches unit 2 to its home and unit
+// 1 to its own.
+TEST(Lifetime, AUnitThatReturnsToItsHomeIsWaitedForWhereItLay) {
+  const ToyShape shape{.matrices = {100000, 100000, 100000, 100000}, .frozen = false, .tied = false};
+  ToySetup setup = in_memory();
+  setup.runtime.device_memory_bytes = 704 * kKiB;
+  setup.engine.prefetch_elements = 0;
+  Fixture f(setup, shape);
+  f.init();
+  platform::Stream& stream = f.model.stream();
+  const auto gather = [&](std::size_t unit) { return f.engine().gather(f.model.unit(unit), stream); };
+  const auto view = [&](const Lease& lease, std::size_t unit) { return lease.view(f.model.matrix(unit)); };
+  std::array<void*, 4> homes{};
+  float expected = 0;
+  {
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    for (std::size_t unit = 0; unit < homes.size(); ++unit) {
+      const Lease lease = gather(unit);
+      homes[unit] = view(lease, unit).data;
+      stream.synchronize();
+      if (unit == 2) expected = element(view(lease, unit), 99999);
+    }
+  }
+  ASSERT_TRUE(homes[0] == homes[2] && homes[1] == homes[3] && homes[0] != homes[1]);
+  float seen = 0;
+  {
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    Lease first = gather(0), moved = gather(2);
+    ASSERT_EQ(view(moved, 2).data, homes[1]);
+    first.release(stream);
+    stream.launch("slow", [values = view(moved, 2), &seen] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      seen = element(values, 99999);
+    });
+    moved.release(stream);
+  }
+  {
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    gather(2).release(stream);
+    gather(1).release(stream);
+  }
+  stream.synchronize();
+  EXPECT_EQ(seen, expected);
+}
+
 TEST(Lifetime, ALeaseThatOutlivesItsPassKeepsItsWeightsForWorkAlreadyEnqueued) {
   const ToyShape shape{.matrices = {100000, 100000}, .frozen = false, .tied = false};
   ToySetup setup = in_memory();

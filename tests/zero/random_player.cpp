@@ -151,11 +151,12 @@ Digests Player::play() {
   engine_->settle();
   if (program_.goes_on() && can_resume()) engine_->save("", present_caller_state()).wait();
   for (const auto& stream : streams_) stream->synchronize();
+  compare_looks();
   note(journal_.last);
   Digests digests = state_digests();
   const std::lock_guard lock(journal_.mutex);
   journal_.rates = rates_;
-  digests.losses.assign(seen_.begin(), seen_.end());
+  for (const Seen& seen : seen_) digests.losses.push_back(*seen);
   return digests;
 }
 
@@ -206,9 +207,9 @@ void Player::step(std::uint64_t salt) {
   const std::string state = caller_state(salt);
   const StepReport report = engine_->step({.caller_state = std::as_bytes(std::span(state))});
   if (report.applied) caller_state_ = state;
-  seen_.push_back(report.applied ? report.gradient_norm : -1);
-  seen_.push_back(report.loss_scale);
-  seen_.push_back(report.learning_rate);
+  for (const double value : {report.applied ? report.gradient_norm : -1, static_cast<double>(report.loss_scale),
+                             static_cast<double>(report.learning_rate)})
+    seen_.push_back(std::make_shared<double>(value));
   if (report.step % 2 == 0) report.committed.wait();
 }
 
@@ -230,6 +231,7 @@ void Player::train(const Deed& deed) {
 
 void Player::pass(const Deed& deed, Pass kind, int micro_batch) {
   kept_.clear();
+  ++passes_;
   visits_left_ = deed.fails_after;
   stream_ = deed.stream;
   try {
@@ -263,19 +265,22 @@ void Player::visit(std::size_t index, const Deed& deed, bool backward, int micro
 }
 
 void Player::look_at(std::size_t index, const Lease& lease) {
-  for (const ParameterId parameter : units_[index].parameters) look(lease.view(parameter), true);
-  if (const auto owner = program_.units[index].tied_to) look(lease.view(units_[*owner].parameters.front()), true);
+  for (const ParameterId parameter : units_[index].parameters) seen_.push_back(look(lease, parameter));
+  if (const auto owner = program_.units[index].tied_to)
+    seen_.push_back(look(lease, units_[*owner].parameters.front()));
 }
 
-// Takes another lease on the same unit, and one on another unit, for which the budget may be too small.
+// Takes another lease on the same unit, and one on another unit, for which the budget may be too small. The latter is
+// held longer than the first lease at times.
 void Player::nest(std::size_t index, const Deed& deed, bool backward) {
   Lease same = engine_->gather(units_[index].id, stream());
-  look(same.view(units_[index].parameters.front()), true);
+  seen_.push_back(look(same, units_[index].parameters.front()));
   if (backward && program_.is_tame) return;  // the neighbour may have been finished
   const Unit& other = units_[deed.salt % units_.size()];
   try {
-    const Lease neighbour = engine_->gather(other.id, stream());
-    look(neighbour.view(other.parameters.back()), false);
+    Lease neighbour = engine_->gather(other.id, stream());
+    look(neighbour, other.parameters.back());
+    if (deed.salt / units_.size() % 2 == 0) kept_.push_back(std::move(neighbour));
   } catch (const BudgetError&) {
   }
 }
@@ -327,12 +332,20 @@ void Player::finish_tied_owners() {
     if (is_tied_owner(u)) engine_->finish(units_[u].id, stream());
 }
 
-void Player::look(const TensorView& view, bool noted) {
-  double* const sum = noted ? &seen_.emplace_back() : &ignored_;
-  stream().launch("look", [view, sum, noted] {
-    const double value = weighted_sum(copy_of(view), view.dtype);
-    if (noted) *sum = value;
-  });
+// The weights as the stream finds them. Within a pass they are the same at every look.
+Player::Seen Player::look(const Lease& lease, ParameterId parameter) {
+  auto sum = std::make_shared<double>();
+  stream().launch("look", [view = lease.view(parameter), sum] { *sum = weighted_sum(copy_of(view), view.dtype); });
+  looks_.push_back({passes_, parameter, sum});
+  return sum;
+}
+
+void Player::compare_looks() {
+  std::map<std::pair<std::size_t, std::uint32_t>, double> first;
+  for (const Look& look : looks_) {
+    const auto [found, is_first] = first.emplace(std::pair(look.pass, look.parameter.index), *look.sum);
+    EXPECT_EQ(found->second, *look.sum) << "parameter " << look.parameter.index << " in pass " << look.pass;
+  }
 }
 
 ParameterId Player::some_parameter(std::uint64_t salt) const {
@@ -351,7 +364,7 @@ void Player::read(std::uint64_t salt) {
   engine_->read(parameter, states[salt / 7 % states.size()], first, values);
   double sum = 0;
   for (const float value : values) sum += std::isfinite(value) ? value : 1;
-  seen_.push_back(sum);
+  seen_.push_back(std::make_shared<double>(sum));
 }
 
 void Player::write(std::uint64_t salt) {
@@ -403,9 +416,10 @@ void Player::restart(const Deed& deed) {
   std::optional<PassScope> scope;
   if (deed.salt % 2 == 0) {
     scope.emplace(engine_->begin(Pass::train));
+    ++passes_;
     const Unit& unit = units_.front();
     kept_.push_back(engine_->gather(unit.id, stream()));
-    look(kept_.back().view(unit.parameters.front()), false);
+    look(kept_.back(), unit.parameters.front());
     make_gradient(unit.id, unit.parameters.front(), kept_.back(), deed, deed.salt);
   }
   engine_.reset();

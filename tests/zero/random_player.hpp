@@ -4,7 +4,6 @@
 // Threading  One thread per rank; what they share is a Journal.
 #pragma once
 
-#include <deque>
 #include <exception>
 #include <map>
 #include <memory>
@@ -48,6 +47,13 @@ class Player {
     std::vector<ParameterId> parameters;
   };
 
+  using Seen = std::shared_ptr<double>;  // set by a stream
+  struct Look {
+    std::size_t pass;
+    ParameterId parameter;
+    Seen sum;
+  };
+
   void allocate_scratch();
   void describe();
   void add_unit(std::size_t index);
@@ -72,7 +78,8 @@ class Player {
   void make_gradient(UnitId unit, ParameterId parameter, const Lease& lease, const Deed& deed, std::uint64_t seed);
   bool is_tied_owner(std::size_t index) const;
   void finish_tied_owners();
-  void look(const TensorView& view, bool noted);
+  Seen look(const Lease& lease, ParameterId parameter);
+  void compare_looks();
   void step(std::uint64_t salt);
   void read(std::uint64_t salt);
   void write(std::uint64_t salt);
@@ -94,8 +101,9 @@ class Player {
   std::vector<std::unique_ptr<platform::Stream>> streams_;
   std::size_t stream_ = 0;
   std::vector<Unit> units_;
-  std::deque<double> seen_;
-  double ignored_ = 0;
+  std::vector<Seen> seen_;
+  std::vector<Look> looks_;
+  std::size_t passes_ = 0;
   Model model_;
   std::optional<Engine> engine_;
   std::vector<Lease> kept_;  // destroyed before the streams

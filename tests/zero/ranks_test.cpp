@@ -291,9 +291,10 @@ TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
 
 // Each rank steps its own shard: settings that differ would mix two trainings in one model without a word.
 TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
+  bool abandons_evaluation = false;
   // `before_step`: what rank 2 calls between its second pass and step().
-  const auto trained = [](const auto& change_setup, const auto& change_engine,
-                          const std::function<void(Engine&)>& before_step = nullptr) -> std::string {
+  const auto trained = [&](const auto& change_setup, const auto& change_engine,
+                           const std::function<void(Engine&)>& before_step = nullptr) -> std::string {
     try {
       on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
         ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
@@ -304,6 +305,10 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
         model.train(1, 2);
         if (rank == 2) change_engine(model.engine());
         model.pass(3);
+        if (abandons_evaluation) {
+          const PassScope left = model.engine().begin(Pass::evaluate);
+          model.engine().discard();
+        }
         if (rank == 2 && before_step) before_step(model.engine());
         model.engine().step();
       });
@@ -325,6 +330,9 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
   EXPECT_THAT(trained([](ToySetup& setup) { setup.engine.optimizer_defaults.weight_decay = 0.5; }, no_engine),
               testing::AllOf(testing::HasSubstr("the ranks have diverged: rank 2"),
                              testing::HasSubstr(": rank 2: 'group 0:"), testing::HasSubstr("weight decay 0.5")));
+  abandons_evaluation = true;
+  EXPECT_THAT(trained(no_setup, [](Engine& engine) { engine.set_learning_rate(GroupId{}, 0.125); }),
+              testing::HasSubstr("learning rate 0.125"));
   EXPECT_EQ(trained(no_setup, no_engine), "nobody noticed");
 }
 

@@ -73,7 +73,6 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)
     : runtime_(runtime),
       table_(table),
-      hands_gradients_on_(detail::hands_gradients_on(options)),
       plan_(options, table, machine_facts(runtime, store_memory_bytes)),
       units_(table.units().size()) {
   require_host_memory(store_memory_bytes);

@@ -68,7 +68,6 @@ class Memory {
   std::span<std::byte> device_results() const { return buffer(MemoryRole::device_results); }
   std::span<std::byte> results_copy() const { return buffer(MemoryRole::results_copy); }
   std::span<std::byte> copy_buffer() const { return buffer(MemoryRole::copy_buffer); }  // RecordIo's alone
-  bool hands_gradients_on() const { return hands_gradients_on_; }
   bool spills_gradients() const { return plan_.units().scratch_bytes() > 0; }  // of some units, or all
 
   // The records of all units, cut as the update buffers allow; a unit's sub-groups follow each other.
@@ -95,12 +94,11 @@ class Memory {
   }
   std::vector<platform::HostMemoryPart> staging_part(const std::vector<int>& nodes) const;
   void require_host_memory(std::uint64_t store_memory_bytes) const;  // where one budget is for both tiers
-  void require_pinned_memory(const EngineOptions& options, std::uint64_t free_bytes) const;
+  void require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const;
   void point_to_regions();
 
   Runtime& runtime_;
   const UnitTable& table_;
-  const bool hands_gradients_on_;
   const MemoryPlan plan_;
   tiers::Budget::Hold store_hold_;
   tiers::DeviceBlock device_block_;

@@ -3,8 +3,7 @@
 //
 //   memory that the CPU can read   in place
 //   device-only memory             by copies on a stream; pageable memory on the other side goes through a pinned
-//   buffer
-//                                  that nothing else uses
+//                                  buffer that nothing else uses
 //   NVMe                           through the store, verified
 //
 // Threading  One caller at a time; start_read() of tiles on NVMe from any thread.

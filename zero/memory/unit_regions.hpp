@@ -5,13 +5,11 @@
 //                 parameters = device              pinned             nvme
 //   weights       pinned, or device (1)            pinned             NVMe; the first tiles may be pinned
 //   state         by optimizer: device | pinned | NVMe; of state on NVMe the first tiles may be pinned
-//   gradient      device if the state is there, else pinned; in update mode `backward` a ring for all (2). NVMe, and a
-//   ring on
-//                 the way there, for the last EngineOptions::gradient_spill_units units
+//   gradient      device if the state is there, else pinned; in update mode `backward` a ring for all (2). NVMe, and
+//                 a ring on the way there, for the last EngineOptions::gradient_spill_units units
 //
 // (1) If the optimizer is on the device, too. Otherwise the CPU updates the pinned weights, and a copy on the device,
-// the
-//     device shard, is refreshed after each step.
+//     the device shard, is refreshed after each step.
 // (2) Unless gradients are summed over several passes.
 //
 // If the optimizer is offloaded in part (EngineOptions::optimizer_offload_ratio), the first units that fit into the

@@ -94,7 +94,7 @@ void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
     const UnitId unit{f.item};
     UnitState& state = states_[f.item];
     if (f.place.bytes > 0) {
-      FormerUse former = vacate(f.place);
+      FormerUse former = vacate(f.place, state);
       state.place = f.place;
       fetch(unit, memory_.gather_memory().data() + f.place.begin, std::move(former));
       continue;
@@ -109,11 +109,12 @@ void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
 }
 
 // A range is free once every lease of the units that lay there has ended on the device, and the last transfer of each.
-// A unit that was vacated is not asked again: the wait for it is enqueued on the stream of all later fetches.
-Gatherer::FormerUse Gatherer::vacate(const scheduler::Place& place) {
+// So is the range that `mover` leaves, which nobody will know of from now on. A unit that was vacated is not asked again:
+// the wait for it is enqueued on the stream of all later fetches.
+Gatherer::FormerUse Gatherer::vacate(const scheduler::Place& place, const UnitState& mover) {
   FormerUse former;
   for (UnitState& state : states_) {
-    if (!state.place || !state.place->overlaps(place)) continue;
+    if (!state.place || (&state != &mover && !state.place->overlaps(place))) continue;
     former.leases.insert(former.leases.end(), state.uses.begin(), state.uses.end());
     if (state.transfer) former.transfers.push_back(std::move(state.transfer));
     state.uses.clear();

@@ -5,7 +5,7 @@
 //            on the communication stream.
 // Errors     gather() throws what a fetch failed with; BudgetError when pinned units leave no room.
 // Main path  gather -> FetchPlanner -> fetch (executor): [weight_reader] -> copy -> all-gather -> the caller's stream
-// waits.
+//            waits.
 #pragma once
 
 #include <memory>
@@ -62,7 +62,6 @@ class Gatherer {
 
   const scheduler::FetchPlanner& planner() const { return planner_; }
   // Whether units that were gathered stay until the weights change.
-  bool all_fit() const { return planner_.all_fit(); }
 
  private:
   // Where a fetch comes from: this rank's shard and all others', or the secondary shards of its group.
@@ -103,7 +102,7 @@ class Gatherer {
     std::vector<platform::StreamEvent> leases;
     std::vector<std::shared_ptr<Transfer>> transfers;
   };
-  FormerUse vacate(const scheduler::Place& place);
+  FormerUse vacate(const scheduler::Place& place, const UnitState& mover);
   void fetch(UnitId unit, std::byte* target, FormerUse former);
   void submit(UnitId unit, Transfer& transfer);
   void copy_up(UnitId unit, std::byte* target);

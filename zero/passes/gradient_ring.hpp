@@ -28,7 +28,6 @@ class GradientRing {
   std::byte* take(std::uint64_t bytes);
   // The piece taken last is held until `used` is done.
   void lend(Completion used);
-  std::uint64_t block_bytes() const { return block_.size(); }
 
  private:
   struct Held {

@@ -36,7 +36,7 @@ Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitT
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
   for (std::uint32_t u = 0; u < own_.size(); ++u) shards_.push_back(memory.unit(UnitId{u}).gradient);
   if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
-  if (memory.hands_gradients_on() || spill != nullptr)
+  if (hands_gradients_on(options) || spill != nullptr)
     arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
   list_chunks();
 }

@@ -106,12 +106,14 @@ void PassState::require_gradients(const char* call) const {
 }
 
 void PassState::check_agreement(const std::optional<Settings>& settings) {
-  if (std::exchange(agreement_due_, false)) agree_on(settings);
+  const bool of_the_pass = std::exchange(agreement_due_, false);
+  if (of_the_pass || settings) agree_on(of_the_pass, settings);
 }
 
-void PassState::agree_on(const std::optional<Settings>& settings) const {
+void PassState::agree_on(bool of_the_pass, const std::optional<Settings>& settings) const {
   if (table_.world_size() == 1) return;
-  const scheduler::AccessTrace& trace = gatherer_.planner().trace();
+  scheduler::AccessTrace trace;
+  if (of_the_pass) trace = gatherer_.planner().trace();
   std::string last = "no unit";
   if (!trace.empty()) last = fmt::format("unit '{}' last", table_.units()[trace.back().item].name);
   // Equal accesses in another kind of pass, or another micro-batch, are another program too.

@@ -132,7 +132,7 @@ WeightReader::Buffer* WeightReader::staged(UnitId unit) {
   return found == buffers_.end() ? nullptr : &*found;
 }
 
-// Not read ahead: read it now, into a free buffer, else one whose contents are not needed soonest.
+// Not read ahead: read it now, into a free buffer, else into the first that nobody copies from.
 WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, MutexLock& lock) {
   while (true) {
     if (Buffer* buffer = staged(unit)) return *buffer;

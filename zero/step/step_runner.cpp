@@ -55,7 +55,7 @@ double StepRunner::gradient_norm() {
   const FloatEnvironment environment;
   parts_.pass.require_gradients("gradient_norm()");
   policy_->require_undecided("gradient_norm()");
-  parts_.pass.agree_on(PassState::Settings{.hash = 0, .text = ", then gradient_norm()"});
+  parts_.pass.agree_on(/*of_the_pass=*/true, PassState::Settings{.hash = 0, .text = ", then gradient_norm()"});
   policy_->await_inputs();
   return global_norm(kOnlyAsked);
 }
@@ -96,7 +96,12 @@ StepReport StepRunner::run(const StepOptions& step_options) {
     notifier_.told_in_norm();
     std::rethrow_exception(policy_->undone("a gradient is not finite"));
   }
-  settings.scaler.update(/*overflow=*/!report.applied);  // before the commit, which the next scale belongs to
+  try {
+    settings.scaler.update(/*overflow=*/!report.applied);  // before the commit, which the next scale belongs to
+  } catch (...) {
+    notifier_.told_in_norm();  // so that the commit of the step before is not broken off
+    throw;
+  }
   parts_.pass.gradients_taken();
   if (report.applied) {
     if (std::isfinite(norm_max)) report.clip_factor = std::min(1.0, norm_max / (report.gradient_norm + 1e-6));
