@@ -52,8 +52,7 @@ MachineSpec machine_of(const PlanArguments& arguments) {
   const std::vector<std::string> paths = arguments.paths.empty() ? std::vector<std::string>{"."} : arguments.paths;
   const ThisMachine found = this_machine_spec(paths, interrupt.flag());
   if (!found.cache_path.empty())
-    say("{} {}\n",
-        found.measured_now ? "measured now; kept in" : "measured before; delete this file to measure again:",
+    say("{} {}\n", found.measured_now ? "measured now; kept in" : "measured before; delete this file to measure again:",
         found.cache_path);
   return found.spec;
 }

@@ -33,9 +33,9 @@ std::uint64_t parse_size_option(const std::string& option, const std::string& te
 
 void check_block_bytes(const std::string& option, std::uint64_t bytes) {
   if (bytes % kBlockAlignment != 0 || bytes > kBlockBytesMax) {
-    throw InputError(
-        fmt::format("{} {}: direct transfers need a multiple of 4 KiB, of at most 1 GiB; the next is {}", option,
-                    bytes, std::clamp(round_up(bytes, kBlockAlignment), kBlockAlignment, kBlockBytesMax)));
+    throw InputError(fmt::format("{} {}: direct transfers need a multiple of 4 KiB, of at most 1 GiB; the next is {}",
+                                 option, bytes,
+                                 std::clamp(round_up(bytes, kBlockAlignment), kBlockAlignment, kBlockBytesMax)));
   }
 }
 

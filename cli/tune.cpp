@@ -199,8 +199,7 @@ void warn_if_refused(TuneReport& report, const std::string& text, const std::str
   try {
     static_cast<void>(Config::parse(text, path));
   } catch (const ConfigError& error) {
-    report.warnings.push_back(
-        fmt::format("`hoist check {}` refuses the file: {}", path, error.what()));
+    report.warnings.push_back(fmt::format("`hoist check {}` refuses the file: {}", path, error.what()));
   }
 }
 

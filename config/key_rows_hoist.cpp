@@ -68,8 +68,7 @@ std::vector<KeyRow> memory_rows() {
        .range = {.min = 0, .max = 1e15},
        .meaning = "The speed that the host device's copies between pinned and device memory have at most, in each "
                   "direction, to see how training hides the link of a GPU. 0: that of memory.",
-       .apply = [](Draft& d,
-                   const Value& v) { d.runtime.host_device.link_bytes_per_second = as_count(v); }},
+       .apply = [](Draft& d, const Value& v) { d.runtime.host_device.link_bytes_per_second = as_count(v); }},
   };
 }
 

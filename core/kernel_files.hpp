@@ -30,11 +30,11 @@ unsigned size_of_list(const std::string& list);
 std::vector<std::string> split(const std::string& text, char separator);
 
 struct Mount {
-  std::string device;  // "259:2": major and minor number
-  std::string root;    // what of the file system is mounted
-  std::string point;   // where
-  std::string type;    // "ext4"
-  std::string source;  // "/dev/nvme0n1p1"
+  std::string device;                // "259:2": major and minor number
+  std::string root;                  // what of the file system is mounted
+  std::string point;                 // where
+  std::string type;                  // "ext4"
+  std::string source;                // "/dev/nvme0n1p1"
   std::vector<std::string> options;  // of the mount and of the file system
 };
 // In the order in which they were mounted. `proc`: the root of procfs.

@@ -36,7 +36,8 @@ class Search {
       for (unsigned pass = 0; pass < round.passes && result_.complete; ++pass) result_.complete = run_pass(round.leg);
     }
     if (passes_.empty())
-      throw UsageError("the time did not suffice for one pass over the settings: give more --seconds, or a smaller --size");
+      throw UsageError(
+          "the time did not suffice for one pass over the settings: give more --seconds, or a smaller --size");
     compare();
     result_.best = choose();
     return std::move(result_);

@@ -130,8 +130,7 @@ ControlGroupLimits control_group_limits(const fs::path& proc) {
   for (const fs::path& group : groups_upwards(proc, "cpu"))
     keep_smaller(limits.cpu, v1_cpus_in(group), group / "cpu.cfs_quota_us");
   limits.processors = processors_of(unified, "cpuset.cpus.effective");
-  if (!limits.processors)
-    limits.processors = processors_of(groups_upwards(proc, "cpuset"), "cpuset.effective_cpus");
+  if (!limits.processors) limits.processors = processors_of(groups_upwards(proc, "cpuset"), "cpuset.effective_cpus");
   return limits;
 }
 

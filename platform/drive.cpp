@@ -38,16 +38,16 @@ std::optional<Drive> drive_of(unsigned major, unsigned minor, const fs::path& sy
   if (fs::exists(directory / "partition", failed)) directory = directory.parent_path();
   const auto number = [&](const char* name) { return number_in(directory / "queue" / name); };
   return Drive{.name = directory.filename().string(),
-                     .model = first_line(directory / "device/model").value_or(""),
-                     .logical_block_bytes = number("logical_block_size"),
-                     .physical_block_bytes = number("physical_block_size"),
-                     .discard_bytes_max = number("discard_max_bytes"),
-                     .segments_max = number("max_segments"),
-                     .request_kib_max = number("max_sectors_kb"),
-                     .rotational = number("rotational").value_or(0) == 1,
-                     .virtualized = directory.string().find("/virtio") != std::string::npos ||
-                                    directory.string().find("/vbd-") != std::string::npos,
-                     .scheduler = chosen_of(first_line(directory / "queue/scheduler").value_or(""))};
+               .model = first_line(directory / "device/model").value_or(""),
+               .logical_block_bytes = number("logical_block_size"),
+               .physical_block_bytes = number("physical_block_size"),
+               .discard_bytes_max = number("discard_max_bytes"),
+               .segments_max = number("max_segments"),
+               .request_kib_max = number("max_sectors_kb"),
+               .rotational = number("rotational").value_or(0) == 1,
+               .virtualized = directory.string().find("/virtio") != std::string::npos ||
+                              directory.string().find("/vbd-") != std::string::npos,
+               .scheduler = chosen_of(first_line(directory / "queue/scheduler").value_or(""))};
 }
 
 }  // namespace hoist::platform

@@ -196,13 +196,14 @@ void HostStream::perform(const Copy& copy) {
 
 void HostStream::perform(const Initializer& fill) { std::memset(fill.target, fill.value, fill.bytes); }
 
-// A sleep that ends late does not slow the link: a copy that follows at once begins when the one before should have ended.
+// A sleep that ends late does not slow the link: a copy that follows at once begins when the one before should have
+// ended.
 void HostStream::await_link(TimePoint start, std::uint64_t bytes) {
   if (options_.link_bytes_per_second == 0) return;
   constexpr auto kLate = std::chrono::milliseconds(1);
   if (start > link_free_at_ + kLate) link_free_at_ = start;
-  link_free_at_ += std::chrono::duration_cast<Nanoseconds>(std::chrono::duration<double>(
-      static_cast<double>(bytes) / static_cast<double>(options_.link_bytes_per_second)));
+  link_free_at_ += std::chrono::duration_cast<Nanoseconds>(
+      std::chrono::duration<double>(static_cast<double>(bytes) / static_cast<double>(options_.link_bytes_per_second)));
   std::this_thread::sleep_until(link_free_at_);
 }
 

@@ -39,7 +39,8 @@ struct Machine {
   int local_rank = -1;             // which of them this is; -1: unknown
   unsigned cpu_count = 1;          // of the machine, within the control groups of the process
   unsigned allowed_cpu_count = 1;  // that this process may run on
-  // Processors' worth of time that the control groups give all processes together (docker run --cpus); nullopt: no limit.
+  // Processors' worth of time that the control groups give all processes together (docker run --cpus); nullopt: no
+  // limit.
   std::optional<double> cpu_limit{};
   // Empty: nothing is placed. With the processors that this process may use.
   std::vector<platform::Topology::Node> nodes{};

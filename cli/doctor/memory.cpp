@@ -62,7 +62,7 @@ Finding huge_pages(const Machine& machine) {
   finding.verdict = Verdict::lacking;
   finding.cost = "every transfer is cut into more requests: slower transfers that take more CPU time";
   finding.remedy = !offered ? "sudo sysctl -w vm.nr_hugepages=N, N pages for hoist.pinned_memory"
-                                             : fmt::format("echo madvise | sudo tee {}", setting);
+                            : fmt::format("echo madvise | sudo tee {}", setting);
   return finding;
 }
 
@@ -95,7 +95,9 @@ Finding cpu_limit(const platform::ControlGroupLimits& limits, unsigned cpu_count
 }  // namespace
 
 Section look_at_memory(const Machine& machine) {
-  return {"memory", {available_memory(machine), memory_limit(machine, platform::control_group_limits(machine.proc)), huge_pages(machine)}};
+  return {"memory",
+          {available_memory(machine), memory_limit(machine, platform::control_group_limits(machine.proc)),
+           huge_pages(machine)}};
 }
 
 Section look_at_processors(const Machine& machine) {

@@ -119,8 +119,7 @@ Finding blocks(const platform::Drive& drive) {
                            : drive.rotational ? " (rotating)"
                                               : "",
                            logical, drive.physical_block_bytes.value_or(logical), drive.request_kib_max.value_or(0),
-                           drive.segments_max.value_or(0),
-                           drive.scheduler.empty() ? "unknown" : drive.scheduler)};
+                           drive.segments_max.value_or(0), drive.scheduler.empty() ? "unknown" : drive.scheduler)};
   finding.data = {{"name", drive.name},
                   {"model", drive.model},
                   {"logical_block_bytes", logical},
@@ -200,8 +199,8 @@ Section look_at_path(const Machine& machine, const std::string& directory) {
   const unsigned device_major = major(status.st_dev), device_minor = minor(status.st_dev);
   std::error_code ignored;
   const auto resolved = std::filesystem::canonical(directory, ignored);
-  const platform::FileSystem system = platform::file_system_of(ignored ? directory : resolved.string(), device_major,
-                                                               device_minor, machine.proc);
+  const platform::FileSystem system =
+      platform::file_system_of(ignored ? directory : resolved.string(), device_major, device_minor, machine.proc);
   section.findings.push_back(file_system(system));
   section.findings.push_back(direct_transfers(directory));
   section.findings.push_back(space(directory));

@@ -28,7 +28,7 @@ namespace hoist::platform::detail {
 struct HostStreamOptions {
   std::string name;
   Ledger* ledger = nullptr;
-  std::uint64_t chaos_seed = 0;       // of this stream; 0 is off
+  std::uint64_t chaos_seed = 0;  // of this stream; 0 is off
   std::uint64_t link_bytes_per_second = 0;
   bool guarded = false;               // the device's memory (guard.hpp)
   std::atomic<int>* alive = nullptr;  // the device's count of its streams

@@ -138,15 +138,17 @@ void bind_stored(nb::module_& module) {
       .def(nb::init<const std::string&, std::optional<std::uint64_t>, const std::string&>(), "directory"_a,
            "step"_a = nb::none(), "checkpoint"_a = "", no_gil)
       .def("close", &Stored::close, no_gil)
-      .def_prop_ro("step", [](Stored& s) { return s.ask([](StoredModel& model) { return model.step(); }); }, no_gil)
-      .def_prop_ro("world_size", [](Stored& s) { return s.ask([](StoredModel& model) { return model.world_size(); }); }, no_gil)
-      .def_prop_ro("parameters",
-                   [](Stored& s) {
-                     return s.ask([](StoredModel& model) {
-                       return std::vector(model.parameters().begin(), model.parameters().end());
-                     });
-                   },
-                   no_gil)
+      .def_prop_ro(
+          "step", [](Stored& s) { return s.ask([](StoredModel& model) { return model.step(); }); }, no_gil)
+      .def_prop_ro(
+          "world_size", [](Stored& s) { return s.ask([](StoredModel& model) { return model.world_size(); }); }, no_gil)
+      .def_prop_ro(
+          "parameters",
+          [](Stored& s) {
+            return s.ask(
+                [](StoredModel& model) { return std::vector(model.parameters().begin(), model.parameters().end()); });
+          },
+          no_gil)
       .def_prop_ro(
           "loss_scale",
           [](Stored& s) -> std::optional<std::tuple<double, std::uint64_t, std::uint32_t>> {
@@ -154,7 +156,8 @@ void bind_stored(nb::module_& module) {
             if (!scaler) return std::nullopt;
             return std::make_tuple(scaler->scale, scaler->steps_without_overflow, scaler->hysteresis_left);
           },
-          no_gil, "(scale, steps without an overflow, overflows until it is lowered); None without a dynamic loss scale.")
+          no_gil,
+          "(scale, steps without an overflow, overflows until it is lowered); None without a dynamic loss scale.")
       .def("caller_state", &caller_state, "rank"_a = 0, "As the program gave it to step() or save().")
       .def(
           "read",

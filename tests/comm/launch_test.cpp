@@ -82,32 +82,31 @@ TEST(Launch, ProcessesOfAMachine) {
 
 INSTANTIATE_TEST_SUITE_P(
     Environments, LaunchTest,
-    testing::Values(Case{"nothing", {}, Launcher::none, 0, 1, -1}, Case{"open_mpi", kOpenMpi, Launcher::mpi, 5, 8, 1},
-                    Case{"hydra", kHydra, Launcher::mpi, 4, 6, 0}, Case{"mvapich", kMvapich, Launcher::mpi, 2, 3, 2},
-                    Case{"srun", kSrun, Launcher::slurm, 9, 12, 3},
-                    Case{"torchrun", kTorchrun, Launcher::torchrun, 3, 4, 1},
-                    // Inside an allocation nothing is started yet: the variables of the batch script.
-                    Case{"sbatch",
-                         {{"SLURM_JOB_ID", "77"}, {"SLURM_NTASKS", "16"}, {"SLURM_PROCID", "0"}},
-                         Launcher::none,
-                         0,
-                         1,
-                         -1},
-                    Case{"srun_pmi2", joined({{"PMI_SIZE", "12"}, {"PMI_RANK", "9"}}, kSrun), Launcher::mpi, 9, 12, 3},
-                    // The variables of the srun that started mpirun are those of another process.
-                    Case{"mpirun_in_srun", joined({{"PMI_SIZE", "12"}, {"PMI_RANK", "2"}}, kSrun), Launcher::mpi, 2, 12, -1},
-                    Case{"mpirun_in_slurm", joined(kOpenMpi, kSrun), Launcher::mpi, 5, 8, 1},
-                    // One torchrun a node, started by srun or mpirun, whose variables its processes inherit.
-                    Case{"srun_torchrun", joined(kTorchrun, kSrun), Launcher::torchrun, 3, 4, 1},
-                    Case{"srun_pmi2_torchrun", joined(kTorchrun, kHydra), Launcher::torchrun, 3, 4, 1},
-                    Case{"mpirun_torchrun", joined(kTorchrun, kOpenMpi), Launcher::torchrun, 3, 4, 1},
-                    // RANK and WORLD_SIZE that a program exported for PyTorch, under mpirun and under srun.
-                    Case{"mpirun_exports", joined({{"RANK", "5"}, {"WORLD_SIZE", "8"}}, kOpenMpi), Launcher::mpi, 5, 8,
-                         1},
-                    Case{"srun_exports", joined({{"RANK", "9"}, {"WORLD_SIZE", "12"}, {"LOCAL_RANK", "3"}}, kSrun),
-                         Launcher::torchrun, 9, 12, 3},
-                    Case{"only_world_size", {{"WORLD_SIZE", "4"}}, Launcher::none, 0, 1, -1},
-                    Case{"no_count", {{"OMPI_COMM_WORLD_SIZE", "four"}}, Launcher::none, 0, 1, -1}),
+    testing::Values(
+        Case{"nothing", {}, Launcher::none, 0, 1, -1}, Case{"open_mpi", kOpenMpi, Launcher::mpi, 5, 8, 1},
+        Case{"hydra", kHydra, Launcher::mpi, 4, 6, 0}, Case{"mvapich", kMvapich, Launcher::mpi, 2, 3, 2},
+        Case{"srun", kSrun, Launcher::slurm, 9, 12, 3}, Case{"torchrun", kTorchrun, Launcher::torchrun, 3, 4, 1},
+        // Inside an allocation nothing is started yet: the variables of the batch script.
+        Case{"sbatch",
+             {{"SLURM_JOB_ID", "77"}, {"SLURM_NTASKS", "16"}, {"SLURM_PROCID", "0"}},
+             Launcher::none,
+             0,
+             1,
+             -1},
+        Case{"srun_pmi2", joined({{"PMI_SIZE", "12"}, {"PMI_RANK", "9"}}, kSrun), Launcher::mpi, 9, 12, 3},
+        // The variables of the srun that started mpirun are those of another process.
+        Case{"mpirun_in_srun", joined({{"PMI_SIZE", "12"}, {"PMI_RANK", "2"}}, kSrun), Launcher::mpi, 2, 12, -1},
+        Case{"mpirun_in_slurm", joined(kOpenMpi, kSrun), Launcher::mpi, 5, 8, 1},
+        // One torchrun a node, started by srun or mpirun, whose variables its processes inherit.
+        Case{"srun_torchrun", joined(kTorchrun, kSrun), Launcher::torchrun, 3, 4, 1},
+        Case{"srun_pmi2_torchrun", joined(kTorchrun, kHydra), Launcher::torchrun, 3, 4, 1},
+        Case{"mpirun_torchrun", joined(kTorchrun, kOpenMpi), Launcher::torchrun, 3, 4, 1},
+        // RANK and WORLD_SIZE that a program exported for PyTorch, under mpirun and under srun.
+        Case{"mpirun_exports", joined({{"RANK", "5"}, {"WORLD_SIZE", "8"}}, kOpenMpi), Launcher::mpi, 5, 8, 1},
+        Case{"srun_exports", joined({{"RANK", "9"}, {"WORLD_SIZE", "12"}, {"LOCAL_RANK", "3"}}, kSrun),
+             Launcher::torchrun, 9, 12, 3},
+        Case{"only_world_size", {{"WORLD_SIZE", "4"}}, Launcher::none, 0, 1, -1},
+        Case{"no_count", {{"OMPI_COMM_WORLD_SIZE", "four"}}, Launcher::none, 0, 1, -1}),
     [](const auto& case_info) { return std::string(case_info.param.name); });
 
 TEST(Launch, TorchrunSaysWhereToMeet) {

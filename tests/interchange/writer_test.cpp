@@ -104,7 +104,8 @@ TEST(SafetensorsWriter, MoreShardsThanDescriptors) {
   const TempDirectory directory;
   const auto write = [&](const std::string& name, std::size_t bytes) {
     const test::FullTable few(4);
-    SafetensorsWriter writer({.directory = directory / name, .shard_bytes_max = 1}, bytes_of(std::vector<std::uint64_t>(40, 1)));
+    SafetensorsWriter writer({.directory = directory / name, .shard_bytes_max = 1},
+                             bytes_of(std::vector<std::uint64_t>(40, 1)));
     put(writer, bytes);
     if (bytes == 40) writer.finish();
   };

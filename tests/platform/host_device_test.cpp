@@ -263,8 +263,8 @@ TEST(Chaos, NeverBlamesACorrectProgram) {
 
 TEST(HostDevice, CopiesTakeAsLongAsTheLinkThatIsModelled) {
   Ledger ledger;
-  const auto device = Device::create(
-      {.memory_bytes = 64 << 10, .host = {.link_bytes_per_second = 1'000'000}, .ledger = &ledger});
+  const auto device =
+      Device::create({.memory_bytes = 64 << 10, .host = {.link_bytes_per_second = 1'000'000}, .ledger = &ledger});
   const auto up = device->create_stream("up"), down = device->create_stream("down");
   Bytes here(20'000), back(20'000);
   const std::span<std::byte> there = device->memory();

@@ -35,8 +35,8 @@ float element(const TensorView& view, std::size_t i) { return to_float(static_ca
 
 // Work that was enqueued under a lease still reads the weights when the lease's pass has ended.
 // Four units share gather memory for two, so units 0 and 2 have one home, and 1 and 3. While unit 0 is held, unit 2 has
-// to lie where unit 1 does; work that reads it there may still run when the next pass fetches unit 2 to its home and unit
-// 1 to its own.
+// to lie where unit 1 does; work that reads it there may still run when the next pass fetches unit 2 to its home and
+// unit 1 to its own.
 TEST(Lifetime, AUnitThatReturnsToItsHomeIsWaitedForWhereItLay) {
   const ToyShape shape{.matrices = {100000, 100000, 100000, 100000}, .frozen = false, .tied = false};
   ToySetup setup = in_memory();

@@ -266,8 +266,7 @@ void Player::visit(std::size_t index, const Deed& deed, bool backward, int micro
 
 void Player::look_at(std::size_t index, const Lease& lease) {
   for (const ParameterId parameter : units_[index].parameters) seen_.push_back(look(lease, parameter));
-  if (const auto owner = program_.units[index].tied_to)
-    seen_.push_back(look(lease, units_[*owner].parameters.front()));
+  if (const auto owner = program_.units[index].tied_to) seen_.push_back(look(lease, units_[*owner].parameters.front()));
 }
 
 // Takes another lease on the same unit, and one on another unit, for which the budget may be too small. The latter is

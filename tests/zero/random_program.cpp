@@ -457,8 +457,8 @@ std::string describe(const ToySetup& setup) {
       r.huge_pages ? ", huge pages" : "", e.stripe_directories.size(),
       r.aio_backend == aio::BackendKind::threads ? "threads" : "automatic", r.aio_block_bytes, r.aio_queue_depth,
       r.aio_threads, r.update_threads, r.comm_scratch_bytes, r.host_device.chaos_seed,
-      r.host_device.link_bytes_per_second, e.metrics_path.empty() ? "" : ", metrics", r.trace_path.empty() ? "" : ", trace",
-      e.weights_dtype ? ", weights declared" : "");
+      r.host_device.link_bytes_per_second, e.metrics_path.empty() ? "" : ", metrics",
+      r.trace_path.empty() ? "" : ", trace", e.weights_dtype ? ", weights declared" : "");
 }
 
 }  // namespace hoist::test

@@ -68,7 +68,7 @@ class Memory {
   std::span<std::byte> device_results() const { return buffer(MemoryRole::device_results); }
   std::span<std::byte> results_copy() const { return buffer(MemoryRole::results_copy); }
   std::span<std::byte> copy_buffer() const { return buffer(MemoryRole::copy_buffer); }  // RecordIo's alone
-  bool spills_gradients() const { return plan_.units().scratch_bytes() > 0; }  // of some units, or all
+  bool spills_gradients() const { return plan_.units().scratch_bytes() > 0; }           // of some units, or all
 
   // The records of all units, cut as the update buffers allow; a unit's sub-groups follow each other.
   const std::vector<SubGroup>& sub_groups() const { return sub_groups_; }

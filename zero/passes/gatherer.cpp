@@ -109,8 +109,8 @@ void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
 }
 
 // A range is free once every lease of the units that lay there has ended on the device, and the last transfer of each.
-// So is the range that `mover` leaves, which nobody will know of from now on. A unit that was vacated is not asked again:
-// the wait for it is enqueued on the stream of all later fetches.
+// So is the range that `mover` leaves, which nobody will know of from now on. A unit that was vacated is not asked
+// again: the wait for it is enqueued on the stream of all later fetches.
 Gatherer::FormerUse Gatherer::vacate(const scheduler::Place& place, const UnitState& mover) {
   FormerUse former;
   for (UnitState& state : states_) {

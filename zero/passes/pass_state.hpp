@@ -52,9 +52,9 @@ class PassState {
     std::string text;
     std::function<std::string()> lines{};  // one for each group
   };
-  // [C] All ranks made the same calls in the pass that ended, which is compared once, and have equal settings, which are
-  // compared whenever they are given: ranks that differ have mixed up their data, or would each change their own shard
-  // in their own way.
+  // [C] All ranks made the same calls in the pass that ended, which is compared once, and have equal settings, which
+  // are compared whenever they are given: ranks that differ have mixed up their data, or would each change their own
+  // shard in their own way.
   void check_agreement(const std::optional<Settings>& settings = std::nullopt);
   // [C] The same before another exchange between the pass and its step, as often as there is one.
   void agree_on(bool of_the_pass, const std::optional<Settings>& settings) const;
