@@ -4,8 +4,8 @@
 #include <fmt/format.h>
 
 #include <hoist/aio/detail/drive_queue_impl.hpp>
-#include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/drive_queue.hpp>
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 
@@ -62,7 +62,7 @@ DriveQueue::DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend
 DriveQueue::~DriveQueue() {
   if (impl_->stop()) return;
   // The kernel, or a stuck thread, may still use the queue's memory. Kept reachable and never used again.
-  detail::quarantine(impl_.release());
+  quarantine(impl_.release());
 }
 
 Completion DriveQueue::start(const detail::Request& request, Priority priority) {

@@ -80,7 +80,8 @@ Completion DriveQueue::Impl::enqueue(const Request& request, Priority priority) 
     transfer.request = request;
     transfer.promise.emplace(std::move(promise));
     arrivals_[static_cast<std::size_t>(priority)].push(transfer);
-    wake = std::exchange(waiting_, false);
+    // A continuation runs on the I/O thread, which looks for arrivals before it waits.
+    wake = std::exchange(waiting_, false) && std::this_thread::get_id() != io_thread_.load();
   }
   if (wake) backend_->wake_up();
   return completion;
@@ -129,6 +130,7 @@ bool DriveQueue::Impl::stop() noexcept {
 
 void DriveQueue::Impl::run() noexcept {
   detail::enter_io_thread(kThreadName, options_);
+  io_thread_ = std::this_thread::get_id();
   for (;;) {
     const bool stopping = take_arrivals();
     fill();
@@ -142,8 +144,7 @@ void DriveQueue::Impl::run() noexcept {
     if (is_silent()) {
       log_critical(
           "{}: a drive has not answered for {:.3g} s and is given up; the memory of its transfers stays reserved and "
-          "is "
-          "never used again. Check the drive (dmesg, smartctl).",
+          "is never used again. Check the drive (dmesg, smartctl).",
           description_, to_seconds(options_.answer_timeout));
       abandon();
       break;
@@ -348,7 +349,7 @@ void DriveQueue::Impl::retire(Transfer& transfer) {
 // The drive has stopped answering. Every waiting transfer fails. The blocks in flight keep their records, because the
 // backend may still report to them.
 void DriveQueue::Impl::abandon() {
-  detail::note_given_up();  // before a caller learns of the failure and releases its memory
+  note_given_up();  // before a caller learns of the failure and releases its memory
   Queues queues;
   {
     const MutexLock lock(mutex_);

@@ -16,8 +16,8 @@
 #include <sys/statfs.h>
 #include <unistd.h>
 
-#include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/file.hpp>
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
@@ -257,7 +257,7 @@ bool File::lock(Nanoseconds timeout) {
 }
 
 void File::unlock() const noexcept {
-  if (!detail::a_drive_was_given_up()) ::flock(descriptor_, LOCK_UN);
+  if (!a_drive_was_given_up()) ::flock(descriptor_, LOCK_UN);
 }
 
 void File::observe(std::weak_ptr<FileObserver> observer) const {

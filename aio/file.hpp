@@ -26,8 +26,8 @@ enum class OpenMode : std::uint8_t {
 struct FileOptions {
   OpenMode mode = OpenMode::read_write;
   // Reserves this many bytes (fallocate; zeros are written where the file system has none; on btrfs, an empty file is
-  // marked to be rewritten in place). If they are not available, throws and removes a file that was just created. 0:
-  // none.
+  // marked to be rewritten in place). If they are not available, throws, and with `create` removes the
+  // file. 0: none.
   std::uint64_t reserve_bytes = 0;
   // Uses O_DIRECT if the file system supports it; is_direct() tells. Otherwise (tmpfs) transfers go through memory, and
   // the log says once what a measurement then shows.

@@ -2,10 +2,10 @@
 #include <atomic>
 #include <vector>
 
-#include <hoist/aio/detail/quarantine.hpp>
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/core/mutex.hpp>
 
-namespace hoist::aio::detail {
+namespace hoist::aio {
 
 void quarantine(const void* lost) {
   static Mutex mutex;
@@ -23,4 +23,4 @@ std::atomic<bool> given_up{false};
 void note_given_up() noexcept { given_up.store(true, std::memory_order_relaxed); }
 bool a_drive_was_given_up() noexcept { return given_up.load(std::memory_order_relaxed); }
 
-}  // namespace hoist::aio::detail
+}  // namespace hoist::aio

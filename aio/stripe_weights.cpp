@@ -11,7 +11,7 @@
 #include <fmt/format.h>
 
 #include <hoist/aio/detail/nameless_file.hpp>
-#include <hoist/aio/detail/quarantine.hpp>
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/aio/stripe_layout.hpp>
 #include <hoist/aio/stripe_weights.hpp>
 #include <hoist/core/assert.hpp>
@@ -109,7 +109,7 @@ double measure(const MeasuredDrive& drive, const MeasureOptions& options) {
   try {
     return meter->bytes_per_second(options.time_limit);
   } catch (...) {
-    if (!meter->settle()) detail::quarantine(meter.release());
+    if (!meter->settle()) quarantine(meter.release());
     throw;
   }
 }

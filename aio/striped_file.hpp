@@ -34,8 +34,7 @@ class StripedFile {
 
   // As in DriveQueue, with offsets in the logical file.
   // Cost: on one drive, that of DriveQueue::read. On several, one transfer for each drive that the range touches and
-  // one
-  //       joint completion, however many units there are.
+  //       one joint completion, however many units there are.
   Completion read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
   Completion write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
   // A read of which only the first `needed_bytes` must exist: bytes past the end of the file read as zeros.

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <new>
 
-#include <hoist/aio/detail/quarantine.hpp>
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/units.hpp>
 
@@ -14,8 +14,8 @@ TransferMemory::TransferMemory(std::uint64_t bytes)
 }
 
 TransferMemory::~TransferMemory() {
-  if (detail::a_drive_was_given_up())
-    detail::quarantine(data_);
+  if (a_drive_was_given_up())
+    quarantine(data_);
   else
     ::operator delete (data_, std::align_val_t{kBlockAlignment});
 }

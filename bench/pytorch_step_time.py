@@ -26,7 +26,7 @@ from torch import nn  # noqa: E402
 
 import hoist.torch  # noqa: E402
 
-LAYERS, WIDTH, MILLISECONDS = 16, 512, 10
+LAYERS, WIDTH, MILLISECONDS = 32, 512, 10
 PARAMETERS = WIDTH * WIDTH
 # name: where weights and optimizer states are, the update mode, the link's time for a layer over that of its forward pass
 CELLS = {

@@ -73,8 +73,8 @@ class Steps {
 
   double explained_seconds() {
     Nanoseconds all{kernel_ns_};
-    for (const WaitCause cause : {WaitCause::nvme, WaitCause::host_to_device, WaitCause::optimizer, WaitCause::comm})
-      all += runtime_.ledger().waited(cause);
+    for (std::size_t cause = 0; static_cast<WaitCause>(cause) != WaitCause::none; ++cause)
+      all += runtime_.ledger().waited(static_cast<WaitCause>(cause));
     return to_seconds(all);
   }
 

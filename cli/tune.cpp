@@ -241,6 +241,9 @@ int tune(const TuneArguments& arguments) {
   } catch (const UsageError& error) {
     complain("hoist tune: {}\n", error.what());
     return kBadInput;
+  } catch (const BudgetError& error) {
+    complain("hoist tune: {}\n", error.what());
+    return kBadInput;
   } catch (const measure::Interrupted&) {
     complain("hoist tune: interrupted; its files are removed and nothing was written\n");
     InterruptGuard::end_by_signal();

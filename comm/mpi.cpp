@@ -36,24 +36,24 @@ using detail::may_call_mpi;
 using detail::mpi_error_text;
 
 // Never destroyed, like the breakage.
-detail::LivenessProbes& roll_calls() {
+detail::LivenessProbes& probes() {
   static auto* const instance = new detail::LivenessProbes;
   return *instance;
 }
 
 // The world's probe; all ranks make it together with its first transport, and it stays.
-std::shared_ptr<detail::LivenessProbe>& roll_call_of_world() {
+std::shared_ptr<detail::LivenessProbe>& probe_of_world() {
   static auto* const instance = new std::shared_ptr<detail::LivenessProbe>;
   return *instance;
 }
 
 // Takes ownership of `communicator`.
-std::shared_ptr<detail::LivenessProbe> make_roll_call(MPI_Comm communicator) {
+std::shared_ptr<detail::LivenessProbe> make_probe(MPI_Comm communicator) {
   const std::shared_ptr<detail::LivenessProbe> made(new detail::LivenessProbe(communicator),
                                                     [](detail::LivenessProbe* ended) {
                                                       if (may_call_mpi()) delete ended;
                                                     });
-  roll_calls().add(made);
+  probes().add(made);
   return made;
 }
 
@@ -86,7 +86,7 @@ class MpiTransport final : public Transport {
   // `liveness_probe`: over the same ranks; null only while the probe itself is being made.
   MpiTransport(MPI_Comm communicator, std::shared_ptr<detail::LivenessProbe> liveness_probe,
                const detail::MpiTransportOptions& options, Ownership ownership = Ownership::taken)
-      : communicator_(communicator), ownership_(ownership), roll_call_(std::move(liveness_probe)), options_(options) {
+      : communicator_(communicator), ownership_(ownership), probe_(std::move(liveness_probe)), options_(options) {
     if (ownership_ == Ownership::taken) MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(communicator_, &rank_);
     MPI_Comm_size(communicator_, &size_);
@@ -131,7 +131,7 @@ class MpiTransport final : public Transport {
   }
 
   std::unique_ptr<Transport> duplicate() override {
-    return std::make_unique<MpiTransport>(duplicate_communicator(), roll_call_, options_);
+    return std::make_unique<MpiTransport>(duplicate_communicator(), probe_, options_);
   }
 
   // MPI_Comm_split always blocks, so the barrier first checks that all ranks are there.
@@ -141,7 +141,7 @@ class MpiTransport final : public Transport {
     MPI_Comm group = MPI_COMM_NULL;
     check(MPI_Comm_split(communicator_, rank_ / ranks, rank_, &group), kDoing);
     MpiTransport bare(group, nullptr, options_, Ownership::borrowed);
-    auto liveness_probe = make_roll_call(bare.duplicate_communicator());
+    auto liveness_probe = make_probe(bare.duplicate_communicator());
     return std::make_unique<MpiTransport>(group, std::move(liveness_probe), options_);
   }
 
@@ -149,8 +149,8 @@ class MpiTransport final : public Transport {
   void abort(std::string_view why) noexcept override {
     if (!may_call_mpi()) return;
     try {
-      roll_calls().tell(detail::LivenessProbe::News::failed, why);
-      breakage().report(fmt::format("{} failed: {}", roll_call_->name_of(rank_), why));
+      probes().tell(detail::LivenessProbe::News::failed, why);
+      breakage().report(fmt::format("{} failed: {}", probe_->name_of(rank_), why));
     } catch (...) {  // no memory for the text: the others notice by waiting
     }
   }
@@ -158,7 +158,7 @@ class MpiTransport final : public Transport {
   std::optional<std::string> broken() override {
     std::string reason = breakage().reason();
     if (!reason.empty()) return reason;
-    return roll_calls().serve("none of these calls");
+    return probes().serve("none of these calls");
   }
 
   MPI_Comm duplicate_communicator() {
@@ -272,18 +272,18 @@ class MpiTransport final : public Transport {
 
   // During a long wait: answers other ranks' questions, asks them, and finally gives up.
   void look_around(const Doing& doing, Nanoseconds waited) {
-    if (const auto verdict = roll_calls().serve(doing.text())) give_up(doing, *verdict);
-    if (!roll_call_) {
+    if (const auto verdict = probes().serve(doing.text())) give_up(doing, *verdict);
+    if (!probe_) {
       if (waited <= options_.timeout) return;
       give_up(doing, fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs",
                                  options_.timeout.count()));
     }
     const Nanoseconds deadline = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
-    if (waited > options_.timeout - deadline) roll_call_->ask(deadline);
+    if (waited > options_.timeout - deadline) probe_->ask(deadline);
     if (waited <= options_.timeout) return;
-    const std::string findings = roll_call_->findings(options_.timeout);
+    const std::string findings = probe_->findings(options_.timeout);
     // First: once it is reported, other threads of this process leave their waits, and their memory with them.
-    roll_calls().tell(detail::LivenessProbe::News::gave_up, findings);
+    probes().tell(detail::LivenessProbe::News::gave_up, findings);
     give_up(doing, findings);
   }
 
@@ -314,7 +314,7 @@ class MpiTransport final : public Transport {
 
   MPI_Comm communicator_;
   const Ownership ownership_;
-  const std::shared_ptr<detail::LivenessProbe> roll_call_;
+  const std::shared_ptr<detail::LivenessProbe> probe_;
   const detail::MpiTransportOptions options_;
   int rank_ = 0;
   int size_ = 1;
@@ -334,9 +334,9 @@ std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options
   initialize_mpi();
   require_announced_size();
   // Not by MPI_Comm_dup, which would wait for a dead rank without end.
-  MpiTransport world(MPI_COMM_WORLD, roll_call_of_world(), options, MpiTransport::Ownership::borrowed);
-  if (!roll_call_of_world()) roll_call_of_world() = make_roll_call(world.duplicate_communicator());
-  return std::make_unique<MpiTransport>(world.duplicate_communicator(), roll_call_of_world(), options);
+  MpiTransport world(MPI_COMM_WORLD, probe_of_world(), options, MpiTransport::Ownership::borrowed);
+  if (!probe_of_world()) probe_of_world() = make_probe(world.duplicate_communicator());
+  return std::make_unique<MpiTransport>(world.duplicate_communicator(), probe_of_world(), options);
 }
 
 }  // namespace detail
@@ -367,7 +367,7 @@ std::unique_ptr<Communicator> make_mpi_over(MPI_Comm ranks, const CommunicatorOp
   if (ranks == MPI_COMM_NULL || between_groups != 0)
     throw UsageError("make_mpi_over: needs a communicator over one group of ranks, this one among them");
   MpiTransport given(ranks, nullptr, transport_options(options), MpiTransport::Ownership::borrowed);
-  auto liveness_probe = make_roll_call(given.duplicate_communicator());
+  auto liveness_probe = make_probe(given.duplicate_communicator());
   return over(std::make_unique<MpiTransport>(given.duplicate_communicator(), std::move(liveness_probe),
                                              transport_options(options)),
               options);

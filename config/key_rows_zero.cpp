@@ -20,9 +20,8 @@ constexpr std::string_view kAlwaysPipelined =
     "reading, updating and writing are always pipelined; offload_optimizer.buffer_count sets the depth";
 constexpr std::string_view kAlwaysPinned = "staging memory is always pinned, within hoist.pinned_memory";
 constexpr std::string_view kNvmePath =
-    "Directory on the drive; the store is its subdirectory hoist. Required by device nvme. A list spreads the store "
-    "over "
-    "several drives: the first directory holds the manifest too.";
+    "Directory on the drive; the store is its subdirectory hoist. Required by device nvme. A list spreads "
+    "the store over several drives: the first directory holds the manifest too.";
 constexpr std::string_view kSamePath =
     "A record holds weights and optimizer state: if both sections are on NVMe, the paths of offload_optimizer count.";
 

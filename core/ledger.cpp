@@ -31,7 +31,7 @@ const char* link_name(Link link) {
 }
 
 const char* wait_cause_name(WaitCause cause) {
-  constexpr std::array kNames{"nvme", "host_to_device", "optimizer", "comm", "none"};
+  constexpr std::array kNames{"nvme", "host_to_device", "device_to_host", "optimizer", "comm", "none"};
   return kNames[static_cast<std::size_t>(cause)];
 }
 

@@ -22,8 +22,8 @@ inline constexpr std::size_t kLinkCount = 5;
 const char* link_name(Link link);
 
 // The cause of a wait of the program or the compute stream.
-enum class WaitCause : std::uint8_t { nvme, host_to_device, optimizer, comm, none };
-inline constexpr std::size_t kWaitCauseCount = 5;
+enum class WaitCause : std::uint8_t { nvme, host_to_device, device_to_host, optimizer, comm, none };
+inline constexpr std::size_t kWaitCauseCount = 6;
 const char* wait_cause_name(WaitCause cause);
 
 class Ledger {

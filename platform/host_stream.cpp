@@ -65,7 +65,7 @@ void HostStream::copy(std::byte* target, const std::byte* source, std::uint64_t 
 }
 
 void HostStream::fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) {
-  if (bytes > 0) enqueue(Initializer{target, value, bytes});
+  if (bytes > 0) enqueue(Fill{target, value, bytes});
 }
 
 void HostStream::scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
@@ -194,7 +194,7 @@ void HostStream::perform(const Copy& copy) {
   options_.ledger->count(link, copy.bytes, Clock::now() - start);
 }
 
-void HostStream::perform(const Initializer& fill) { std::memset(fill.target, fill.value, fill.bytes); }
+void HostStream::perform(const Fill& fill) { std::memset(fill.target, fill.value, fill.bytes); }
 
 // A sleep that ends late does not slow the link: a copy that follows at once begins when the one before should have
 // ended.

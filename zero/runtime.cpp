@@ -46,9 +46,9 @@ std::unique_ptr<comm::Communicator> join_torchrun(const RuntimeOptions& options,
                                                   const comm::CommunicatorOptions& comm) {
   if (options.device == platform::DeviceKind::host) {
     throw CommError(fmt::format(
-        "torchrun's {} ranks have no way to each other on the host device: it starts processes, and the only library "
-        "that "
-        "connects CPUs here, MPI, needs its own launcher; start with {}, or hand over a channel of the program's own "
+        "torchrun's {} ranks have no way to each other on the host device: it starts processes, and the only "
+        "library that connects CPUs here, MPI, needs its own launcher; start with {}, or hand over a channel of the "
+        "program's own "
         "(comm/transport.hpp; hoist.torch does, over torch.distributed)",
         launch.size, comm::mpirun_line(launch.size)));
   }

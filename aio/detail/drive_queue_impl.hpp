@@ -12,9 +12,9 @@
 #include <thread>
 
 #include <hoist/aio/detail/busy_clock.hpp>
-#include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/detail/transfer.hpp>
 #include <hoist/aio/drive_queue.hpp>
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/mutex.hpp>
 
@@ -93,6 +93,7 @@ class DriveQueue::Impl {
   std::atomic<std::uint64_t> written_bytes_{0};
   std::atomic<std::uint64_t> retries_{0};
 
+  std::atomic<std::thread::id> io_thread_;
   std::thread thread_;
 };
 

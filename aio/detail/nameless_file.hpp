@@ -2,7 +2,7 @@
 // aio/detail/nameless_file.hpp - a file for measuring or probing that disappears with the process.
 #pragma once
 
-#include <atomic>
+#include <random>
 #include <string>
 
 #include <fmt/format.h>
@@ -14,8 +14,8 @@ namespace hoist::aio::detail {
 
 // Its name is removed at once, so closing the file frees its space. Errors: IoError.
 inline File nameless_file(const std::string& directory, std::uint64_t bytes) {
-  static std::atomic<unsigned> next{0};
-  const std::string path = fmt::format("{}/.hoist-probe-{}-{}", directory, ::getpid(), next.fetch_add(1));
+  std::random_device random;  // processes of several containers can have one number
+  const std::string path = fmt::format("{}/.hoist-probe-{}-{:08x}{:08x}", directory, ::getpid(), random(), random());
   File file(path, {.mode = OpenMode::create, .reserve_bytes = bytes});
   ::unlink(path.c_str());
   return file;

@@ -36,8 +36,8 @@ std::uint64_t reserved_bytes(const std::string& directory) {
   return bytes;
 }
 
-constexpr std::array kReportedWaits = {WaitCause::nvme, WaitCause::host_to_device, WaitCause::optimizer,
-                                       WaitCause::comm};
+constexpr std::array kReportedWaits = {WaitCause::nvme, WaitCause::host_to_device, WaitCause::device_to_host,
+                                       WaitCause::optimizer, WaitCause::comm};
 
 std::size_t index(Link link) { return static_cast<std::size_t>(link); }
 std::size_t index(WaitCause cause) { return static_cast<std::size_t>(cause); }
@@ -82,7 +82,9 @@ const char* wait_title(WaitCause cause) {
     case WaitCause::nvme:
       return "waiting for NVMe";
     case WaitCause::host_to_device:
-      return "waiting for host-device copies";
+      return "waiting for copies of weights";
+    case WaitCause::device_to_host:
+      return "waiting for copies of gradients";
     case WaitCause::optimizer:
       return "waiting for the optimizer";
     case WaitCause::comm:

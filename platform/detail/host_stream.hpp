@@ -69,7 +69,7 @@ class HostStream final : public Stream {
     std::uint64_t bytes;
     CopyKind kind;
   };
-  struct Initializer {
+  struct Fill {
     std::byte* target;
     std::uint8_t value;
     std::uint64_t bytes;
@@ -77,15 +77,15 @@ class HostStream final : public Stream {
   struct Launch {
     std::function<void()> work;
   };
-  using Operation = std::variant<std::monostate, Record, Wait, Copy, Initializer, ScaleArguments, NormArguments,
-                                 UpdateArguments, Launch>;
+  using Operation =
+      std::variant<std::monostate, Record, Wait, Copy, Fill, ScaleArguments, NormArguments, UpdateArguments, Launch>;
 
   void enqueue(Operation operation);
   void run();
   void execute(Operation& operation);
   void perform(const Wait& wait);
   void perform(const Copy& copy);
-  void perform(const Initializer& fill);
+  void perform(const Fill& fill);
   void perform(const ScaleArguments& scale) { scale_on_host(scale); }
   void perform(const NormArguments& norm) { sums_of_squares_on_host(norm); }
   void perform(const UpdateArguments& update) { update_on_host(update); }

@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <hoist/aio/detail/quarantine.hpp>
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/aio/unaligned.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/owning_process.hpp>
@@ -121,9 +121,9 @@ class Transfer {
     } catch (...) {  // a caller that waited has received this error
     }
     file_ = {nullptr, "the transfer"};
-    if (!aio::detail::a_drive_was_given_up()) return;
+    if (!aio::a_drive_was_given_up()) return;
     const nb::gil_scoped_acquire acquire;
-    aio::detail::quarantine(tensor_.release().ptr());  // a drive that answers late may still write there
+    aio::quarantine(tensor_.release().ptr());  // a drive that answers late may still write there
   }
 
   bool done() const { return completion_.done(); }

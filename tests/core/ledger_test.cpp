@@ -69,7 +69,7 @@ TEST(Ledger, EveryLinkAndCauseHasItsOwnName) {
   EXPECT_EQ(names, (std::set<std::string>{"nvme_read", "nvme_write", "host_to_device", "device_to_host", "wire"}));
   names.clear();
   for (std::size_t k = 0; k < kWaitCauseCount; ++k) names.insert(wait_cause_name(static_cast<WaitCause>(k)));
-  EXPECT_EQ(names, (std::set<std::string>{"nvme", "host_to_device", "optimizer", "comm", "none"}));
+  EXPECT_EQ(names, (std::set<std::string>{"nvme", "host_to_device", "device_to_host", "optimizer", "comm", "none"}));
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ TEST(Report, HasExactlyTheFieldsOfTheFormat) {
     "links": {"nvme_read": {"bytes": 1000, "busy_seconds": 0.5}, "nvme_write": {"bytes": 2000, "busy_seconds": 0.5},
               "host_to_device": {"bytes": 3000, "busy_seconds": 0.5}, "device_to_host": {"bytes": 4000, "busy_seconds": 0.5},
               "wire": {"bytes": 5000, "busy_seconds": 0.5}},
-    "wait_seconds": {"nvme": 1.0, "host_to_device": 0.0, "optimizer": 0.0, "comm": 0.0},
+    "wait_seconds": {"nvme": 1.0, "host_to_device": 0.0, "device_to_host": 0.0, "optimizer": 0.0, "comm": 0.0},
     "compute_seconds": 2.0, "offloaded_bytes": 0, "tokens_per_step": 512,
     "communication_to_computation": 0.0, "committed_step": 2})json");
   EXPECT_EQ(json, expected);

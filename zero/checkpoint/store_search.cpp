@@ -241,9 +241,9 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
 
 CommonStoreError StoreSearch::incomplete_store(const StoreDirectory& where) const {
   return CommonStoreError(fmt::format(
-      "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, or out "
-      "of "
-      "sight (`hoist inspect` says which); nothing was changed: bring them back, or move the directory away to {}",
+      "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, or "
+      "out of sight (`hoist inspect` says which); nothing was changed: bring them back, or move the directory away to "
+      "{}",
       where.in(options_.store_directory), where.name.empty() ? "start anew" : "go back to the store before it"));
 }
 

@@ -12,6 +12,13 @@ using platform::CopyKind;
 using tiers::Region;
 using tiers::Tile;
 
+namespace {
+
+// Copied at once between the store and device-only memory, through pageable memory: at most 60 MB.
+constexpr std::uint32_t kPieceTiles = 16 * kAccessTiles;
+
+}  // namespace
+
 RecordIo::RecordIo(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
                    tiers::Store* store, GradientSpill* spill)
     : table_(table), memory_(memory), records_(records), store_(store), spill_(spill) {
@@ -114,10 +121,12 @@ void RecordIo::load(const RecordPart& wanted) {
       this->part(wanted.unit, wanted.kind, wanted.tiles.region, wanted.tiles.first, resident_tiles(wanted));
   if (part.tiles.length_bytes == 0) return;
   if (std::byte* const target = in_place(part)) return read_store(part, {target, part.tiles.length_bytes});
-  const aio::TransferMemory scratch(part.tiles.length_bytes);
-  const std::span<std::byte> bytes = scratch.first(part.tiles.length_bytes);
-  read_store(part, bytes);
-  copy_to_device(resident(part), bytes);
+  PartScratch scratch;
+  for_each_piece(part, [&](const RecordPart& piece) {
+    const std::span<std::byte> bytes = scratch.of(piece.tiles.length_bytes);
+    read_store(piece, bytes);
+    copy_to_device(resident(piece), bytes);
+  });
 }
 
 // --- writing ---------------------------------------------------------------------------------------------------------
@@ -147,12 +156,20 @@ void RecordIo::write_resident(const RecordPart& part, std::span<const std::byte>
 
 Completion RecordIo::store(const RecordPart& part) {
   if (const std::byte* const bytes = in_place(part)) return write_store(part, {bytes, part.tiles.length_bytes});
-  const aio::TransferMemory scratch(part.tiles.length_bytes);
-  const std::span<std::byte> bytes = scratch.first(part.tiles.length_bytes);
-  copy_from_device(resident(part), bytes);
-  const Completion written = write_store(part, bytes);
-  written.wait();
-  return written;
+  PartScratch scratch;
+  for_each_piece(part, [&](const RecordPart& piece) {
+    const std::span<std::byte> bytes = scratch.of(piece.tiles.length_bytes);
+    copy_from_device(resident(piece), bytes);
+    write_store(piece, bytes).wait();
+  });
+  return {};
+}
+
+template <typename Work>
+void RecordIo::for_each_piece(const RecordPart& part, const Work& work) {
+  const std::uint32_t end = part.tiles.first + part.tiles.count;
+  for (std::uint32_t first = part.tiles.first; first < end; first += kPieceTiles)
+    work(this->part(part.unit, part.kind, part.tiles.region, first, std::min(kPieceTiles, end - first)));
 }
 
 Completion RecordIo::write_store(const RecordPart& part, std::span<const std::byte> bytes) {

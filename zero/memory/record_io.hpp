@@ -7,7 +7,9 @@
 //   NVMe                           through the store, verified
 //
 // Threading  One caller at a time; start_read() of tiles on NVMe from any thread.
-// Memory     Borrows all it is given. Parts are copied whole, except where the caller can use them in place.
+// Memory     Borrows all it is given. view(), read() and change() copy parts whole, except where the caller can use
+// them
+//            in place.
 // Errors     IoError, CorruptionError; DeviceError.
 #pragma once
 
@@ -92,6 +94,8 @@ class RecordIo {
   std::byte* resident(const RecordPart& part) const;           // in whichever memory. Pre: there are such tiles
   std::byte* in_place(const RecordPart& part) const;           // null unless the CPU can use all of the part there
   void load(const RecordPart& part);
+  template <typename Work>  // a function of a RecordPart
+  void for_each_piece(const RecordPart& part, const Work& work);
   void write_resident(const RecordPart& part, std::span<const std::byte> bytes);
   void read_store(const RecordPart& part, std::span<std::byte> target);
   Completion write_store(const RecordPart& part, std::span<const std::byte> bytes);

@@ -50,7 +50,8 @@ void UpdatePolicy::update_on_device(StepUpdate& update) const {
 }
 
 // While the program's kernels run nobody waits. The rest of the time is for reductions, as far as the communicator says
-// that it was busy, for updates whose gradients must make room, and for the drive that spilled gradients go to.
+// that it was busy, for updates whose gradients must make room, and for the drive that spilled gradients go to; where
+// there is neither, for the copies of the last gradients.
 void UpdatePolicy::await_gradients() {
   parts_.gradients.await_made();
   const UpdateWait wait(parts_.updates);
@@ -64,7 +65,9 @@ void UpdatePolicy::await_gradients() {
     reducing = std::min(wait.elapsed(), ledger.totals(Link::wire).busy - reducing_before);
     ledger.waited(WaitCause::comm, reducing);
   }
-  if (is_decided() || parts_.memory.spills_gradients()) wait.count_into(ledger, wait.elapsed() - reducing);
+  const Nanoseconds rest = wait.elapsed() - reducing;
+  if (is_decided() || parts_.memory.spills_gradients()) return wait.count_into(ledger, rest);
+  ledger.waited(WaitCause::device_to_host, rest);
 }
 
 void UpdatePolicy::await_updates() {

@@ -27,7 +27,8 @@ class StepUpdate {
   void check(const UnitTable& table) const;
 
  private:
-  // Stochastic rounding draws by the parameter's place in its segment, so that every number of ranks draws alike.
+  // Stochastic rounding draws by the parameter's place in its segment, so that every number of ranks draws alike (in
+  // segments of up to 2^32 elements: a tile across that boundary draws by its first element's half).
   optim::Rounding rounding(const TileAccess& tile) const;
   // Tiles of one segment that lie behind each other, all but the last of full length.
   void enqueue(UnitId unit, const Segment& segment, std::span<const tiers::Tile> tiles, const Memory& memory,
