@@ -57,7 +57,8 @@ TEST_P(SpillIn, EveryModeRankAndDriveHasTheSameBits) {
   }
 }
 
-// Dropped gradients may still be on their way to the place of the next ones.
+// Dropped gradients may still be on their way to the place of the next ones, on a drive that is done with some writes
+// late.
 TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   const TempDirectory directory;
   const auto run = [&](const ToySetup& setup) {
@@ -77,6 +78,13 @@ TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   ToySetup spilling = setup(Placement::nvme, Placement::nvme, directory / "store");
   spilling.engine.gradient_spill_units = kAll;
   spilling.runtime.host_device.chaos_seed = 32;
+  const auto late = std::make_shared<Faults>(33);
+  late->add({.kind = Fault::Kind::delay,
+             .operation = aio::Operation::write,
+             .count = Faults::kForever,
+             .probability = 0.25,
+             .delay = std::chrono::milliseconds(20)});
+  spilling.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, late); };
   EXPECT_EQ(run(spilling), run(setup(Placement::pinned, Placement::pinned)));
 }
 
