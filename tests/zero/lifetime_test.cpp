@@ -33,7 +33,6 @@ float element(const TensorView& view, std::size_t i) { return to_float(static_ca
 
 // --- leases and scopes -----------------------------------------------------------------------------------------------
 
-// Work that was enqueued under a lease still reads the weights when the lease's pass has ended.
 // Four units share gather memory for two, so units 0 and 2 have one home, and 1 and 3. While unit 0 is held, unit 2 has
 // to lie where unit 1 does; work that reads it there may still run when the next pass fetches unit 2 to its home and
 // unit 1 to its own.
@@ -80,6 +79,34 @@ TEST(Lifetime, AUnitThatReturnsToItsHomeIsWaitedForWhereItLay) {
   EXPECT_EQ(seen, expected);
 }
 
+// A step changes weights in the memory that the device computes with, and evaluations may still be under way there.
+TEST(Lifetime, AStepWaitsForWorkThatReadsTheWeights) {
+  Fixture f(toy_setup(Placement::device, Placement::device),
+            ToyShape{.matrices = {1000}, .frozen = false, .tied = false});
+  f.init();
+  platform::Stream& stream = f.model.stream();
+  const auto look = [&](std::chrono::milliseconds late, float& seen) {
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    Lease lease = f.engine().gather(f.model.unit(0), stream);
+    stream.launch("look", [late, &seen, values = lease.view(f.model.matrix(0))] {
+      std::this_thread::sleep_for(late);
+      seen = element(values, 999);
+    });
+    lease.release(stream);
+  };
+  float expected = 0, seen = 0, changed = 0;
+  f.model.pass(1);
+  look(std::chrono::milliseconds(0), expected);
+  stream.synchronize();
+  look(std::chrono::milliseconds(100), seen);
+  f.engine().step();
+  look(std::chrono::milliseconds(0), changed);
+  stream.synchronize();
+  EXPECT_EQ(seen, expected);
+  EXPECT_NE(changed, expected);
+}
+
+// Work that was enqueued under a lease still reads the weights when the lease's pass has ended.
 TEST(Lifetime, ALeaseThatOutlivesItsPassKeepsItsWeightsForWorkAlreadyEnqueued) {
   const ToyShape shape{.matrices = {100000, 100000}, .frozen = false, .tied = false};
   ToySetup setup = in_memory();
