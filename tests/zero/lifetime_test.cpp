@@ -106,6 +106,62 @@ TEST(Lifetime, AStepWaitsForWorkThatReadsTheWeights) {
   EXPECT_NE(changed, expected);
 }
 
+// The memory of dropped gradients has other uses at once, on other streams.
+TEST(Lifetime, AKernelOfAPassThatWasLeftDoesNotWriteIntoTheNextGradients) {
+  const ToyShape shape{.matrices = {1000}, .frozen = false, .tied = false};
+  const auto run = [&](bool leaves_a_pass) {
+    Fixture f(in_memory(), shape);
+    f.init();
+    const auto other = f.runtime.device().create_stream("other");
+    if (leaves_a_pass) {
+      const PassScope scope = f.engine().begin(Pass::train);
+      const TensorView gradient = f.engine().gradients(f.model.unit(0), *other).view(f.model.matrix(0));
+      other->launch("slow", [gradient] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        std::fill_n(static_cast<bf16*>(gradient.data), 1000, to_bf16(7));
+      });
+      f.engine().discard();
+    }
+    f.model.train(1, 2);
+    other->synchronize();
+    return f.digests();
+  };
+  EXPECT_EQ(run(true), run(false));
+}
+
+// In mode `forward` the last step's update still reads gradients in the next pass. A gather of the unit waits for it; a
+// program that knows its gradients without the weights does not gather.
+TEST(Lifetime, GradientsWithoutAGatherDoNotOvertakeTheUpdate) {
+  constexpr std::int64_t kElements = 4'000'000;
+  const auto run = [&](UpdateMode mode) {
+    ToySetup setup = in_memory();
+    setup.engine.update_mode = mode;
+    setup.runtime.update_threads = 1;
+    setup.runtime.device_memory_bytes = 64 * kMiB;
+    setup.runtime.pinned_memory_bytes = 256 * kMiB;
+    Runtime runtime(setup.runtime);
+    Model model;
+    const UnitId unit = model.add_unit("unit", {{.name = "w", .shape = {kElements}, .dtype = DType::bf16}});
+    Engine engine = Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float> out) {
+      std::ranges::fill(out, 0.5f);
+    });
+    const auto stream = runtime.device().create_stream("compute");
+    for (int step = 1; step <= 4; ++step) {
+      {
+        const PassScope scope = engine.begin(Pass::train);
+        const TensorView gradient = engine.gradients(unit, *stream).view(engine.parameter("w"));
+        const bf16 value = to_bf16(step % 2 == 0 ? -1.0f : 0.25f);
+        stream->launch("gradient", [=] { std::fill_n(static_cast<bf16*>(gradient.data), kElements, value); });
+        engine.finish(unit, *stream);
+      }
+      engine.step();
+    }
+    engine.settle();
+    return state_digest(engine, State::master);
+  };
+  EXPECT_EQ(run(UpdateMode::forward), run(UpdateMode::step));
+}
+
 // Work that was enqueued under a lease still reads the weights when the lease's pass has ended.
 TEST(Lifetime, ALeaseThatOutlivesItsPassKeepsItsWeightsForWorkAlreadyEnqueued) {
   const ToyShape shape{.matrices = {100000, 100000}, .frozen = false, .tied = false};
