@@ -35,6 +35,7 @@ FILES = ["comm/host_communicator.cpp", "python/src/unit_manager.cpp",
 # These waits order nothing.
 NO_ORDER = {
     'engine_->save("", caller_state).wait()': "delivers errors; the engine ends after its commits",
+    "streams_.up->wait(states_[id.index].secondary, WaitCause::none)": "the wait for the unit's last transfer comes before it",
     "held_.front().used.wait()": "sleeps instead of asking again and again",
     "adding_.back().added.wait()": "bounds how much memory of PyTorch's is kept",
 }

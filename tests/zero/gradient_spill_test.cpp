@@ -82,8 +82,8 @@ TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   late->add({.kind = Fault::Kind::delay,
              .operation = aio::Operation::write,
              .count = Faults::kForever,
-             .probability = 0.25,
-             .delay = std::chrono::milliseconds(20)});
+             .probability = 0.3,
+             .delay = std::chrono::milliseconds(150)});
   spilling.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, late); };
   EXPECT_EQ(run(spilling), run(setup(Placement::pinned, Placement::pinned)));
 }
