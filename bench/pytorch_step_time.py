@@ -20,11 +20,11 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "python"))
-import accelerator  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import accelerator
+import torch
+from torch import nn
 
-import hoist.torch  # noqa: E402
+import hoist.torch
 
 LAYERS, WIDTH, MILLISECONDS = 32, 512, 10
 PARAMETERS = WIDTH * WIDTH
