@@ -7,6 +7,8 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/drives.hpp>
 #include <hoist/zero/memory/memory.hpp>
@@ -90,6 +92,9 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
   point_to_regions();
   sub_groups_ = plan_.units().sub_groups(plan_.pinned_buffers().sub_group_tiles);
   if (pinned().empty()) return;
+  // One call of the driver, which cannot tell how far it is.
+  if (runtime.device().kind() == platform::DeviceKind::cuda && pinned().size() >= 8 * kGiB)
+    log_info("registering {} of pinned memory with the GPU", format_bytes(pinned().size()));
   runtime.device().register_host(pinned());  // in one: a copy may not cross two registrations
   registered_ = pinned();
 }
