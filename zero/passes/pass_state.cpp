@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <array>
+#include <span>
 #include <utility>
 
 #include <fmt/format.h>
@@ -112,7 +113,7 @@ void PassState::check_agreement(const std::optional<Settings>& settings) {
 
 void PassState::agree_on(bool of_the_pass, const std::optional<Settings>& settings) const {
   if (table_.world_size() == 1) return;
-  scheduler::AccessTrace trace;
+  std::span<const scheduler::Access> trace;
   if (of_the_pass) trace = gatherer_.planner().trace();
   std::string last = "no unit";
   if (!trace.empty()) last = fmt::format("unit '{}' last", table_.units()[trace.back().item].name);
