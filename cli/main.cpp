@@ -77,7 +77,7 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` becomes an error that names it instead of a signal
-  std::signal(SIGPIPE, SIG_IGN);  // whoever stops reading does not stop the work, nor the removal of its files
+  std::signal(SIGPIPE, SIG_IGN);  // writing to a closed pipe is an error (EPIPE); the program still removes its files
   using namespace hoist::cli;
   hoist::occupy_standard_descriptors();
   int code = kFailure;
