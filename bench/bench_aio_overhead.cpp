@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <ctime>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -29,12 +28,6 @@ using namespace hoist;
 constexpr std::uint64_t kBlock = kMiB;
 constexpr std::uint64_t kMemoryBytes = 256 * kBlock;
 constexpr std::size_t kInFlight = 64;
-
-std::uint64_t process_cpu_ns() {
-  timespec now{};
-  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
-  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(now.tv_nsec);
-}
 
 // Addresses only: the null backend touches nothing, and neither may anything else.
 std::span<std::byte> untouchable_memory() {
@@ -100,9 +93,9 @@ Result measure(Bench& bench, const Shape& shape, bool smoke) {
   std::vector<double> rounds;
   (bench.*shape.run)(blocks / 4);
   for (int round = 0; round < (smoke ? 3 : 15); ++round) {
-    const std::uint64_t start = process_cpu_ns();
+    const double start = processor_seconds(CLOCK_PROCESS_CPUTIME_ID);
     (bench.*shape.run)(blocks);
-    rounds.push_back(static_cast<double>(process_cpu_ns() - start) / static_cast<double>(blocks));
+    rounds.push_back((processor_seconds(CLOCK_PROCESS_CPUTIME_ID) - start) * 1e9 / static_cast<double>(blocks));
   }
   std::sort(rounds.begin(), rounds.end());
   return {rounds[rounds.size() / 2], rounds.front(), rounds.back()};

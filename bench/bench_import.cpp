@@ -23,7 +23,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <hoist/aio/drive_queue.hpp>
@@ -41,7 +40,6 @@
 namespace {
 
 using namespace hoist;
-using bench::seconds_of;
 namespace fs = std::filesystem;
 
 constexpr std::uint64_t kReadBytes = 2, kWrittenBytes = 12;  // a parameter
@@ -64,16 +62,6 @@ Arguments parse(int argc, char** argv) {
   arguments.json = options.text("--json");
   options.end();
   return arguments;
-}
-
-// Processor time that all threads have used.
-double processor_seconds() {
-  rusage used{};
-  ::getrusage(RUSAGE_SELF, &used);
-  const auto seconds = [](const timeval& time) {
-    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
-  };
-  return seconds(used.ru_utime) + seconds(used.ru_stime);
 }
 
 class Bench {
@@ -118,14 +106,14 @@ class Bench {
  private:
   double created(const Initializer& initializer) {
     const TimePoint begin = Clock::now();
-    const double processor_begin = processor_seconds();
+    const double processor_begin = processor_seconds(CLOCK_PROCESS_CPUTIME_ID);
     double seconds = 0;
     {
       Runtime runtime(runtime_options());
       Engine engine = Engine::create(runtime, engine_options(), model_, initializer);
       engine.settle();
       seconds = to_seconds(Clock::now() - begin);
-      processor_seconds_.push_back(processor_seconds() - processor_begin);
+      processor_seconds_.push_back(processor_seconds(CLOCK_PROCESS_CPUTIME_ID) - processor_begin);
     }
     clear();
     return seconds;

@@ -39,7 +39,6 @@
 namespace {
 
 using namespace hoist;
-using bench::seconds_of;
 
 constexpr double kLeastRatio = 0.6;
 

@@ -78,11 +78,4 @@ class Options {
   std::vector<std::string> words_;  // that nothing has asked for yet
 };
 
-template <typename Work>
-double seconds_of(const Work& work) {
-  const TimePoint begin = Clock::now();
-  work();
-  return to_seconds(Clock::now() - begin);
-}
-
 }  // namespace hoist::bench

@@ -146,29 +146,11 @@ class NcclCommunicator final : public Communicator {
   void broadcast_host(std::span<std::byte> bytes, int root) override { control_->broadcast_host(bytes, root); }
   void barrier() override { control_->barrier(); }
 
-  std::unique_ptr<Communicator> duplicate() override {
-    std::vector<std::byte> id(NCCL_UNIQUE_ID_BYTES);
-    if (rank_ == 0) id = nccl_unique_id();
-    control_->broadcast_host(id, 0);
-    CommunicatorOptions options;
-    options.ledger = ledger_;
-    options.timeout = timeout_;
-    options.device_ordinal = device_ordinal_;
-    return std::make_unique<NcclCommunicator>(id, rank_, size_, control_->duplicate(), options);
-  }
+  std::unique_ptr<Communicator> duplicate() override { return make_nccl_over(control_->duplicate(), options()); }
 
   std::unique_ptr<Communicator> split(int ranks) override {
     detail::check_split(ranks, size_);
-    std::vector<std::byte> mine(NCCL_UNIQUE_ID_BYTES), all(NCCL_UNIQUE_ID_BYTES * static_cast<std::size_t>(size_));
-    const int first = rank_ - rank_ % ranks;
-    if (rank_ == first) mine = nccl_unique_id();
-    control_->exchange(mine, all);
-    const auto id = std::span(all).subspan(NCCL_UNIQUE_ID_BYTES * static_cast<std::size_t>(first), mine.size());
-    CommunicatorOptions options;
-    options.ledger = ledger_;
-    options.timeout = timeout_;
-    options.device_ordinal = device_ordinal_;
-    return std::make_unique<NcclCommunicator>(id, rank_ - first, ranks, control_->split(ranks), options);
+    return make_nccl_over(control_->split(ranks), options());
   }
   std::uint64_t sent_bytes() const override { return sent_bytes_.load(std::memory_order_relaxed); }
 
@@ -183,6 +165,14 @@ class NcclCommunicator final : public Communicator {
   std::optional<std::string> broken() override { return control_->broken(); }
 
  private:
+  CommunicatorOptions options() const {
+    CommunicatorOptions options;
+    options.ledger = ledger_;
+    options.timeout = timeout_;
+    options.device_ordinal = device_ordinal_;
+    return options;
+  }
+
   static constexpr std::chrono::milliseconds kWatchPeriod{50};
   static constexpr std::chrono::microseconds kPollInterval{20};
   static constexpr std::chrono::milliseconds kFarewell{200};
@@ -374,10 +364,7 @@ std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank
                                                                       .timeout = options.timeout});
   // Only its control plane is used, so one transport is enough for both.
   auto control = std::make_unique<detail::HostCommunicator>("nccl", transport, transport, CommunicatorOptions{});
-  std::vector<std::byte> id(NCCL_UNIQUE_ID_BYTES);
-  if (rank == 0) id = nccl_unique_id();
-  control->broadcast_host(id, 0);
-  return make_nccl(id, rank, size, std::move(control), options);
+  return make_nccl_over(std::move(control), options);
 }
 
 }  // namespace hoist::comm

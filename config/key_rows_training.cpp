@@ -108,7 +108,10 @@ std::vector<KeyRow> optimizer_rows() {
       {.path = "optimizer.params.eps",
        .type = ValueType::number,
        .default_value = "1e-8",
-       .meaning = "Added to the root of the second moment. Default for Adagrad: 1e-10. Adam, AdamW and Adagrad only.",
+       .meaning =
+           "Added to the root of the second moment. Default for Adagrad: 1e-10. Adam, AdamW and Adagrad only. 0 "
+           "is refused, because a parameter whose gradients were all 0 would become 0/0 (but not for Adagrad with "
+           "an initial_accumulator_value).",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.epsilon = as_number(v); }},
       {.path = "optimizer.params.weight_decay",
        .type = ValueType::number,

@@ -39,6 +39,13 @@ void Completion::wait() const {
   if (state_->error) std::rethrow_exception(state_->error);
 }
 
+void Completion::wait_quietly() const noexcept {
+  try {
+    wait();
+  } catch (...) {
+  }
+}
+
 bool Completion::wait_for(std::chrono::nanoseconds timeout) const {
   if (!done()) {
     state_->process.require_this("what is waited for");

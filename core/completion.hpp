@@ -30,6 +30,8 @@ class Completion {
 
   bool done() const noexcept;
   void wait() const;
+  // For those to whom an error means nothing, or who have had it.
+  void wait_quietly() const noexcept;
   // False if the time-out passes first.
   [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) const;
   // Null while pending and after success.

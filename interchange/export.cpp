@@ -40,12 +40,8 @@ void check_slices(std::span<StoredModel* const> slices, DType dtype) {
     if (slice->step() != slices.front()->step())
       throw UsageError(fmt::format("a model has one step, but these stores have steps {} and {}",
                                    slices.front()->step(), slice->step()));
-    if (dtype != DType::fp16) continue;
-    for (const StoredParameter& parameter : slice->parameters()) {
-      if (parameter.dtype != DType::bf16) continue;
-      throw UsageError(
-          fmt::format("parameter '{}' is bf16, and fp16 has a smaller range; export as bf16 or fp32", parameter.name));
-    }
+    for (const StoredParameter& parameter : slice->parameters())
+      refuse_lost_range(parameter.name, parameter.dtype, dtype);
   }
 }
 
@@ -69,29 +65,13 @@ class Piece {
     } else {
       const auto masters = std::span(masters_).first(count);
       model.read(parameter, State::master, first, masters);
-      narrow(masters, target.data());
-      if (dtype_ == DType::fp16) check_range(masters, model.parameters()[parameter]);
+      narrow(masters, dtype_, model.parameters()[parameter].name, target.data());
     }
   }
 
   std::span<const std::byte> bytes() const { return std::span(bytes_).first(used_bytes_); }
 
  private:
-  void narrow(std::span<const float> masters, std::byte* target) const {
-    if (dtype_ == DType::fp16) {
-      std::ranges::transform(masters, reinterpret_cast<std::uint16_t*>(target), float_to_fp16);
-    } else {
-      std::ranges::transform(masters, reinterpret_cast<bf16*>(target), to_bf16);
-    }
-  }
-  static void check_range(std::span<const float> masters, const StoredParameter& parameter) {
-    for (const float value : masters) {
-      if (master_is_committable(value, DType::fp16)) continue;
-      throw UsageError(fmt::format("parameter '{}' holds {}, which is too large for fp16; export as fp32 or bf16",
-                                   parameter.name, value));
-    }
-  }
-
   const DType dtype_;
   std::vector<std::byte> bytes_;
   std::vector<float> masters_;
@@ -100,6 +80,30 @@ class Piece {
 
 }  // namespace
 
+TensorType tensor_type(DType dtype) {
+  constexpr std::array kTypes{TensorType::bf16, TensorType::f16, TensorType::f32};
+  return kTypes[static_cast<std::size_t>(dtype)];
+}
+
+void refuse_lost_range(const std::string& parameter, DType weights, DType dtype) {
+  if (dtype != DType::fp16 || weights != DType::bf16) return;
+  throw UsageError(
+      fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32", parameter));
+}
+
+void narrow(std::span<const float> masters, DType dtype, const std::string& parameter, std::byte* out) {
+  if (dtype == DType::bf16) {
+    std::ranges::transform(masters, reinterpret_cast<bf16*>(out), to_bf16);
+    return;
+  }
+  const auto narrowed = [&](float value) {
+    if (master_is_committable(value, DType::fp16)) return float_to_fp16(value);
+    throw UsageError(
+        fmt::format("parameter '{}' holds {}, which is too large for fp16; export as fp32 or bf16", parameter, value));
+  };
+  std::ranges::transform(masters, reinterpret_cast<std::uint16_t*>(out), narrowed);
+}
+
 ExportReport export_model(StoredModel& model, const ExportOptions& options) {
   StoredModel* const whole = &model;
   return export_model(std::span(&whole, 1), options);
@@ -107,9 +111,7 @@ ExportReport export_model(StoredModel& model, const ExportOptions& options) {
 
 ExportReport export_model(std::span<StoredModel* const> slices, const ExportOptions& options) {
   check_slices(slices, options.dtype);
-  constexpr std::array kTypes{TensorType::bf16, TensorType::f16, TensorType::f32};
-  const TensorType type = kTypes[static_cast<std::size_t>(options.dtype)];
-  const std::vector<TensorSpec> tensors = tensors_of(slices, type);
+  const std::vector<TensorSpec> tensors = tensors_of(slices, tensor_type(options.dtype));
   SafetensorsWriter writer({.directory = options.directory,
                             .shard_bytes_max = options.shard_bytes_max,
                             .metadata = {{"format", "pt"}, {"hoist.step", std::to_string(slices.front()->step())}}},

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include <hoist/core/dtype.hpp>
+#include <hoist/interchange/safetensors.hpp>
 
 namespace hoist {
 class StoredModel;
@@ -40,6 +41,13 @@ struct ExportReport {
   std::uint64_t element_count = 0;
   std::uint64_t data_bytes = 0;
 };
+
+TensorType tensor_type(DType dtype);
+// Errors: UsageError if `dtype` is fp16 and the weights are bf16, which have a larger range.
+void refuse_lost_range(const std::string& parameter, DType weights, DType dtype);
+// Masters as weights of 16 bits, rounded as the engine rounds for the forward pass; 2 bytes each go to `out`. Errors:
+// UsageError for one that fp16 cannot hold.
+void narrow(std::span<const float> masters, DType dtype, const std::string& parameter, std::byte* out);
 
 // Errors: UsageError for fp16 if the model has weights of a larger range.
 ExportReport export_model(StoredModel& model, const ExportOptions& options);

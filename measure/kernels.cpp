@@ -31,13 +31,6 @@ using optim::UpdatePool;
 
 constexpr std::size_t kTile = 16384;  // parameters, as in a record
 
-template <typename Leg>
-double seconds_of(const Leg& leg) {
-  const TimePoint begin = Clock::now();
-  leg();
-  return to_seconds(Clock::now() - begin);
-}
-
 // Makes every update use one instruction set during its lifetime.
 class InstructionSet {
  public:
@@ -136,47 +129,27 @@ class State {
     void* const moment2 = has_first ? a.moments[1] : a.moments[0];
     std::uint8_t* const scale1 = has_first ? a.scales[0] : nullptr;
     std::uint8_t* const scale2 = has_first ? a.scales[1] : a.scales[0];
-    const MomentType moment_type = optim::state_form(what_.optimizer).moments;
-    const bool has_master24 = a.remainder_bytes == 1;
-    const optim::Rounding rounding{.key = 1, .first = static_cast<std::uint32_t>(first)};
+    const auto update = [&](auto tile) {
+      tile.moment1 = moment1;
+      tile.moment2 = moment2;
+      tile.gradient = a.gradient;
+      tile.gradient_dtype = what_.gradient;
+      tile.count = count;
+      tile.moment_type = optim::state_form(what_.optimizer).moments;
+      tile.rounding = {.key = 1, .first = static_cast<std::uint32_t>(first)};
+      tile.scale1 = scale1;
+      tile.scale2 = scale2;
+      return optim::update_tile(c, tile);
+    };
     if (a.is_split()) {
-      return optim::update_tile(
-          c, optim::SplitTile{.weight = static_cast<bf16*>(a.master[0]),
-                              .remainder = has_master24 ? nullptr : static_cast<std::int16_t*>(a.master[1]),
-                              .moment1 = moment1,
-                              .moment2 = moment2,
-                              .gradient = a.gradient,
-                              .gradient_dtype = what_.gradient,
-                              .count = count,
-                              .moment_type = moment_type,
-                              .rounding = rounding,
-                              .scale1 = scale1,
-                              .scale2 = scale2,
-                              .remainder8 = has_master24 ? static_cast<std::int8_t*>(a.master[1]) : nullptr});
+      const bool has_master24 = a.remainder_bytes == 1;
+      return update(optim::SplitTile{.weight = static_cast<bf16*>(a.master[0]),
+                                     .remainder = has_master24 ? nullptr : static_cast<std::int16_t*>(a.master[1]),
+                                     .remainder8 = has_master24 ? static_cast<std::int8_t*>(a.master[1]) : nullptr});
     }
-    if (a.weight != nullptr) {
-      return optim::update_tile(c, optim::Fp16Tile{.weight = static_cast<std::uint16_t*>(a.weight),
-                                                   .master = static_cast<float*>(a.master[0]),
-                                                   .moment1 = moment1,
-                                                   .moment2 = moment2,
-                                                   .gradient = a.gradient,
-                                                   .gradient_dtype = what_.gradient,
-                                                   .count = count,
-                                                   .moment_type = moment_type,
-                                                   .rounding = rounding,
-                                                   .scale1 = scale1,
-                                                   .scale2 = scale2});
-    }
-    return optim::update_tile(c, optim::WholeTile{.weight = static_cast<float*>(a.master[0]),
-                                                  .moment1 = moment1,
-                                                  .moment2 = moment2,
-                                                  .gradient = a.gradient,
-                                                  .gradient_dtype = what_.gradient,
-                                                  .count = count,
-                                                  .moment_type = moment_type,
-                                                  .rounding = rounding,
-                                                  .scale1 = scale1,
-                                                  .scale2 = scale2});
+    auto* const master = static_cast<float*>(a.master[0]);
+    if (a.weight == nullptr) return update(optim::WholeTile{.weight = master});
+    return update(optim::Fp16Tile{.weight = static_cast<std::uint16_t*>(a.weight), .master = master});
   }
 
   // Checksum of the bytes that a step writes, while they are in cache.

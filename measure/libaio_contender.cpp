@@ -7,7 +7,6 @@
 #include <thread>
 
 #include <libaio.h>
-#include <sys/resource.h>
 
 #include <hoist/core/rng.hpp>
 #include <hoist/measure/contender.hpp>
@@ -18,15 +17,6 @@ namespace {
 
 IoError aio_error(const char* operation, const Drive& drive, long code) {
   return IoError({.operation = operation, .path = drive.file().path(), .code = static_cast<int>(-code)}, "");
-}
-
-double thread_usage_seconds() {
-  rusage usage{};
-  ::getrusage(RUSAGE_THREAD, &usage);
-  const auto seconds = [](const timeval& t) {
-    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
-  };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
 // One file's share of a leg; run() on a thread of its own.
@@ -49,11 +39,11 @@ class Loop {
   Loop& operator=(const Loop&) = delete;
 
   void run() {
-    const double before = thread_usage_seconds();
+    const double before = hoist::processor_seconds(CLOCK_THREAD_CPUTIME_ID);
     begun_ = Clock::now();
     while (top_up() || in_flight_ > 0) collect();
     ended_ = Clock::now();
-    processor_seconds_ = thread_usage_seconds() - before;
+    processor_seconds_ = hoist::processor_seconds(CLOCK_THREAD_CPUTIME_ID) - before;
   }
 
   TimePoint begun() const { return begun_; }

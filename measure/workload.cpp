@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <atomic>
-#include <ctime>
 #include <thread>
-
-#include <sys/resource.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/rng.hpp>
@@ -18,21 +15,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kProgressInterval{50};
 constexpr std::uint64_t kBufferSeed = 0x9d5f;
-
-double thread_seconds() {
-  timespec now{};
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
-}
-
-double process_seconds() {
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& t) {
-    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
-  };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
-}
 
 // Keeps one drive busy. Everything after start() happens on the drive's I/O thread, until done() completes.
 class Pump {
@@ -83,7 +65,7 @@ class Pump {
   };
 
   void begin(const std::exception_ptr& error) {
-    thread_seconds_ = thread_seconds();
+    thread_seconds_ = processor_seconds(CLOCK_THREAD_CPUTIME_ID);
     begun_ = ended_ = Clock::now();
     error_ = error;
     for (Slot& slot : slots_) {
@@ -137,7 +119,7 @@ class Pump {
 
   void finish() {
     result_.seconds = to_seconds(ended_ - begun_);
-    result_.thread_seconds = thread_seconds() - thread_seconds_;
+    result_.thread_seconds = processor_seconds(CLOCK_THREAD_CPUTIME_ID) - thread_seconds_;
     // Moved out first, because the waiting thread may destroy this object as soon as the promise is fulfilled.
     Promise promise = std::move(promise_);
     promise.complete();
@@ -247,10 +229,10 @@ WorkloadResult run_workload(std::span<Drive* const> drives, const WorkloadOption
   Pumps pumps;
   for (std::size_t i = 0; i < drives.size(); ++i) pumps.push_back(std::make_unique<Pump>(*drives[i], options, i));
   WorkloadResult result;
-  const double before = process_seconds();
+  const double before = processor_seconds(CLOCK_PROCESS_CPUTIME_ID);
   for (const auto& pump : pumps) pump->start();
   wait_for(pumps, options);
-  result.processor_seconds = process_seconds() - before;
+  result.processor_seconds = processor_seconds(CLOCK_PROCESS_CPUTIME_ID) - before;
   throw_if_stopped(options.stop);
   if (options.pattern != Pattern::read) result.flush_seconds = flush(drives);
   TimePoint begin = TimePoint::max();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -69,7 +70,8 @@ void check(const OptimizerOptions& options) {
   require_positive_or_zero("momentum", options.momentum);
   require(std::isfinite(options.dampening), "dampening", options.dampening, "a finite number");
   require_positive_or_zero("learning rate decay", options.learning_rate_decay);
-  require_positive_or_zero("initial accumulator value", options.initial_accumulator);
+  require(options.initial_accumulator >= 0 && options.initial_accumulator <= std::numeric_limits<float>::max(),
+          "initial accumulator value", options.initial_accumulator, "from 0 to the largest fp32 number");
   const bool plain_momentum = options.momentum > 0 && options.dampening == 0;
   if (options.kind == OptimizerKind::sgd && options.nesterov && !plain_momentum)
     throw UsageError("Nesterov's momentum needs a momentum above 0 and no dampening");

@@ -36,7 +36,7 @@ mount -t tmpfs tmp /tmp
 mkdir -p /dev/shm
 hoist doctor --path /tmp 2>&1 | grep -i numa
 failed=0
-platform_test --gtest_filter='HostMemory.*:Topology.*:NumaPlacement.*' || failed=1
+platform_test --gtest_filter='HostMemory.*:Topology.*:NumaPlacement.*:FirstTouch.*' || failed=1
 zero_test --gtest_filter='NumaTraining.*' || failed=1
 echo "result: $failed"
 poweroff -f

@@ -119,6 +119,8 @@ class Store {
   // lock for a moment, shared; a trainer that starts in that moment tries again.
   static std::optional<std::string> holder(const std::string& directory, int rank);
 
+  // Whether a removal or a replacement of a store in the directory has not ended, or was killed.
+  static bool is_half_removed(const std::string& directory);
   // Removes the files of all ranks of a store from the directories of its drives, manifests first. Takes all their
   // locks first; if one is not available within `lock_timeout`, removes nothing. Returns whether the store was removed.
   static bool remove(std::span<const std::string> directories, Nanoseconds lock_timeout);

@@ -333,6 +333,8 @@ std::optional<std::string> Store::holder(const std::string& directory, int rank)
   return detail::holder(StorePaths(directory, rank));
 }
 
+bool Store::is_half_removed(const std::string& directory) { return detail::is_half_removed(directory); }
+
 bool Store::remove(std::span<const std::string> directories, Nanoseconds lock_timeout) {
   return detail::remove_store(directories, lock_timeout);
 }

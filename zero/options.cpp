@@ -107,6 +107,10 @@ void check_counts(const EngineOptions& options) {
 // A device that carries out steps itself has kernels for state of 16 and 32 bits.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime) {
   optim::check(group);
+  const bool begins_at_0 = group.kind == optim::OptimizerKind::adagrad && group.initial_accumulator == 0;
+  const bool divides = begins_at_0 || optim::state_of(group) == optim::OptimizerState::adam;
+  refuse(divides && static_cast<float>(group.epsilon) == 0, "optimizer.params.eps",
+         "with 0, a parameter whose gradients were all 0 would become 0/0; use 1e-8 or another positive number");
   const bool on_device = detail::asks_for_device_only(runtime, options);
   constexpr std::string_view kProblem =
       "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them, "

@@ -116,10 +116,7 @@ class Transfer {
         completion_(std::move(completion)) {}
   ~Transfer() {
     const nb::gil_scoped_release release;
-    try {
-      completion_.wait();
-    } catch (...) {  // a caller that waited has received this error
-    }
+    completion_.wait_quietly();  // a caller that waited has received its error
     file_ = {nullptr, "the transfer"};
     if (!aio::a_drive_was_given_up()) return;
     const nb::gil_scoped_acquire acquire;

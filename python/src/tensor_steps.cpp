@@ -90,8 +90,7 @@ StepReport step_tensors(UnitManager& unit_manager, const std::vector<std::uintpt
   Engine& engine = unit_manager.engine();
   for (const std::size_t given : {gradients.size(), dtypes.size(), weights.size()}) require_all(given, engine.model());
   const platform::StreamRef in = unit_manager.stream_of_gradients(), out = unit_manager.stream_of_weights();
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(unit_manager.engine_mutex());
+  const EngineTurn turn(unit_manager.engine_mutex());
   StepReport report;
   {
     EndOfWork read(unit_manager, in);
@@ -110,8 +109,7 @@ void copy_weights(UnitManager& unit_manager, const std::vector<std::uintptr_t>& 
   Engine& engine = unit_manager.engine();
   require_all(weights.size(), engine.model());
   const platform::StreamRef out = unit_manager.stream_of_weights();
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(unit_manager.engine_mutex());
+  const EngineTurn turn(unit_manager.engine_mutex());
   EndOfWork written(unit_manager, out);
   copy_all(engine, weights, out);
   written.wait();
@@ -121,8 +119,7 @@ void change_masters(UnitManager& unit_manager, nb::callable unit_values) {
   const Model& model = unit_manager.model();
   UnitValues values(model, std::move(unit_values));
   Engine& engine = unit_manager.engine();
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(unit_manager.engine_mutex());
+  const EngineTurn turn(unit_manager.engine_mutex());
   engine.change_masters([&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     std::vector<float> given(out.size());
     values.fill(parameter, first, given);
@@ -139,8 +136,7 @@ void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable u
   UnitValues moments1(unit_manager.model(), std::move(unit_moments1));
   UnitValues moments2(unit_manager.model(), std::move(unit_moments2));
   Engine& engine = unit_manager.engine();
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(unit_manager.engine_mutex());
+  const EngineTurn turn(unit_manager.engine_mutex());
   engine.replace_state({.masters = [&](ParameterId parameter, std::uint64_t first,
                                        std::span<float> out) { masters.fill(parameter, first, out); },
                         .moments =

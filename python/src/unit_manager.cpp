@@ -50,8 +50,7 @@ void UnitManager::close() {
   if (pass_) discard();
   std::exception_ptr failure;
   if (engine_) {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     try {
       engine_->settle();
     } catch (...) {
@@ -71,8 +70,7 @@ void UnitManager::abandon(const std::string& why) noexcept {
 }
 
 void UnitManager::initialize(const InitialState& state, std::span<const std::byte> caller_state) {
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(engine_mutex());
+  const EngineTurn turn(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
   was_used_ = true;
   engine_ = Engine::create(runtime(), options_.engine, model_, state, caller_state);
@@ -88,8 +86,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
   if (pass_) discard();
   const std::optional<std::uint64_t> asleep_at = asleep_at_;
   if (engine_) {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     try {
       engine_->settle();
     } catch (const Error&) {  // of the run that is being left
@@ -103,8 +100,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
     if (!runtime_) open_runtime();
     asleep_at_.reset();
     was_used_ = true;
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
     note_memory();
     return *engine_->restored();
@@ -123,8 +119,7 @@ void UnitManager::fall_asleep(std::uint64_t step) noexcept {
 void UnitManager::sleep(std::span<const std::byte> caller_state) {
   const std::uint64_t step = engine().step_count();
   {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     engine_->save("", caller_state).wait();
   }
   fall_asleep(step);
@@ -157,8 +152,7 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   pass_.reset();
   collecting_ = {};
   adding_.clear();
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(engine_mutex());
+  const EngineTurn turn(engine_mutex());
   if (engine_) engine_->discard();  // ends leases
   for (Unit& unit : units_) unit.uses.clear();
   scope_.reset();
@@ -282,8 +276,7 @@ void UnitManager::load(Unit& unit) {
 
 void UnitManager::gather(Unit& unit, platform::StreamRef stream) {
   Engine& live = engine();
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(engine_mutex());
+  const EngineTurn turn(engine_mutex());
   unit.uses.push_back({&*stream, live.gather(unit.id, stream)});
   if (computes_on_host()) stream->synchronize();
 }
@@ -330,8 +323,7 @@ void UnitManager::unload(Unit& unit) {
   if (!unit.is_up()) return;
   hide(unit);
   const platform::StreamRef stream = stream_of_weights();
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(engine_mutex());
+  const EngineTurn turn(engine_mutex());
   if (!unit.is_used_on(stream)) unit.uses.front().stream->wait(stream->record(), WaitCause::none);
   for (StreamUse& use : std::exchange(unit.uses, {})) use.lease.release(*use.stream);
 }
@@ -392,8 +384,7 @@ void UnitManager::begin(Pass pass, PassOptions options) {
   gave_way_ = false;
   {
     Engine& live = engine();
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     scope_.emplace(live.begin(pass, options));
   }
   pass_ = pass;
@@ -417,8 +408,7 @@ void UnitManager::end() {
   if (!pass_) return;
   for (Unit& unit : units_) unload(unit);
   {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     scope_.reset();
   }
   await_gradients();
@@ -429,8 +419,7 @@ void UnitManager::end() {
 void UnitManager::await_gradients() {
   if (!computes_on_host()) return;
   {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     gradients_stream_->synchronize();
   }
   collecting_ = {};
@@ -441,8 +430,7 @@ void UnitManager::discard() {
   if (!engine_ || !process_.is_this()) return;
   for (Unit& unit : units_) hide(unit);
   {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     for (Unit& unit : units_) unit.uses.clear();
     engine_->discard();
     scope_.reset();

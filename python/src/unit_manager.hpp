@@ -58,6 +58,16 @@ struct ManagedUnit {
 // The units as a model of the engine's.
 Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups);
 
+// A caller's turn at the engine: without the GIL, which the thread that has the mutex may be waiting for.
+class EngineTurn {
+ public:
+  explicit EngineTurn(std::mutex& engine_mutex) : lock_(engine_mutex) {}
+
+ private:
+  nb::gil_scoped_release release_;
+  std::lock_guard<std::mutex> lock_;
+};
+
 // PyTorch's side. The callables may be called wherever a hook is.
 struct TorchSide {
   nb::object bind;    // (unit, DLPack array of bytes): the unit's memory is there from now on

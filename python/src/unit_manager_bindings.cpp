@@ -18,6 +18,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/interchange/export.hpp>
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors_writer.hpp>
 
@@ -84,62 +85,38 @@ void initialize_from(UnitManager& unit_manager, const std::string& path,
 
 // --- weights out -----------------------------------------------------------------------------------------------------
 
-interchange::TensorType tensor_type(DType dtype) {
-  constexpr std::array kTypes{interchange::TensorType::bf16, interchange::TensorType::f16,
-                              interchange::TensorType::f32};
-  return kTypes[static_cast<std::size_t>(dtype)];
-}
-
-void refuse_lost_range(const ParameterSpec& spec, DType dtype) {
-  if (dtype != DType::fp16 || spec.dtype != DType::bf16) return;
-  throw UsageError(
-      fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32", spec.name));
-}
-
-// As the engine rounds for the forward pass.
-void narrow(std::span<const float> masters, DType dtype, const ParameterSpec& spec, std::span<std::uint16_t> out) {
-  if (dtype == DType::bf16) {
-    std::ranges::transform(masters, out.begin(), [](float value) { return to_bf16(value).bits; });
-    return;
-  }
-  for (std::size_t i = 0; i < masters.size(); ++i) {
-    if (!master_is_committable(masters[i], DType::fp16)) {
-      throw UsageError(fmt::format("parameter '{}' holds {}, which is too large for fp16; export as fp32 or bf16",
-                                   spec.name, masters[i]));
-    }
-    out[i] = float_to_fp16(masters[i]);
-  }
-}
-
 // [C] The engine's present masters as safetensors; rank 0 writes. Errors: UsageError for fp16 where a parameter has a
 // larger range.
 std::vector<std::string> export_model(UnitManager& unit_manager, const std::string& directory, DType dtype,
                                       std::uint64_t shard_bytes_max) {
   using interchange::SafetensorsWriter;
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(unit_manager.engine_mutex());
+  const EngineTurn turn(unit_manager.engine_mutex());
   Engine& engine = unit_manager.engine();
   const std::span<const ParameterSpec> parameters = engine.model().parameters();
   std::vector<interchange::TensorSpec> tensors;
   for (const ParameterSpec& spec : parameters) {
-    refuse_lost_range(spec, dtype);
-    tensors.push_back({.name = spec.name, .type = tensor_type(dtype), .shape = {spec.shape.begin(), spec.shape.end()}});
+    interchange::refuse_lost_range(spec.name, spec.dtype, dtype);
+    tensors.push_back(
+        {.name = spec.name, .type = interchange::tensor_type(dtype), .shape = {spec.shape.begin(), spec.shape.end()}});
   }
   std::optional<SafetensorsWriter> writer;
   if (engine.runtime().rank() == 0)
     writer.emplace(interchange::SafetensorsWriterOptions{.directory = directory, .shard_bytes_max = shard_bytes_max},
                    tensors);
   std::vector<float> values(kMiB);
-  std::vector<std::uint16_t> narrowed(dtype == DType::fp32 ? 0 : values.size());
+  std::vector<std::byte> narrowed(dtype == DType::fp32 ? 0 : 2 * values.size());
   for (std::uint32_t p = 0; p < tensors.size(); ++p) {
     std::uint64_t count = 1;
     for (const std::uint64_t extent : tensors[p].shape) count *= extent;
     for (std::uint64_t first = 0; first < count; first += values.size()) {
       const std::span part(values.data(), std::min<std::uint64_t>(values.size(), count - first));
       engine.read(ParameterId{p}, State::master, first, part);
-      const std::span out(narrowed.data(), narrowed.empty() ? 0 : part.size());
-      if (!out.empty()) narrow(part, dtype, parameters[p], out);  // on every rank: all refuse alike
-      if (writer) writer->write(out.empty() ? std::as_bytes(part) : std::as_bytes(out));
+      std::span<const std::byte> out = std::as_bytes(part);
+      if (dtype != DType::fp32) {  // on every rank: all refuse alike
+        interchange::narrow(part, dtype, parameters[p].name, narrowed.data());
+        out = std::span(narrowed).first(2 * part.size());
+      }
+      if (writer) writer->write(out);
     }
   }
   if (!writer) return {};
@@ -348,16 +325,14 @@ void bind_unit_manager(nb::module_& module) {
           "step",
           [](UnitManager& unit_manager, const nb::bytes& state, double gradient_norm_max) {
             const auto bytes = bytes_of(state);
-            const nb::gil_scoped_release release;
-            const std::lock_guard lock(unit_manager.engine_mutex());
+            const EngineTurn turn(unit_manager.engine_mutex());
             return unit_manager.engine().step({.caller_state = bytes, .gradient_norm_max = gradient_norm_max});
           },
           "caller_state"_a, "gradient_norm_max"_a = StepOptions{}.gradient_norm_max)
       .def(
           "gradient_norm",
           [](UnitManager& unit_manager) {
-            const nb::gil_scoped_release release;
-            const std::lock_guard lock(unit_manager.engine_mutex());
+            const EngineTurn turn(unit_manager.engine_mutex());
             return unit_manager.engine().gradient_norm();
           },
           "The global norm of the gradients that step() will take. Waits for them.")
@@ -377,8 +352,7 @@ void bind_unit_manager(nb::module_& module) {
            "caller_state"_a, "As initialize(), with moments and the number of steps that they are of.")
       .def("settle",
            [](UnitManager& unit_manager) {
-             const nb::gil_scoped_release release;
-             const std::lock_guard lock(unit_manager.engine_mutex());
+             const EngineTurn turn(unit_manager.engine_mutex());
              unit_manager.engine().settle();
            })
       .def(
@@ -398,8 +372,7 @@ void bind_unit_manager(nb::module_& module) {
           "read",
           [](UnitManager& unit_manager, std::uint32_t parameter, State state, std::uint64_t first,
              const FloatArray& out) {
-            const nb::gil_scoped_release release;
-            const std::lock_guard lock(unit_manager.engine_mutex());
+            const EngineTurn turn(unit_manager.engine_mutex());
             unit_manager.engine().read(ParameterId{parameter}, state, first, {out.data(), out.size()});
           },
           "parameter"_a, "state"_a, "first_element"_a, "out"_a)
@@ -407,8 +380,7 @@ void bind_unit_manager(nb::module_& module) {
           "write",
           [](UnitManager& unit_manager, std::uint32_t parameter, State state, std::uint64_t first,
              const ConstFloatArray& values) {
-            const nb::gil_scoped_release release;
-            const std::lock_guard lock(unit_manager.engine_mutex());
+            const EngineTurn turn(unit_manager.engine_mutex());
             unit_manager.engine().write(ParameterId{parameter}, state, first, {values.data(), values.size()});
           },
           "parameter"_a, "state"_a, "first_element"_a, "values"_a)
@@ -416,8 +388,7 @@ void bind_unit_manager(nb::module_& module) {
           "save",
           [](UnitManager& unit_manager, const std::string& name, const nb::bytes& state, bool mirror) {
             const auto bytes = bytes_of(state);
-            const nb::gil_scoped_release release;
-            const std::lock_guard lock(unit_manager.engine_mutex());
+            const EngineTurn turn(unit_manager.engine_mutex());
             return unit_manager.engine().save(name, bytes, {.mirror = mirror});
           },
           "name"_a, "caller_state"_a, "mirror"_a = false)
@@ -436,8 +407,7 @@ void bind_unit_manager(nb::module_& module) {
       .def(
           "digest",
           [](UnitManager& unit_manager, State state) {
-            const nb::gil_scoped_release release;
-            const std::lock_guard lock(unit_manager.engine_mutex());
+            const EngineTurn turn(unit_manager.engine_mutex());
             return state_digest(unit_manager.engine(), state);
           },
           "state"_a);

@@ -108,8 +108,7 @@ void UnitManager::add(const Gradient& gradient) {
   const platform::StreamRef stream = stream_of_gradients();
   // The gradient may have had to wait until now. PyTorch reuses its memory in the order of the stream it was made on.
   const bool crosses = gradient.stream != nullptr && gradient.stream != &*stream;
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(engine_mutex());
+  const EngineTurn turn(engine_mutex());
   if (crosses) stream->wait(gradient.stream->record(), WaitCause::none);
   engine_->accumulate(parameter, view, stream);
   if (crosses) gradient.stream->wait(stream->record(), WaitCause::none);
@@ -131,8 +130,7 @@ bool UnitManager::try_to_finish(Unit& unit) {
 void UnitManager::finish(Unit& unit) {
   const platform::StreamRef stream = stream_of_gradients();
   {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
+    const EngineTurn turn(engine_mutex());
     engine_->finish(unit.id, stream);
   }
   end_part();

@@ -84,7 +84,7 @@ struct PackedTile {
     return has_master24() ? join_master24(wide.weight[i], remainder[i]) : wide.split_value(i);
   }
 
-  // Elements [first, first + some) as a tile of their own. Pre: `first` is that of a block.
+  // Elements [first, first + some) as a tile of their own. Pre: `first` is that of a block, if there are blocks.
   bool update(const UpdateCoefficients& c, Rounding rounding, std::size_t first, std::size_t some) {
     const auto with_state = [&](auto tile) {
       tile.moment_type = form.moments;

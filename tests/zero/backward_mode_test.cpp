@@ -12,7 +12,7 @@
 #include <hoist/zero/passes/gradient_ring.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_program.hpp"
+#include "mode_placements.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::backward_mode_test {
@@ -20,71 +20,14 @@ namespace {
 
 constexpr Placement kDevice = Placement::device, kPinned = Placement::pinned, kNvme = Placement::nvme;
 
-struct Where {
-  const char* name;
-  Placement parameters, optimizer;
-  double pinned_fraction = 0;
-  double offload_ratio = 1;
-  bool host_accessible = true;
-  double pinned_weights = 0;
-};
-constexpr Where kWheres[] = {{"device_pinned", kDevice, kPinned},
-                             {"device_nvme", kDevice, kNvme},
-                             {"pinned_pinned", kPinned, kPinned},
-                             {"pinned_nvme", kPinned, kNvme},
-                             {"nvme_pinned", kNvme, kPinned},
-                             {"nvme_nvme", kNvme, kNvme},
-                             {"nvme_half", kNvme, kNvme, 0.5},
-                             {"pinned_third", kPinned, kNvme, 0.3},
-                             {"device_all", kDevice, kNvme, 1},
-                             {"device_pinned_ratio", kDevice, kPinned, 0, 0.5},
-                             {"device_pinned_ratio_apart", kDevice, kPinned, 0, 0.3, false},
-                             {"device_pinned_none_apart", kDevice, kPinned, 0, 0, false},
-                             {"device_nvme_ratio_apart", kDevice, kNvme, 0.3, 0.5, false},
-                             {"device_pinned_ratio_0", kDevice, kPinned, 0, 0},
-                             {"device_nvme_ratio_0_apart", kDevice, kNvme, 0, 0, false},
-                             {"pinned_pinned_ratio", kPinned, kPinned, 0, 0.3},
-                             {"nvme_nvme_ratio", kNvme, kNvme, 0, 0.3},
-                             {"nvme_half_weights_half", kNvme, kNvme, 0.4, 1, true, 0.6},
-                             {"nvme_pinned_weights_all", kNvme, kPinned, 0, 1, true, 1}};
-
-ToySetup setup_of(const Where& where, UpdateMode mode, const std::string& directory) {
-  const bool nvme = where.parameters == kNvme || where.optimizer == kNvme;
-  ToySetup setup = toy_setup(where.parameters, where.optimizer, nvme ? directory : "");
-  setup.engine.optimizer_pinned_fraction = where.pinned_fraction;
-  setup.engine.parameters_pinned_fraction = where.pinned_weights;
-  setup.engine.optimizer_offload_ratio = where.offload_ratio;
-  setup.runtime.host_device.host_accessible = where.host_accessible;
-  setup.engine.update_mode = mode;
-  setup.engine.gradient_clipping = 0;
-  return setup;
-}
-
-ToySetup simplest() { return setup_of({"", kPinned, kPinned}, UpdateMode::step, ""); }
-
-class BackwardMode : public testing::TestWithParam<Where> {
+class BackwardMode : public ModePlacement {
  protected:
-  bool has_store() const { return GetParam().parameters == kNvme || GetParam().optimizer == kNvme; }
-  ToySetup setup() const {
-    ToySetup setup = setup_of(GetParam(), UpdateMode::backward, directory_ / "store");
-    setup.runtime.host_device.chaos_seed = 5;
-    return setup;
-  }
-  std::unique_ptr<ToyTraining> fresh() const {
-    auto run = std::make_unique<ToyTraining>(setup());
-    run->model.initialize();
-    return run;
-  }
-  // What `steps` undisturbed steps end in.
-  static Digests expected(std::uint64_t steps, const ToyShape& shape = {}) {
-    return train_once(simplest(), shape, steps);
-  }
   // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
   void goes_on_from(std::unique_ptr<ToyTraining> failed, std::uint64_t step) const {
     EXPECT_THROW(failed->engine().settle(), Error);
     EXPECT_THROW(failed->model.pass(step + 1), Error);
     failed.reset();
-    if (!has_store()) return;
+    if (!where().has_store()) return;
     ToyTraining resumed(setup());
     ASSERT_EQ(resumed.model.restore().step, step);
     resumed.model.train(step + 1, step + 2);
@@ -92,21 +35,22 @@ class BackwardMode : public testing::TestWithParam<Where> {
     end.losses = resumed.model.losses;
     EXPECT_EQ(digests_of(resumed.model), end);
   }
-  TempDirectory directory_;
 };
-INSTANTIATE_TEST_SUITE_P(Placements, BackwardMode, testing::ValuesIn(kWheres),
-                         [](const auto& where) { return std::string(where.param.name); });
+INSTANTIATE_TEST_SUITE_P(Placements, BackwardMode,
+                         testing::Combine(testing::Values(UpdateMode::backward), testing::ValuesIn(kWheres)), name_of);
 
 // What follows from the order of calls (zero/step/update_policy.hpp), on one placement for each way in which states and
 // weights are divided between memory and commits.
 class BackwardModeRules : public BackwardMode {};
-INSTANTIATE_TEST_SUITE_P(Placements, BackwardModeRules,
-                         testing::Values(Where{"pinned_pinned", kPinned, kPinned}, Where{"nvme_nvme", kNvme, kNvme},
-                                         Where{"nvme_pinned", kNvme, kPinned}, Where{"pinned_nvme", kPinned, kNvme},
-                                         Where{"device_pinned_ratio_0", kDevice, kPinned, 0, 0},
-                                         Where{"device_nvme_ratio_apart", kDevice, kNvme, 0.3, 0.5, false},
-                                         Where{"nvme_half_weights_half", kNvme, kNvme, 0.4, 1, true, 0.6}),
-                         [](const auto& where) { return std::string(where.param.name); });
+INSTANTIATE_TEST_SUITE_P(
+    Placements, BackwardModeRules,
+    testing::Combine(testing::Values(UpdateMode::backward),
+                     testing::Values(Where{"pinned_pinned", kPinned, kPinned}, Where{"nvme_nvme", kNvme, kNvme},
+                                     Where{"nvme_pinned", kNvme, kPinned}, Where{"pinned_nvme", kPinned, kNvme},
+                                     Where{"device_pinned_ratio_0", kDevice, kPinned, 0, 0},
+                                     Where{"device_nvme_ratio_apart", kDevice, kNvme, 0.3, 0.5, false},
+                                     Where{"nvme_half_weights_half", kNvme, kNvme, 0.4, 1, true, 0.6})),
+    name_of);
 
 // --- the same bits ---------------------------------------------------------------------------------------------------
 
@@ -117,7 +61,7 @@ TEST_P(BackwardMode, EndsInTheBitsOfModeStepOnOneToThreeRanks) {
       const ToyShape shape{.dtype = dtype};
       const TempDirectory store;
       ToySetup backward = setup();
-      if (has_store()) backward.engine.store_directory = store / "store";
+      if (where().has_store()) backward.engine.store_directory = store / "store";
       const auto wanted = train_on(ranks, simplest(), shape, kSteps);
       const auto found = train_on(ranks, backward, shape, kSteps);
       for (std::size_t rank = 0; rank < wanted.size(); ++rank)
@@ -131,7 +75,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithTheLeastPinnedMemory) {
   for (const int ranks : {1, 2}) {
     const TempDirectory store;
     ToySetup least = setup();
-    if (has_store()) least.engine.store_directory = store / "store";
+    if (where().has_store()) least.engine.store_directory = store / "store";
     {
       ToyTraining model_only(least);
       const Prediction predicted = predict(least.runtime, least.engine, model_only.model.model(), ranks);
@@ -158,14 +102,14 @@ TEST_P(BackwardModeRules, EndsInTheSameBitsWithSeveralMicroBatches) {
       };
       const TempDirectory store;
       ToySetup backward = setup();
-      if (has_store()) backward.engine.store_directory = store / "store";
+      if (where().has_store()) backward.engine.store_directory = store / "store";
       EXPECT_EQ(train(backward), train(simplest())) << held << (vertical ? " vertical" : " horizontal");
     }
   }
 }
 
 TEST_P(BackwardModeRules, EndsInTheSameBitsWhateverIsCommitted) {
-  if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
+  if (!where().has_store()) GTEST_SKIP() << "nothing is committed by steps";
   for (const bool durable : {false, true}) {
     const TempDirectory store;
     ToySetup s = setup();
@@ -195,10 +139,10 @@ TEST_P(BackwardModeRules, EndsInTheSameBitsWithEveryOptimizer) {
       {.learning_rate = 1e-2, .moments = MomentType::bf16},
       {.learning_rate = 1e-2, .moments = MomentType::fp8, .remainder = RemainderType::int8}};
   for (const optim::OptimizerOptions& optimizer : all) {
-    if (optimizer.moments == MomentType::fp8 && !GetParam().host_accessible) continue;  // refused
+    if (optimizer.moments == MomentType::fp8 && !where().host_accessible) continue;  // refused
     const TempDirectory store;
     ToySetup backward = setup(), step = simplest();
-    if (has_store()) backward.engine.store_directory = store / "store";
+    if (where().has_store()) backward.engine.store_directory = store / "store";
     for (ToySetup* s : {&backward, &step}) s->engine.optimizer_defaults = optimizer;
     EXPECT_EQ(train_once(backward, {}, 4), train_once(step, {}, 4)) << static_cast<int>(optimizer.kind);
   }
@@ -230,25 +174,6 @@ TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
     }
   }
   EXPECT_EQ(digests_of(backward->model), digests_of(step.model));
-}
-
-TEST_P(BackwardModeRules, AnOrderlyEndCarriesOutTheLastStep) {
-  if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
-  { fresh()->model.train(1, 3); }
-  ToyTraining resumed(setup());
-  EXPECT_EQ(resumed.model.restore().step, 3u);
-  resumed.model.train(4, 5);
-  resumed.model.losses = expected(5).losses;
-  EXPECT_EQ(digests_of(resumed.model), expected(5));
-}
-
-TEST_P(BackwardModeRules, WhoeverWaitsForACommitIsNotLeftWaiting) {
-  const auto run = fresh();
-  run->model.train(1, 2);
-  run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
-  if (GetParam().optimizer == kNvme) {
-    EXPECT_EQ(run->engine().committed_step(), 2u);
-  }
 }
 
 // --- what cannot be undone is refused --------------------------------------------------------------------------------
@@ -333,7 +258,7 @@ TEST_P(BackwardModeRules, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit)
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("not finite"), std::string::npos) << error.what();
   }
-  if (has_store()) {
+  if (where().has_store()) {
     EXPECT_EQ(run->engine().committed_step(), 2u);
   }
   run->model.gradient_scale = 1;
@@ -360,21 +285,6 @@ TEST_P(BackwardModeRules, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   goes_on_from(std::move(run), 2);
 }
 
-TEST_P(BackwardModeRules, APassThatIsDroppedBeforeItsFirstFinishDoesNoHarm) {
-  const auto run = fresh();
-  run->model.train(1, 3);
-  for (const std::size_t thrown_at : {0u, 2u}) {
-    run->model.in_forward = [&](std::size_t unit) {
-      if (unit == thrown_at) throw std::runtime_error("the program's own");
-    };
-    EXPECT_THROW(run->model.pass(4), std::runtime_error);
-    run->model.in_forward = [](std::size_t) {};
-    run->engine().discard();
-  }
-  run->model.train(4, 6);
-  EXPECT_EQ(digests_of(run->model), expected(6));
-}
-
 TEST_P(BackwardModeRules, AnUpdateThatCannotBeCommittedIsReported) {
   auto run = fresh();
   run->model.train(1, 2);
@@ -384,7 +294,7 @@ TEST_P(BackwardModeRules, AnUpdateThatCannotBeCommittedIsReported) {
   const StepReport report = run->engine().step();
   EXPECT_TRUE(report.applied);
   EXPECT_THROW(run->engine().settle(), Error);
-  if (has_store()) {
+  if (where().has_store()) {
     EXPECT_THROW(report.committed.wait(), Error);
     EXPECT_EQ(run->engine().committed_step(), 2u);
   }

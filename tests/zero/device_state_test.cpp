@@ -35,31 +35,6 @@ ToySetup simplest(const ToySetup& like) {
   return setup;
 }
 
-TEST(DeviceState, StepsOfEveryOptimizerGiveTheBitsOfTheCpus) {
-  const std::array<std::pair<optim::OptimizerOptions, GroupOptions>, 6> choices{{
-      {{.learning_rate = 1e-2}, {.learning_rate = 2e-2, .weight_decay = 0}},
-      {{.learning_rate = 1e-2, .moments = MomentType::bf16}, {.moments = MomentType::bf16, .rounding_seed = 3}},
-      {{.kind = OptimizerKind::adagrad, .learning_rate = 1e-2, .initial_accumulator = 0.5},
-       {.kind = OptimizerKind::lion}},
-      {{.kind = OptimizerKind::lion, .learning_rate = 1e-3, .moments = MomentType::bf16},
-       {.kind = OptimizerKind::adam}},
-      {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9, .nesterov = true},
-       {.kind = OptimizerKind::adagrad}},
-      {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2}, {.kind = OptimizerKind::sgd}},
-  }};
-  for (const auto& [matrices, vectors] : choices) {
-    for (const DType dtype : {DType::bf16, DType::fp16}) {
-      ToySetup setup = apart();
-      setup.engine.optimizer_defaults = matrices;
-      setup.engine.weights_dtype = dtype;
-      if (dtype == DType::fp16) setup.engine.loss_scale = toy_loss_scale();
-      const ToyShape shape{.vectors = vectors, .dtype = dtype};
-      EXPECT_EQ(train_once(setup, shape, 6), train_once(simplest(setup), shape, 6))
-          << "optimizer " << static_cast<int>(matrices.kind) << ", " << dtype_name(dtype);
-    }
-  }
-}
-
 TEST(DeviceState, RanksMicroBatchesAndChaosChangeNothing) {
   for (const int ranks : {1, 3}) {
     for (const int micro_batches : {1, 2}) {

@@ -444,6 +444,41 @@ TEST_P(GroupReshard, ANewStoreThatOneGroupLacksIsGivenUpByAll) {
   }
 }
 
+// A group holds a newer commit of the same step, or a newer checkpoint of the same name, that the other one lacks:
+// other numbers of ranks take over what both have.
+TEST_P(GroupReshard, WhatOneGroupLacksIsTakenOverByNone) {
+  keep_steps_ = 2;
+  const std::vector<float> values{1.5f, -2.5f};
+  for (const std::string from : {"", "best"}) {
+    job_ = "job " + from;
+    sizes_ = {2, 2};
+    const auto there = undisturbed(2);
+    Sabotage sabotage(Sabotage::Until::others_manifests);
+    on_engines(
+        [&](int group, int, ToyModel& model) {
+          Engine& engine = model.initialize();
+          model.train(1, 2);
+          engine.save("best", {}).wait();
+          if (!from.empty()) model.train(3, 4);
+          engine.settle();
+          arm(sabotage, engine);
+          const auto commit = [&] {
+            if (!from.empty()) return engine.save("best", {}).wait();
+            engine.write(model.matrix(0), State::master, 1, group == 0 ? std::span(values) : std::span<const float>());
+          };
+          expect_no_commit(engine, commit, from.empty() ? 2 : 4);
+        },
+        &sabotage);
+    EXPECT_TRUE(sabotage.group_0_came_so_far());
+    sizes_ = {1, 1};
+    on_engines([&](int group, int, ToyModel& model) {
+      EXPECT_EQ(model.restore({.from = from}).step, 2u);
+      EXPECT_EQ(digests(model), there[static_cast<std::size_t>(group)])
+          << "group " << group << " from '" << from << "'";
+    });
+  }
+}
+
 constexpr std::array kCells{
     Cell{"nvme_forward", Placement::nvme, Placement::nvme, UpdateMode::forward},
     Cell{"pinned_step", Placement::pinned, Placement::nvme, UpdateMode::step},

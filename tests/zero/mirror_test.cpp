@@ -207,16 +207,35 @@ TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
     }
     if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
   });
-  fs::remove_all(setup_.engine.store_directory + "1");
-  on_engines(2, [&](int, ToyModel& model) {
-    EXPECT_EQ(model.restore().step, 4u);
-    EXPECT_EQ(state_of(model), states.at(4));
-    for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
-    EXPECT_EQ(state_of(model), states.at(6));
-    if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
-  });
+  for (int lost = 0; lost < 2; ++lost) {  // once more: a healthy rank then holds half a store that took over
+    fs::remove_all(setup_.engine.store_directory + "1");
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, 4u);
+      EXPECT_EQ(state_of(model), states.at(4));
+      for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
+      EXPECT_EQ(state_of(model), states.at(6));
+      if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
+    });
+  }
   EXPECT_TRUE(fs::exists(setup_.engine.store_directory + "0/rank-00000.manifest"));
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 6u); });
+}
+
+TEST_P(MirrorTest, RelativePathsOutliveAChangeOfDirectory) {
+  const fs::path before = fs::current_path();
+  fs::current_path(directory_ / "");
+  setup_.engine.store_directory = "store_here";
+  setup_.engine.mirror.directory = "mirror_here";
+  on_engines(1, [&](int, ToyModel& model) {
+    model.initialize();
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      take_step(model, step);
+      if (step == 2) fs::current_path(before);
+      model.engine().save("", bytes_of("here"), {.mirror = true}).wait();
+    }
+  });
+  EXPECT_FALSE(fs::exists("store_here") || fs::exists("mirror_here"));
+  fs::current_path(before);
 }
 
 // A missing file does not mean a new drive: resuming from the mirror would ignore the files that are there.

@@ -96,30 +96,35 @@ TEST(OffloadRatio, TakesWhatFitsAndNeverMore) {
 // --- the same bits ---------------------------------------------------------------------------------------------------
 
 TEST(OffloadRatio, EveryOptimizerGivesTheBitsOfTheCpus) {
-  const std::array<std::pair<optim::OptimizerOptions, GroupOptions>, 6> choices{{
+  const std::array<std::pair<optim::OptimizerOptions, GroupOptions>, 7> choices{{
       {{.learning_rate = 1e-2}, {.learning_rate = 2e-2, .weight_decay = 0}},
       {{.kind = OptimizerKind::adam, .learning_rate = 1e-2}, {.kind = OptimizerKind::lion}},
       {{.kind = OptimizerKind::adagrad, .learning_rate = 1e-2, .initial_accumulator = 0.5},
        {.moments = MomentType::bf16, .rounding_seed = 3}},
       {{.kind = OptimizerKind::lion, .learning_rate = 1e-3, .moments = MomentType::bf16},
        {.kind = OptimizerKind::adam}},
-      {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9}, {.kind = OptimizerKind::adagrad}},
+      {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9, .nesterov = true},
+       {.kind = OptimizerKind::adagrad}},
+      {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2}, {.kind = OptimizerKind::sgd, .momentum = 0.9}},
       {{.learning_rate = 1e-2, .moments = MomentType::fp8, .remainder = RemainderType::int8}, {}},
   }};
-  for (const auto& [matrices, vectors] : choices) {
-    for (const bool host_accessible : {true, false}) {
-      if (!host_accessible && matrices.moments == MomentType::fp8) continue;  // refused
-      for (const DType dtype : {DType::bf16, DType::fp16}) {
-        if (dtype == DType::fp16 && matrices.remainder == RemainderType::int8) continue;
-        ToySetup setup = divided(0.5, host_accessible);
+  const auto compare = [](const optim::OptimizerOptions& matrices, const GroupOptions& vectors, DType dtype) {
+    const ToyShape shape{.vectors = vectors, .dtype = dtype};
+    for (const double ratio : {0.0, 0.5}) {  // of the state, that the CPU updates
+      for (const bool host_accessible : {true, false}) {
+        if (!host_accessible && matrices.moments == MomentType::fp8) continue;  // refused
+        ToySetup setup = divided(ratio, host_accessible);
         setup.engine.optimizer_defaults = matrices;
         setup.engine.weights_dtype = dtype;
         if (dtype == DType::fp16) setup.engine.loss_scale = toy_loss_scale();
-        const ToyShape shape{.vectors = vectors, .dtype = dtype};
         EXPECT_EQ(train_once(setup, shape, 6), train_once(simplest(setup), shape, 6))
-            << "optimizer " << static_cast<int>(matrices.kind) << ", " << dtype_name(dtype);
+            << "optimizer " << static_cast<int>(matrices.kind) << ", " << dtype_name(dtype) << ", ratio " << ratio;
       }
     }
+  };
+  for (const auto& [matrices, vectors] : choices) {
+    compare(matrices, vectors, DType::bf16);
+    if (matrices.remainder != RemainderType::int8) compare(matrices, vectors, DType::fp16);
   }
 }
 

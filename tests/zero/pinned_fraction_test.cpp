@@ -354,30 +354,6 @@ TEST(PinnedBuffers, AreAsManyAsTheBudgetHolds) {
 }
 
 // The store is the same whatever was in memory: runs may differ in it, and read what another wrote.
-TEST(PinnedFraction, MayChangeFromRunToRun) {
-  const TempDirectory directory;
-  const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 8);
-  std::uint64_t step = 0;
-  Digests found;
-  for (const double fraction : {0.5, 0.0, 1.0, 0.25}) {
-    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-    setup.engine.optimizer_pinned_fraction = fraction;
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    if (step == 0)
-      model.initialize();
-    else
-      EXPECT_EQ(model.restore().step, step);
-    model.train(step + 1, step + 2);
-    step += 2;
-    model.engine().settle();
-    found = digests_of(model);
-  }
-  found.losses = expected.losses;
-  EXPECT_EQ(found, expected);
-}
-
-// Values of both places in one call.
 TEST(PinnedFraction, ReadsAndWritesCrossTheBoundary) {
   const TempDirectory directory;
   const ToyShape shape{.matrices = {400000}, .norm = 5, .frozen = false, .tied = false};
@@ -436,6 +412,8 @@ TEST(Options, ValuesThatAreNoneAreRefusedByName) {
               names("remainder"));
   EXPECT_THAT(refusal([](ToySetup& s) { s.engine.learning_rate_schedule = WarmupRate{.shape = WarmupShape{kNone}}; }),
               testing::HasSubstr("warmup_type"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.epsilon = 0; }),
+              testing::HasSubstr("optimizer.params.eps"));
   EXPECT_EQ(refusal([](ToySetup&) {}), "accepted");
 
   Runtime runtime(setup.runtime);

@@ -115,6 +115,16 @@ TEST_P(ReshardTest, StateOfEightBits) {
   continue_with(1, 9);
 }
 
+// Between parameters, too, where nobody gives it a value.
+TEST_P(ReshardTest, WhatAdagradBeginsWithStays) {
+  setup_.engine.optimizer_defaults.kind = optim::OptimizerKind::adagrad;
+  setup_.engine.optimizer_defaults.initial_accumulator = 0.1;
+  setup_.engine.optimizer_defaults.epsilon = 0;
+  begin_with(1, 3);
+  continue_with(2, 5);
+  continue_with(1, 6);
+}
+
 // The memory for reading the old store is taken from the pinned budget and given back afterwards. A budget that is too
 // small is refused, and the error names one that works.
 TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
@@ -245,6 +255,36 @@ TEST_P(ReshardTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {
 }
 
 // The newer store has a file that cannot be read. The engine must not fall back to the older store.
+// A run that never committed leaves files of ranks that the next one has not.
+TEST_P(ReshardTest, ARunThatNeverCommittedLeavesNothingForOthersToRead) {
+  setup_.engine.keep_steps = 0;
+  if (on_nvme()) setup_.engine.durability = tiers::Durability::none;  // else the program's saves are the commits
+  on_engines(3, [](int, ToyModel& model) { model.initialize(); });
+  EXPECT_EQ(tiers::Store::ranks_in(setup_.engine.store_directory).size(), 3u);
+  setup_.engine.durability = tiers::Durability::step;
+  begin_with(1, 2);
+  EXPECT_EQ(tiers::Store::ranks_in(setup_.engine.store_directory), std::vector<int>{0});
+  EXPECT_EQ(StoredModel(setup_.engine.store_directory).step(), 2u);
+  continue_with(2, 3);
+}
+
+// A kill while the first store is removed: its manifests have other names, and its data is still there.
+TEST_P(ReshardTest, ARemovalThatWasKilledIsEndedByTheNextStart) {
+  setup_.engine.keep_steps = 0;
+  begin_with(1, 2);
+  const std::string manifest = setup_.engine.store_directory + "/rank-00000.manifest";
+  const std::string data = setup_.engine.store_directory + "/rank-00000.data";
+  std::filesystem::copy(data, directory_ / "data");
+  std::filesystem::copy(manifest, directory_ / "manifest");
+  continue_with(2, 3);
+  continue_with(2, 4);  // removes it
+  std::filesystem::copy(directory_ / "data", data);
+  std::filesystem::copy(directory_ / "manifest", manifest + "-new");
+  continue_with(2, 5);
+  EXPECT_FALSE(std::filesystem::exists(data));
+  EXPECT_FALSE(std::filesystem::exists(manifest + "-new"));
+}
+
 TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
   on_engines(2, [&](int rank, ToyModel& model) {
     Engine& engine = model.initialize();

@@ -8,70 +8,29 @@
 
 #include <hoist/core/error.hpp>
 
-#include "toy_program.hpp"
+#include "mode_placements.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::update_mode_test {
 namespace {
 
-struct Where {
-  const char* name;
-  Placement parameters, optimizer;
-  double pinned_fraction = 0;
-  double offload_ratio = 1;
-  bool host_accessible = true;
-  double pinned_weights = 0;
-};
-constexpr Where kWheres[] = {{"pinned_pinned", Placement::pinned, Placement::pinned},
-                             {"device_pinned", Placement::device, Placement::pinned},
-                             {"pinned_nvme", Placement::pinned, Placement::nvme},
-                             {"nvme_pinned", Placement::nvme, Placement::pinned},
-                             {"nvme_nvme", Placement::nvme, Placement::nvme},
-                             {"nvme_half", Placement::nvme, Placement::nvme, 0.5},
-                             {"pinned_third", Placement::pinned, Placement::nvme, 0.3},
-                             {"device_pinned_ratio", Placement::device, Placement::pinned, 0, 0.5},
-                             {"device_pinned_ratio_apart", Placement::device, Placement::pinned, 0, 0.3, false},
-                             {"device_nvme_ratio_apart", Placement::device, Placement::nvme, 0.3, 0.5, false},
-                             {"nvme_nvme_ratio", Placement::nvme, Placement::nvme, 0, 0.3},
-                             {"nvme_half_weights_half", Placement::nvme, Placement::nvme, 0.4, 1, true, 0.6},
-                             {"nvme_pinned_weights_all", Placement::nvme, Placement::pinned, 0, 1, true, 1}};
+class ForwardMode : public ModePlacement {};
+INSTANTIATE_TEST_SUITE_P(Placements, ForwardMode,
+                         testing::Combine(testing::Values(UpdateMode::forward), testing::ValuesIn(kWheres)), name_of);
 
-class ForwardMode : public testing::TestWithParam<Where> {
- protected:
-  ToySetup setup(UpdateMode mode) const {
-    const auto [name, parameters, optimizer, pinned_fraction, offload_ratio, host_accessible, pinned_weights] =
-        GetParam();
-    ToySetup setup = toy_setup(parameters, optimizer, directory_ / "store");
-    setup.engine.optimizer_pinned_fraction = pinned_fraction;
-    setup.engine.parameters_pinned_fraction = pinned_weights;
-    setup.engine.optimizer_offload_ratio = offload_ratio;
-    setup.runtime.host_device.host_accessible = host_accessible;
-    setup.engine.update_mode = mode;
-    setup.runtime.host_device.chaos_seed = 5;
-    return setup;
-  }
-  std::unique_ptr<ToyTraining> fresh(UpdateMode mode = UpdateMode::forward, const ToyShape& shape = {}) const {
-    auto run = std::make_unique<ToyTraining>(setup(mode), shape);
-    run->model.initialize();
-    return run;
-  }
-  // What `steps` undisturbed steps end in.
-  static Digests expected(std::uint64_t steps, const ToyShape& shape = {}) {
-    ToySetup simplest = toy_setup(Placement::pinned, Placement::pinned);
-    simplest.engine.update_mode = UpdateMode::step;
-    return train_once(simplest, shape, steps);
-  }
-  TempDirectory directory_;
-};
-INSTANTIATE_TEST_SUITE_P(Placements, ForwardMode, testing::ValuesIn(kWheres),
-                         [](const auto& where) { return std::string(where.param.name); });
+// What holds for any mode in which steps are carried out later.
+class LateModes : public ModePlacement {};
+INSTANTIATE_TEST_SUITE_P(Placements, LateModes,
+                         testing::Combine(testing::Values(UpdateMode::forward, UpdateMode::backward),
+                                          testing::ValuesIn(kWheres)),
+                         name_of);
 
 TEST_P(ForwardMode, SettlesBetweenAnyTwoSteps) {
   for (std::uint64_t settled = 1; settled <= 5; ++settled) {
     const TempDirectory store;
-    ToySetup s = setup(UpdateMode::forward);
-    s.engine.store_directory = store / "store";
-    ToyTraining run(s, {});
+    ToySetup s = setup();
+    if (where().has_store()) s.engine.store_directory = store / "store";
+    ToyTraining run(s);
     run.model.initialize();
     run.model.train(1, settled);
     run.engine().settle();
@@ -83,8 +42,7 @@ TEST_P(ForwardMode, SettlesBetweenAnyTwoSteps) {
 TEST_P(ForwardMode, EvaluationSeesTheStepThatIsPending) {
   const auto forward = fresh();
   const TempDirectory other;
-  ToySetup s = setup(UpdateMode::step);
-  s.engine.store_directory = other / "store";
+  ToySetup s = setup_of(where(), UpdateMode::step, other / "store");
   ToyTraining step(s, {});
   step.model.initialize();
   for (std::uint64_t i = 1; i <= 4; ++i) {
@@ -124,7 +82,8 @@ TEST_P(ForwardMode, SkippedAndClippedStepsKeepTheirPlace) {
   EXPECT_EQ(digests_of(run->model), expected(5));
 }
 
-TEST_P(ForwardMode, APassThatIsDroppedLeavesTheRestPending) {
+// In mode `backward`, before its first gradient is finished.
+TEST_P(LateModes, APassThatIsDroppedDoesNoHarm) {
   const auto run = fresh();
   run->model.train(1, 3);
   for (const std::size_t thrown_at : {0u, 2u}) {
@@ -154,22 +113,21 @@ TEST_P(ForwardMode, UnitsInAnotherOrderAreUpdatedWhenTheyAreAskedFor) {
   EXPECT_EQ(digests_of(run->model), expected(5));
 }
 
-TEST_P(ForwardMode, AnOrderlyEndCarriesOutTheLastStep) {
-  if (GetParam().parameters != Placement::nvme && GetParam().optimizer != Placement::nvme)
-    GTEST_SKIP() << "nothing is committed by steps";
+TEST_P(LateModes, AnOrderlyEndCarriesOutTheLastStep) {
+  if (!where().has_store()) GTEST_SKIP() << "nothing is committed by steps";
   { fresh()->model.train(1, 3); }
-  ToyTraining resumed(setup(UpdateMode::forward), {});
+  ToyTraining resumed(setup());
   EXPECT_EQ(resumed.model.restore().step, 3u);
   resumed.model.train(4, 5);
   resumed.model.losses = expected(5).losses;
   EXPECT_EQ(digests_of(resumed.model), expected(5));
 }
 
-TEST_P(ForwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
+TEST_P(LateModes, WhoeverWaitsForACommitIsNotLeftWaiting) {
   const auto run = fresh();
   run->model.train(1, 2);
   run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
-  if (GetParam().optimizer == Placement::nvme) {
+  if (where().optimizer == Placement::nvme) {
     EXPECT_EQ(run->engine().committed_step(), 2u);
   }
   run->model.train(3, 4);
@@ -186,7 +144,7 @@ TEST_P(ForwardMode, AnUpdateThatCannotBeCommittedIsReportedByTheNextStep) {
   EXPECT_TRUE(report.applied);
   EXPECT_THROW(run->engine().settle(), Error);
   EXPECT_THROW(run->engine().settle(), Error);  // the engine has failed for good
-  if (GetParam().parameters != Placement::nvme && GetParam().optimizer != Placement::nvme) return;
+  if (!where().has_store()) return;
   EXPECT_THROW(report.committed.wait(), Error);
   EXPECT_EQ(run->engine().committed_step(), 2u);
 }

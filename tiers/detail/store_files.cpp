@@ -136,6 +136,11 @@ std::vector<int> ranks_in(const std::string& directory) {
   return ranks;
 }
 
+bool is_half_removed(const std::string& directory) {
+  return std::ranges::any_of(names_in(directory),
+                             [](const std::string& name) { return rank_of(name, ".manifest-new").has_value(); });
+}
+
 // A manifest's length, at most: this and so many times what is stored of it.
 constexpr std::uint64_t kSparseBytesMax = 256 * kMiB, kSparseFactorMax = 64;
 

@@ -27,10 +27,7 @@ Checkpointer::Checkpointer(const EngineOptions& options, const RankAgreement& ra
 Checkpointer::~Checkpointer() { end(); }
 
 void Checkpointer::end() noexcept {
-  try {
-    last_commit_.wait();
-  } catch (...) {  // was thrown where it counted
-  }
+  last_commit_.wait_quietly();  // its error was thrown where it counted
   if (saver_.joinable()) saver_.join();
   if (mirror_) mirror_->end();
 }

@@ -226,7 +226,7 @@ void Mirror::remove_others() noexcept {
       if (other.order == directory_.order) continue;
       const std::string directory = other.in(options_.store_directory);
       const std::vector<int> ranks = tiers::Store::ranks_in(directory);
-      if (ranks.empty() || store_options_.identity.rank > ranks.front()) continue;
+      if (!ranks.empty() && store_options_.identity.rank > ranks.front()) continue;
       const auto is_useless = [&](int rank) {
         const auto found = tiers::Store::look(directory, rank);
         if (!found.identity || found.identity->layout != table_.identity()) return false;

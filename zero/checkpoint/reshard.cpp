@@ -39,6 +39,20 @@ bool is_unfinished(const std::string& directory, bool passed_over) {
   return passed_over || committed < static_cast<std::size_t>(world_size);
 }
 
+// Of another number of ranks than `world_size`, and no rank whose files are here ever committed.
+bool is_a_failed_start(const std::string& directory, int world_size) {
+  bool of_others = false;
+  for (const int rank : tiers::Store::ranks_in(directory)) {
+    const tiers::Store::Found found = tiers::Store::look(directory, rank);
+    if (!found.exists) continue;  // another rank is removing it
+    if (!found.identity || !found.damage.empty() || !found.commits.empty() || !found.abandoned.empty() ||
+        !found.checkpoints.empty())
+      return false;
+    of_others = of_others || found.identity->world_size != world_size;
+  }
+  return of_others;
+}
+
 bool is_whole_and_keeps_nothing(const std::string& directory) {
   const StoreSummary summary = look_at_one_store(directory);
   const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
@@ -63,6 +77,17 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
   });
 }
 
+void remove_never_committed(const RankAgreement& ranks, const EngineOptions& options) {
+  ranks.all_together("remove what an earlier start left", [&] {  // each rank: directories may be the ranks' own
+    if (options.store_directory.empty() || !is_a_failed_start(options.store_directory, ranks.group().size())) return;
+    if (!remove_store(drive_directories(options), {}, options.lock_timeout))
+      throw StoreError(
+          fmt::format("another process is making a store of another number of ranks in {}; wait for it "
+                      "to end",
+                      options.store_directory));
+  });
+}
+
 void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                          const std::vector<std::uint64_t>& passed_over) {
   constexpr Nanoseconds kNow{0};
@@ -76,6 +101,8 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
       if (unfinished || (older && is_whole_and_keeps_nothing(directory)))
         remove_store(drive_directories(options), other, kNow);
     }
+    if (present.order > 0 && tiers::Store::is_half_removed(options.store_directory))
+      remove_store(drive_directories(options), {}, kNow);
   });
 }
 

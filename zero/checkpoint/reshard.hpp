@@ -20,6 +20,10 @@ namespace hoist::detail {
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after,
                               const std::vector<std::uint64_t>& passed_over);
 
+// [J] Removes the store in the offload directory itself if another number of ranks made it and never committed: its
+// files would be taken for parts of the new one. Errors: StoreError when another process is making it.
+void remove_never_committed(const RankAgreement& ranks, const EngineOptions& options);
+
 // [J] Removes stores that `present` has taken over from. A store stays if it keeps named steps or is not whole, and,
 // until the next start, if somebody reads it.
 void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,

@@ -150,15 +150,21 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
         fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
                     "\"none\", which nothing outlives; use \"step\"",
                     directory, source.world_size));
-  step_ = from.empty() ? source.commits.front().step
-                       : std::ranges::max_element(source.commits, {}, &CommonCommit::checkpoint_serial)->step;
+  // What all ranks and groups have; this group's store may hold a newer one.
+  const CommonCommit& chosen = from.empty()
+                                   ? source.commits.front()
+                                   : *std::ranges::max_element(source.commits, {}, &CommonCommit::checkpoint_serial);
+  step_ = chosen.step;
   ranks.all_together("open the store it goes on from", [&] {
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())
       throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
                                    first_difference(layout, table.identity(), "stored", "yours")));
-    StoredModelOptions which{.from = from, .below = false};
-    if (from.empty()) which.step = step_;
+    StoredModelOptions which{.step = chosen.step,
+                             .revision = static_cast<std::uint32_t>(chosen.revision),
+                             .from = from,
+                             .serial = chosen.checkpoint_serial,
+                             .below = false};
     stored_ = std::make_unique<StoredModel>(directory, which);
     tables_ = hold_for_tables(runtime, options, table, stored_->memory_bytes());
     const auto program = stored_->caller_state(runtime.rank() < stored_->world_size() ? runtime.rank() : 0);

@@ -71,7 +71,7 @@ void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scra
     make_values(tile, State::master, values, masters);
     for (const State state : {State::moment1, State::moment2}) {
       if (!moments || !tile.segment->has(state)) continue;
-      std::ranges::fill(values, 0.0f);
+      load_values(tile, state, 0, values);
       make_values(tile, state, values, moments);
     }
   });

@@ -21,7 +21,7 @@ class Copier {
  public:
   Copier(tiers::StoreReader& source, tiers::Store& target) : source_(source), target_(target) {}
   ~Copier() {
-    for (Buffer& buffer : buffers_) buffer.wait_quietly();
+    for (const Buffer& buffer : buffers_) buffer.written.wait_quietly();  // an error is told by the commit
   }
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
@@ -48,12 +48,6 @@ class Copier {
     aio::TransferMemory memory{kPieceBytesMax};
     std::vector<std::uint64_t> checksums;
     Completion written;
-    void wait_quietly() {
-      try {
-        written.wait();
-      } catch (...) {  // told by the commit, or on the way already
-      }
-    }
   };
   tiers::StoreReader& source_;
   tiers::Store& target_;

@@ -241,17 +241,19 @@ class StoredModel::Impl {
     return summary;
   }
 
-  static CommitHeader choose_checkpoint(const StoreSummary& summary, const std::string& name) {
+  static CommitHeader choose_checkpoint(const StoreSummary& summary, const StoredModelOptions& options) {
+    const std::string& name = options.from;
     std::string held;
     for (auto checkpoint = summary.checkpoints.rbegin(); checkpoint != summary.checkpoints.rend(); ++checkpoint) {
-      if (checkpoint->name == name) return *checkpoint;
+      const bool other = options.serial && checkpoint->checkpoint_serial != *options.serial;
+      if (checkpoint->name == name && !other) return *checkpoint;
       held += fmt::format("{}'{}'", held.empty() ? "; it has " : ", ", checkpoint->name);
     }
     throw StoreError(fmt::format("{} keeps no step '{}'{}", summary.directory, name, held));
   }
 
   static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
-    if (!options.from.empty()) return choose_checkpoint(summary, options.from);
+    if (!options.from.empty()) return choose_checkpoint(summary, options);
     for (const CommitHeader& commit : summary.commits) {
       const bool other_revision = options.revision && commit.revision != *options.revision;
       if (!options.step || (commit.step == *options.step && !other_revision)) return commit;

@@ -71,6 +71,7 @@ struct StoredModelOptions {
   std::optional<std::uint64_t> step;        // the newest commit that all ranks have when absent
   std::optional<std::uint32_t> revision{};  // with `step`: that one of the step's; else the newest of them
   std::string from{};                       // the name of a named checkpoint, instead
+  std::optional<std::uint64_t> serial{};    // with `from`: that one of the name's; else the newest of them
   bool below = true;  // the store that continues the run, if it is a newer one below the directory
 };
 

@@ -89,7 +89,10 @@ StoreDirectory EngineCore::directory_for(const InitialState& state) {
   ranks.agree_on_beginning("begin", state);
   const StoreSearch search(ranks, options);
   search.refuse_others();
-  if (state.step == 0 || options.store_directory.empty()) return {};
+  if (state.step == 0 || options.store_directory.empty()) {
+    remove_never_committed(ranks, options);
+    return {};
+  }
   search.refuse_any();
   remove_unfinished_stores(ranks, options, /*after=*/0, {});
   return new_store_directory(search.newest_order() + 1, runtime.world_size());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <filesystem>
 
 #include <fmt/format.h>
 
@@ -15,7 +16,8 @@ namespace hoist::detail {
 
 namespace {
 
-const EngineOptions& checked(const EngineOptions& options, const Runtime& runtime, const Model& model) {
+// What the engine goes by. Its paths stay right when the program changes its directory.
+EngineOptions checked(EngineOptions options, const Runtime& runtime, const Model& model) {
   check(options, runtime.options(), runtime.world_size());
   for (const std::optional<GroupOptions>& group : model.added_groups())
     if (group) check(*group, options, runtime.options());
@@ -29,6 +31,12 @@ const EngineOptions& checked(const EngineOptions& options, const Runtime& runtim
         "configuration",
         spec.name, dtype_name(spec.dtype), dtype_name(*wanted), key));
   }
+  const auto make_absolute = [](std::string& path) {
+    if (!path.empty()) path = std::filesystem::absolute(path).string();
+  };
+  make_absolute(options.store_directory);
+  make_absolute(options.mirror.directory);
+  for (std::string& directory : options.stripe_directories) make_absolute(directory);
   return options;
 }
 
@@ -59,9 +67,10 @@ void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use, std:
   require_model();
   const bool create_store = use == StoreUse::create;
   const std::uint64_t run = create_store ? ranks.agree_on_run(former_run) : 0;
-  // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed.
+  // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed. A
+  // store that takes over from another is in a directory of its own, where nothing is.
   const bool first_commit_is_useless =
-      create_store && ranks.job().size() > 1 && !StoreSearch(ranks, options).find_commit();
+      create_store && !former_run && ranks.job().size() > 1 && !StoreSearch(ranks, options).find_commit();
   if (const int size = detail::gathering_group(options, runtime.world_size()); size > 1)
     gathering_group = runtime.communicator().split(size);
   try {

@@ -8,8 +8,7 @@
 //
 // Threading  One caller at a time; start_read() of tiles on NVMe from any thread.
 // Memory     Borrows all it is given. view(), read() and change() copy parts whole, except where the caller can use
-// them
-//            in place.
+//            them in place.
 // Errors     IoError, CorruptionError; DeviceError.
 #pragma once
 

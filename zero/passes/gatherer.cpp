@@ -243,7 +243,6 @@ void Gatherer::copy_secondary_up(UnitId id, std::byte* target) {
   const std::byte* const secondary = memory_.unit(id).secondary_shard;
   const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::host_to_device;
   const auto rank = static_cast<std::uint64_t>(group_->rank());
-  streams_.up->wait(states_[id.index].secondary, WaitCause::none);
   for_secondary_parts(table_.unit(id), [&](const Segment& segment, std::uint64_t offset, std::uint64_t bytes) {
     streams_.up->copy(target + segment.gathered_offset + rank * bytes, secondary + offset, bytes, kind);
   });
@@ -259,7 +258,6 @@ void Gatherer::keep_secondary(UnitId id, Transfer& transfer) {
     streams_.down->copy(secondary + offset, transfer.target + segment.gathered_offset + rank * bytes, bytes, kind);
   });
   transfer.kept = streams_.down->record();
-  states_[id.index].secondary = transfer.kept;
 }
 
 void Gatherer::gather_in_group(const Unit& unit, std::byte* target) {

@@ -61,7 +61,6 @@ class Gatherer {
   void stage_for(std::size_t kind);
 
   const scheduler::FetchPlanner& planner() const { return planner_; }
-  // Whether units that were gathered stay until the weights change.
 
  private:
   // Where a fetch comes from: this rank's shard and all others', or the secondary shards of its group.
@@ -85,9 +84,8 @@ class Gatherer {
     std::vector<platform::StreamEvent> uses;  // ends of leases since that transfer, not reached when last looked at
     std::optional<scheduler::Place> place;    // in the gather memory, of that transfer
     bool valid_in_own_memory = false;
-    bool secondary_current = false;   // the fetches issued so far leave the present weights' secondary shard
-    platform::StreamEvent secondary;  // where it is there; executor only
-    bool shard_current = false;       // device_shard holds the present weights; executor only
+    bool secondary_current = false;  // the fetches issued so far leave the present weights' secondary shard
+    bool shard_current = false;      // device_shard holds the present weights; executor only
   };
 
   template <typename Access>

@@ -24,10 +24,7 @@ std::byte* GradientRing::take(std::uint64_t bytes) {
       held_.push_back({*offset, bytes, {}});
       return block_.data() + *offset;
     }
-    try {
-      held_.front().used.wait();
-    } catch (...) {  // its owner's
-    }
+    held_.front().used.wait_quietly();  // an error is its owner's
   }
 }
 

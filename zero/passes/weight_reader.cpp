@@ -22,12 +22,7 @@ WeightReader::~WeightReader() {
     expected_.clear();
     await_copies(lock);
   }
-  for (Buffer& buffer : buffers_) {
-    try {
-      buffer.read.wait();
-    } catch (...) {  // nobody is interested in it any more
-    }
-  }
+  for (const Buffer& buffer : buffers_) buffer.read.wait_quietly();  // nobody is interested in them any more
 }
 
 void WeightReader::expect(std::vector<UnitId> order) {
@@ -149,10 +144,7 @@ WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, MutexLock& lock) {
       const Completion abandoned = victim->read;
       victim->use = Use::taken;  // nobody else may pick it meanwhile
       mutex_.unlock();
-      try {
-        abandoned.wait();
-      } catch (...) {  // the read that matters is still to come
-      }
+      abandoned.wait_quietly();  // the read that matters is still to come
       mutex_.lock();
     }
     const auto expected = std::find(expected_.begin(), expected_.end(), unit);

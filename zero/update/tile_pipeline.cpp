@@ -126,12 +126,7 @@ bool TilePipeline::is_only_written(UnitId unit, const WalkOptions& options) cons
 // Reads under way still target the buffers: see them out before anybody else uses them.
 void TilePipeline::abandon(std::deque<Job>& jobs) noexcept {
   for (const Job& job : jobs) {
-    for (const Completion& read : job.reads) {
-      try {
-        read.wait();
-      } catch (...) {  // the first error is the one that counts
-      }
-    }
+    for (const Completion& read : job.reads) read.wait_quietly();  // the first error is the one that counts
   }
   jobs.clear();
 }

@@ -30,8 +30,6 @@ UpdateQueue::~UpdateQueue() {
 void UpdateQueue::stop() noexcept {
   MutexLock lock(mutex_);
   stopping_ = true;
-  unqueued_ += requests_.size();
-  requests_.clear();
   ahead_.reset();
   changed_.notify_all();
   changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !step_ && !reading_ahead_; });
@@ -221,7 +219,8 @@ void UpdateQueue::carry_out(const Step& step) {
     pipeline_.run(
         step.walk, step.work, [this](bool wait) { return next(wait); }, [this](UnitId unit) { unit_updated(unit); });
     const MutexLock lock(mutex_);
-    if (unqueued_ > 0 || open_) throw Error("the engine ended before its last step was carried out");
+    if (unqueued_ > 0 || !requests_.empty() || open_)
+      throw Error("the engine ended before its last step was carried out");
   } catch (...) {
     error = std::current_exception();
   }
@@ -250,7 +249,7 @@ UpdateQueue::Ended UpdateQueue::conclusion() {
 // The unit to update next. If none is queued, waits for a request unless there is other work.
 std::optional<UpdateRequest> UpdateQueue::next(bool wait) {
   MutexLock lock(mutex_);
-  while (requests_.empty()) {
+  while (requests_.empty() || stopping_) {
     if (!wait || stopping_ || (unqueued_ == 0 && !open_)) return std::nullopt;
     if (open_)
       changed_.wait(lock);
