@@ -181,15 +181,9 @@ int bench_io(const BenchIoArguments& arguments) {
     say("{}", to_text(report));
     write_json(arguments.json, to_json(report));
     return kOk;
-  } catch (const InputError& error) {
-    complain("hoist bench io: {}\n", error.what());
-    return kBadInput;
   } catch (const BudgetError& error) {
     complain("hoist bench io: {}; lower --queue-depth or --block-size\n", error.what());
     return kBadInput;
-  } catch (const measure::Interrupted&) {
-    complain("hoist bench io: interrupted; its files are removed\n");
-    InterruptGuard::end_by_signal();
   }
 }
 
@@ -218,7 +212,8 @@ Command add_bench(CLI::App& app) {
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench io --path /local_nvme --size 8GiB --op read --compare fio --json io.json");
   const Command optimizer = add_bench_optimizer(*bench);
-  return {bench, [arguments, optimizer] { return optimizer.app->parsed() ? optimizer.run() : bench_io(*arguments); }};
+  return {bench, [arguments, optimizer] { return optimizer.app->parsed() ? optimizer.run() : bench_io(*arguments); },
+          "; its files are removed"};
 }
 
 }  // namespace hoist::cli

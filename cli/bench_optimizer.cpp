@@ -406,15 +406,9 @@ int bench_optimizer(const BenchOptimizerArguments& arguments) {
     say("{}", to_text(report));
     write_json(arguments.json, to_json(report));
     return kOk;
-  } catch (const InputError& error) {
-    complain("hoist bench optimizer: {}\n", error.what());
-    return kBadInput;
   } catch (const BudgetError& error) {
     complain("hoist bench optimizer: {}; raise --pinned, or lower --parameters or --size\n", error.what());
     return kBadInput;
-  } catch (const measure::Interrupted&) {
-    complain("hoist bench optimizer: interrupted; its files are removed\n");
-    InterruptGuard::end_by_signal();
   }
 }
 

@@ -11,9 +11,11 @@ namespace hoist::cli {
 enum ExitCode { kOk = 0, kFailure = 1, kBadInput = 2 };
 
 // Adds the command to `app`. After parsing, `run` is called if the user chose the command; it returns the exit code.
+// Errors of it: measure::InputError becomes exit code 2; measure::Interrupted ends the program by the signal.
 struct Command {
   CLI::App* app = nullptr;
   std::function<int()> run;
+  const char* interrupted = "";  // what an interruption leaves, for people: "; its files are removed"
 };
 
 Command add_check(CLI::App& app);

@@ -69,21 +69,8 @@ Json make_copy(const CopyArguments& arguments) {
 }
 
 int copy_store(const CopyArguments& arguments) {
-  Json report;
-  try {
-    check_json(arguments.json);
-    report = make_copy(arguments);
-  } catch (const BadInput& error) {
-    complain("hoist copy: {}\n", error.what());
-    return kBadInput;
-  } catch (const measure::Interrupted&) {
-    complain("hoist copy: interrupted; the same command goes on with the ranks that are not finished\n");
-    InterruptGuard::end_by_signal();
-  } catch (const Error& error) {
-    complain("hoist copy: {}\n", error.what());
-    return kFailure;
-  }
-  write_json(arguments.json, report);
+  check_json(arguments.json);
+  write_json(arguments.json, make_copy(arguments));
   return kOk;
 }
 
@@ -113,7 +100,8 @@ Command add_copy(CLI::App& app) {
       "A run continues from the copy as from the store: name its directory as nvme_path. Named checkpoints are not\n"
       "copied along. When it was interrupted, run it again: ranks that are finished are compared, and the others "
       "copied.");
-  return {command, [arguments] { return copy_store(*arguments); }};
+  return {command, [arguments] { return copy_store(*arguments); },
+          "; the same command goes on with the ranks that are not finished"};
 }
 
 }  // namespace hoist::cli

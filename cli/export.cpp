@@ -20,6 +20,8 @@
 
 namespace hoist::cli {
 
+using measure::InputError;
+
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -37,7 +39,7 @@ struct ExportArguments {
 
 std::uint64_t shard_bytes(const std::string& text) {
   const auto bytes = parse_bytes(text);
-  if (!bytes || *bytes == 0) throw BadInput(fmt::format("--shard-size {} is not a byte count such as 5GB", text));
+  if (!bytes || *bytes == 0) throw InputError(fmt::format("--shard-size {} is not a byte count such as 5GB", text));
   return *bytes;
 }
 
@@ -101,7 +103,7 @@ void check_names(const StoredJob& job, std::uint64_t step) {
     for (const StoredParameter& parameter : group.parameters) {
       const auto [first, is_new] = owner.emplace(parameter.name, &group);
       if (is_new) continue;
-      throw BadInput(fmt::format(
+      throw InputError(fmt::format(
           "parameter '{}' is in {} and in {}; a store does not say whether these are parts of one tensor or copies. "
           "Export each store of step {} into its own directory, and join them as the program cut them",
           parameter.name, first->second->directory, group.directory, step));
@@ -123,7 +125,7 @@ Json write_weights(const ExportArguments& arguments) {
     const bool has_bf16 =
         std::ranges::find(group.parameters, DType::bf16, &StoredParameter::dtype) != group.parameters.end();
     if (dtype_of(arguments.dtype) == DType::fp16 && has_bf16)
-      throw BadInput("--dtype fp16: the store's model is bf16, and fp16 has a smaller range; use bf16 or fp32");
+      throw InputError("--dtype fp16: the store's model is bf16, and fp16 has a smaller range; use bf16 or fp32");
   }
   check_names(job, borrowed.front()->step());
   warn_of_made_names(job);
@@ -165,15 +167,13 @@ int export_store(const ExportArguments& arguments) {
   try {
     check_json(arguments.json);
     report = write_weights(arguments);
-  } catch (const BadInput& error) {
-    complain("hoist export: {}\n", error.what());
-    return kBadInput;
+  } catch (const InputError&) {
+    throw;
+  } catch (const measure::Interrupted&) {
+    throw;
   } catch (const interchange::SafetensorsError& error) {  // the destination holds a model, or a name fits no file
     complain("hoist export: {}\n", error.what());
     return kBadInput;
-  } catch (const measure::Interrupted&) {
-    complain("hoist export: interrupted; no file of this export remains in {}\n", arguments.to);
-    InterruptGuard::end_by_signal();
   } catch (const Error& error) {
     complain("hoist export: {}\nNo file of this export remains in {}.\n", error.what(), arguments.to);
     if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
@@ -219,7 +219,7 @@ Command add_export(CLI::App& app) {
       "Example: hoist export /local_nvme --to weights/ --dtype bf16\n"
       "The files are named as Hugging Face's tools name them: model.safetensors, or shards and "
       "model.safetensors.index.json.");
-  return {command, [arguments] { return export_store(*arguments); }};
+  return {command, [arguments] { return export_store(*arguments); }, "; no file of this export remains"};
 }
 
 }  // namespace hoist::cli

@@ -190,14 +190,8 @@ int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
 }
 
 int inspect(const InspectArguments& arguments) {
-  StoredJob job;
   check_json(arguments.json);
-  try {
-    job = find_job(arguments.stores);
-  } catch (const BadInput& error) {
-    complain("hoist inspect: {}\n", error.what());
-    return kBadInput;
-  }
+  const StoredJob job = find_job(arguments.stores);
   if (job.groups.size() == 1) {
     Json json;
     const std::vector<std::string> others = other_groups(arguments.stores.front(), job.groups.front());

@@ -11,8 +11,11 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/standard_descriptors.hpp>
+#include <hoist/measure/input_error.hpp>
+#include <hoist/measure/interruption.hpp>
 
 #include "commands.hpp"
+#include "interrupt.hpp"
 #include "output.hpp"
 
 namespace hoist::cli {
@@ -47,6 +50,18 @@ std::string unknown_command(const CLI::App& app) {
   return fmt::format("there is no command `{}`; the commands are {}\n", words.front(), commands);
 }
 
+int run(const Command& command) {
+  try {
+    return command.run();
+  } catch (const measure::InputError& error) {
+    complain("hoist {}: {}\n", command.app->get_name(), error.what());
+    return kBadInput;
+  } catch (const measure::Interrupted&) {
+    complain("hoist {}: interrupted{}\n", command.app->get_name(), command.interrupted);
+    InterruptGuard::end_by_signal();
+  }
+}
+
 int run(int argc, char** argv) {
   CLI::App app{"hoist: model state on NVMe, pinned memory and GPU for ZeRO training.", "hoist"};
   app.set_version_flag("--version", "hoist " HOIST_VERSION);
@@ -67,7 +82,7 @@ int run(int argc, char** argv) {
   }
   if (asks_for_json_only(app)) keep_output_for_json();
   for (const Command& command : commands) {
-    if (command.app->parsed()) return command.run();
+    if (command.app->parsed()) return run(command);
   }
   return kBadInput;
 }

@@ -130,11 +130,6 @@ int plan(const PlanArguments& arguments) {
     return bad_plan_input(error.what());
   } catch (const interchange::SafetensorsError& error) {
     return bad_plan_input(error.what());
-  } catch (const measure::InputError& error) {
-    return bad_plan_input(error.what());
-  } catch (const measure::Interrupted&) {
-    complain("hoist plan: interrupted; its files are removed\n");
-    InterruptGuard::end_by_signal();
   } catch (const IoError& error) {
     const std::string& path = error.where.path;
     if (path != arguments.config && path != arguments.machine && !arguments.model.is_about(path)) throw;
@@ -182,7 +177,7 @@ Command add_plan(CLI::App& app) {
   command->add_option("--write", arguments->write, "Write the fastest placement that fits as a configuration");
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer("Example: hoist plan --parameters 70e9 --machine machines/h100-8.json --write offload.json");
-  return {command, [arguments] { return plan(*arguments); }};
+  return {command, [arguments] { return plan(*arguments); }, "; its files are removed"};
 }
 
 }  // namespace hoist::cli

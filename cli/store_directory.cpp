@@ -15,6 +15,8 @@
 
 namespace hoist::cli {
 
+using measure::InputError;
+
 namespace fs = std::filesystem;
 
 namespace {
@@ -36,8 +38,8 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
     if (step == text) return commit;
     held += (held.empty() ? "" : ", ") + step;
   }
-  throw BadInput(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
-                             held.empty() ? "no step that every rank has" : "the steps " + held));
+  throw InputError(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
+                               held.empty() ? "no step that every rank has" : "the steps " + held));
 }
 
 void check_checkpoint(const std::string& name, const StoredJob& job) {
@@ -45,8 +47,8 @@ void check_checkpoint(const std::string& name, const StoredJob& job) {
     return;
   std::string held;
   for (const tiers::CommitHeader& checkpoint : job.checkpoints) held += (held.empty() ? "" : ", ") + checkpoint.name;
-  throw BadInput(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
-                             held.empty() ? "no step under a name" : "the steps " + held));
+  throw InputError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
+                               held.empty() ? "no step under a name" : "the steps " + held));
 }
 
 }  // namespace
@@ -70,20 +72,21 @@ StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, 
 std::uint64_t rate_of(const std::string& text) {
   if (text.empty()) return 0;
   const auto rate = parse_bytes(text);
-  if (!rate || *rate == 0) throw BadInput(fmt::format("--bytes-per-second {} is not a byte count such as 200MB", text));
+  if (!rate || *rate == 0)
+    throw InputError(fmt::format("--bytes-per-second {} is not a byte count such as 200MB", text));
   return *rate;
 }
 
 std::string find_store(const std::string& path) {
   struct stat info {};
   if (::stat(path.c_str(), &info) != 0)
-    throw BadInput(fmt::format("{}: {}", path, std::generic_category().message(errno)));
-  if (!S_ISDIR(info.st_mode)) throw BadInput(fmt::format("{} is not a directory", path));
+    throw InputError(fmt::format("{}: {}", path, std::generic_category().message(errno)));
+  if (!S_ISDIR(info.st_mode)) throw InputError(fmt::format("{} is not a directory", path));
   const std::string below = (fs::path(path) / "hoist").string();
   for (const std::string& directory : {path, below}) {
     if (has_store(directory)) return directory;
   }
-  throw BadInput(fmt::format("there is no store in {} (a store is the subdirectory hoist of nvme_path)", path));
+  throw InputError(fmt::format("there is no store in {} (a store is the subdirectory hoist of nvme_path)", path));
 }
 
 std::optional<std::string> store_owner(const StoreSummary& store) {
@@ -99,7 +102,7 @@ StoredJob find_job(const std::vector<std::string>& paths) {
   try {
     return look_at_job(directories);
   } catch (const UsageError& error) {
-    throw BadInput(error.what());
+    throw InputError(error.what());
   }
 }
 

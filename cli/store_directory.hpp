@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/store_directory.hpp - finds the store that a command was given, and the process that uses it.
 //
-// Errors     BadInput for a path that holds no store.
+// Errors     measure::InputError for a path that holds no store.
 #pragma once
 
 #include <optional>
@@ -9,15 +9,10 @@
 #include <string>
 #include <vector>
 
+#include <hoist/measure/input_error.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
 namespace hoist::cli {
-
-// An impossible argument on the command line: exit code 2.
-class BadInput : public Error {
- public:
-  using Error::Error;
-};
 
 // The directory of the store: `path` itself, or its subdirectory "hoist", because people know the nvme_path of their
 // configuration.
@@ -27,13 +22,13 @@ std::string find_store(const std::string& path);
 // lock for a moment, shared; a trainer that starts in that moment tries again.
 std::optional<std::string> store_owner(const StoreSummary& store);
 
-// The stores of `paths`, as find_store() finds them, as one job. BadInput also if they are not one job.
+// The stores of `paths`, as find_store() finds them, as one job. measure::InputError also if they are not one job.
 StoredJob find_job(const std::vector<std::string>& paths);
 
 // The commit that was asked for with --step or --from, of which at most one is not empty; the newest without both.
-// Errors: BadInput when not every rank of every store has it.
+// Errors: measure::InputError when not every rank of every store has it.
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from);
-// The value of --bytes-per-second; 0 without one. Errors: BadInput.
+// The value of --bytes-per-second; 0 without one. Errors: measure::InputError.
 std::uint64_t rate_of(const std::string& text);
 // The directories of the job's stores.
 std::string names_of(const StoredJob& job);

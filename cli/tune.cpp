@@ -235,18 +235,12 @@ int tune(const TuneArguments& arguments) {
     TuneReport report = Tuning(arguments, interrupt.flag()).run();
     write_results(arguments, report, config_text);
     return kOk;
-  } catch (const InputError& error) {
-    complain("hoist tune: {}\n", error.what());
-    return kBadInput;
   } catch (const UsageError& error) {
     complain("hoist tune: {}\n", error.what());
     return kBadInput;
   } catch (const BudgetError& error) {
     complain("hoist tune: {}\n", error.what());
     return kBadInput;
-  } catch (const measure::Interrupted&) {
-    complain("hoist tune: interrupted; its files are removed and nothing was written\n");
-    InterruptGuard::end_by_signal();
   }
 }
 
@@ -271,7 +265,7 @@ Command add_tune(CLI::App& app) {
   command->add_option("--json", arguments->json, "Write all measurements as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist tune --path /local_nvme --merge offload.json --plot sweep.svg");
-  return {command, [arguments] { return tune(*arguments); }};
+  return {command, [arguments] { return tune(*arguments); }, "; its files are removed and nothing was written"};
 }
 
 }  // namespace hoist::cli

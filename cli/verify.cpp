@@ -79,23 +79,11 @@ std::vector<Verification> verify_with_progress(const std::vector<std::string>& d
 }
 
 int verify(const VerifyArguments& arguments) {
-  std::vector<Verification> results;
-  try {
-    check_json(arguments.json);
-    const std::uint64_t rate = rate_of(arguments.bytes_per_second);
-    std::vector<std::string> directories;
-    for (const StoreSummary& group : find_job(arguments.stores).groups) directories.push_back(group.directory);
-    results = verify_with_progress(directories, rate);
-  } catch (const BadInput& error) {
-    complain("hoist verify: {}\n", error.what());
-    return kBadInput;
-  } catch (const measure::Interrupted&) {
-    complain("hoist verify: interrupted\n");
-    InterruptGuard::end_by_signal();
-  } catch (const Error& error) {
-    complain("hoist verify: {}\n", error.what());
-    return kFailure;
-  }
+  check_json(arguments.json);
+  const std::uint64_t rate = rate_of(arguments.bytes_per_second);
+  std::vector<std::string> directories;
+  for (const StoreSummary& group : find_job(arguments.stores).groups) directories.push_back(group.directory);
+  const std::vector<Verification> results = verify_with_progress(directories, rate);
   for (const Verification& verification : results) print(verification);
   const bool sound = std::ranges::all_of(results, &Verification::is_sound);
   Json json{{"sound", sound}, {"commits", Json::array()}};

@@ -14,16 +14,10 @@
 #include <string>
 
 #include <hoist/aio/file.hpp>
-#include <hoist/core/error.hpp>
+#include <hoist/measure/input_error.hpp>
 #include <hoist/measure/interruption.hpp>
 
 namespace hoist::measure {
-
-// The operator's request is impossible; the message says what there is, what is needed and what to change.
-class InputError : public Error {
- public:
-  using Error::Error;
-};
 
 // Refuses a path that cannot hold `bytes`: not a directory, not writable, too little space. Several paths may be on one
 // file system, so the caller passes the sum that it needs there. Errors: InputError.
