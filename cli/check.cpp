@@ -70,8 +70,8 @@ void add_prediction(const CheckArguments& arguments, const CheckedMachine& machi
   report.model = model.name;
   report.program_pinned_bytes = model.program.pinned_bytes;
   EngineOptions engine = report.config.engine;
-  engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
   const int ranks = std::max(1, report.world_size);
+  engine.micro_batches_max = static_cast<unsigned>(report.config.micro_batches(ranks));
   report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
   report.fit = machine_fit(*report.prediction, report.runtime, engine, machine.node, machine.drive_bytes);
   if (!report.prediction->pinned.fits()) return;

@@ -35,13 +35,20 @@ bool needs_store(const EngineOptions& engine) {
 EngineOptions placed(const PlanQuestion& question, Placement parameters, Placement optimizer) {
   const Config& config = question.config;
   EngineOptions engine = config.engine;
-  engine.micro_batches_max = static_cast<unsigned>(config.training.gradient_accumulation_steps.value_or(1));
+  engine.micro_batches_max = static_cast<unsigned>(config.micro_batches(question.world_size));
   engine.parameters = parameters;
   engine.optimizer = optimizer;
   if (!is_given(config, "hoist.optimizer_pinned_fraction")) engine.optimizer_pinned_fraction.reset();
   if (!is_given(config, "hoist.parameters_pinned_fraction")) engine.parameters_pinned_fraction.reset();
   if (!question.has_config) engine.gradient_spill_units.reset();  // a file without the key says false
   if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
+  if (!needs_store(engine) && !is_given(config, "hoist.checkpoint_path")) {  // the configuration's is for state on NVMe
+    engine.store_directory.clear();
+    engine.stripe_directories.clear();
+  }
+  // A GPU updates states in its memory only beside weights that are there; a configuration's rules say the same.
+  if (parameters != Placement::device && question.runtime.device == platform::DeviceKind::cuda)
+    engine.optimizer_offload_ratio = 1;
   // The default durability of a configuration with this placement, if its own placement needs no store.
   if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
@@ -293,13 +300,18 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     set({"zero_optimization", "stage3_max_live_parameters"}, engine.live_elements_max);
   if (engine.sub_group_elements != given.sub_group_elements)
     set({"zero_optimization", "sub_group_size"}, engine.sub_group_elements);
+  constexpr std::array kPathKeys{"zero_optimization.offload_param.nvme_path",
+                                 "zero_optimization.offload_optimizer.nvme_path", "hoist.checkpoint_path"};
   nlohmann::ordered_json paths = question.machine.drives.directories;
   if (paths.empty()) paths = kStoreDirectory;
-  const bool has_store = !question.config.engine.store_directory.empty();
-  for (const auto& [section, placement] :
-       {std::pair("offload_param", row.engine.parameters), std::pair("offload_optimizer", row.engine.optimizer)}) {
+  for (const char* const key : kPathKeys)  // state on NVMe is in one place, which the configuration may name anywhere
+    for (const ConfigSetting& setting : question.config.settings())
+      if (setting.row->path == key && setting.line != 0) paths = nlohmann::ordered_json::parse(to_text(setting.value));
+  for (const auto& [section, placement, key] : {std::tuple("offload_param", row.engine.parameters, kPathKeys[0]),
+                                                std::tuple("offload_optimizer", row.engine.optimizer, kPathKeys[1])}) {
     set({"zero_optimization", section, "device"}, device_of(placement));
-    if (placement == Placement::nvme && !has_store) set({"zero_optimization", section, "nvme_path"}, paths);
+    if (placement == Placement::nvme && !is_given(question.config, key))
+      set({"zero_optimization", section, "nvme_path"}, paths);
   }
   if (engine.update_buffer_count != given.update_buffer_count)
     set({"zero_optimization", "offload_optimizer", "buffer_count"}, engine.update_buffer_count);

@@ -124,6 +124,12 @@ Config Config::parse(std::string_view json_text, std::string origin, RunLength r
   return config;
 }
 
+namespace {
+
+constexpr std::uint64_t kMicroBatchesMax = 1 << 20;  // of gradient_accumulation_steps
+
+}  // namespace
+
 TrainingOptions Config::check_world_size(int world_size) const {
   const auto refuse = [&](const std::string& key, const std::string& sentence) {
     ConfigProblem problem{key, sentence};
@@ -144,12 +150,12 @@ TrainingOptions Config::check_world_size(int world_size) const {
 
   TrainingOptions result = training;
   const auto world = static_cast<std::uint64_t>(world_size);
-  // Two of the three sizes imply the third. If fewer are given, a step is one micro-batch.
   const auto& micro_batch = result.train_micro_batch_size_per_gpu;
-  if (!result.gradient_accumulation_steps && result.train_batch_size && micro_batch &&
-      *result.train_batch_size % world == 0 && *result.train_batch_size / world % *micro_batch == 0)
-    result.gradient_accumulation_steps = *result.train_batch_size / world / *micro_batch;
-  const std::uint64_t accumulation = result.gradient_accumulation_steps.value_or(1);
+  const std::uint64_t accumulation = micro_batches(world_size);
+  if (accumulation > kMicroBatchesMax)
+    refuse("train_batch_size",
+           fmt::format("{} is {} micro-batches of {} on each of {} ranks, and a step has at most {}",
+                       *result.train_batch_size, accumulation, *micro_batch, world, kMicroBatchesMax));
   result.gradient_accumulation_steps = accumulation;
   const std::uint64_t per_micro_batch = accumulation * world;
   if (result.train_batch_size && *result.train_batch_size % per_micro_batch != 0) {
@@ -173,6 +179,21 @@ TrainingOptions Config::check_world_size(int world_size) const {
     result.train_batch_size = *result.train_micro_batch_size_per_gpu * per_micro_batch;
   }
   return result;
+}
+
+// If fewer than two of the three sizes are given, a step is one micro-batch.
+std::uint64_t Config::micro_batches(int world_size) const {
+  if (training.gradient_accumulation_steps) return *training.gradient_accumulation_steps;
+  const auto world = static_cast<std::uint64_t>(std::max(1, world_size));
+  const auto &all = training.train_batch_size, &one = training.train_micro_batch_size_per_gpu;
+  if (!all || !one || *all % world != 0 || *all / world % *one != 0) return 1;
+  return std::max<std::uint64_t>(1, *all / world / *one);
+}
+
+void Config::settle(int world_size) {
+  training = check_world_size(world_size);
+  engine.micro_batches_max =
+      std::max(engine.micro_batches_max, static_cast<unsigned>(*training.gradient_accumulation_steps));
 }
 
 }  // namespace hoist

@@ -77,9 +77,13 @@ class Config {
   std::vector<std::string> notes;     // values of "auto" and absent keys that may surprise
 
   // train_batch_size = micro-batch * accumulation * world; two of them imply the third. Returns the batch sizes with
-  // the implied ones filled in. Errors: ConfigProblems. A program that uses an implied accumulation also sets
-  // engine.micro_batches_max to it.
+  // the implied ones filled in. Errors: ConfigProblems.
   TrainingOptions check_world_size(int world_size) const;
+  // The same, and takes the result: `training` has all batch sizes, and engine.micro_batches_max is at least the number
+  // of micro-batches of a step. What a program calls before it makes an engine.
+  void settle(int world_size);
+  // Micro-batches of a step: as the file says or as two batch sizes imply; 1 where these do not go with so many ranks.
+  std::uint64_t micro_batches(int world_size) const;
 
   const std::string& origin() const { return origin_; }
   // Every key with the value in effect, in the order of the key table (config/setting.hpp).

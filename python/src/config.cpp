@@ -70,7 +70,12 @@ void bind_config(nb::module_& module) {
           "text"_a, "origin"_a = "config", nb::kw_only(), "trains"_a = true,
           "As load; `origin` names the text in messages.")
       .def_ro("training", &Config::training)
-      .def("check_world_size", &Config::check_world_size, "world_size"_a)
+      .def("settle", &Config::settle, "world_size"_a,
+           "Fills in the batch sizes that the others imply for so many ranks. Errors: ConfigError.")
+      .def(
+          "micro_batches", &Config::micro_batches, "world_size"_a,
+          "Micro-batches of a step: as the file says or as two batch sizes imply; 1 where these do not go with so many "
+          "ranks.")
       .def("copy", [](const Config& c) { return c; })
       .def("setting", &setting, "path"_a, "The file's own value of a key, None where it does not say.")
       .def_ro("warnings", &Config::warnings)

@@ -31,6 +31,8 @@ Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOpt
 
 UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
   model_ = model_of(options_.units, options_.groups);
+  options_.engine.micro_batches_max =
+      std::max(options_.engine.micro_batches_max, static_cast<unsigned>(options_.micro_batches(world_size_at_start())));
   take_memory();
   open_runtime();
   lay_out_units();

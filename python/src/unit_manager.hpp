@@ -84,7 +84,8 @@ struct TorchSide {
 struct UnitManagerOptions {
   RuntimeOptions runtime{};
   EngineOptions engine{};
-  std::vector<GroupOptions> groups{};  // beside group 0, which has the configuration's settings
+  std::function<std::uint64_t(int ranks)> micro_batches{};  // of a step on so many ranks
+  std::vector<GroupOptions> groups{};                       // beside group 0, which has the configuration's settings
   std::vector<ManagedUnit> units{};
   // Ranks that the program brings along: makes a channel over all of them. None: those that the configuration names.
   MakeChannel make_channel{};

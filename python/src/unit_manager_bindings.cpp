@@ -210,6 +210,7 @@ void bind_unit_manager(nb::module_& module) {
              const std::optional<nb::callable>& make_job, int job_size) {
             UnitManagerOptions options{.runtime = config.runtime,
                                        .engine = config.engine,
+                                       .micro_batches = [config](int ranks) { return config.micro_batches(ranks); },
                                        .groups = groups,
                                        .units = units,
                                        .world_size = world_size,

@@ -491,6 +491,26 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
     EXPECT_NEAR(again["seconds"]["expected"].get<double>(), found["seconds"]["expected"].get<double>(), 1e-9);
     std::filesystem::remove(path("planned.json"));
   }
+  // State on NVMe is where the configuration has its own, whichever section or key says so.
+  const std::string offload = R"("device": "nvme", "nvme_path": "/mine"})";
+  for (const std::string& text :
+       {R"({"zero_optimization": {"stage": 3, "offload_optimizer": {)" + offload + "}}",
+        R"({"zero_optimization": {"stage": 3, "offload_param": {)" + offload + "}}",
+        std::string(R"({"hoist": {"checkpoint_path": "/mine"}})"),
+        std::string(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})")}) {
+    write("own.json", text);
+    const auto planned =
+        run("plan own.json --parameters 70e9 --pinned-memory 200GiB --write own.json" + std::string(kOneRank));
+    ASSERT_EQ(planned.exit_code, 0) << text << planned.output << planned.errors;
+    EXPECT_EQ(best(json_of("plan.json"))["parameters"], "nvme");
+    EXPECT_EQ(run("check own.json").exit_code, 0) << test::text_of(path("own.json"));
+    EXPECT_EQ(test::text_of(path("own.json")).find("/mine") != std::string::npos,
+              text.find("/mine") != std::string::npos);
+  }
+  // What fits memory needs no drive, wherever the configuration has its state.
+  write("drive.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {)" + offload + "}}");
+  ASSERT_EQ(run("plan drive.json --parameters 1e9" + std::string(kOneRank)).exit_code, 0);
+  EXPECT_EQ(row(json_of("plan.json"), "device", "pinned")["nvme"]["bytes"], 0);
   // The rest of the configuration stays, comments included.
   write("mine.json", "{\n  // mine\n  \"gradient_clipping\": 0.5,\n  \"hoist\": {\"update_mode\": \"step\"}\n}\n");
   ASSERT_EQ(run("plan mine.json --parameters 7e9 --write mine.json" + std::string(kOneRank)).exit_code, 0);
@@ -500,6 +520,33 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
   EXPECT_EQ(nothing.exit_code, 2);
   EXPECT_THAT(nothing.errors, HasSubstr("nothing fits, so none.json was not written"));
   EXPECT_FALSE(std::filesystem::exists(path("none.json")));
+}
+
+TEST_F(Plan, RanksThatAreAloneInTheirNodesUseTheNetwork) {
+  auto machine = kMachine;
+  machine["nodes"] = 4;
+  machine["gpus_per_node"] = 1;
+  const auto seconds_over = [&](const nlohmann::json& network) {
+    machine["network"] = network;
+    write("machine.json", machine.dump());
+    EXPECT_EQ(run("plan --parameters 7e9 --machine machine.json --json plan.json").exit_code, 0);
+    return best(json_of("plan.json"))["seconds"]["expected"].get<double>();
+  };
+  const double slow = seconds_over({{"between_nodes_gb_per_s", 1}});
+  EXPECT_EQ(slow, seconds_over({{"between_nodes_gb_per_s", 1}, {"in_node_gb_per_s", 100}}));
+  EXPECT_GT(slow, 2 * seconds_over({{"between_nodes_gb_per_s", 100}}));
+}
+
+// Two batch sizes imply the third, and gradients of several micro-batches are sums.
+TEST_F(Plan, CountsMicroBatchesThatAreImplied) {
+  const auto pinned_of = [&](const std::string& text) {
+    write("batch.json", text);
+    EXPECT_EQ(run("plan batch.json --parameters 7e9" + std::string(kOneRank)).exit_code, 0);
+    return row(json_of("plan.json"), "pinned", "pinned")["pinned"]["bytes"];
+  };
+  const auto implied = pinned_of(R"({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})");
+  EXPECT_EQ(implied, pinned_of(R"({"gradient_accumulation_steps": 4})"));
+  EXPECT_NE(implied, pinned_of("{}"));
 }
 
 TEST_F(Plan, CountsWhatTheProgramPins) {

@@ -498,6 +498,14 @@ TEST(WorldSize, TwoOfThreeImplyTheThird) {
   EXPECT_EQ(implied.check_world_size(4).gradient_accumulation_steps, 2u);
   EXPECT_EQ(implied.check_world_size(8).gradient_accumulation_steps, 1u);
   EXPECT_THROW(implied.check_world_size(3 * 8), ConfigProblems);
+  EXPECT_EQ(implied.micro_batches(4), 2u);
+  EXPECT_EQ(implied.micro_batches(3 * 8), 1u) << "they do not go with so many";
+  Config settled = implied;
+  settled.settle(2);
+  EXPECT_EQ(settled.engine.micro_batches_max, 4u);
+  EXPECT_EQ(settled.training.gradient_accumulation_steps, 4u);
+  EXPECT_THROW(parse(R"({"train_batch_size": 4294967297, "train_micro_batch_size_per_gpu": 1})").settle(1),
+               ConfigProblems);
   EXPECT_EQ(parse(R"({"gradient_accumulation_steps": 6})").engine.micro_batches_max, 6u);
   EXPECT_FALSE(parse("{}").check_world_size(4).train_batch_size.has_value());
   EXPECT_THROW(parse("{}").check_world_size(0), UsageError);

@@ -53,6 +53,16 @@ def test_accelerates_file_may_name_deepspeeds(tmp_path):
     assert read_config(written(tmp_path, ACCELERATE | {"deepspeed_config": {"deepspeed_config_file": str(named)}})) == deepspeed
 
 
+def test_files_are_read_as_the_command_line_reads_them(tmp_path):
+    content = '{"train_batch_size": 8}'
+    assert read_config(written(tmp_path, "\ufeff" + content, "bom.json")) == json.loads(content)
+    with pytest.raises(hoist.ConfigError, match="train_batch_size"):
+        read_config(written(tmp_path, '{"train_batch_size": 8, "train_batch_size": 16}', "twice.json"))
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(hoist.UsageError, match="UTF-8"):
+        read_config(tmp_path / "latin.json")
+
+
 def test_a_model_is_wrapped_by_accelerates_file(tmp_path, settings):
     config = settings()
     nvme = config["zero_optimization"]["offload_param"]["nvme_path"]

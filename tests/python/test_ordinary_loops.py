@@ -198,6 +198,17 @@ def test_clipping_that_cannot_be_done_is_refused(wrapped, settings):
     assert clip_grad_norm_(every, 1) == 0  # of a model without an engine, as PyTorch does
 
 
+def test_micro_batches_that_the_batch_sizes_imply_are_those_of_a_step(settings):
+    inputs, targets = batches(1)[0]
+    with hoist.torch.wrap(model_of(), settings(train_batch_size=16, train_micro_batch_size_per_gpu=4)) as engine:
+        assert engine.gradient_accumulation_steps() == 4
+        for micro_batch in range(4):
+            engine.backward(F.mse_loss(engine(inputs), targets))
+            assert engine.is_gradient_accumulation_boundary() == (micro_batch == 3)
+        assert engine.step().applied
+        assert engine.step_count == 1
+
+
 def test_clipping_waits_for_the_last_micro_batch_and_the_updates_of_mode_backward_cannot(settings):
     inputs, targets = batches(1)[0]
     with hoist.torch.wrap(model_of(), settings(gradient_accumulation_steps=2)) as engine:

@@ -26,7 +26,7 @@ double wire_speed(const MachineSpec::NetworkSpec& network, const RankLayout& lay
   const int others = layout.nodes * layout.ranks_per_node - 1;
   if (others == 0) return 0;
   const double inside = (layout.ranks_per_node - 1.0) / others;
-  double seconds = inside / (network.in_node_gb_per_s * kGigabyte);
+  double seconds = inside > 0 ? inside / (network.in_node_gb_per_s * kGigabyte) : 0;  // alone in its node
   if (layout.nodes > 1) seconds = std::max(seconds, (1 - inside) / (network.between_nodes_gb_per_s * kGigabyte));
   return 1 / seconds;
 }

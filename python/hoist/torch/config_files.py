@@ -39,14 +39,24 @@ def read_config(source: Any) -> dict[str, Any]:
     if not isinstance(source, (str, os.PathLike)):
         raise _hoist.UsageError(f"the configuration is {source!r}: pass {_FORMS}")
     name = os.fspath(source)
-    with open(name, encoding="utf-8") as file:
-        text = file.read()
+    try:
+        with open(name, encoding="utf-8-sig") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise _hoist.UsageError(f"{name} is not UTF-8 text: pass {_FORMS}") from error
     if is_yaml(name):
         return _of_accelerate(_yaml(text, name), name)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise ValueError("a key appears twice")
+        return dict(pairs)
+
     try:
-        content = json.loads(_hoist.plain_json(text))
+        content = json.loads(_hoist.plain_json(text), object_pairs_hook=unique)
     except ValueError as error:
-        _hoist.Config.parse(text, name)  # its error says what is wrong, and in which line
+        _hoist.Config.parse(text, name, trains=False)  # its error says what is wrong, and in which line
         raise _hoist.UsageError(f"{name} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise _hoist.UsageError(f"{name} has no keys: it is to be {_FORMS}")

@@ -110,18 +110,15 @@ class Engine(StandsForModel, DeepSpeedNames):
         units = self._parameters.declare(group_of, config.is_vertical, (lambda _: True) if sharding is None else sharding.counts)
         defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
-        training = config.training
-        micro_batches = int(training.gradient_accumulation_steps or 1)
-        config.micro_batches_max = max(config.micro_batches_max, micro_batches)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
         self._unit_manager = _hoist.UnitManager(config, options, units,
                                                 *distributed.channels_of_job(sharding, config, _doing_of(self)))
         self._unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
-        settled = config.check_world_size(self._unit_manager.world_size)
-        self._training = settled
+        config.settle(self._unit_manager.world_size)
+        self._training = config.training
 
-        self._passes = Passes(self._unit_manager, cut, self._parameters, micro_batches, config.scales_losses, config.is_vertical,
-                              self._require_life, self._add_hook)
+        self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
+                              config.scales_losses, config.is_vertical, self._require_life, self._add_hook)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         sources = self._parameters.move(self._unit_manager, self.device)

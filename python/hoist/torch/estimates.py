@@ -61,7 +61,7 @@ def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, w
         raise _hoist.UsageError("the model has no parameters")
     units = Parameters(model, cut, dtype_of(config), device_of(config, None), lambda: None).declare(
         {}, config.is_vertical)
-    config.micro_batches_max = max(config.micro_batches_max, int(config.training.gradient_accumulation_steps or 1))
+    config.micro_batches_max = max(config.micro_batches_max, config.micro_batches(world_size))
     found = _hoist.estimate(config, units, world_size, local_ranks)
     memories = [Memory(*memory) for memory in found.pop("memories")]
     return Estimate(world_size=world_size, memories=memories, **found)
