@@ -491,6 +491,7 @@ class Offloaded:
             options_of(saved, _hoist.OptimizerOptions.defaults_of(self._kind))  # refuses other formulas
         refuse_changes([{**group, **{k: v for k, v in saved.items() if k in group}}
                         for group, saved in zip(groups, saved_groups, strict=True)], self._settled)
+        before = self.step_count
         states, step = self._saved_states(groups, state_dict)
 
         accumulators = {id(p): group.get("initial_accumulator_value", 0.0) for group in groups for p in group["params"]}
@@ -512,12 +513,15 @@ class Offloaded:
                    for group, saved in zip(groups, saved_groups, strict=True)]
         masters, *both_moments = (_UnitValues(self._units, of) for of in (master, moments(0), moments(1)))
         self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
+        # Loading what it has, as accelerate's prepare() does, is no reason to forget a schedule that was saved.
+        is_present = step == before and [group["lr"] for group in groups] == [group["lr"] for group in changed]
         self._consolidated = None
         self._noted = [(-1, None, 0)] * len(self._parameters)  # the next step takes the parameters as they are then
         for group, after in zip(groups, changed, strict=True):
             group.update(after)
         self._settled = [settled_of(group) for group in groups]
-        self._resumed_rates, self._saved = None, {}
+        if not is_present:
+            self._resumed_rates, self._saved = None, {}
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
         """The states by id of the parameter, and the step count of all of them: ({}, 0) before the first step."""

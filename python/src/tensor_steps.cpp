@@ -120,13 +120,14 @@ void change_masters(UnitManager& unit_manager, nb::callable unit_values) {
   UnitValues values(model, std::move(unit_values));
   Engine& engine = unit_manager.engine();
   const EngineTurn turn(unit_manager.engine_mutex());
-  engine.change_masters([&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+  const auto change = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     std::vector<float> given(out.size());
     values.fill(parameter, first, given);
     const DType dtype = model.parameters()[parameter.index].dtype;
     for (std::size_t i = 0; i < out.size(); ++i)
       if (!rounds_to(out[i], given[i], dtype)) out[i] = given[i];
-  });
+  };
+  raising([&] { engine.change_masters(change); }, values);
 }
 
 void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable unit_masters, nb::callable unit_moments1,
@@ -137,14 +138,14 @@ void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable u
   UnitValues moments2(unit_manager.model(), std::move(unit_moments2));
   Engine& engine = unit_manager.engine();
   const EngineTurn turn(unit_manager.engine_mutex());
-  engine.replace_state({.masters = [&](ParameterId parameter, std::uint64_t first,
-                                       std::span<float> out) { masters.fill(parameter, first, out); },
-                        .moments =
-                            [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
-                              (state == State::moment1 ? moments1 : moments2).fill(parameter, first, out);
-                            },
-                        .step = step},
-                       state_bytes);
+  const InitialState state{.masters = [&](ParameterId parameter, std::uint64_t first,
+                                          std::span<float> out) { masters.fill(parameter, first, out); },
+                           .moments =
+                               [&](ParameterId parameter, State of, std::uint64_t first, std::span<float> out) {
+                                 (of == State::moment1 ? moments1 : moments2).fill(parameter, first, out);
+                               },
+                           .step = step};
+  raising([&] { engine.replace_state(state, state_bytes); }, masters, moments1, moments2);
 }
 
 }  // namespace hoist::python

@@ -46,9 +46,10 @@ std::span<const std::byte> bytes_of(const nb::bytes& state) {
 
 void initialize(UnitManager& unit_manager, nb::callable unit_values, const nb::bytes& caller_state) {
   UnitValues values(unit_manager.model(), std::move(unit_values));
-  unit_manager.initialize({.masters = [&](ParameterId parameter, std::uint64_t first,
-                                          std::span<float> out) { values.fill(parameter, first, out); }},
-                          bytes_of(caller_state));
+  const InitialState state{.masters = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    values.fill(parameter, first, out);
+  }};
+  raising([&] { unit_manager.initialize(state, bytes_of(caller_state)); }, values);
 }
 
 // Asks values(parameter, state, first_element, out) for every piece of every state, so that nothing is held here.

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
+
 #include <hoist/core/error.hpp>
 
 namespace hoist::python {
@@ -47,7 +49,16 @@ void UnitValues::fill(ParameterId parameter, std::uint64_t first, std::span<floa
 void UnitValues::load(std::uint32_t unit) {
   const nb::gil_scoped_acquire acquire;
   values_.clear();
-  const auto loaded = nb::cast<nb::dict>(unit_values_(unit));
+  unit_.reset();
+  nb::object given;
+  try {
+    given = unit_values_(unit);
+  } catch (nb::python_error& error) {
+    raised_.emplace(std::move(error));
+    throw Error(fmt::format("the values of a parameter could not be had: {}: {}",
+                            nb::str(raised_->type().attr("__name__")).c_str(), nb::str(raised_->value()).c_str()));
+  }
+  const auto loaded = nb::cast<nb::dict>(given);
   for (const auto [key, value] : loaded) {
     const auto entry = nb::cast<nb::tuple>(value);
     values_[nb::cast<std::uint32_t>(key)] = {reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(entry[0])),

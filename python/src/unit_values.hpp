@@ -3,7 +3,9 @@
 //
 // Threading  Any thread, without the GIL; the pieces of a unit are filled before the next unit is asked for.
 // Memory     Borrowed: `unit_values(unit)` keeps its tensors alive until it is called for the next unit.
-// Errors     UsageError for a parameter without values, or with too few.
+// Errors     UsageError for a parameter without values, or with too few. What `unit_values` raises becomes an Error,
+// which
+//            an engine may keep and throw again; raising() hands the exception itself on to Python, once.
 #pragma once
 
 #include <map>
@@ -32,6 +34,10 @@ class UnitValues {
 
   // Elements [first, first + out.size()), as fp32.
   void fill(ParameterId parameter, std::uint64_t first, std::span<float> out);
+  // Throws what `unit_values` raised, if it has.
+  void rethrow() {
+    if (raised_) throw std::move(*raised_);
+  }
 
  private:
   void load(std::uint32_t unit);
@@ -41,6 +47,18 @@ class UnitValues {
   std::mutex mutex_;
   std::optional<std::uint32_t> unit_;
   std::map<std::uint32_t, Values> values_;
+  std::optional<nanobind::python_error> raised_;
 };
+
+// Carries out `call`, which uses `values`.
+template <typename Call, typename... Each>
+void raising(const Call& call, Each&... values) {
+  try {
+    call();
+  } catch (...) {
+    (values.rethrow(), ...);
+    throw;
+  }
+}
 
 }  // namespace hoist::python

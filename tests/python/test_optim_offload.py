@@ -267,6 +267,35 @@ def test_a_schedule_continues_where_it_was(tmp_path, name, offload):
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
+def test_loading_the_state_that_is_there_keeps_the_saved_schedule(tmp_path):
+    """As accelerate's prepare() does."""
+    expected = rates_of(optimizer := two_groups(offload="cpu"), SCHEDULES["ExponentialLR"](optimizer), 3)
+    optimizer.close()
+    rates = []
+    for _ in range(3):
+        optimizer = two_groups(offload="nvme", directory=str(tmp_path / "store"), resume=True)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+        rates += rates_of(optimizer, schedule, 1)
+        optimizer.close()
+    assert rates == expected
+
+
+def test_a_schedule_that_needs_metrics_is_resumed(tmp_path, caplog):
+    arguments = {"offload": "nvme", "directory": str(tmp_path / "store"), "resume": True}
+    for run in range(2):
+        optimizer = two_groups(**arguments)
+        optimizer.lr_scheduler = schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        assert ("needs more than that step" in caplog.text) == (run == 1)
+        if run == 1:
+            schedule.step(1.0)
+        rates_of(optimizer, None, 1)
+        schedule.step(1.0)
+        rates_of(optimizer, None, 1)  # committed before the schedule's step
+        assert [group["lr"] for group in optimizer.param_groups] == ([0.1, 0.3] if run == 0 else [0.025, 0.075])
+        optimizer.close()
+
+
 def test_a_schedule_goes_back_with_a_named_checkpoint(tmp_path):
     optimizer = two_groups(offload="cpu", directory=str(tmp_path / "store"), keep_steps=1)
     optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
@@ -412,6 +441,27 @@ def test_a_state_dict_before_the_last_commit_is_refused(tmp_path):
         program.optimizer.load_state_dict(earlier)
     assert program.train(3, 4).optimizer.step_count == 4
     program.optimizer.close()
+
+
+def test_an_interrupted_load_ends_the_optimizer_and_not_the_process(tmp_path, monkeypatch):
+    model = nn.Linear(8, 8)
+    optimizer = hoist.optim.AdamW(model.parameters(), lr=1e-3, offload="cpu", pinned_memory="64MiB")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = optimizer.state_dict()
+
+    def interrupted(values, unit):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hoist.optim_offload._UnitValues.__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.load_state_dict(saved)
+    for _ in range(2):  # the error that it failed with, as often as it is asked
+        with pytest.raises(hoist.Error, match="KeyboardInterrupt"):
+            optimizer.step()
+    with pytest.raises(hoist.Error, match="KeyboardInterrupt"):
+        optimizer.close()
 
 
 def test_a_state_dict_is_committed_with_its_rates(tmp_path):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ IS_4 = int(transformers.__version__.split(".")[0]) < 5
 
 Read = Callable[[], torch.Tensor]
 
+_log = logging.getLogger("hoist")
 # The arguments of from_pretrained that say where files are.
 _PLACES = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
@@ -65,6 +67,7 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     files = [_tensors_in(path) for path in _files_of(os.fspath(name), model, arguments)]
     tensors = {key: read for file in files for key, read in file.items()}
     reads = _reads_of(model, tensors, cast("dict[str, str] | None", arguments.get("key_mapping")))
+    _tie_what_is_equal(model, reads)
     model.__dict__.pop("hf_device_map", None)  # of the meta device, which Trainer would take for the weights' place
     unexpected_shapes = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # transformers 4: names
     _attach(model, {key: read for key, read in reads.items() if key not in unexpected_shapes})
@@ -368,6 +371,20 @@ class _Magnitude:
         made = type(self._layer)(self._layer.fan_in_fan_out)
         made.update_layer(base_layer=base, lora_A=lora_A, lora_B=lora_B, scaling=self._scaling)
         return cast(torch.Tensor, made.weight.detach())
+
+
+def _tie_what_is_equal(model: Any, reads: dict[str, Read]) -> None:
+    """Ties parameters that the model ties and the files hold under both names, unless their values differ. transformers 5 leaves
+    that to the end of its loading, when it has the values; on the meta device it never has."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    for alias, source in tied.items() if isinstance(tied, dict) else ():
+        if alias not in reads or source not in reads or model.get_parameter(alias) is model.get_parameter(source):
+            continue
+        if torch.equal(reads[alias](), reads[source]()):
+            path, _, name = alias.rpartition(".")
+            setattr(model.get_submodule(path), name, model.get_parameter(source))
+        else:
+            _log.warning("%s and %s are tied in the model and differ in its files: they are trained apart", alias, source)
 
 
 def _attach(model: Any, reads: dict[str, Read]) -> None:

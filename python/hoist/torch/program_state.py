@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import inspect
 import json
 import logging
 from collections import Counter
@@ -77,6 +78,11 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
     for group, rate in zip(param_groups, saved["rates"], strict=True):
         group["lr"] = rate
     if saved.get("schedule_lags", True):
+        given = inspect.signature(scheduler.step).parameters.values()
+        if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given):
+            _log.warning("%s had not been told of the step that the run goes on from, and needs more than that step to be told "
+                         "(its metrics): call its step() once, if the program did so after each step", type(scheduler).__name__)
+            return
         driven = getattr(scheduler, "optimizer", None)
         if driven is not None:
             driven._opt_called = True

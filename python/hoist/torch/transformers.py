@@ -189,13 +189,17 @@ class Trainer(transformers.Trainer):
 
     # --- making the engine -------------------------------------------------------------------------------------------
 
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self._steps_of_run = num_training_steps  # transformers 4 sets state.max_steps later
+        super().create_optimizer_and_scheduler(num_training_steps)
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.engine is not None:
             if self.engine.module is not self.model:
                 raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
             self.optimizer = self.engine.optimizer
             return self.optimizer
-        filled = fill_in(self._hoist_config, self.args, self.state.max_steps)
+        filled = fill_in(self._hoist_config, self.args, self.state.max_steps or getattr(self, "_steps_of_run", 0))
         config = hoist.torch.load_config(filled)
         own_groups = self.optimizer is None and "optimizer" not in filled
         if own_groups and optim_of(self.args) in OTHER_OPTIMS:
