@@ -123,6 +123,7 @@ def test_an_optimizer_of_pytorchs_is_taken_over(settings):
     assert returned is scheduler
     theirs = make(reference)
     their_scheduler = torch.optim.lr_scheduler.StepLR(theirs, step_size=3, gamma=0.5)
+    client.load_state_dict(client.state_dict())  # gives it other groups
     for inputs, targets in batches(12):
         engine.backward(loss_of(engine(inputs), targets))
         engine.step()

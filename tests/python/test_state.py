@@ -188,6 +188,13 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
             assert torch.equal(engine(inputs), third(inputs))
         with pytest.raises(hoist.UsageError, match="missing"):
             engine.load_state_dict({"token.weight": torch.zeros(VOCABULARY, 32)})
+        before = engine.state_dict()
+        wrong = {name: values + 1 for name, values in before.items()}
+        last = list(wrong)[-1]
+        wrong[last] = wrong[last][..., :1]
+        with pytest.raises(hoist.UsageError, match="the values are"):
+            engine.load_state_dict(wrong)
+        assert_same(engine.state_dict(), before)  # nothing has changed
 
 
 def test_export_and_stream_in(settings, tmp_path):

@@ -147,14 +147,13 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         distributed.initialize_as_launched()
 
     groups: list[Any] | None = None
-    client_groups: list[dict[str, Any]] | None = None
     kind: str | None = None
     with channels.start(distributed.ranks_at_start(loaded)):
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())
         if optimizer is not None:
             kind = _kind_of(optimizer)
-            groups = client_groups = optimizer.param_groups
+            groups = optimizer.param_groups
         elif model_parameters is not None:
             groups = list(model_parameters)
             if not groups or not isinstance(groups[0], dict):
@@ -165,8 +164,8 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
                             **_groups_of(mpu))
     if engine.device.type == "cuda":
         torch.cuda.set_device(engine.device)  # as deepspeed.initialize does: batch.cuda() is on this rank's GPU then
-    if client_groups is not None:
-        engine.optimizer.adopt(client_groups)
+    if optimizer is not None:
+        engine.optimizer.adopt(optimizer)
     scheduler = lr_scheduler
     if callable(scheduler) and not hasattr(scheduler, "step"):
         scheduler = scheduler(engine.optimizer)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -84,14 +85,22 @@ class Optimizer(torch.optim.Optimizer):
         inherited = torch.optim.Optimizer.add_param_group
         getattr(inherited, "__wrapped__", inherited)(self, param_group)
 
-    def adopt(self, param_groups: list[dict[str, Any]]) -> None:
+    def adopt(self, client: Any) -> None:
         """Follows the groups of another optimizer, whose schedulers then set the rates here."""
-        for mine, theirs in zip(self.param_groups, param_groups, strict=True):
+        for mine, theirs in zip(self.param_groups, client.param_groups, strict=True):
             if "initial_lr" in mine:  # a run goes on, and this is the rate that it had come to
                 theirs.setdefault("initial_lr", mine["initial_lr"])
                 theirs["lr"] = mine["lr"]
-        self.param_groups = param_groups
-        self._settled = [settled_of(group) for group in param_groups]
+        self.param_groups = client.param_groups
+        self._settled = [settled_of(group) for group in client.param_groups]
+        follower = weakref.ref(self)
+
+        def follow(loaded: Any) -> None:  # load_state_dict() gives it other groups
+            if (mine := follower()) is not None:
+                mine.param_groups = loaded.param_groups
+
+        if hasattr(client, "register_load_state_dict_post_hook"):
+            client.register_load_state_dict_post_hook(follow)
 
     def forget_rates(self) -> None:
         """A new engine has the configuration's rates, and is told all of these with its first step."""

@@ -301,10 +301,13 @@ class Parameters:
 
     def _write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         name = self.own_name(name)
-        if values.shape != self._shape[name]:
-            raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
+        self._require_shape(name, values)
         array: Any = values.detach().to("cpu", torch.float32).contiguous().view(-1)  # as in read()
         self._unit_manager.write(self._number[name], state, 0, array)
+
+    def _require_shape(self, name: str, values: torch.Tensor) -> None:
+        if values.shape != self._shape[name]:
+            raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         self._between_passes()
@@ -331,11 +334,14 @@ class Parameters:
         missing = sorted(wanted - set(state) - {aliases[a] for a in aliases if a in state})
         if strict and (unknown or missing):
             raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
-        for name, values in state.items():
-            if name in self._number or (name in aliases and aliases[name] not in state):
-                self._write(name, values)
-            elif name in buffers:
-                buffers[name].copy_(values)
+        masters = {name: values for name, values in state.items()
+                   if name in self._number or (name in aliases and aliases[name] not in state)}
+        for name, values in masters.items():  # before the first is written
+            self._require_shape(self.own_name(name), values)
+        for name, values in masters.items():
+            self._write(name, values)
+        for name in buffers.keys() & state.keys():
+            buffers[name].copy_(state[name])
 
     def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
         self._between_passes()

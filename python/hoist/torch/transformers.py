@@ -79,7 +79,7 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     match("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps", also_absent=True)
     match("train_batch_size", args.world_size * batch * accumulation, "processes x per_device_train_batch_size x "
           "gradient_accumulation_steps")
-    match("gradient_clipping", args.max_grad_norm, "max_grad_norm", also_absent=True)
+    match("gradient_clipping", args.max_grad_norm or 0.0, "max_grad_norm", also_absent=True)
     match("bf16.enabled", args.bf16, "bf16", also_absent=args.bf16)
     match("fp16.enabled", args.fp16, "fp16", also_absent=args.fp16)
     match("optimizer.params.lr", rate, "learning_rate")
