@@ -90,7 +90,9 @@ def use():
         return
     home = pathlib.Path(__file__).parent
     sources = [str(file) for file in sorted(home.glob("*.cpp"))]
-    version = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(home.glob("*.[ch]pp")))).hexdigest()[:12]
+    contents = b"".join(file.read_bytes() for file in sorted(home.glob("*.[ch]pp")))
+    places = f"{home} {torch.__file__}".encode()  # which the compiler is told: another checkout builds its own
+    version = hashlib.sha256(places + contents).hexdigest()[:12]
     folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}-{version}")
     os.makedirs(folder, exist_ok=True)
     extension = torch.utils.cpp_extension.load(
