@@ -152,10 +152,6 @@ TrainingOptions Config::check_world_size(int world_size) const {
   const auto world = static_cast<std::uint64_t>(world_size);
   const auto& micro_batch = result.train_micro_batch_size_per_gpu;
   const std::uint64_t accumulation = micro_batches(world_size);
-  if (accumulation > kMicroBatchesMax)
-    refuse("train_batch_size",
-           fmt::format("{} is {} micro-batches of {} on each of {} ranks, and a step has at most {}",
-                       *result.train_batch_size, accumulation, *micro_batch, world, kMicroBatchesMax));
   result.gradient_accumulation_steps = accumulation;
   const std::uint64_t per_micro_batch = accumulation * world;
   if (result.train_batch_size && *result.train_batch_size % per_micro_batch != 0) {
@@ -187,7 +183,7 @@ std::uint64_t Config::micro_batches(int world_size) const {
   const auto world = static_cast<std::uint64_t>(std::max(1, world_size));
   const auto &all = training.train_batch_size, &one = training.train_micro_batch_size_per_gpu;
   if (!all || !one || *all % world != 0 || *all / world % *one != 0) return 1;
-  return std::max<std::uint64_t>(1, *all / world / *one);
+  return std::clamp<std::uint64_t>(*all / world / *one, 1, kMicroBatchesMax);
 }
 
 void Config::settle(int world_size) {

@@ -3,9 +3,9 @@
 //
 // Threading  Any thread, without the GIL; the pieces of a unit are filled before the next unit is asked for.
 // Memory     Borrowed: `unit_values(unit)` keeps its tensors alive until it is called for the next unit.
-// Errors     UsageError for a parameter without values, or with too few. What `unit_values` raises becomes an Error,
-// which
-//            an engine may keep and throw again; raising() hands the exception itself on to Python, once.
+// Errors     UsageError for a parameter without values, or with too few. An exception of `unit_values` becomes an
+// Error,
+//            which an engine may keep and throw again. raising() then throws the exception itself, once.
 #pragma once
 
 #include <map>
@@ -50,7 +50,8 @@ class UnitValues {
   std::optional<nanobind::python_error> raised_;
 };
 
-// Carries out `call`, which uses `values`.
+// Carries out `call`, which uses `values`. If one of their callables has raised, Python gets that exception, not the
+// Error that the engine made of it.
 template <typename Call, typename... Each>
 void raising(const Call& call, Each&... values) {
   try {

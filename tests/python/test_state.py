@@ -190,7 +190,7 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
             engine.load_state_dict({"token.weight": torch.zeros(VOCABULARY, 32)})
         before = engine.state_dict()
         wrong = {name: values + 1 for name, values in before.items()}
-        last = [name for name in wrong if name != "head.weight"][-1]  # that is token.weight
+        last = [name for name in wrong if name != "head.weight"][-1]  # which is token.weight by another name
         wrong[last] = wrong[last][..., :1]
         with pytest.raises(hoist.UsageError, match="the values are"):
             engine.load_state_dict(wrong)

@@ -539,6 +539,11 @@ def test_memory_of_the_process_is_bounded(tmp_path):
         def resident():
             for line in open("/proc/self/status"):
                 if line.startswith("VmHWM"): return int(line.split()[1]) * 1024
+        tokens = torch.randint(0, 512, (1, 16))
+        small = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=6,
+            num_key_value_heads=6, dtype=torch.bfloat16))  # PyTorch loads its kernels, before memory is looked at
+        small(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
                 vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
@@ -569,7 +574,7 @@ def test_memory_of_the_process_is_bounded(tmp_path):
     state = 12 * result["parameters"]
     assert state > 150e6
     budgets = 72 * 2**20
-    slack = 70 * 2**20  # activations, PyTorch's kernels and threads, Trainer's imports, this engine's code
+    slack = 64 * 2**20  # activations, PyTorch's threads, Trainer's imports, this engine's code
     assert result["grown"] < budgets + slack, result
     assert budgets + slack < state
     assert os.path.getsize(tmp_path / "out" / "checkpoint-4" / "model.safetensors") > 2 * result["parameters"]

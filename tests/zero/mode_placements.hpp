@@ -63,7 +63,7 @@ class ModePlacement : public testing::TestWithParam<std::tuple<UpdateMode, Where
     setup.runtime.host_device.chaos_seed = 5;
     return setup;
   }
-  // The same step by step in plain memory.
+  // The same training in mode `step`, with everything in pinned memory.
   static ToySetup simplest() {
     ToySetup setup = setup_of({"", Placement::pinned, Placement::pinned}, mode(), "");
     setup.engine.update_mode = UpdateMode::step;

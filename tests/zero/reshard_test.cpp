@@ -115,7 +115,7 @@ TEST_P(ReshardTest, StateOfEightBits) {
   continue_with(1, 9);
 }
 
-// Between parameters, too, where nobody gives it a value.
+// The padding between parameters keeps its accumulator, too, which no parameter's values replace.
 TEST_P(ReshardTest, WhatAdagradBeginsWithStays) {
   setup_.engine.optimizer_defaults.kind = optim::OptimizerKind::adagrad;
   setup_.engine.optimizer_defaults.initial_accumulator = 0.1;
@@ -280,6 +280,7 @@ TEST_P(ReshardTest, ARemovalThatWasKilledIsEndedByTheNextStart) {
   continue_with(2, 4);  // removes it
   std::filesystem::copy(directory_ / "data", data);
   std::filesystem::copy(directory_ / "manifest", manifest + "-new");
+  EXPECT_TRUE(tiers::Store::is_half_removed(setup_.engine.store_directory));
   continue_with(2, 5);
   EXPECT_FALSE(std::filesystem::exists(data));
   EXPECT_FALSE(std::filesystem::exists(manifest + "-new"));

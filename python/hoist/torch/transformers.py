@@ -133,6 +133,7 @@ class Trainer(transformers.Trainer):
     def __init__(self, *positional: Any, hoist_config: str | os.PathLike[str] | dict[str, Any],
                  hoist_options: dict[str, Any] | None = None, **arguments: Any):
         self.engine: hoist.torch.Engine | None = None
+        self._steps_of_run = 0  # as far as transformers has said
         self._hoist_config = read_config(hoist_config)
         self._hoist_options = hoist_options or {}
         super().__init__(*positional, **arguments)
@@ -199,7 +200,7 @@ class Trainer(transformers.Trainer):
                 raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
             self.optimizer = self.engine.optimizer
             return self.optimizer
-        filled = fill_in(self._hoist_config, self.args, self.state.max_steps or getattr(self, "_steps_of_run", 0))
+        filled = fill_in(self._hoist_config, self.args, self.state.max_steps or self._steps_of_run)
         config = hoist.torch.load_config(filled)
         own_groups = self.optimizer is None and "optimizer" not in filled
         if own_groups and optim_of(self.args) in OTHER_OPTIMS:
