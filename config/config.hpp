@@ -82,8 +82,8 @@ class Config {
   // The same, and takes the result: `training` has all batch sizes, and engine.micro_batches_max is at least the number
   // of micro-batches of a step. What a program calls before it makes an engine.
   void settle(int world_size);
-  // Micro-batches of a step: as the file says or as two batch sizes imply, at most 2^20; 1 where these do not go with so
-  // many ranks.
+  // Micro-batches of a step: as the file says or as two batch sizes imply, at most 2^20; 1 where these do not go with
+  // so many ranks.
   std::uint64_t micro_batches(int world_size) const;
 
   const std::string& origin() const { return origin_; }
