@@ -177,21 +177,22 @@ std::vector<int> processors_of_io_thread(const DriveQueueOptions& options) {
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 4 * kKiB});
   const AlignedBuffer memory(4 * kKiB);
-  Promise ran;
-  const Completion finished = ran.completion();
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  // Held back until the continuation is attached, so that it runs on the I/O thread.
-  Promise attached;
-  const Completion may_go_on = attached.completion();
-  DriveQueue engine(options);  // ends first: either of the two writes may be done last
-  engine.write(file, 0, memory.span(), Priority::foreground).then([&](std::exception_ptr) { may_go_on.wait(); });
-  engine.write(file, 0, memory.span(), Priority::foreground).then([&](std::exception_ptr) {
-    ::sched_getaffinity(0, sizeof(allowed), &allowed);
-    ran.complete();
-  });
-  attached.complete();
-  finished.wait();
+  DriveQueue queue(options);
+  // A continuation attached to a write that has already ended runs here and not on the I/O thread: then another write
+  // is made.
+  for (bool on_io_thread = false; !on_io_thread;) {
+    Promise ran;
+    const Completion finished = ran.completion();
+    queue.write(file, 0, memory.span(), Priority::foreground)
+        .then([&, here = std::this_thread::get_id()](std::exception_ptr) {
+          on_io_thread = std::this_thread::get_id() != here;
+          if (on_io_thread) ::sched_getaffinity(0, sizeof(allowed), &allowed);
+          ran.complete();
+        });
+    finished.wait();
+  }
   std::vector<int> cpus;
   for (std::size_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (CPU_ISSET(cpu, &allowed)) cpus.push_back(static_cast<int>(cpu));
