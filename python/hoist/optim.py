@@ -216,26 +216,41 @@ class _Optimizer(torch.optim.Optimizer):
             return self._offloaded.load(self.param_groups, state_dict)
         for saved_group in state_dict["param_groups"]:
             options_of(saved_group, self._default_options())  # refuses other formulas
+        # All that can be refused is, before anything changes.
+        numbered = self._numbered(state_dict)
+        saved_states = [SavedState.of(self._kind, p, state_dict["state"].get(number, {})) for number, p in numbered]
+        for (_, parameter), saved in zip(numbered, saved_states, strict=True):
+            if saved is not None:
+                self._refuse_unfit(parameter)
         super().load_state_dict(state_dict)
         # PyTorch gives every state its parameter's type, which moments and remainders of bf16 parameters have not.
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for (_, parameter), saved in zip(numbered, saved_states, strict=True):
             self.state.pop(parameter, None)
-            if not (saved := SavedState.of(self._kind, parameter, state_dict["state"].get(number, {}))):
+            if saved is None:
                 continue
             state = self._new_state_of(parameter)
             state["step"] = saved.step
             for name, moment in zip(STATE_NAMES[self._kind], saved.moments, strict=True):
                 if name in state and moment is not None:
                     state[name] = moment.clone()
-            if saved.master is not None and "remainder" in state:
-                rounded, state["remainder"] = split_master(saved.master)
-                state["remainder"][rounded != parameter] = 0  # of another weight
+            if saved.remainder is not None and "remainder" in state:
+                # Also beside a weight that it does not belong to: the program may load the weights later.
+                state["remainder"] = saved.remainder.clone()
 
-    def _new_state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    def _numbered(self, state_dict: dict[str, Any]) -> list[tuple[int, torch.nn.Parameter]]:
+        """The parameters and their numbers in a state_dict(); none if it has other groups, which PyTorch refuses."""
+        ours, theirs = self.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+            return []
+        return [(number, parameter) for group, saved in zip(ours, theirs, strict=True)
+                for number, parameter in zip(saved["params"], group["params"], strict=True)]
+
+    def _refuse_unfit(self, parameter: torch.nn.Parameter) -> None:
         if problem := self._problem_of(parameter):
             raise _hoist.UsageError(f"a parameter of shape {tuple(parameter.shape)} {problem}")
+
+    def _new_state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        self._refuse_unfit(parameter)
         group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
         return self._state_of(parameter, options_of(group, self._default_options()))
 
@@ -391,11 +406,18 @@ def problem_of_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> str:
 
 @dataclass
 class SavedState:
-    """The state of one parameter in a state_dict(), as fp32 in CPU memory."""
+    """The state of one parameter in a state_dict(), in CPU memory."""
 
     step: int
-    moments: tuple[torch.Tensor | None, torch.Tensor | None]
-    master: torch.Tensor | None  # None: as the parameter is
+    moments: tuple[torch.Tensor | None, torch.Tensor | None]  # fp32
+    master: torch.Tensor | None  # fp32
+    remainder: torch.Tensor | None  # of a bf16 parameter. Without both, the parameter is its own master
+
+    def master_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The fp32 master. From the remainder, it is that of the parameter's present value."""
+        if self.master is not None or self.remainder is None:
+            return self.master
+        return join_master(parameter.detach().to("cpu"), self.remainder)
 
     @staticmethod
     def of(kind: str, parameter: torch.nn.Parameter, saved: dict[str, Any]) -> SavedState | None:
@@ -415,12 +437,12 @@ class SavedState:
         first, second = STATE_NAMES[kind]
         moments = values(first), values(second)
         master = values("master")
-        remainder = values("remainder", torch.int16)
-        if master is None and remainder is not None and parameter.dtype == torch.bfloat16:
-            master = join_master(parameter.detach().to("cpu"), remainder)
+        remainder = None
+        if parameter.dtype == torch.bfloat16:
+            remainder = split_master(master)[1] if master is not None else values("remainder", torch.int16)
         # torch.optim.SGD counts no steps: its momentum begins with the first.
         step = int(saved["step"]) if "step" in saved else int(any(moment is not None for moment in moments))
-        return SavedState(step, moments, master)
+        return SavedState(step, moments, master, remainder)
 
 
 # Names in torch.optim's parameter groups -> the engine's.

@@ -26,7 +26,17 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hoist import _hoist, program_end
-from hoist.optim import DTYPES, STATE_NAMES, SavedState, is_setting, options_of, problem_of_gradient, refuse_changes, settled_of
+from hoist.optim import (
+    DTYPES,
+    STATE_NAMES,
+    SavedState,
+    is_setting,
+    join_master,
+    options_of,
+    problem_of_gradient,
+    refuse_changes,
+    settled_of,
+)
 from hoist.torch import channels, distributed, program_state
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
@@ -143,6 +153,8 @@ class Offloaded:
         self.schedule: Any = None
         self._saved: dict[str, Any] = {}  # the restored commit's state, until a schedule continues from it
         self._consolidated: dict[int, Any] | None = None
+        # Of bf16 parameters, by id, between load() and the next step: the program may load the weights after them.
+        self._remainders: dict[int, torch.Tensor] = {}
         self._settled = [settled_of(group) for group in groups]
         self._rates: list[float | None] = [float(group["lr"]) for group in groups]
         self._first_rates = rates_of(groups)
@@ -357,7 +369,13 @@ class Offloaded:
         """[C]"""
         self._unit_manager.require_process()
         self._weights()
-        self._unit_manager.change_masters(_UnitValues(self._units, lambda parameter: parameter))
+
+        def values(parameter: nn.Parameter) -> torch.Tensor:
+            remainder = self._remainders.get(id(parameter))
+            return parameter if remainder is None else join_master(parameter.detach().to("cpu"), remainder)
+
+        self._unit_manager.change_masters(_UnitValues(self._units, values))
+        self._remainders = {}
         self._note_values()
 
     # --- commits -----------------------------------------------------------------------------------------------------
@@ -506,7 +524,7 @@ class Offloaded:
             return of
 
         def master(parameter: nn.Parameter) -> torch.Tensor:
-            value = states[id(parameter)].master if states else None
+            value = states[id(parameter)].master_of(parameter) if states else None
             return parameter if value is None else value
 
         changed = [group | copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
@@ -517,6 +535,7 @@ class Offloaded:
         is_present = step == before and [group["lr"] for group in groups] == [group["lr"] for group in changed]
         self._consolidated = None
         self._noted = [(-1, None, 0)] * len(self._parameters)  # the next step takes the parameters as they are then
+        self._remainders = {key: saved.remainder for key, saved in states.items() if saved.remainder is not None}
         for group, after in zip(groups, changed, strict=True):
             group.update(after)
         self._settled = [settled_of(group) for group in groups]

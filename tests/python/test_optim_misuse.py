@@ -259,3 +259,20 @@ def test_a_state_dict_of_another_formula_is_refused(make, match):
     with pytest.raises(hoist.UsageError, match=match):
         optimizer.load_state_dict(saved)
     assert str(optimizer.state_dict()) == str(before)
+
+
+def test_a_state_dict_that_is_refused_changes_nothing():
+    parameters = with_gradients(nn.Parameter(torch.randn(50)), nn.Parameter(torch.randn(7)))
+    optimizer = hoist.optim.AdamW(parameters, lr=0.01, threads=1)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["param_groups"][0]["lr"] = 1.0
+    wrong["state"][0]["exp_avg"].fill_(9.0)
+    wrong["state"][1]["exp_avg"] = torch.zeros(8)
+    with pytest.raises(hoist.UsageError, match="of another model"):
+        optimizer.load_state_dict(wrong)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, state in before["state"].items():
+        assert all(torch.equal(torch.as_tensor(after["state"][number][key]), torch.as_tensor(state[key])) for key in state)

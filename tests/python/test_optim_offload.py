@@ -392,10 +392,11 @@ def copy_weights(program, into):
         parameter.copy_(value)
 
 
+@pytest.mark.parametrize("weights_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind, settings", OPTIMIZERS)
-def test_a_state_dict_moves_between_all_places(tmp_path, kind, settings, dtype):
-    """From memory to pinned memory, to NVMe, and back, two steps in each; also if the model's weights are loaded afterwards."""
+def test_a_state_dict_moves_between_all_places(tmp_path, kind, settings, dtype, weights_first):
+    """From memory to pinned memory, to NVMe, and back, two steps in each; before the model's weights are loaded, and after."""
     expected = Program(kind, dtype, settings=settings).train(0, 8).bits()
     program = Program(kind, dtype, settings=settings).train(0, 2)
     for number, offload in enumerate(["cpu", "nvme", None]):
@@ -403,10 +404,10 @@ def test_a_state_dict_moves_between_all_places(tmp_path, kind, settings, dtype):
         following = Program(kind, dtype, settings=settings, **arguments)
 
         saved = copy.deepcopy(program.optimizer.state_dict())
-        if offload != "nvme":
+        if weights_first:
             copy_weights(program, following)
         following.optimizer.load_state_dict(saved)
-        if offload == "nvme":
+        if not weights_first:
             copy_weights(program, following)
         following.scheduler.load_state_dict(program.scheduler.state_dict())
         program.optimizer.close()
