@@ -62,14 +62,19 @@ std::shared_ptr<const Sources> match(const std::string& path, std::span<const Pa
   std::vector<std::string> problems;
   std::set<const Tensor*> used;
   for (const ParameterSpec& parameter : parameters) {
-    const std::string name = options.tensor_name ? options.tensor_name(parameter.name) : parameter.name;
-    const Tensor* tensor = sources->model.find(name);
+    const Tensor* tensor = nullptr;
+    const auto names = options.tensor_names ? options.tensor_names(parameter.name) : std::vector{parameter.name};
+    for (const std::string& name : names) {
+      const Tensor* const named = sources->model.find(name);
+      if (named == nullptr) continue;
+      used.insert(named);
+      if (tensor == nullptr) tensor = named;
+    }
     sources->tensors.push_back(tensor);
     if (tensor == nullptr) {
-      if (!options.otherwise) problems.push_back(fmt::format("'{}' is missing", name));
+      if (!options.otherwise) problems.push_back(fmt::format("'{}' is missing", fmt::join(names, "' or '")));
       continue;
     }
-    used.insert(tensor);
     if (std::string problem = problem_of(parameter, *tensor); !problem.empty()) problems.push_back(std::move(problem));
   }
   if (!options.allow_unused && used.size() < sources->model.tensors().size()) {

@@ -15,14 +15,16 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <hoist/zero/types.hpp>
 
 namespace hoist::interchange {
 
 struct ImportOptions {
-  // The name of a parameter in the files; empty: the name in the model.
-  std::function<std::string(const std::string& parameter)> tensor_name{};
+  // The names that the files may have for a parameter: the first one there is read, others may be there too (a weight
+  // that is used under two names). Empty: the name in the model.
+  std::function<std::vector<std::string>(const std::string& parameter)> tensor_names{};
   // Gives the values of parameters that the files lack; empty: a missing parameter is an error.
   Initializer otherwise{};
   // Whether the files may hold tensors without a parameter. Usually such files belong to another model.

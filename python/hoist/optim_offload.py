@@ -163,13 +163,16 @@ class Offloaded:
         members, job = _ranks_of(shard_over, has_store=directory is not None)
         with channels.start(job):
             self._cut(groups)
-            self._open(groups, offload, directory, members, job, resume, {
-                **(settings or {}), "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host",
-                "keep_steps": keep_steps,
-                **{key: value for key, value in (("pinned_memory", pinned_memory), ("device_memory", device_memory),
-                                                 ("update_threads", threads or None)) if value is not None},
-                **({"durability": {"every": commit_every}} if offload == "nvme" and commit_every else {}),
-            })
+            own = {
+                "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host", "keep_steps": keep_steps or None,
+                "pinned_memory": pinned_memory, "device_memory": device_memory, "update_threads": threads or None,
+                "durability": {"every": commit_every} if offload == "nvme" and commit_every else None,
+            }
+            own = {key: value for key, value in own.items() if value is not None}
+            for key in own.keys() & (settings or {}).keys():
+                raise _hoist.UsageError(f"settings={{\"{key}\": ...}}: the optimizer sets it, by an argument of its own or as it "
+                                        "must be")
+            self._open(groups, offload, directory, members, job, resume, {**(settings or {}), **own})
 
     # --- construction ------------------------------------------------------------------------------------------------
 

@@ -73,15 +73,17 @@ void begin_at(UnitManager& unit_manager, const nb::callable& values, std::uint64
   unit_manager.initialize(state, bytes_of(caller_state));
 }
 
+// `aliases`: other names of parameters that are used under several.
 void initialize_from(UnitManager& unit_manager, const std::string& path,
-                     const std::map<std::string, std::string>& names, bool allow_unused) {
-  const interchange::ImportOptions options{.tensor_name =
-                                               [&](const std::string& parameter) {
-                                                 const auto found = names.find(parameter);
-                                                 return found == names.end() ? parameter : found->second;
-                                               },
-                                           .allow_unused = allow_unused};
-  unit_manager.initialize({.masters = interchange::fill_from(path, unit_manager.model().parameters(), options)});
+                     const std::map<std::string, std::string>& aliases) {
+  const auto names_of = [&](const std::string& parameter) {
+    std::vector<std::string> names{parameter};
+    for (const auto& [alias, name] : aliases)
+      if (name == parameter) names.push_back(alias);
+    return names;
+  };
+  unit_manager.initialize(
+      {.masters = interchange::fill_from(path, unit_manager.model().parameters(), {.tensor_names = names_of})});
 }
 
 // --- weights out -----------------------------------------------------------------------------------------------------
@@ -248,7 +250,7 @@ void bind_unit_manager(nb::module_& module) {
           },
           "name"_a, "(parameter, unit, offset in the unit's memory in bytes)")
       .def("initialize", &initialize, "unit_values"_a, "caller_state"_a = nb::bytes("", 0))
-      .def("initialize_from", &initialize_from, "path"_a, "names"_a, "allow_unused"_a = false)
+      .def("initialize_from", &initialize_from, "path"_a, "aliases"_a)
       .def("begin_at", &begin_at, "values"_a, "step"_a, "loss_scale"_a, "caller_state"_a,
            "Begins with what another program's training came to: values(parameter, state, first_element, out) fills a "
            "tensor. loss_scale: None, or (scale, steps without an overflow, overflows until it is lowered).")

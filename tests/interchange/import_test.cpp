@@ -107,7 +107,7 @@ TEST_F(ImportProblems, OptionsRenameFillAndIgnore) {
   save(directory_ / "m", {tensor("model.w", TensorType::f32, {2}, std::vector<float>{5, 6}),
                           tensor("inv_freq", TensorType::i64, {}, std::vector<std::int64_t>(1))});
   const std::vector<ParameterSpec> parameters{parameter("w", {2}), parameter("new_head", {3})};
-  const ImportOptions options{.tensor_name = [](const std::string& name) { return "model." + name; },
+  const ImportOptions options{.tensor_names = [](const std::string& name) { return std::vector{"model." + name}; },
                               .otherwise =
                                   [](ParameterId id, std::uint64_t first, std::span<float> out) {
                                     for (float& value : out) value = static_cast<float>(id.index * 100 + first++);
@@ -116,6 +116,24 @@ TEST_F(ImportProblems, OptionsRenameFillAndIgnore) {
   const Initializer fill = fill_from(directory_ / "m", parameters, options);
   EXPECT_EQ(filled(fill, 0, 1, 1), (std::vector<float>{6}));
   EXPECT_EQ(filled(fill, 1, 1, 2), (std::vector<float>{101, 102}));
+}
+
+TEST_F(ImportProblems, AParameterMayHaveSeveralNames) {
+  const std::vector<ParameterSpec> parameters{parameter("w", {2})};
+  const ImportOptions options{.tensor_names = [](const std::string& name) { return std::vector{name, "tied"}; }};
+  const auto read = [&](std::initializer_list<std::string> names) {
+    const TempDirectory directory;
+    std::vector<test::TestTensor> tensors;
+    for (const std::string& name : names)
+      tensors.push_back(tensor(name, TensorType::f32, {2}, std::vector<float>{5, name == "w" ? 6.0f : 7.0f}));
+    save(directory / "m", tensors);
+    return filled(fill_from(directory / "m", parameters, options), 0, 1, 1);
+  };
+  EXPECT_EQ(read({"w"}), (std::vector<float>{6}));
+  EXPECT_EQ(read({"tied"}), (std::vector<float>{7}));
+  EXPECT_EQ(read({"w", "tied"}), (std::vector<float>{6}));
+  EXPECT_THROW(read({"w", "tied", "extra"}), SafetensorsError);
+  EXPECT_THROW(read({"other"}), SafetensorsError);
 }
 
 TEST_F(ImportProblems, ValuesThatCannotBeCommittedAreRefusedByTheEngine) {

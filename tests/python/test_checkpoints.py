@@ -443,3 +443,15 @@ def write(path, content):
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def test_the_first_tag_that_goes_is_said(settings, tmp_path, caplog):
+    """DeepSpeed keeps all tags; here as many stay as the configuration has room for, one if it does not say."""
+    engine, _, _, _ = initialize(settings())
+    for step in range(3):
+        train(engine, 1, first=step)
+        engine.save_checkpoint(tmp_path / "c")
+    assert engine.checkpoints() == {"global_step3": 3}
+    engine.close()
+    said = [record.getMessage() for record in caplog.records if "made room" in record.getMessage()]
+    assert len(said) == 1 and "'global_step1' made room for 'global_step2': the last 1 stay" in said[0]

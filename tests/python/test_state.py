@@ -255,6 +255,12 @@ def test_weights_of_another_model_are_refused(settings, tmp_path):
         config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "second")
     with pytest.raises(hoist.SafetensorsError, match="blocks.3"):
         hoist.torch.wrap(make(layers=4), config, weights=str(tmp_path / "weights"))
+    safetensors = pytest.importorskip("safetensors.torch")
+    held = safetensors.load_file(tmp_path / "weights" / "model.safetensors")
+    held |= {"head.weight": held["token.weight"].clone(), "blocks.9.norm.weight": torch.ones(3)}  # the first of both is tied
+    safetensors.save_file(held, tmp_path / "more.safetensors")
+    with pytest.raises(hoist.SafetensorsError, match="1 problem: 'blocks.9.norm.weight' is not a parameter of the model"):
+        hoist.torch.wrap(make(), config, weights=str(tmp_path / "more.safetensors"))
 
 
 def test_moments_can_be_read(settings):
@@ -396,3 +402,26 @@ def test_directories_that_the_program_names_like_hoists_are_of_runs_of_their_own
         with hoist.torch.wrap(make(), config, resume=True) as engine:
             assert engine.step_count == 0
             train(engine, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_whose_wrapping_failed_is_as_before(settings, device):
+    """For instance in a notebook, where the store already holds a run."""
+    with hoist.torch.wrap(make(), settings()) as engine:
+        train(engine, 1)
+    model = make(seed=5) if device == "cpu" else None
+    if model is None:
+        with torch.device("meta"):
+            model = Gpt()
+    parameters = dict(model.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    with pytest.raises(hoist.StoreError, match="holds step 1"):
+        hoist.torch.wrap(model, settings())
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert model.head.weight is model.token.weight
+    if device == "cpu":
+        assert_same(dict(model.named_parameters()), before)
+        loss_of(model(next(batches(1))[0]), next(batches(1))[1]).backward()
+        assert all(p.grad is not None for p in model.parameters())
+    with hoist.torch.wrap(model, settings(), resume=True) as engine:
+        assert engine.step_count == 1 and train(engine, 1, first=1)

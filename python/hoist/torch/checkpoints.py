@@ -51,8 +51,14 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()
     after = engine.checkpoints()
+    evictions = before.keys() - after.keys()
     if is_first:
-        for evicted in before.keys() - after.keys():
+        if evictions and engine.config.setting("hoist.keep_steps") is None and not engine.eviction_was_said:
+            engine.eviction_was_said = True
+            _log.warning("checkpoint '%s' made room for '%s': the last %d stay, beside the newest commit. \"hoist\": "
+                         "{\"keep_steps\": N} keeps N, 12 bytes a parameter each", min(evictions, key=before.__getitem__), tag,
+                         engine.config.keep_steps)
+        for evicted in evictions:
             _forget(os.path.join(directory, evicted), before[evicted])
         for other in glob.glob(_client_file(glob.escape(folder), "*")):
             if other != _client_file(folder, step):

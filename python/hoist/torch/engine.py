@@ -80,6 +80,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._step_applied = False
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
+        self.eviction_was_said = False
         self._boundary: bool | None = None
         self._lr_scheduler = scheduler
         self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
@@ -121,18 +122,18 @@ class Engine(StandsForModel, DeepSpeedNames):
                               config.scales_losses, config.is_vertical, self._require_life, self._add_hook)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
-        sources = self._parameters.move(self._unit_manager, self.device)
-        for group in param_groups:
-            group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
-        initial.materialize_buffers(model, initialize, self.device)
-        self._first_rates = [float(group["lr"]) for group in param_groups]
-        if not self._find_run(resume, load_later):
-            if deepspeed is not None:
-                checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
-                self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
-                                                 [config.optimizer, *options], group_of))
-            else:
-                self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
+        with self._parameters.moved(self._unit_manager, self.device) as sources:
+            for group in param_groups:
+                group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
+            initial.materialize_buffers(model, initialize, self.device)
+            self._first_rates = [float(group["lr"]) for group in param_groups]
+            if not self._find_run(resume, load_later):
+                if deepspeed is not None:
+                    checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
+                    self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
+                                                     [config.optimizer, *options], group_of))
+                else:
+                    self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
         del sources
         self._parameters.place_buffers()
         self._parameters.note_versions()
@@ -183,13 +184,7 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int) -> None:
         if weights is not None:
-            found = initial.tensor_names(weights)
-            names = {}
-            for alias, name in self._cut.aliases.items():
-                if name not in found and alias in found:
-                    names[name] = alias
-            extra = any(alias in found for alias, name in self._cut.aliases.items() if names.get(name) != alias)
-            self._unit_manager.initialize_from(weights, names, extra)
+            self._unit_manager.initialize_from(weights, self._cut.aliases)
         else:
             self._unit_manager.initialize(initial.InitialValues(
                 self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed,

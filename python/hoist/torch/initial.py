@@ -5,8 +5,6 @@ it was built with; or, for one on the meta device, its module, which is given me
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -119,17 +117,3 @@ def materialize_buffers(model: nn.Module, initialize: Initialize | None, device:
                 initialize(module)
             elif fill is not None:
                 fill()
-
-
-def tensor_names(path: str) -> set[str]:
-    """Names in a .safetensors file, an index, or a directory with either."""
-    if os.path.isdir(path):
-        index = os.path.join(path, "model.safetensors.index.json")
-        path = index if os.path.exists(index) else os.path.join(path, "model.safetensors")
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-        raise _hoist.UsageError(f"{path} is not a regular file")
-    with open(path, "rb") as file:
-        if path.endswith(".json"):
-            return set(json.load(file)["weight_map"])
-        length = int.from_bytes(file.read(8), "little")
-        return set(json.loads(file.read(min(length, 100_000_000)))) - {"__metadata__"}

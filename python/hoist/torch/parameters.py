@@ -4,6 +4,7 @@ written by the names that PyTorch gives them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from hoist import _hoist
 from hoist.torch import initial
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
-from hoist.torch.wrapped import keep_hooks
+from hoist.torch.wrapped import keep_hooks, remove_hooks
 
 _PIECE = 1 << 20  # elements that are converted at a time
 
@@ -35,14 +36,14 @@ class Parameters:
         self._cut = cut
         self._dtype = dtype  # of all weights, where the configuration says so
         self._between_passes = between_passes
-        self._unit_manager: _hoist.UnitManager  # from move() on
+        self._unit_manager: _hoist.UnitManager  # from moved() on
         self._number: dict[str, int] = {}
         self._unit: dict[str, int] = {}
         self._shape: dict[str, torch.Size] = {}
         self._type: dict[str, torch.dtype] = {}
         self.places: dict[int, int] = {}  # id of a parameter -> its number in the engine
         self._device = device
-        self.tensors: UnitTensors  # from move() on
+        self.tensors: UnitTensors  # from moved() on
         self.trainable: list[nn.Parameter] = []
         self.replaced = WeakTensorKeyDictionary()  # parameters by the former ones, which programs may still have
         self._all: list[nn.Parameter] = []  # in the order of _number
@@ -85,8 +86,24 @@ class Parameters:
                                     "{\"enabled\": true}, or build the model in float32")
         return dtype
 
-    def move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, initial.Source]:
-        """Gives every parameter to the engine, and its memory back. Returns their initial values, by id."""
+    @contextlib.contextmanager
+    def moved(self, unit_manager: _hoist.UnitManager, device: torch.device) -> Iterator[dict[int, initial.Source]]:
+        """Gives every parameter to the engine, and its memory back. For the block in which the engine takes their initial
+        values, by id: if that fails, the model is as it was before."""
+        own = [(module, name, parameter) for module in self._module.modules() for name, parameter in module._parameters.items()]
+        former = [(p, p.data, dict(p.__dict__)) for p in {id(p): p for _, _, p in own if p is not None}.values()]
+        try:
+            yield self._move(unit_manager, device)
+        except BaseException:
+            remove_hooks(self._module)
+            for module, name, parameter in own:
+                module._parameters[name] = parameter
+            for parameter, data, attributes in former:
+                parameter.data = data
+                parameter.__dict__.update(attributes)
+            raise
+
+    def _move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, initial.Source]:
         self._unit_manager = unit_manager
         self._device = device
         self.tensors = UnitTensors([unit.name for unit in self._cut.units], device)
