@@ -84,7 +84,8 @@ class Communicator {
   virtual void broadcast_host(std::span<std::byte> bytes, int root) = 0;
   virtual void barrier() = 0;
 
-  // [collective] An independent communicator over the same ranks, without scratch: control plane and all_gather only.
+  // [collective] An independent communicator over the same ranks, with a control plane only. Errors of its data plane:
+  // UsageError.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
   // [collective] A communicator over this rank's group of `ranks` consecutive ranks: ranks 0 to ranks - 1 are one, and

@@ -71,10 +71,9 @@ void check_pieces(std::span<const ReducePiece> pieces) {
   }
 }
 
-void check_root(std::string_view what, int root, int size) {
-  if (root < 0 || root >= size) {
-    throw UsageError(fmt::format("{}: the root is rank {}, but ranks are 0 to {}", what, root, size - 1));
-  }
+void check_rank(std::string_view what, int rank, int size) {
+  if (rank < 0 || rank >= size)
+    throw UsageError(fmt::format("{}: there is no rank {}, ranks are 0 to {}", what, rank, size - 1));
 }
 
 void check_split(int ranks, int size) {
@@ -113,14 +112,14 @@ void HostCommunicator::enqueue(std::string_view what, platform::Stream& stream, 
   last_stream_ = &stream;
 }
 
-void HostCommunicator::require_scratch(std::string_view what) const {
-  if (!options_.scratch.empty()) return;
-  throw UsageError(fmt::format(
-      "{}: this communicator was made without scratch (as duplicate() makes them) and cannot reduce", what));
+void HostCommunicator::require_data_plane(std::string_view what) const {
+  if (data_ == nullptr)
+    throw UsageError(fmt::format("{}: this communicator was made by duplicate() and has no data plane", what));
 }
 
 void HostCommunicator::all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) {
   check_pieces(pieces);
+  require_data_plane("all_gather");
   if (size() == 1) return;
   std::uint64_t shard_bytes = 0;
   for (const GatherPiece& piece : pieces) shard_bytes += piece.shard_bytes;
@@ -130,8 +129,12 @@ void HostCommunicator::all_gather(std::span<const GatherPiece> pieces, platform:
 
 void HostCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) {
   check_pieces(pieces);
+  require_data_plane("reduce_scatter");
   if (size() == 1) return scale_own(pieces, stream);
-  require_scratch("reduce_scatter");
+  if (options_.scratch.empty()) {
+    throw UsageError(
+        "reduce_scatter: this communicator was made without scratch (as split() makes them) and cannot reduce");
+  }
   std::uint64_t shard_bytes = 0;
   for (const ReducePiece& piece : pieces) shard_bytes += piece.shard_elements * dtype_bytes(piece.dtype);
   enqueue("reduce_scatter", stream, peers() * shard_bytes,
@@ -147,18 +150,17 @@ void HostCommunicator::exchange(std::span<const std::byte> mine, std::span<std::
 }
 
 void HostCommunicator::broadcast_host(std::span<std::byte> bytes, int root) {
-  check_root("broadcast_host", root, size());
+  check_rank("broadcast_host", root, size());
   control_->broadcast(bytes, root);
 }
 
 void HostCommunicator::barrier() { control_->barrier(); }
 
 std::unique_ptr<Communicator> HostCommunicator::duplicate() {
-  std::shared_ptr<Transport> data = control_->duplicate();
   std::shared_ptr<Transport> control = control_->duplicate();
   CommunicatorOptions options = options_;
   options.scratch = {};
-  return std::make_unique<HostCommunicator>(name_, std::move(data), std::move(control), options);
+  return std::make_unique<HostCommunicator>(name_, nullptr, std::move(control), options);
 }
 
 std::unique_ptr<Communicator> HostCommunicator::split(int ranks) {

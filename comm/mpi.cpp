@@ -158,6 +158,7 @@ class MpiTransport final : public Transport {
   std::optional<std::string> broken() override {
     std::string reason = breakage().reason();
     if (!reason.empty()) return reason;
+    if (!may_call_mpi()) return std::nullopt;
     return probes().serve("none of these calls");
   }
 
@@ -278,9 +279,12 @@ class MpiTransport final : public Transport {
       give_up(doing, fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs",
                                  options_.timeout.count()));
     }
-    const Nanoseconds deadline = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
-    if (waited > options_.timeout - deadline) probe_->ask(deadline);
-    if (waited <= options_.timeout) return;
+    const Nanoseconds answer_time = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
+    if (waited <= options_.timeout) {
+      // Another thread's question of a moment ago is this one's too: a new question forgets the answers.
+      if (waited > options_.timeout - answer_time) probe_->ask(2 * answer_time);
+      return;
+    }
     const std::string findings = probe_->findings(options_.timeout);
     // First: once it is reported, other threads of this process leave their waits, and their memory with them.
     probes().tell(detail::LivenessProbe::News::gave_up, findings);
@@ -291,8 +295,12 @@ class MpiTransport final : public Transport {
     for (const MPI_Status& status : statuses) check(status.MPI_ERROR, doing);
   }
 
+  // An error that only this rank has is told to the others, which would wait for it.
   void check(int code, const Doing& doing) {
-    if (code != MPI_SUCCESS) give_up(doing, mpi_error_text(code));
+    if (code == MPI_SUCCESS) return;
+    const std::string problem = mpi_error_text(code);
+    probes().tell(detail::LivenessProbe::News::failed, failure_text(doing, problem));
+    give_up(doing, problem);
   }
 
   std::string failure_text(const Doing& doing, const std::string& problem) const {

@@ -13,7 +13,9 @@
 // Threading  As Communicator; the CUDA device is that of the options, else the one current on the thread that makes it.
 //            One thread of its own, with several ranks.
 // Memory     In place, no scratch.
-// Errors     Every return code and NCCL's asynchronous error become CommError; afterwards the communicator is aborted.
+// Errors     Every return code and NCCL's asynchronous error become CommError; the communicator is aborted then, and
+// the
+//            other ranks learn it through the control plane.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -51,11 +53,11 @@ ncclDataType_t nccl_type(DType dtype) {
   return ncclFloat32;
 }
 
-[[noreturn]] void throw_nccl(std::string_view what, int rank, int size, ncclResult_t code, ncclComm_t communicator) {
+std::string nccl_text(std::string_view what, int rank, int size, ncclResult_t code, ncclComm_t communicator) {
   const char* const detail = ncclGetLastError(communicator);
-  throw CommError(fmt::format("nccl: {} on rank {} of {} failed: {} ({}){}{}; NCCL_DEBUG=WARN says more", what, rank,
-                              size, ncclGetErrorString(code), static_cast<int>(code),
-                              detail != nullptr && *detail != '\0' ? ": " : "", detail != nullptr ? detail : ""));
+  return fmt::format("nccl: {} on rank {} of {} failed: {} ({}){}{}; NCCL_DEBUG=WARN says more", what, rank, size,
+                     ncclGetErrorString(code), static_cast<int>(code), detail != nullptr && *detail != '\0' ? ": " : "",
+                     detail != nullptr ? detail : "");
 }
 
 class NcclCommunicator final : public Communicator {
@@ -92,10 +94,10 @@ class NcclCommunicator final : public Communicator {
     }
     const MutexLock lock(mutex_);
     if (communicator_ == nullptr) return;
-    if (failed_ || !finalize()) {
-      give_up();
-    } else {
+    if (finalize()) {
       ncclCommDestroy(communicator_);
+    } else {
+      give_up();
     }
   }
 
@@ -146,7 +148,7 @@ class NcclCommunicator final : public Communicator {
   void broadcast_host(std::span<std::byte> bytes, int root) override { control_->broadcast_host(bytes, root); }
   void barrier() override { control_->barrier(); }
 
-  std::unique_ptr<Communicator> duplicate() override { return make_nccl_over(control_->duplicate(), options()); }
+  std::unique_ptr<Communicator> duplicate() override { return control_->duplicate(); }
 
   std::unique_ptr<Communicator> split(int ranks) override {
     detail::check_split(ranks, size_);
@@ -282,10 +284,14 @@ class NcclCommunicator final : public Communicator {
     if (operation != ncclSum) note(ncclRedOpDestroy(operation, communicator_));
   }
 
+  // The other ranks, whose kernels may wait for this one, learn of an error that only this rank has.
   void check(std::string_view what, ncclResult_t code) HOIST_REQUIRES(mutex_) {
     if (code == ncclSuccess) return;
-    failed_ = true;
-    throw_nccl(what, rank_, size_, code, communicator_);
+    const std::string text = nccl_text(what, rank_, size_, code, communicator_);
+    end(text);
+    control_->abort(text);
+    give_up();
+    throw CommError(text);
   }
 
   // Returns when NCCL has accepted a call that it may have only begun. Also throws NCCL's asynchronous errors, and if
@@ -321,7 +327,6 @@ class NcclCommunicator final : public Communicator {
   std::atomic<std::uint64_t> sent_bytes_{0};
   Mutex mutex_;  // of the communicator: a call, or its end
   ncclComm_t communicator_ HOIST_GUARDED_BY(mutex_) = nullptr;
-  bool failed_ HOIST_GUARDED_BY(mutex_) = false;
   Mutex watch_mutex_;
   std::condition_variable_any wake_;
   std::string reason_ HOIST_GUARDED_BY(watch_mutex_);  // why it is aborted
@@ -333,9 +338,8 @@ class NcclCommunicator final : public Communicator {
 
 std::vector<std::byte> nccl_unique_id() {
   ncclUniqueId unique{};
-  if (const ncclResult_t code = ncclGetUniqueId(&unique); code != ncclSuccess) {
-    throw_nccl("ncclGetUniqueId", 0, 1, code, nullptr);
-  }
+  if (const ncclResult_t code = ncclGetUniqueId(&unique); code != ncclSuccess)
+    throw CommError(nccl_text("ncclGetUniqueId", 0, 1, code, nullptr));
   std::vector<std::byte> id(sizeof unique);
   std::memcpy(id.data(), &unique, sizeof unique);
   return id;
@@ -343,7 +347,7 @@ std::vector<std::byte> nccl_unique_id() {
 
 std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
                                         std::unique_ptr<Communicator> control, const CommunicatorOptions& options) {
-  detail::check_root("make_nccl", rank, size);
+  detail::check_rank("make_nccl", rank, size);
   if (id.size() != NCCL_UNIQUE_ID_BYTES) {
     throw UsageError(fmt::format("make_nccl: an id has {} bytes, not {}", NCCL_UNIQUE_ID_BYTES, id.size()));
   }
@@ -356,7 +360,7 @@ std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank,
 
 std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank, int size,
                                            const CommunicatorOptions& options) {
-  detail::check_root("make_nccl_at", rank, size);
+  detail::check_rank("make_nccl_at", rank, size);
   std::shared_ptr<Transport> transport = detail::make_nccl_transport({.endpoint = endpoint,
                                                                       .rank = rank,
                                                                       .size = size,

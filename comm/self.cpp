@@ -24,7 +24,7 @@ class SelfCommunicator final : public Communicator {
     detail::check_exchange(mine, all, 1);
     if (!mine.empty()) std::memmove(all.data(), mine.data(), mine.size());
   }
-  void broadcast_host(std::span<std::byte>, int root) override { detail::check_root("broadcast_host", root, 1); }
+  void broadcast_host(std::span<std::byte>, int root) override { detail::check_rank("broadcast_host", root, 1); }
   void barrier() override {}
   std::unique_ptr<Communicator> duplicate() override { return std::make_unique<SelfCommunicator>(); }
   std::unique_ptr<Communicator> split(int ranks) override {

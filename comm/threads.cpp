@@ -219,8 +219,13 @@ struct GroupCalls {
 
 class ThreadTransport final : public Transport {
  public:
-  ThreadTransport(std::shared_ptr<Channel> channel, int rank, std::chrono::milliseconds timeout, GroupCalls group)
-      : channel_(std::move(channel)), rank_(rank), timeout_(timeout), group_(std::move(group)) {}
+  ThreadTransport(std::shared_ptr<Channel> channel, int rank, int rank_in_world, std::chrono::milliseconds timeout,
+                  GroupCalls group)
+      : channel_(std::move(channel)),
+        rank_(rank),
+        rank_in_world_(rank_in_world),
+        timeout_(timeout),
+        group_(std::move(group)) {}
 
   // From now on a wait for this rank would never end.
   ~ThreadTransport() override { channel_->fail(fmt::format("rank {} has left", rank_)); }
@@ -273,7 +278,7 @@ class ThreadTransport final : public Transport {
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == 0) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
     });
-    return std::make_unique<ThreadTransport>(std::move(shared), rank_, timeout_, group_);
+    return std::make_unique<ThreadTransport>(std::move(shared), rank_, rank_in_world_, timeout_, group_);
   }
 
   // As duplicate(), with a channel of each group's first rank.
@@ -285,12 +290,12 @@ class ThreadTransport final : public Transport {
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == first) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
     });
-    return std::make_unique<ThreadTransport>(std::move(shared), rank_ - first, timeout_, group_);
+    return std::make_unique<ThreadTransport>(std::move(shared), rank_ - first, rank_in_world_, timeout_, group_);
   }
 
   void abort(std::string_view why) noexcept override {
     try {
-      group_.abort(fmt::format("rank {} failed: {}", rank_, why));
+      group_.abort(fmt::format("rank {} failed: {}", rank_in_world_, why));
     } catch (...) {  // no memory for the text
       channel_->fail("a rank failed");
     }
@@ -308,6 +313,7 @@ class ThreadTransport final : public Transport {
 
   std::shared_ptr<Channel> channel_;
   const int rank_;
+  const int rank_in_world_;  // its name in errors
   const std::chrono::milliseconds timeout_;
   const GroupCalls group_;
 };
@@ -325,7 +331,7 @@ ThreadGroup::ThreadGroup(int size) {
 ThreadGroup::~ThreadGroup() = default;
 
 std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOptions& options) {
-  detail::check_root("join", rank, shared_->ranks);
+  detail::check_rank("join", rank, shared_->ranks);
   {
     const MutexLock lock(shared_->mutex);
     if (shared_->joined[static_cast<std::size_t>(rank)]) {
@@ -336,8 +342,8 @@ std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOpti
   const GroupCalls calls{.make_channel = [shared = shared_](int ranks) { return shared->make_channel(ranks); },
                          .abort = [shared = shared_](const std::string& why) { shared->abort(why); }};
   auto communicator = std::make_unique<detail::HostCommunicator>(
-      "threads", std::make_shared<ThreadTransport>(shared_->data, rank, options.timeout, calls),
-      std::make_shared<ThreadTransport>(shared_->control, rank, options.timeout, calls), options);
+      "threads", std::make_shared<ThreadTransport>(shared_->data, rank, rank, options.timeout, calls),
+      std::make_shared<ThreadTransport>(shared_->control, rank, rank, options.timeout, calls), options);
   shared_->entrance->meet(rank, Offer{MeetingKind::join, 0, 0, 0, nullptr, {}}, options.timeout,
                           [](int, const void*) {});
   return communicator;

@@ -18,7 +18,8 @@ namespace hoist::comm::detail {
 
 class HostCommunicator final : public Communicator {
  public:
-  // `name` must be a literal.
+  // `name` must be a literal. `data`: null without a data plane; `control` itself where the two planes are never used
+  // at once.
   HostCommunicator(std::string_view name, std::shared_ptr<Transport> data, std::shared_ptr<Transport> control,
                    const CommunicatorOptions& options);
 
@@ -43,7 +44,7 @@ class HostCommunicator final : public Communicator {
   template <typename Work>  // void(Transport&)
   void enqueue(std::string_view what, platform::Stream& stream, std::uint64_t sent_bytes, Work work);
   std::uint64_t peers() const { return static_cast<std::uint64_t>(size() - 1); }
-  void require_scratch(std::string_view what) const;
+  void require_data_plane(std::string_view what) const;
 
   std::string_view name_;
   CommunicatorOptions options_;
@@ -60,7 +61,7 @@ void scale_own(std::span<const ReducePiece> pieces, platform::Stream& stream);
 // The checks that every backend makes first. UsageError.
 void check_pieces(std::span<const GatherPiece> pieces);
 void check_pieces(std::span<const ReducePiece> pieces);
-void check_root(std::string_view what, int root, int size);
+void check_rank(std::string_view what, int rank, int size);
 void check_split(int ranks, int size);
 void check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size);
 

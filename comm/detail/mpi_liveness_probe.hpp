@@ -43,7 +43,7 @@ class LivenessProbe {
   std::string name_of(int rank) const;
   // Receives and answers messages. Returns the reason once another rank has given up.
   std::optional<std::string> serve(std::string_view waits_for);
-  // Asks all ranks, unless that was done less than `pause` ago.
+  // Asks all ranks and forgets earlier answers, unless that was done less than `pause` ago.
   void ask(Nanoseconds pause);
   // The ranks that have not answered since, and the operations that the others wait for.
   std::string findings(std::chrono::milliseconds timeout) const;

@@ -284,20 +284,14 @@ TEST_P(Conformance, DuplicateWorksBesideItsOriginal) {
     const auto copy = rank.communicator.duplicate();
     EXPECT_EQ(copy->rank(), rank.rank());
     EXPECT_EQ(copy->size(), rank.size());
-    const auto stream = rank.device.create_stream("duplicate");
-    // The other thread allocates nothing: its pieces are made here.
-    std::deque<SeededGather> theirs;
     std::deque<SeededReduction> ours;
-    for (std::uint64_t seed = 700; seed < 720; ++seed) theirs.emplace_back(rank, seed);
     for (std::uint64_t seed = 720; seed < 726; ++seed) ours.emplace_back(rank, seed);
     std::jthread other([&] {
-      for (std::size_t k = 0; k < theirs.size(); ++k) {
-        theirs[k].enqueue(*copy, *stream);
+      for (int k = 0; k < 20; ++k) {
         std::vector<int> all(static_cast<std::size_t>(rank.size()));
-        const int mine = rank.rank() * 1000 + static_cast<int>(k);
+        const int mine = rank.rank() * 1000 + k;
         copy->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-        for (int r = 0; r < rank.size(); ++r)
-          EXPECT_EQ(all[static_cast<std::size_t>(r)], r * 1000 + static_cast<int>(k));
+        for (int r = 0; r < rank.size(); ++r) EXPECT_EQ(all[static_cast<std::size_t>(r)], r * 1000 + k);
       }
     });
     for (auto& reduction : ours) {
@@ -306,8 +300,6 @@ TEST_P(Conformance, DuplicateWorksBesideItsOriginal) {
     }
     other.join();
     rank.stream.synchronize();
-    stream->synchronize();
-    for (const auto& gather : theirs) gather.check(rank);
     for (const auto& reduction : ours) reduction.check(rank);
   });
 }
@@ -323,8 +315,7 @@ TEST_P(Conformance, RefusesWhatItCannotDo) {
     std::vector<std::byte> wrong(3 * static_cast<std::size_t>(rank.size()) + 1);
     EXPECT_THROW(rank.communicator.exchange(mine, wrong), UsageError);
     if (rank.size() == 1) return;
-    const auto copy = rank.communicator.duplicate();
-    EXPECT_THROW(copy->reduce_scatter({}, rank.stream), UsageError);
+    EXPECT_THROW(rank.communicator.duplicate()->reduce_scatter({}, rank.stream), UsageError);
   });
 }
 

@@ -35,6 +35,7 @@ struct Library {
   std::set<int> operators;
   Counts counts;
   bool stalled = false;
+  int failing_rank = -1;
   std::vector<std::jthread> late;  // last: they end before what they use
 };
 Library library;
@@ -77,6 +78,10 @@ ncclResult_t operation(const char* name, const void* source, void* target, std::
                        ncclComm* communicator) {
   const std::lock_guard lock(library.mutex);
   require_free(communicator, name);
+  if (communicator->rank == library.failing_rank) {
+    library.failing_rank = -1;
+    return ncclSystemError;
+  }
   library.operations.push_back(fmt::format("{} of {}", name, count * bytes_of(type)));
   if (communicator->size == 1 && source != nullptr && source != target)
     std::memcpy(target, source, count * bytes_of(type));
@@ -93,11 +98,16 @@ void reset() {
   library.operators.clear();
   library.counts = {};
   library.stalled = false;
+  library.failing_rank = -1;
   library.late.clear();
 }
 void stall() {
   const std::lock_guard lock(library.mutex);
   library.stalled = true;
+}
+void fail(int rank) {
+  const std::lock_guard lock(library.mutex);
+  library.failing_rank = rank;
 }
 std::vector<std::string> operations() {
   const std::lock_guard lock(library.mutex);

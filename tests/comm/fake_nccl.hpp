@@ -16,6 +16,8 @@ namespace hoist::test::fake_nccl {
 void reset();
 // Calls from now on never get beyond their beginning: a rank is missing.
 void stall();
+// The next operation of this rank fails.
+void fail(int rank);
 // "all_gather of 4096", in the order they were begun.
 std::vector<std::string> operations();
 // Rules that were broken.

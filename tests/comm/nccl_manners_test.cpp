@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/comm/communicator.hpp>
+#include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/platform/device.hpp>
 
@@ -77,22 +78,24 @@ void use_all_kinds(Communicator& communicator, platform::Stream& stream, std::by
   const auto part = communicator.split(in_group);
   EXPECT_EQ(part->size(), in_group);
   const GatherPiece piece{memory, 4096};
-  for (Communicator* each : {&communicator, copy.get(), part.get()}) each->all_gather({&piece, 1}, stream);
+  for (Communicator* each : {&communicator, part.get()}) each->all_gather({&piece, 1}, stream);
+  EXPECT_THROW(copy->all_gather({&piece, 1}, stream), UsageError);
+  copy->barrier();
 }
 
 TEST_F(NcclManners, CommunicatorsEndInOrder) {
   run(1, [](const Rank& rank) { use_all_kinds(rank.communicator, rank.stream, rank.memory, 1); });
   EXPECT_THAT(nccl::violations(), IsEmpty());
-  EXPECT_EQ(nccl::counts().made, 3);
-  EXPECT_EQ(nccl::counts().destroyed, 3);
+  EXPECT_EQ(nccl::counts().made, 2);  // a duplicate needs none
+  EXPECT_EQ(nccl::counts().destroyed, 2);
 }
 
 TEST_F(NcclManners, EachRankUsesItsOwnCard) {
   run(4, [](const Rank& rank) { use_all_kinds(rank.communicator, rank.stream, rank.memory, 2); });
   EXPECT_THAT(nccl::violations(), IsEmpty());
-  EXPECT_EQ(nccl::counts().made, 12);
+  EXPECT_EQ(nccl::counts().made, 8);
   // Who ends last may find that the others have gone.
-  EXPECT_EQ(nccl::counts().destroyed + nccl::counts().aborted, 12);
+  EXPECT_EQ(nccl::counts().destroyed + nccl::counts().aborted, 8);
   EXPECT_FALSE(cuda::contexts().contains(0));
 }
 
@@ -115,6 +118,27 @@ TEST_F(NcclManners, ARankThatGivesUpEndsACallThatWaits) {
       EXPECT_THAT(error.what(), HasSubstr("its drive is full"));
     }
     EXPECT_THROW(rank.communicator.all_gather({&piece, 1}, rank.stream), CommError);
+  });
+  EXPECT_THAT(nccl::violations(), IsEmpty());
+  EXPECT_EQ(nccl::counts().aborted, 2);
+}
+
+// A failed call that only one rank sees: the others, whose kernels wait for that rank, learn of it.
+TEST_F(NcclManners, AnErrorOfOneRankReachesTheOthers) {
+  nccl::fail(1);
+  run(2, [](const Rank& rank) {
+    const GatherPiece piece{rank.memory, 4096};
+    const auto gather = [&] { rank.communicator.all_gather({&piece, 1}, rank.stream); };
+    if (rank.communicator.rank() == 0) {
+      const TimePoint end = Clock::now() + std::chrono::seconds(20);
+      try {
+        for (; Clock::now() < end; std::this_thread::sleep_for(milliseconds(1))) gather();
+        ADD_FAILURE() << "rank 0 was not told";
+      } catch (const CommError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("rank 1 failed: nccl: all_gather on rank 1 of 2"));
+      }
+    }
+    EXPECT_THROW(gather(), CommError);
   });
   EXPECT_THAT(nccl::violations(), IsEmpty());
   EXPECT_EQ(nccl::counts().aborted, 2);

@@ -109,7 +109,7 @@ TEST(ThreadGroupTest, AbortReachesDuplicatesAndBothPlanes) {
           } else {
             const auto memory = rank.allocate(200);
             const GatherPiece piece{memory.data(), 100};
-            copy->all_gather({&piece, 1}, rank.stream);
+            rank.communicator.all_gather({&piece, 1}, rank.stream);
             ++ready;
             EXPECT_THAT(comm_error_of([&] { copy->barrier(); }), HasSubstr("rank 1 gave up"));
             EXPECT_THAT(comm_error_of([&] { rank.stream.synchronize(); }), HasSubstr("rank 1 gave up"));
