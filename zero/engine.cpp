@@ -207,6 +207,16 @@ void Engine::discard() noexcept {
   }
 }
 
+bool Engine::discard_pass() noexcept {
+  if (!core_.is_usable()) return false;
+  try {
+    return core_->discard_pass();
+  } catch (...) {
+    core_->fail(std::current_exception());
+    return false;
+  }
+}
+
 void Engine::abandon(std::string_view why) noexcept {
   if (!core_.is_usable()) return;
   try {

@@ -108,8 +108,12 @@ class Engine {
   // update mode `backward`, which knows no norm before its updates.
   double gradient_norm();
   StepReport step(const StepOptions& options = {});  // [J]
-  // Ends the pass under way and drops its gradients; outside a pass, drops those gathered for the next step.
+  // Ends the pass under way and drops the gradients of its step so far; outside a pass, drops those gathered for the
+  // next step.
   void discard() noexcept;
+  // Ends the pass under way as if it had not begun, as long as it has finished no unit: earlier micro-batches of the
+  // step stay, and begin() takes this one again. Afterwards as discard(). Returns whether earlier ones stay.
+  bool discard_pass() noexcept;
   // This rank's program cannot go on: the engine has failed, and those of the other ranks stop with a CommError that
   // names this rank and `why`, instead of waiting for it until the communicator's time-out.
   void abandon(std::string_view why) noexcept;

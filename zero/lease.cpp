@@ -101,7 +101,8 @@ PassScope::~PassScope() {
   if (!engine || !engine->process.is_this()) return;  // moved from, or the pass is another process's
   if (!engine->pass->is_serial(pass_)) return;        // discarded
   try {
-    engine->end_pass(/*complete=*/std::uncaught_exceptions() <= exceptions_);
+    engine->end_pass(std::uncaught_exceptions() <= exceptions_ ? detail::PassState::End::complete
+                                                               : detail::PassState::End::dropped);
   } catch (...) {
     engine->fail(std::current_exception());
   }

@@ -481,7 +481,8 @@ _SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay",
 
 
 def settled_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(group[key]) if key == "betas" else group[key] for key in _SETTLED if key in group}
+    settled = {key: tuple(group[key]) if key == "betas" else group[key] for key in _SETTLED if key in group}
+    return settled | {"params": {id(parameter) for parameter in group["params"]}}
 
 
 def is_setting(key: str) -> bool:
@@ -491,8 +492,14 @@ def is_setting(key: str) -> bool:
 
 def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) -> None:
     """Errors: UsageError where the program, or a schedule of it, has changed more than learning rates."""
-    for index, (group, before) in enumerate(zip(groups, settled, strict=False)):
+    if len(groups) != len(settled):
+        raise _hoist.UsageError(f"there were {len(settled)} parameter groups when the optimizer was made, and there are "
+                                f"{len(groups)}: groups are fixed then. Set lr=0 for one that is not to be trained for a while")
+    for index, (group, before) in enumerate(zip(groups, settled, strict=True)):
         now = settled_of(group)
+        if now["params"] != before["params"]:
+            raise _hoist.UsageError(f"the parameters of group {index} were changed: groups are fixed when the optimizer is made. "
+                                    "Set lr=0 for one that is not to be trained for a while")
         for key in _SETTLED:
             if before.get(key) != now.get(key):
                 raise _hoist.UsageError(

@@ -510,7 +510,7 @@ class Offloaded:
             raise _hoist.UsageError("the state_dict has other parameter groups than this optimizer")
         for saved in saved_groups:
             options_of(saved, _hoist.OptimizerOptions.defaults_of(self._kind))  # refuses other formulas
-        refuse_changes([{**group, **{k: v for k, v in saved.items() if k in group}}
+        refuse_changes([{**group, **{k: v for k, v in saved.items() if k in group and k != "params"}}
                         for group, saved in zip(groups, saved_groups, strict=True)], self._settled)
         before = self.step_count
         states, step = self._saved_states(groups, state_dict)

@@ -308,12 +308,15 @@ platform::StreamRef UnitManager::stream_of_gradients() {
 // In the first step, two units that share memory may both turn out to be needed in the backward pass. The one that was
 // loaded first gives its memory up: it waits for its last gradient, and has mostly been read by then. If it is read
 // after all, it is loaded again, or PyTorch refuses the access. From the next pass on the two lie apart; or, if the
-// memory for gathered weights is too small for that, they go on to share it while they are watched.
+// memory for gathered weights is too small for that, they go on to share it while they are watched. In every step, a
+// unit gives way whose inputs have their gradients: it only waits for gradients that may never come.
 bool UnitManager::give_way() {
-  if (!learning_ && !watched_) return false;
   Unit* first = nullptr;
-  for (Unit& unit : units_)
+  for (Unit& unit : units_) {
+    const bool only_waits = unit.entered == 0 && unit.calls > 0 && unit.calls_done >= unit.calls;
+    if (!learning_ && !watched_ && !only_waits) continue;
     if (unit.is_up() && unit.in_backward && (first == nullptr || unit.loaded_at < first->loaded_at)) first = &unit;
+  }
   if (first == nullptr) return false;
   unload(*first);
   return gave_way_ = true;
@@ -364,10 +367,8 @@ void UnitManager::hold(Unit& unit) {
 }
 
 void UnitManager::enter(std::uint32_t index) {
-  Unit& unit = units_[index];
-  if (unit.in_backward) return load(unit);  // computed once more, under the hold of its backward pass
-  hold(unit);
-  ++unit.entered;
+  hold(units_[index]);
+  ++units_[index].entered;
 }
 
 void UnitManager::leave(std::uint32_t index) {
@@ -429,12 +430,23 @@ void UnitManager::await_gradients() {
 }
 
 void UnitManager::discard() {
+  leave_pass([&] { engine_->discard(); });
+}
+
+bool UnitManager::discard_pass() {
+  bool earlier_stay = false;
+  if (pass_) leave_pass([&] { earlier_stay = engine_->discard_pass(); });
+  return earlier_stay;
+}
+
+template <typename EndPass>
+void UnitManager::leave_pass(EndPass end_pass) {
   if (!engine_ || !process_.is_this()) return;
   for (Unit& unit : units_) hide(unit);
   {
     const EngineTurn turn(engine_mutex());
     for (Unit& unit : units_) unit.uses.clear();
-    engine_->discard();
+    end_pass();
     scope_.reset();
     try {
       if (computes_on_host()) gradients_stream_->synchronize();
@@ -464,11 +476,13 @@ void UnitManager::backward_of_call(std::uint32_t index) {
   if (!units_[index].in_backward) ++units_[index].calls;
 }
 
-void UnitManager::input_arrived(std::uint32_t index, bool last) {
+void UnitManager::input_arrived(std::uint32_t index, Input input) {
   Unit& unit = units_[index];
   ++unit.calls_done;
   if (is_vertical()) return;
-  end_use(unit);
+  const bool last = input == Input::computed;
+  const bool weights_done = unit.arrived == unit.trainable && (input == Input::recomputed || unit.trainable > 0);
+  if (last || weights_done) end_use(unit);
   // A gradient that has not arrived by now had no part in the result. Only the last call of a unit can know that.
   if (last && !unit.shared && !unit.finished && unit.arrived > 0 && unit.calls_done >= unit.calls) complete(unit);
 }

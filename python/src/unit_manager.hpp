@@ -151,6 +151,8 @@ class UnitManager {
   void begin(Pass pass, PassOptions options);
   void end();  // every unit goes down
   void discard();
+  // Ends a pass under way as Engine::discard_pass does.
+  bool discard_pass();
   std::optional<Pass> pass() const { return pass_; }
   // Whether every unit that was up in this pass stays there: nothing would be gained by ending it.
   bool keeps_all_up() const { return keeps_all_up_; }
@@ -172,10 +174,13 @@ class UnitManager {
   // --- the backward pass
   void backward(std::uint32_t unit);          // the gradient of its output is there
   void backward_of_call(std::uint32_t unit);  // a forward call of the unit will have a backward pass
-  // The gradient of an input of one such call is there. `last`: everything that the call had to do is done, gradients
-  // included. That is so where the input was computed: autograd goes on to its maker only when nothing newer is left.
-  // An input that begins a graph (of a part that is computed once more) has its gradient as early as the weights do.
-  void input_arrived(std::uint32_t unit, bool last);
+  // The gradient of an input of one such call is there.
+  enum class Input : std::uint8_t {
+    computed,    // everything that the call had to do is done: autograd goes on to its maker when nothing newer is left
+    recomputed,  // it begins the graph of a part that is computed once more, which is done when the weights are
+    given,       // it begins the graph of the whole pass: the program may use it late in the call, and weights before
+  };
+  void input_arrived(std::uint32_t unit, Input input);
   // Takes the `grad` of a parameter's tensor, and sets it to None.
   void arrived(ParameterId parameter, nb::handle tensor);
   // In vertical order, where calls and gradients do not tell when a unit is done: a part of one micro-batch's backward
@@ -265,6 +270,8 @@ class UnitManager {
   bool try_to_finish(Unit& unit);
   void finish(Unit& unit);
   void end_use(Unit& unit);
+  template <typename EndPass>
+  void leave_pass(EndPass end_pass);
   void forget_pass();
   void end_engine(const std::string* why_for_others = nullptr) noexcept;
   DType type_of_gradient(nb::handle gradient, ParameterId parameter) const;

@@ -173,11 +173,10 @@ struct BackwardHook {  // on the node that made a unit's output
 struct InputHook {  // on a unit's input: once for each call of the unit, whatever inputs it has
   UnitManager* unit_manager;
   std::uint32_t unit;
-  bool begins_graph;
+  UnitManager::Input input;
   bool done = false;
   void operator()(nb::args) {
-    if (!std::exchange(done, true) && unit_manager->pass() == Pass::train)
-      unit_manager->input_arrived(unit, !begins_graph);
+    if (!std::exchange(done, true) && unit_manager->pass() == Pass::train) unit_manager->input_arrived(unit, input);
   }
 };
 
@@ -291,6 +290,7 @@ void bind_unit_manager(nb::module_& module) {
           "pass_"_a, "micro_batch"_a = 0, "micro_batches"_a = 1)
       .def("end", &UnitManager::end)
       .def("discard", &UnitManager::discard)
+      .def("discard_pass", &UnitManager::discard_pass)
       .def_prop_ro("current_pass", &UnitManager::pass)
       .def("keeps_all_up", &UnitManager::keeps_all_up)
       .def("has_gradients", &UnitManager::has_gradients)
@@ -321,10 +321,11 @@ void bind_unit_manager(nb::module_& module) {
           "unit"_a, keep)
       .def(
           "input_hook",
-          [](UnitManager& unit_manager, std::uint32_t u, bool begins) {
-            return InputHook{&unit_manager, u, begins};
+          [](UnitManager& unit_manager, std::uint32_t u, bool begins_graph, bool is_recomputed) {
+            using enum UnitManager::Input;
+            return InputHook{&unit_manager, u, !begins_graph ? computed : is_recomputed ? recomputed : given};
           },
-          "unit"_a, "begins_graph"_a, keep)
+          "unit"_a, "begins_graph"_a, "is_recomputed"_a, keep)
       .def(
           "step",
           [](UnitManager& unit_manager, const nb::bytes& state, double gradient_norm_max) {

@@ -44,7 +44,7 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   has_arrived_[parameter.index] = true;
   if (is_new && ++unit.arrived == unit.trainable && !unit.shared && !is_vertical()) {
     complete(unit);
-    if (!unit.has_frozen) end_use(unit);
+    if (!unit.has_frozen || unit.calls_done >= unit.calls) end_use(unit);
   } else if (may_wait_in_gradient_memory()) {
     add_up(unit);
   }
@@ -86,9 +86,9 @@ void UnitManager::note_refusal(const std::string& parameter) {
   if (gradient_places_taken_ == 0) throw;
   if (is_vertical()) {
     throw UsageError(fmt::format(
-        "in vertical order a gradient of '{}' arrived in the backward pass of other layers: a tensor of its "
-        "layer, kept in an attribute perhaps, leads to the loss beside what forward() returns. Return it from "
-        "forward(), or use horizontal order",
+        "in vertical order a gradient of '{}' arrived in the backward pass of other layers: layers that share weights "
+        "are called in turns, or a tensor of its layer, kept in an attribute perhaps, leads to the loss beside what "
+        "forward() returns. Return it from forward(), or use horizontal order",
         parameter));
   }
   if (!gradient_places_) {

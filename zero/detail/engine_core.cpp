@@ -27,7 +27,7 @@ EngineCore::~EngineCore() {
     } catch (...) {
     }
   };
-  attempt([&] { end_pass(/*complete=*/false); });
+  attempt([&] { end_pass(PassState::End::dropped); });
   attempt([&] { executor->drain(); });
   attempt([&] {
     if (failure_ && is_of_communication(failure_)) checkpoints->peers_are_gone();
@@ -224,16 +224,22 @@ void EngineCore::begin_pass(Pass kind, const PassOptions& pass_options) {
   pass->begin(kind, pass_options);
 }
 
-void EngineCore::end_pass(bool complete) {
+void EngineCore::end_pass(PassState::End how) {
   if (!pass->under_way()) return;
-  if (!complete && stepper->policy().is_decided()) fail(stepper->policy().undone("its pass was left before its end"));
-  pass->end(complete);
+  if (how != PassState::End::complete && stepper->policy().is_decided())
+    fail(stepper->policy().undone("its pass was left before its end"));
+  pass->end(how);
 }
 
 void EngineCore::discard() {
-  if (pass->under_way()) return end_pass(/*complete=*/false);
+  if (pass->under_way()) return end_pass(PassState::End::dropped);
   if (stepper->policy().is_decided()) fail(stepper->policy().undone("it was discarded"));
   pass->drop();
+}
+
+bool EngineCore::discard_pass() {
+  end_pass(PassState::End::undone);
+  return pass->micro_batches_done() > 0;
 }
 
 StepReport EngineCore::step(const StepOptions& step_options) {

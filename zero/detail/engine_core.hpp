@@ -43,8 +43,9 @@ class EngineCore : public EngineParts {
   void fail(const std::exception_ptr& error);
 
   void begin_pass(Pass pass, const PassOptions& options);
-  void end_pass(bool complete);
+  void end_pass(PassState::End how);
   void discard();
+  bool discard_pass();
   StepReport step(const StepOptions& options);
 
   const OwningProcess process;

@@ -401,13 +401,25 @@ double Gradients::sum_of_squares() {
   return finite ? total : std::numeric_limits<double>::infinity();
 }
 
+void Gradients::drop_buffer(State& state) {
+  if (state.buffer == nullptr) return;
+  state.buffer->dropped = state.stream->record();
+  state.buffer->busy = false;
+  state.buffer = nullptr;
+}
+
 void Gradients::clear() {
   for (State& state : states_) {
-    if (state.buffer != nullptr) {
-      state.buffer->dropped = state.stream->record();
-      state.buffer->busy = false;
-    }
+    drop_buffer(state);
     state = State{};
+  }
+  handing_on_ = false;
+}
+
+void Gradients::clear_pass() {
+  for (State& state : states_) {
+    drop_buffer(state);
+    state.finished = state.summed;  // as after the last pass
   }
   handing_on_ = false;
 }

@@ -22,6 +22,7 @@
 // Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> shards.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -94,6 +95,11 @@ class Gradients {
   double sum_of_squares();
   // Forgets the gradients; buffers become free as their last use ends.
   void clear();
+  // Forgets those of the pass under way, which has finished none, and keeps the sums of the micro-batches before it.
+  void clear_pass();
+  bool finished_any() const {
+    return std::ranges::any_of(states_, [](const State& state) { return state.finished; });
+  }
 
  private:
   // One reduction, shared between the program's thread and the executor.
@@ -127,6 +133,7 @@ class Gradients {
     bool in_norm = true;
   };
   Buffer& acquire(UnitId unit);
+  void drop_buffer(State& state);
   void take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const;
   void reduce(UnitId unit, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
               Reduction& reduction);

@@ -34,7 +34,8 @@ void PassState::begin(Pass pass, const PassOptions& wanted) {
   gatherer_.begin_pass(static_cast<std::size_t>(pass), /*last=*/completes_step());
 }
 
-void PassState::end(bool complete) {
+void PassState::end(End how) {
+  const bool complete = how == End::complete;
   constexpr std::array kNames{"train pass", "evaluate pass", "generate pass"};
   if (Trace* const trace = ranks_.runtime().trace(); trace != nullptr)
     trace->add(TraceRow::program, kNames[static_cast<std::size_t>(*pass_)], began_, Clock::now());
@@ -44,6 +45,7 @@ void PassState::end(bool complete) {
   gatherer_.end_pass(complete);
   agreement_due_ = complete;
   if (!train) return;  // gradients that wait for step() still do
+  if (how == End::undone && !gradients_.finished_any()) return gradients_.clear_pass();
   if (!complete) {
     micro_batches_done_ = 0;
     return gradients_.clear();

@@ -26,8 +26,13 @@ class PassState {
   // Throws when the pass cannot begin now: another one is under way, or the micro-batch is out of order.
   void check_begin(Pass pass, const PassOptions& wanted) const;
   void begin(Pass pass, const PassOptions& wanted);  // Pre: check_begin()
-  // Pre: a pass is under way. `complete`: neither an exception nor discard() ended it.
-  void end(bool complete);
+  // Pre: a pass is under way.
+  enum class End : std::uint8_t {
+    complete,
+    dropped,  // by an exception or discard(): with the micro-batches before it
+    undone,   // by discard_pass(): as if it had not begun, where it has finished no unit's gradient; else dropped
+  };
+  void end(End how);
   // Forgets the micro-batches that ended since the last step. Pre: no pass is under way.
   void drop();
 

@@ -30,6 +30,7 @@ from hoist import _hoist
 from hoist.torch import channels, distributed
 from hoist.torch.config_files import is_yaml, read_config
 from hoist.torch.deepspeed.checkpoint import Checkpoint
+from hoist.torch.devices import outside_of_inference_mode
 from hoist.torch.engine import Engine
 from hoist.torch.estimates import Estimate, estimate_units, model_of
 from hoist.torch.initial import Initialize
@@ -93,6 +94,7 @@ def _engine_of(model: torch.nn.Module, config: _hoist.Config, **options: Any) ->
     """The model may be one of from_pretrained(), whose module imports transformers, which others can do without."""
     pretrained = sys.modules.get("hoist.torch.pretrained")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(outside_of_inference_mode())
         stack.enter_context(channels.start(distributed.ranks_at_start(config)))
         if pretrained is not None:
             stack.enter_context(pretrained.reading_files(model))

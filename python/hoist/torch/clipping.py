@@ -45,6 +45,10 @@ def _for_engines(original: Callable[..., Any], of_engine: Callable[..., Any]) ->
     @functools.wraps(original)
     def clip(parameters: _Given, *args: Any, **kwargs: Any) -> Any:
         taken = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not taken and any(engine._passes.due for engine in _engines if engine._unit_manager.is_open):
+            raise _hoist.UsageError(f"{original.__name__}() of no parameters, and a wrapped model's step is due: its parameters "
+                                    "have no grad, because hoist has taken it. Pass all of the model's parameters, or call "
+                                    "engine.clip_grad_norm_(max_norm)")
         engine = _engine_of(taken)
         return original(taken, *args, **kwargs) if engine is None else of_engine(engine, taken, *args, **kwargs)
 

@@ -36,7 +36,7 @@ class DeepSpeedNames:
         self._boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return self._passes.due if self._boundary is None else self._boundary
+        return self._passes.at_boundary if self._boundary is None else self._boundary
 
     def get_lr(self) -> list[float]:
         return [self._unit_manager.learning_rate(i + self._optimizer_groups_offset)

@@ -113,3 +113,7 @@ def carried_state(device: torch.device) -> Callable[[], contextlib.AbstractConte
 def dlpack_device_of(device: torch.device) -> tuple[int, int]:
     kinds = {"cpu": _DLPACK_CPU, "cuda": _DLPACK_CUDA}
     return kinds.get(device.type, _DLPACK_EXTENSION), device.index or 0
+
+
+def outside_of_inference_mode() -> contextlib.AbstractContextManager[object]:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

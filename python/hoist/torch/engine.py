@@ -171,9 +171,13 @@ class Engine(StandsForModel, DeepSpeedNames):
         """Whether the store holds a run, which `resume` continues and `load_later` leaves to load_checkpoint()."""
         if not (resume or load_later):
             return False
+        if resume and not self.config.store_directory:
+            raise _hoist.UsageError("resume=True, and nothing is ever committed: all state is in memory. Set \"hoist\": "
+                                    "{\"checkpoint_path\": ...} and call engine.save(), or put state on NVMe")
         if self._unit_manager.find_commit() is None:
             if resume:
                 distributed.refuse_stores_of_others(self.config.store_directory, is_of_group=self._is_part_of_job)
+                _log.info("%s holds no commit: beginning at step 0", self.config.store_directory)
             return False
         if resume:
             step, state = self._unit_manager.restore()
@@ -423,7 +427,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.state = self._saved.get("program", {})
         distributed.warn_of_other_world_size(self._saved, self.world_size, "engine.state or persistent buffers")
         self._skipped_steps = self._saved.get("skipped_steps", 0)
-        program_state.fill_buffers(self._saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
+        program_state.fill_buffers(self._saved.get("buffers", {}), self.module, self.device)
 
     @takes_turn
     def save(self, name: str = "", state: dict[str, Any] | None = None, mirror: bool = False) -> _hoist.Completion:

@@ -18,6 +18,9 @@ from hoist.torch.units import reads_weights_in_backward, tensors_in
 from hoist.torch.wrapped import keep_hooks
 
 
+_CALL = nn.Module._call_impl.__code__
+
+
 @dataclass
 class Call:
     """One call of a module that has hooks, under way."""
@@ -25,6 +28,15 @@ class Call:
     hook: ModuleHook
     entered: list[int] = field(default_factory=list)  # units
     made_before: set[Any] = field(default_factory=set)  # the graph's nodes that made what it was given
+
+
+def _is_nested(module: nn.Module) -> bool:
+    """Whether the module calls itself: an outer call of it is on the stack, and was not interrupted."""
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 class ModuleHook:
@@ -63,7 +75,7 @@ class ModuleHook:
         else:
             if passes.without_history:
                 passes.refuse_reentrant(self.units)
-            if not passes.calls or self.is_root:
+            if not passes.calls or (self.is_root and not _is_nested(module)):
                 passes.enter_outermost()
         call = Call(self)
         passes.calls.append(call)
@@ -74,9 +86,13 @@ class ModuleHook:
             return
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         call.made_before = {tensor.grad_fn for tensor in inputs}
+        is_recomputed = torch._C._current_graph_task_id() != -1
         for tensor in inputs[:1]:
+            begins_graph = tensor.grad_fn is None
             for unit in call.entered:
-                tensor.register_hook(unit_manager.input_hook(unit, tensor.grad_fn is None))
+                handle = tensor.register_hook(unit_manager.input_hook(unit, begins_graph, is_recomputed))
+                if begins_graph:  # it may be the program's, and used again
+                    passes.input_hooks.append(handle)
 
     @outside_of_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -355,6 +355,10 @@ class Parameters:
                    if name in self._number or (name in aliases and aliases[name] not in state)}
         for name, values in masters.items():  # before the first is written
             self._require_shape(self.own_name(name), values)
+        for name in buffers.keys() & state.keys():
+            if buffers[name].shape != state[name].shape:
+                raise _hoist.UsageError(f"buffer '{name}' is {tuple(buffers[name].shape)}, the values are "
+                                        f"{tuple(state[name].shape)}")
         for name, values in masters.items():
             self._write(name, values)
         for name in buffers.keys() & state.keys():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hoist import _hoist
 from hoist.program_end import text_of
@@ -64,6 +65,7 @@ class Passes:
         self._watched_calls: list[nn.Module] = []  # modules under way, innermost last
         self._kept_up: set[str] = set()  # units whose modules return no tensors
         self._always_up: list[int] = []  # units that something outside of any module uses
+        self._always_up_before = 0  # how many of them the pass under way began with
         self.micro_batches = micro_batches
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
@@ -71,10 +73,12 @@ class Passes:
         self._note_block: Callable[[], None] | None = None  # before the weights of gathered() go down
         self._step_was_called = False  # since the last backward pass
         self._may_be_divided = False  # a loss of this step, by the number of its micro-batches; nobody would see it
+        self._may_be_divided_before = False  # as it was when the pass under way began
         self._is_called = False  # backward() of the engine is under way
         self._says_divided = True
         self.left_by = ""  # what ended the last pass before its time
         self.calls: list[Call] = []  # under way, innermost last
+        self.input_hooks: list[RemovableHandle] = []  # on tensors that may outlive the pass
         self.forward_of_all: Forward | None = None  # under way, in vertical order
         self.without_history: set[int] = set()  # units that it called under torch.no_grad(), during the backward pass
         self.turns = Turns(unit_manager.require_process)
@@ -103,14 +107,19 @@ class Passes:
             if self._backward_seen:
                 if torch._C._current_graph_task_id() != -1:
                     return  # a part is computed once more, for the backward pass under way
-                unit_manager.discard()
-                self._backward_seen = False
+                self._drop_pass()  # its backward pass failed
             elif not self.calls and unit_manager.current_pass != _hoist.Pass.train and (
                     training or not unit_manager.keeps_all_up()):
                 unit_manager.end()
             else:
+                if training and not self.calls:
+                    self._is_scaled = False  # the loss that was scaled is another one
                 return
         if unit_manager.current_pass is None:
+            if training and torch._C._current_graph_task_id() != -1:
+                raise _hoist.UsageError("a part of the model is computed once more (use_reentrant=True) that was called by "
+                                        "itself: call the module that was wrapped, or use torch.utils.checkpoint with "
+                                        "use_reentrant=False")
             self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
         if unit_manager.current_pass not in self._watched and not torch.compiler.is_compiling():
             self._watch = self._watched_by(self._use_unannounced)
@@ -119,6 +128,9 @@ class Passes:
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_life()
         self._parameters.refuse_edits()
+        for handle in self.input_hooks:
+            handle.remove()
+        self.input_hooks.clear()
         self._is_scaled = False
         self.left_by = ""
         if kind == _hoist.Pass.train:
@@ -141,8 +153,29 @@ class Passes:
             self._unit_manager.begin(kind, self.micro_batch, self.micro_batches)
         else:
             self._unit_manager.begin(kind)
-        for unit in self._always_up:
-            self._unit_manager.enter(unit)
+        self._always_up_before, self._may_be_divided_before = len(self._always_up), self._may_be_divided
+        try:
+            for unit in self._always_up:
+                self._unit_manager.enter(unit)
+        except BaseException:
+            self._unit_manager.discard_pass()
+            raise
+
+    def _drop_pass(self) -> None:
+        """Ends the pass under way without its gradients. Earlier micro-batches of the step stay, unless gradients of this one
+        are among theirs already."""
+        del self._always_up[self._always_up_before:]
+        if self._unit_manager.current_pass is None:
+            return
+        trains = self._unit_manager.current_pass == _hoist.Pass.train
+        stay = self._unit_manager.discard_pass()
+        self._backward_seen = self._is_scaled = False
+        self._may_be_divided = self._may_be_divided_before
+        if trains and not stay:
+            if self.micro_batch > 0:
+                _log.warning("the pass that was given up had gradients already, so that those of %d earlier micro-batches of the "
+                             "step are dropped, too: the next pass is the first of a step", self.micro_batch)
+            self.forget()
 
     @property
     def gathers(self) -> bool:
@@ -188,10 +221,7 @@ class Passes:
         try:
             self._parameters.refuse_edits()
         except _hoist.UsageError:
-            trains = self._unit_manager.current_pass == _hoist.Pass.train
-            self._unit_manager.discard()
-            if trains:
-                self.forget()
+            self._drop_pass()
             raise
 
     def _end_watch(self) -> None:
@@ -205,11 +235,13 @@ class Passes:
             self._end_watch()
             if not failed:
                 self._watched.add(unit_manager.current_pass)
+        if failed:  # perhaps for a use of weights that no pass before had: the next one is watched for it
+            self._watched.discard(unit_manager.current_pass)
         if torch._C._current_graph_task_id() != -1:
             return
         if failed and unit_manager.current_pass is not None and not self.gathers:
             self.left_by = text_of(sys.exc_info()[1])
-            unit_manager.discard()
+            self._drop_pass()
 
     def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
         """Until its end, `missing` is told of units that operators use and nothing has brought up."""
@@ -251,6 +283,13 @@ class Passes:
                 outermost = module
         return outermost
 
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the micro-batch that is under way, or comes next, is the last one of a step: as DeepSpeed counts, until its
+        step() is called."""
+        called = self.micro_batch == 0 or self._step_was_called or self._unit_manager.current_pass == _hoist.Pass.train
+        return self.micro_batch + (1 if called else 0) == self.micro_batches
+
     def keep_up(self, units: list[int], module: str) -> None:
         """A call returned no tensor that shows when its backward pass begins: its units stay up until the pass ends."""
         for unit in units:
@@ -288,8 +327,7 @@ class Passes:
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
             self.left_by = text_of(error)
-            self._unit_manager.discard()
-            self._backward_seen = False
+            self._drop_pass()
             raise
         finally:
             self._is_called = False
@@ -323,7 +361,7 @@ class Passes:
         if self._backward_seen:
             return
         if self._scales_losses and not self._is_scaled:
-            self._unit_manager.discard()
+            self._drop_pass()
             raise _hoist.UsageError("a loss that the loss scale of fp16 is missing from: use engine.backward(loss), or "
                                     "engine.scale(loss).backward()")
         self._backward_seen = True
@@ -371,8 +409,7 @@ class Passes:
             yield
         except BaseException as error:
             self.left_by = text_of(error)
-            self._unit_manager.discard()
-            self.forget()
+            self._drop_pass()
             raise
         self._refuse_edits_of_pass()
         self._is_scaled = self._step_was_called = False
@@ -410,10 +447,10 @@ class Passes:
         self._step_was_called = True
         if unit_manager.current_pass == _hoist.Pass.train:
             if self._backward_seen or unit_manager.has_gradients():
-                unit_manager.discard()
-                self._backward_seen = False
-                raise _hoist.UsageError(f"{call} after a backward pass that did not end; its gradients were dropped")
-            unit_manager.discard()  # a forward pass whose result was not used
+                self._drop_pass()
+                raise _hoist.UsageError(f"{call} after a backward pass that did not end, or of a loss that forward() does not "
+                                        "return (engine.backward(loss) takes one); its gradients were dropped")
+            self._drop_pass()  # a forward pass whose result was not used
         elif unit_manager.current_pass is not None:
             unit_manager.end()
         if at_boundary and 0 < self.micro_batch < self.micro_batches:
@@ -432,7 +469,7 @@ class Passes:
             raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
         self.end_gathered()
         if self._unit_manager.current_pass == _hoist.Pass.train:
-            self._unit_manager.discard()
+            self._drop_pass()
         elif self._unit_manager.current_pass is not None:
             self._unit_manager.end()
 

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import nn
 
 from hoist import _hoist
 
@@ -89,10 +90,22 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
         scheduler.step()
 
 
-def fill_buffers(saved: dict[str, list[Any]], buffers: dict[str, torch.Tensor]) -> None:
+def fill_buffers(saved: dict[str, list[Any]], model: nn.Module, device: torch.device) -> None:
+    """Also those that the program registers, or gives their size, when it runs. Errors: UsageError for one of no module."""
     for name, (dtype, shape, text) in saved.items():
         raw = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        buffers[name].copy_(raw.view(getattr(torch, dtype.removeprefix("torch."))).view(shape))
+        values = raw.view(getattr(torch, dtype.removeprefix("torch."))).view(shape)
+        path, _, own_name = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            raise _hoist.UsageError(f"the commit has a buffer '{name}', and the model has no module '{path}': it is of another "
+                                    "model") from None
+        buffer = module._buffers.get(own_name)
+        if buffer is not None and buffer.shape == values.shape:
+            buffer.copy_(values)
+        else:
+            module.register_buffer(own_name, values.to(device if buffer is None else buffer.device))
 
 
 def _text_of(buffer: torch.Tensor) -> list[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
-from hoist.torch.devices import current_stream_of, dlpack_device_of
+from hoist.torch.devices import current_stream_of, dlpack_device_of, outside_of_inference_mode
 
 _mark: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _unmark: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
@@ -76,8 +76,8 @@ class UnitTensors:
                 alive = me()
                 if alive is not None:
                     # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that
-                    # call, and using them later ends the process.
-                    with _DisableFuncTorch():
+                    # call, and using them later ends the process. Those of torch.inference_mode() could never be trained.
+                    with _DisableFuncTorch(), outside_of_inference_mode():
                         method(alive, *args)
             return call
 

@@ -39,6 +39,9 @@ def refuse_model(model: object) -> None:
         raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. "
                                 "Wrap the model inside of it (model.module)")
     for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise _hoist.UsageError(f"module '{name}' makes sparse gradients, and dense ones are added up here: set "
+                                    f"{type(module).__name__}(sparse=False)")
         if any(kind.__name__ in _SHARDING and kind.__module__.startswith("torch.distributed.") for kind in type(module).__mro__):
             raise _hoist.UsageError(f"module '{name or type(module).__name__}' is divided by FSDP: hoist divides the state among "
                                     "the ranks itself. Wrap the model without FSDP")
@@ -67,7 +70,17 @@ def claim(model: nn.Module, engine: Engine) -> None:
     """From now on all modules of the model belong to the engine."""
     for module in model.modules():
         _engine_of[module] = weakref.ref(engine)
+    if "zero_grad" not in vars(model):
+        model.zero_grad = types.MethodType(_zero_grad, model)  # type: ignore[method-assign]
     _watch_additions()
+
+
+def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """The engine has the gradients that the program means to drop."""
+    engine = _open_engine_of(module)
+    if engine is not None:
+        engine.zero_grad()
+    type(module).zero_grad(module, set_to_none)
 
 
 @functools.cache  # once in a process

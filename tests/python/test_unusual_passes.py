@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of unusual, but legitimate programs: each trains as with torch.optim in memory, or is refused by name and can go on."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import hoist
+import hoist.torch
+from models import on_device_of_tests
+
+WIDTH, RATE = 8, 1e-2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def model_of():
+    return nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(seed, width=WIDTH):
+    generator = torch.Generator().manual_seed(seed)
+    return on_device_of_tests(torch.randn(4, width, generator=generator, device="cpu"))
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def mean_square(model, x):
+    return model(x).pow(2).mean()
+
+
+@pytest.fixture
+def wrap(settings):
+    def make(model, memory="1MiB", **changes):
+        changes.setdefault("optimizer", {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}})
+        return hoist.torch.wrap(model, settings(hoist={"device_memory": memory, "pinned_memory": "32MiB"}, **changes))
+
+    return make
+
+
+def losses_in_memory(model, inputs, loss_of=mean_square, micro_batches=1, others=()):
+    optimizer, losses = torch.optim.AdamW([*model.parameters()], lr=RATE, weight_decay=0.1), []
+    for index, x in enumerate(inputs):
+        loss = loss_of(model, x)
+        (loss / micro_batches).backward()
+        losses.append(loss.item())
+        if (index + 1) % micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        for other in others:
+            other.grad = None
+    return losses
+
+
+def step_of(engine, x, loss_of=mean_square, plain=False):
+    loss = loss_of(engine, x)
+    loss.backward() if plain else engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def close_to(losses, expected):
+    assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+# --- before the first step -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("how", ["called", "gathered", "restored", "wrapped"])
+def test_inference_mode_comes_before_training(wrap, settings, how):
+    expected = losses_in_memory(made(model_of), [batch(i) for i in range(3)])
+    model = made(model_of)
+    with torch.inference_mode(how == "wrapped"):
+        engine = wrap(model)
+    with engine:
+        if how == "restored":
+            engine.save().wait()
+            engine.restore()
+        with torch.inference_mode():
+            if how == "gathered":
+                with engine.gathered():
+                    engine.module[0].up.weight.sum()
+            else:
+                engine(batch(0))
+        close_to([step_of(engine, batch(i)) for i in range(3)], expected)
+        with torch.inference_mode():
+            engine(batch(0))
+
+
+# --- weights that are needed longer, or again ----------------------------------------------------------------------------
+
+class Checkpointed(nn.Module):
+    def __init__(self, make_block=Block, reentrant=False):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([make_block() for _ in range(3)]), nn.Linear(WIDTH, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def with_gradient_of_input(model, x):
+    x = x.clone().requires_grad_()
+    u = model(x)
+    slope, = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return slope.pow(2).mean() + u.pow(2).mean()
+
+
+@pytest.mark.parametrize("make", [model_of, Checkpointed])
+def test_losses_of_gradients_of_the_input(wrap, make):
+    inputs = [batch(i) for i in range(4)]
+    expected = losses_in_memory(made(make), inputs, with_gradient_of_input)
+    with wrap(made(make)) as engine:
+        close_to([step_of(engine, x, with_gradient_of_input) for x in inputs], expected)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.mask = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x):
+        return torch.tanh(F.linear(self.linear(x), self.mask * self.mask.sigmoid())) * self.frozen.exp()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_are_computed_before_an_input_is_used(wrap, plain, recompute, caplog):
+    """The gradient of an input that begins a graph is complete while the weights are still needed."""
+    def make():
+        return Checkpointed(Normed, reentrant=True) if recompute else nn.Sequential(Normed(), Normed())
+
+    inputs = [batch(i).requires_grad_() for i in range(4)]
+    expected = losses_in_memory(made(make), inputs, others=inputs)
+    with wrap(made(make)) as engine:
+        close_to([step_of(engine, x, plain=plain) for x in inputs], expected)
+    assert "stays up" not in caplog.text
+
+
+class Styled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.scale, self.block = nn.Embedding(9, WIDTH), nn.Parameter(torch.randn(WIDTH)), Block()
+
+    def forward(self, style):
+        words = self.embedding(torch.arange(4, device=style.device))
+        return self.block(torch.tanh(words * self.scale) + style)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_input_that_is_used_late(wrap, frozen):
+    def make():
+        model = Styled()
+        model.embedding.weight.requires_grad_(not frozen)
+        model.scale.requires_grad_(not frozen)
+        return model
+
+    style = batch(1).requires_grad_()
+    expected = losses_in_memory(made(make), [style] * 4, others=[style])
+    with wrap(made(make)) as engine:
+        close_to([step_of(engine, style, plain=True) for _ in range(4)], expected)
+        engine.backward(mean_square(engine, style))
+        assert len(style._backward_hooks) <= 2, "hooks pile up on an input that is used again"
+
+
+def test_recomputed_blocks_that_never_get_all_gradients_give_way(wrap):
+    """Blocks of experts, most of which no token reaches, in memory for a few blocks."""
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return x + torch.tanh(self.used(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Experts() for _ in range(12)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    inputs = [batch(i, 64).requires_grad_() for i in range(3)]
+    with wrap(made(Model), memory="160KiB") as engine:
+        losses = [step_of(engine, x) for x in inputs]
+    close_to(losses[:1], [mean_square(made(Model), inputs[0]).item()])
+    assert losses[2] < losses[0]
+
+
+def test_a_model_that_calls_itself(wrap):
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf, self.join = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, tree):
+            if isinstance(tree, torch.Tensor):
+                return torch.tanh(self.leaf(tree))
+            return torch.tanh(self.join(torch.cat([self(tree[0]), self(tree[1])], dim=-1)))
+
+    trees = [[batch(1), [batch(2), batch(3)]], [[batch(4), batch(5)], batch(6)], [batch(8), batch(9)]]
+    expected = losses_in_memory(made(Tree), trees)
+    with wrap(made(Tree)) as engine:
+        close_to([step_of(engine, tree) for tree in trees], expected)
+
+
+def test_a_use_of_weights_that_is_new_is_found_when_the_call_is_made_again(wrap):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.prompts = Block(), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+            self.late = False
+
+        def forward(self, x):
+            x = self.block(x)
+            return F.linear(x, self.prompts[0].weight) if self.late else self.prompts[0](x)
+
+    model = made(Late)
+    with wrap(model) as engine:
+        step_of(engine, batch(0))
+        model.late = True
+        refused = 0
+        for _ in range(2):
+            try:
+                step_of(engine, batch(1))
+            except (RuntimeError, hoist.UsageError):
+                refused += 1
+        assert refused <= 1 and engine.step_count >= 2
+
+
+# --- passes that are given up --------------------------------------------------------------------------------------------
+
+class Fails(RuntimeError):
+    pass
+
+
+def fails_in_forward(engine):
+    def fail(*_):
+        raise Fails
+
+    handle = engine.module[1].register_forward_hook(fail)
+    with pytest.raises(Fails):
+        engine(batch(9))
+    handle.remove()
+
+
+def fails_in_backward(engine):
+    def fail(*_):
+        raise Fails
+
+    loss = mean_square(engine, batch(9))
+    handle = engine.module[0].up.weight.register_hook(fail)  # the last one: other units' gradients are finished
+    with pytest.raises(Fails):
+        loss.backward()
+    handle.remove()
+
+
+def is_not_used(engine):
+    mean_square(engine, batch(9))
+
+
+def reads_state(engine):
+    mean_square(engine, batch(9))
+    engine.state_dict()
+
+
+@pytest.mark.parametrize("give_up", [fails_in_forward, is_not_used, reads_state])
+def test_earlier_micro_batches_outlive_a_pass_that_is_given_up(wrap, give_up):
+    """As long as none of its gradients has been added to theirs."""
+    inputs = [batch(i) for i in range(4)]
+    expected = losses_in_memory(made(model_of), inputs, micro_batches=2)
+    with wrap(made(model_of), gradient_accumulation_steps=2) as engine:
+        losses = []
+        for x in inputs:
+            loss = mean_square(engine, x)
+            engine.backward(loss)
+            losses.append(loss.item())
+            if len(losses) in (1, 3):
+                give_up(engine)
+            engine.step()
+        assert engine.step_count == 2
+        close_to(losses, expected)
+
+
+def test_a_backward_pass_that_fails_drops_the_step_and_says_so(wrap, caplog):
+    with wrap(made(model_of), gradient_accumulation_steps=2) as engine:
+        engine.backward(mean_square(engine, batch(0)))
+        fails_in_backward(engine)
+        close_to([step_of(engine, batch(i)) for i in range(2)],
+                 losses_in_memory(made(model_of), [batch(0), batch(1)], micro_batches=2))
+        assert engine.step_count == 1
+    assert "those of 1 earlier micro-batches of the step are dropped, too" in caplog.text
+
+
+def test_a_second_backward_pass_that_is_refused_leaves_the_first_ones_gradients(wrap):
+    with wrap(made(model_of)) as engine:
+        loss = mean_square(engine, batch(0))
+        engine.backward(loss, retain_graph=True)
+        with pytest.raises((hoist.UsageError, RuntimeError)):
+            engine.backward(loss)
+        assert engine.step().applied and engine.step_count == 1
+
+
+def test_zero_grad_of_the_model_drops_what_the_engine_has(wrap):
+    with wrap(made(model_of), gradient_accumulation_steps=2) as engine:
+        engine.backward(mean_square(engine, batch(9)))
+        engine.module.zero_grad()
+        losses = [step_of(engine, batch(i)) for i in range(4)]
+    close_to(losses, losses_in_memory(made(model_of), [batch(i) for i in range(4)], micro_batches=2))
+
+
+# --- refused -------------------------------------------------------------------------------------------------------------
+
+def test_parts_that_are_recomputed_outside_of_the_model_are_refused(wrap):
+    with wrap(made(lambda: nn.ModuleList([Block(), Block()]))) as engine:
+        x = batch(0).requires_grad_()
+        for block in engine.module:
+            x = checkpoint(block, x, use_reentrant=True)
+        with pytest.raises(hoist.UsageError, match="use_reentrant=False"):
+            engine.backward(x.pow(2).mean())
+
+
+def test_clipping_of_no_parameters_is_refused(wrap):
+    """The common form leaves out parameters without a gradient, and hoist has taken all of them."""
+    with wrap(made(model_of)) as engine:
+        engine.backward(mean_square(engine, batch(0)))
+        with pytest.raises(hoist.UsageError, match="engine.clip_grad_norm_"):
+            clip_grad_norm_([p for p in engine.parameters() if p.grad is not None], 1.0)
+        assert engine.step().applied
+    assert clip_grad_norm_([], 1.0) == 0
+
+
+def test_parameter_groups_stay_as_they_are(wrap):
+    with wrap(made(model_of)) as engine:
+        step_of(engine, batch(0))
+        groups = engine.optimizer.param_groups
+        parameters = groups[0]["params"]
+        for change, undo, said in (
+            (lambda: groups[0].update(params=[]), lambda: groups[0].update(params=parameters), "group 0 were changed"),
+            (lambda: groups.append({"params": [], "lr": 1.0}), lambda: groups.pop(), "there are 2"),
+        ):
+            change()
+            with pytest.raises(hoist.UsageError, match=said):
+                step_of(engine, batch(1))
+            undo()
+            engine.zero_grad()
+        assert step_of(engine, batch(1)) > 0
+
+
+def test_sparse_gradients_are_refused_when_the_model_is_wrapped(wrap):
+    with pytest.raises(hoist.UsageError, match="sparse=False"):
+        wrap(nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)))
+
+
+def test_a_stale_loss_scale_is_not_taken_for_another_loss(wrap):
+    with wrap(made(model_of), fp16={"enabled": True, "loss_scale": 1024}) as engine:
+        engine.scale(engine(batch(0).half()).float().pow(2).mean())
+        with pytest.raises(hoist.UsageError, match="loss scale"):
+            engine(batch(1).half()).float().pow(2).mean().backward()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_boundary_of_accumulation_is_deepspeeds(wrap, count):
+    with wrap(made(model_of), gradient_accumulation_steps=count) as engine:
+        for index in range(2 * count):
+            is_last = index % count == count - 1
+            assert engine.is_gradient_accumulation_boundary() == is_last
+            loss = mean_square(engine, batch(0))
+            assert engine.is_gradient_accumulation_boundary() == is_last
+            engine.backward(loss)
+            assert engine.is_gradient_accumulation_boundary() == is_last
+            engine.step()
+
+
+# --- buffers -------------------------------------------------------------------------------------------------------------
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("least", torch.tensor([]))
+
+    def forward(self, x):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(WIDTH, device=x.device))
+        if self.least.numel() == 0:
+            self.least = x.min(0).values.detach().clone()
+        self.mean += x.mean(0).detach()
+        return self.linear(x)
+
+
+def test_buffers_that_come_when_the_program_runs_are_resumed(settings):
+    model = made(Lazy)
+    expected = losses_in_memory(model, [batch(i) for i in range(4)])
+    config = settings(optimizer={"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}})
+    with hoist.torch.wrap(made(Lazy), config) as engine:
+        losses = [step_of(engine, batch(i)) for i in range(2)]
+    resumed = made(Lazy)
+    with hoist.torch.wrap(resumed, config, resume=True) as engine:
+        losses += [step_of(engine, batch(i)) for i in range(2, 4)]
+        close_to(losses, expected)
+        assert torch.equal(resumed.mean, model.mean) and torch.equal(resumed.least, model.least)
+
+
+def test_buffers_of_another_size_are_refused_before_anything_is_loaded(wrap):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with wrap(model) as engine:
+        before = engine.state_dict()
+        wrong = copy.deepcopy(before)
+        wrong["0.weight"].fill_(7.0)
+        wrong["1.running_mean"] = torch.zeros(3)
+        with pytest.raises(hoist.UsageError, match="buffer '1.running_mean'"):
+            engine.load_state_dict(wrong)
+        assert torch.equal(engine.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_resuming_what_is_never_committed_is_refused(settings):
+    config = settings(hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part] = {"device": "cpu"}
+    with pytest.raises(hoist.UsageError, match="checkpoint_path"):
+        hoist.torch.wrap(made(model_of), config, resume=True)
