@@ -120,7 +120,9 @@ TEST_F(ImportProblems, OptionsRenameFillAndIgnore) {
 
 TEST_F(ImportProblems, AParameterMayHaveSeveralNames) {
   const std::vector<ParameterSpec> parameters{parameter("w", {2})};
-  const ImportOptions options{.tensor_names = [](const std::string& name) { return std::vector{name, "tied"}; }};
+  const ImportOptions options{.tensor_names = [](const std::string& name) {
+    return std::vector<std::string>{name, "tied"};
+  }};
   const auto read = [&](std::initializer_list<std::string> names) {
     const TempDirectory directory;
     std::vector<test::TestTensor> tensors;

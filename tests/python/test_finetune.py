@@ -64,6 +64,7 @@ gradient_accumulation_steps: 8
 learning_rate: 1.0e-4
 num_train_epochs: 2.0
 lr_scheduler_type: cosine
+warmup_steps: 0
 warmup_ratio: 0.1
 bf16: false
 ddp_timeout: 180000000

@@ -303,6 +303,23 @@ def test_groups_have_the_models_parameters_and_each_once(wrapped):
         close_to(run(engine), trained(model_of()))
 
 
+def test_parameters_may_come_with_their_names(settings, tmp_path):
+    expected = trained(model_of())
+    adamw = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}}
+    hoist_section = {"device_memory": "1MiB", "pinned_memory": "32MiB"}
+    model = model_of()
+    with hoist.torch.wrap(model, settings(optimizer=adamw, hoist=hoist_section),
+                          groups=[{"params": model.named_parameters(), "lr": RATE}]) as engine:
+        close_to(run(engine), expected)
+    config = settings(optimizer=adamw, hoist=hoist_section)
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "second")
+    model = model_of()
+    engine, _, _, _ = hoist.torch.initialize(model=model, model_parameters=list(model.named_parameters()), config=config)
+    with engine:
+        close_to(run(engine), expected)
+
+
 def test_initialize_does_not_train_what_model_parameters_leaves_out(settings):
     model = model_of()
     with pytest.raises(hoist.UsageError, match=r"'0\..*' requires gradients and is not in model_parameters"):

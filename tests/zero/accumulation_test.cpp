@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several micro-batches a step: sums in fp32, exact and in order; the same bits in every placement.
+#include <functional>
+#include <stdexcept>
+#include <utility>
+
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
@@ -65,6 +69,44 @@ TEST_P(AccumulationIn, EveryPlacementModeAndRankHasTheSameBits) {
       EXPECT_EQ(train_in_micro_batches(ranks, setup, 4), expected) << ranks << " ranks";
     }
   }
+}
+
+// A pass that is taken back before it has finished a unit; later, the whole step is dropped.
+TEST_P(AccumulationIn, APassThatIsTakenBackLeavesTheMicroBatchesBeforeIt) {
+  const auto [parameters, optimizer] = GetParam();
+  const auto run = [&](bool takes_back) {
+    const TempDirectory directory;
+    const ToySetup setup = accumulating(parameters, optimizer, directory / "store");
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine);
+    Engine& engine = model.initialize();
+    const auto pass = [&](int i) { model.pass(1, {.micro_batch = i, .micro_batches = 2}); };
+    const auto leave = [&](std::function<void(std::size_t)>& at, std::size_t unit, int i, bool earlier_stay) {
+      const auto kept = std::exchange(at, [&, unit, earlier_stay](std::size_t reached) {
+        if (reached != unit) return;
+        EXPECT_EQ(engine.discard_pass(), earlier_stay);
+        throw std::runtime_error("the program's own");
+      });
+      EXPECT_THROW(pass(i), std::runtime_error);
+      at = kept;
+    };
+    for (int step = 0; step < 2; ++step) {
+      if (takes_back) leave(model.in_forward, 0, 0, false);
+      pass(0);
+      if (takes_back) {
+        leave(model.in_forward, 1, 1, true);
+        leave(model.in_backward, 2, 1, false);  // finished
+        EXPECT_THROW(pass(1), UsageError);
+        pass(0);
+        leave(model.in_forward, 0, 1, true);
+      }
+      pass(1);
+      EXPECT_TRUE(engine.step().applied);
+    }
+    model.losses.clear();  // some passes were made twice
+    return digests_of(model);
+  };
+  EXPECT_EQ(run(true), run(false));
 }
 
 TEST(Accumulation, RoomForItChangesNothingForStepsOfOneMicroBatch) {

@@ -34,7 +34,7 @@ from hoist.torch.devices import outside_of_inference_mode
 from hoist.torch.engine import Engine
 from hoist.torch.estimates import Estimate, estimate_units, model_of
 from hoist.torch.initial import Initialize
-from hoist.torch.optimizer import Optimizer, refuse_schedule
+from hoist.torch.optimizer import Optimizer, refuse_schedule, without_names
 from hoist.torch.units import units_of
 
 ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
@@ -157,7 +157,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
             kind = _kind_of(optimizer)
             groups = optimizer.param_groups
         elif model_parameters is not None:
-            groups = list(model_parameters)
+            groups = without_names(model_parameters)
             if not groups or not isinstance(groups[0], dict):
                 _refuse_others(model, groups)
                 groups = None  # plain parameters: the configuration's settings

@@ -417,10 +417,13 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _commit_state(self, schedule_lags: bool) -> bytes:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return program_state.pack(self.state, program_state.schedule_of(self._lr_scheduler), rates,
-                                  dict(self._parameters.persistent_buffers()), schedule_lags=schedule_lags,
-                                  first_rates=self._first_rates, skipped_steps=self._skipped_steps,
-                                  world_size=self.world_size)
+        buffers = dict(self._parameters.persistent_buffers())
+        packed = program_state.pack(self.state, program_state.schedule_of(self._lr_scheduler), rates, buffers,
+                                    schedule_lags=schedule_lags, first_rates=self._first_rates,
+                                    skipped_steps=self._skipped_steps, world_size=self.world_size)
+        if len(packed) > self.config.caller_state_bytes_max:
+            program_state.refuse_size(len(packed), self.config.caller_state_bytes_max, buffers)
+        return packed
 
     def _load_commit_state(self, data: bytes) -> None:
         self._saved = program_state.unpack(data)

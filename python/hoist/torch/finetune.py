@@ -200,6 +200,8 @@ def _complete(plan: _Plan, recipe: dict[str, Any], rows: int) -> None:
 
 
 def _of_llama_factory(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dict[str, Any]:
+    if given.get("warmup_steps") == 0:  # then the ratio counts
+        del given["warmup_steps"]
     return {"learning_rate": 5e-5, "logging_steps": 500, "warmup_steps": recipe.get("warmup_ratio", 0), "max_length": 2048,
             "gradient_checkpointing": not recipe.get("disable_gradient_checkpointing", False)}
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -36,6 +37,11 @@ def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -
             "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
 
 
+def without_names(parameters: Iterable[Any]) -> list[Any]:
+    """The parameters of `named_parameters()`, which PyTorch's optimizers take as well."""
+    return [each[1] if isinstance(each, tuple) else each for each in parameters]
+
+
 def grouped(groups: ParamsT | None, units: list[Unit],
             defaults: _hoist.OptimizerOptions) -> tuple[list[dict[str, Any]], dict[int, int]]:
     """Parameter groups with all their settings, and the group of each parameter, by its id."""
@@ -46,7 +52,7 @@ def grouped(groups: ParamsT | None, units: list[Unit],
     given: list[Any] = list(groups)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
-    given = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else list(g["params"])}
+    given = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else without_names(g["params"])}
              for g in given]
     group_of: dict[int, int] = {}
     names = {id(p): n for unit in units for n, p in unit.parameters.items()}

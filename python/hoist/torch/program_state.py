@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -34,6 +34,17 @@ def room_for(buffers: dict[str, torch.Tensor]) -> int:
             f"committed. The largest is '{largest}': register it with persistent=False if it can be computed anew, or "
             "make it a parameter with requires_grad=False")
     return sum(4 * (b.nbytes + 2) // 3 + len(name) + 200 for name, b in buffers.items())
+
+
+def refuse_size(held: int, most: int, buffers: dict[str, torch.Tensor]) -> NoReturn:
+    """Errors: UsageError, naming what has grown since the model was wrapped."""
+    largest = max(buffers, key=lambda name: buffers[name].nbytes, default=None)
+    raise _hoist.UsageError(
+        f"a commit's state of the program has {held} bytes, and room for {most} was made when the model was wrapped. "
+        "engine.state, or the schedule's state, may have grown"
+        + ("" if largest is None else f"; or a buffer, of which the largest is '{largest}' with {buffers[largest].nbytes} bytes: "
+           "give it its size before wrap(), or register it with persistent=False")
+        + ". \"hoist\": {\"caller_state_max\": ...} makes more room")
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any] | None:
