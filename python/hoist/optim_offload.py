@@ -164,8 +164,9 @@ class Offloaded:
         with channels.start(job):
             self._cut(groups)
             own = {
-                "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host", "keep_steps": keep_steps or None,
-                "pinned_memory": pinned_memory, "device_memory": device_memory, "update_threads": threads or None,
+                "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host",
+                "keep_steps": keep_steps or None, "update_threads": threads or None,
+                "pinned_memory": pinned_memory, "device_memory": device_memory,
                 "durability": {"every": commit_every} if offload == "nvme" and commit_every else None,
             }
             own = {key: value for key, value in own.items() if value is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from hoist.torch.passes import Passes
 from hoist.torch.turns import FORWARD
 from hoist.torch.units import reads_weights_in_backward, tensors_in
 from hoist.torch.wrapped import keep_hooks
-
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -32,7 +32,8 @@ class Call:
 
 def _is_nested(module: nn.Module) -> bool:
     """Whether the module calls itself: an outer call of it is on the stack, and was not interrupted."""
-    calls, frame = 0, sys._getframe()
+    calls = 0
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
         frame = frame.f_back
