@@ -73,6 +73,7 @@ def test_a_hugging_face_model_in_a_trainers_loop(ds_config):
         assert boundary == (index % 2 == 1)
         engine.step()
         losses.append(output.loss.item())
+        assert [group["lr"] for group in optimizer.param_groups] == scheduler.get_last_lr()
         if boundary:
             rates.append(scheduler.get_last_lr()[0])
             assert engine.get_global_grad_norm() > 0

@@ -149,7 +149,9 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_rates()
         self._continue_schedule()
-        self._last_step = self.step_count if self._unit_manager.is_alive else 0  # 0: until load_checkpoint()
+        if self._unit_manager.is_alive:  # else load_checkpoint() comes
+            self.optimizer.show_rates()
+        self._last_step = self.step_count if self._unit_manager.is_alive else 0
         self._is_made = True
         claim(model, self)
         if self.world_size > 1 and not self._is_part_of_job and config.setting("zero_optimization.stage") in (None, 3):
@@ -317,6 +319,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             self._say_skipped()
         else:
             self._skipped_in_a_row = 0
+            self.optimizer.show_rates()
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
             self._parameters.changed()
         return report
@@ -471,6 +474,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._load_commit_state(bytes(state))
         for group, rate in zip(self.optimizer.param_groups, self._saved.get("rates", ()), strict=False):
             group["lr"] = rate
+        self.optimizer.show_rates()
         self._continue_schedule()
         return step
 

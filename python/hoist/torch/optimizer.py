@@ -130,6 +130,13 @@ class Optimizer(torch.optim.Optimizer):
                                         "configuration's scheduler sets the rates: leave one of them out")
             self._rates[index] = now
 
+    def show_rates(self) -> None:
+        """Where the configuration's scheduler sets the rates, groups show those of the next step, as with DeepSpeed."""
+        if not self._engine._takes_rates:
+            self._rates = list(self._engine.get_lr())
+            for group, rate in zip(self.param_groups, self._rates, strict=True):
+                group["lr"] = rate
+
     def push_rates(self) -> None:
         for index, group in enumerate(self.param_groups):
             rate = float(group["lr"])

@@ -235,10 +235,10 @@ class Passes:
             self._end_watch()
             if not failed:
                 self._watched.add(unit_manager.current_pass)
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recomputation, which also ends by an exception when it has made what is asked for
         if failed:  # perhaps for a use of weights that no pass before had: the next one is watched for it
             self._watched.discard(unit_manager.current_pass)
-        if torch._C._current_graph_task_id() != -1:
-            return
         if failed and unit_manager.current_pass is not None and not self.gathers:
             self.left_by = text_of(sys.exc_info()[1])
             self._drop_pass()
