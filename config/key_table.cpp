@@ -181,6 +181,40 @@ std::string_view nearest_name(const std::vector<std::string_view>& names, std::s
   return best;
 }
 
+namespace {
+
+// "pipeline" of "pipeline_read".
+bool is_start_of(std::string_view name, std::string_view longer) {
+  return !name.empty() && longer.size() > name.size() && longer.starts_with(name) && longer[name.size()] == '_';
+}
+
+bool is_below(std::string_view path, std::string_view section_path) {
+  if (section_path.empty()) return true;
+  return path.size() > section_path.size() && path.starts_with(section_path) && path[section_path.size()] == '.';
+}
+
+// The sections that a key of this name in `section_path` may have been meant for: those below, or else the only one
+// elsewhere. A key that is only a hint counts only if no other key has the name.
+std::vector<std::string_view> sections_with(std::string_view section_path, std::string_view name) {
+  std::vector<const KeyRow*> rows;
+  for (const KeyRow& row : key_table()) {
+    const bool has_name = name == last_part(row.path) || std::ranges::find(row.aliases, name) != row.aliases.end();
+    if (has_name && row.path != section_path && !is_below(section_path, row.path)) rows.push_back(&row);
+  }
+  const auto keep_if_any = [&rows](auto preferred) {
+    if (std::ranges::any_of(rows, preferred)) std::erase_if(rows, [&](const KeyRow* row) { return !preferred(row); });
+  };
+  keep_if_any([](const KeyRow* row) { return row->status != KeyStatus::hint; });
+  const auto below = [&](const KeyRow* row) { return is_below(section_of(row->path), section_path); };
+  keep_if_any(below);
+  if (rows.size() > 1 && !std::ranges::all_of(rows, below)) return {};
+  std::vector<std::string_view> sections;
+  for (const KeyRow* row : rows) sections.push_back(section_of(row->path));
+  return sections;
+}
+
+}  // namespace
+
 std::string suggestion(std::string_view section_path, std::string_view name) {
   std::vector<std::string_view> names;
   for (const KeyRow* row : members_of(section_path)) {
@@ -190,14 +224,16 @@ std::string suggestion(std::string_view section_path, std::string_view name) {
   if (const std::string_view near = nearest_name(names, name); !near.empty()) {
     return fmt::format("did you mean \"{}\"?", near);
   }
-  for (const KeyRow& row : key_table()) {
-    if (name == last_part(row.path) || std::ranges::find(row.aliases, name) != row.aliases.end()) {
-      const std::string_view home = section_of(row.path);
-      return home.empty() ? fmt::format("\"{}\" belongs at the top level", name)
-                          : fmt::format("did you mean \"{}\" in \"{}\"?", name, home);
-    }
+  if (!section_path.empty()) {  // at the top level, other programs' keys may be such words
+    std::erase_if(names, [&](std::string_view longer) {
+      return !is_start_of(name, longer) || find_member(section_path, longer)->status == KeyStatus::refused;
+    });
+    if (!names.empty()) return fmt::format("did you mean \"{}\"?", fmt::join(names, "\" or \""));
   }
-  return std::string(kNoSuggestion);
+  const std::vector<std::string_view> sections = sections_with(section_path, name);
+  if (sections.empty()) return std::string(kNoSuggestion);
+  if (sections.front().empty()) return fmt::format("\"{}\" belongs at the top level", name);
+  return fmt::format("did you mean \"{}\" in \"{}\"?", name, fmt::join(sections, "\" or \""));
 }
 
 }  // namespace hoist::config

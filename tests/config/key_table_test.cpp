@@ -338,7 +338,17 @@ TEST(Suggestion, FindsSlipsAndMisplacedKeys) {
   EXPECT_EQ(config::suggestion("", "zero_optimisation"), "did you mean \"zero_optimization\"?");
   EXPECT_EQ(config::suggestion("aio", "thread_cuont"), "did you mean \"thread_count\"?");
   EXPECT_EQ(config::suggestion("zero_optimization", "aio"), "\"aio\" belongs at the top level");
-  EXPECT_EQ(config::suggestion("", "nvme_path"), "did you mean \"nvme_path\" in \"zero_optimization.offload_param\"?");
+  EXPECT_EQ(config::suggestion("", "loss_scale"), "did you mean \"loss_scale\" in \"fp16\"?") << "no hint of bf16's";
+  EXPECT_EQ(config::suggestion("", "nvme_path"),
+            "did you mean \"nvme_path\" in \"zero_optimization.offload_param\" or "
+            "\"zero_optimization.offload_optimizer\"?");
+  EXPECT_EQ(config::suggestion("zero_optimization", "device"),
+            "did you mean \"device\" in \"zero_optimization.offload_param\" or "
+            "\"zero_optimization.offload_optimizer\"?");
+  EXPECT_EQ(config::suggestion("zero_optimization.offload_optimizer", "pipeline"),
+            "did you mean \"pipeline_read\" or \"pipeline_write\"?");
+  EXPECT_EQ(config::suggestion("fp16", "fp16"), config::kNoSuggestion) << "it is in that section already";
+  EXPECT_EQ(config::suggestion("fp16", "type"), config::kNoSuggestion) << "of two sections elsewhere, neither is meant";
   for (const std::string& far : {std::string("xyzzy"), std::string(), std::string(1'000'000, 'a')}) {
     EXPECT_EQ(config::suggestion("", far), "`hoist check --print-keys` lists all keys");
   }
