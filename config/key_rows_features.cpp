@@ -92,8 +92,10 @@ std::vector<KeyRow> engine_choice_rows() {
       hint_section("compile", "deepcompile", "DeepCompile: gathers and offloading planned from the compiled model.",
                    "hoist plans gathers and offloading from the recorded order of the first pass; the program may "
                    "compile its model"),
-      refused_section("hybrid_engine", "enabled", "Training and generation in one engine.",
-                      "begin a pass of kind generate instead; remove the section"),
+      refused_section(
+          "hybrid_engine", "enabled", "Training and generation in one engine.",
+          "remove the section; generate() works on the wrapped model, and a C++ program begins a pass of kind "
+          "generate"),
   };
 }
 

@@ -32,10 +32,10 @@ std::vector<KeyRow> memory_rows() {
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,
        .range = {.min = 4096},
-       .meaning =
-           "Hard budget of device memory, activations in hoist's arena included; rounded down to 4 KiB. Default, "
-           "and auto: what is free, less a tenth of all (at least 1 GiB, at most 32 GiB); with device host, "
-           "together with pinned_memory. hoist check prints it.",
+       .meaning = "Hard budget of device memory, with what a C++ program takes from Runtime::device_arena(); PyTorch's "
+                  "activations do not count. Rounded down to 4 KiB. Default, "
+                  "and auto: what is free, less a tenth of all (at least 1 GiB, at most 32 GiB); with device host, "
+                  "together with pinned_memory. hoist check prints it.",
        .apply = [](Draft& d,
                    const Value& v) { d.runtime.device_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
       {.path = "hoist.pinned_memory",
@@ -137,10 +137,12 @@ std::vector<KeyRow> durability_rows() {
       {.path = "hoist.gradient_spill",
        .type = ValueType::boolean,
        .default_value = "false",
-       .meaning = "Gradients that do not fit hoist.pinned_memory go to scratch space on NVMe until their update; the "
-                  "result is the same. Those of the last units, as few as leave room for the buffers. Of these, a step "
-                  "writes and reads 2 more bytes per parameter, or 4 and 4 for each micro-batch in horizontal order. "
-                  "Needs optimizer state or weights on nvme; refused in update mode backward.",
+       .meaning =
+           "Gradients that do not fit hoist.pinned_memory go to scratch space on NVMe until their update; the "
+           "result is the same. hoist chooses the last units of the model, and no more of them than it must to make "
+           "room for its buffers. For each of their parameters, a step writes and reads 2 more bytes, or 4 and "
+           "4 for each micro-batch in horizontal order. "
+           "Needs optimizer state or weights on nvme; refused in update mode backward.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.gradient_spill_units = as_bool(v) ? std::nullopt : std::optional<std::uint32_t>(0);

@@ -8,7 +8,8 @@ namespace hoist::config::detail {
 namespace {
 
 constexpr std::string_view kTorchSchedule =
-    "PyTorch's schedules need PyTorch; use one of DeepSpeed's, or call Engine::set_learning_rate before each step";
+    "PyTorch's schedules need PyTorch; use one of DeepSpeed's, or set engine.lr_scheduler in PyTorch, or call "
+    "Engine::set_learning_rate before each step";
 
 std::vector<KeyRow> type_rows() {
   std::vector<Refusal> refusals;

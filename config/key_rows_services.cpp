@@ -28,7 +28,8 @@ std::vector<KeyRow> logging_rows() {
       optional_hint("log_level", string, "Verbosity.", kProgramLogs),
       optional_hint("vocabulary_size", integer, "Lets DeepSpeed check the alignment of embeddings.",
                     "nothing is tuned by it"),
-      hint("disable_python_gc", boolean, "false", "Python's garbage collection.", "there is no Python here"),
+      hint("disable_python_gc", boolean, "false", "Python's garbage collection.",
+           "Python's garbage collector stays as it is"),
       hint("graph_harvesting", boolean, "false", "CUDA graphs of the model.", "graphs belong to the program"),
       hint("timers", opaque, "", "Throughput timers.", kBooks),
   };

@@ -203,7 +203,8 @@ std::vector<KeyRow> bf16_rows() {
       refused("bf16.bf16_optimizer_states", ValueType::boolean, "false", "bf16 moments.",
               "leave this key out; for moments of bf16 set hoist.moments_dtype"),
       // Copied from an fp16 section in many files; DeepSpeed itself has ignored or refused them here.
-      hint("bf16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast.", kNoLossScale),
+      explained(hint("bf16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast.",
+                     "DeepSpeed has no such key for bf16, and inputs are not cast: cast them, or use torch.autocast")),
       hint("bf16.loss_scale", ValueType::number, "0", "A loss scale.", kNoLossScale),
       hint("bf16.initial_scale_power", ValueType::integer, "16", "A loss scale's start.", kNoLossScale),
       hint("bf16.loss_scale_window", ValueType::integer, "1000", "A loss scale's growth.", kNoLossScale),
@@ -284,7 +285,7 @@ std::vector<KeyRow> data_type_rows() {
        .type = ValueType::choice,
        .status = KeyStatus::hint,
        .default_value = "\"bf16\"",
-       .choices = {"bf16", "bfloat16", "fp32", "float32"},
+       .choices = {"bf16", "bfloat16", "fp32", "float32", "float"},
        .refusals = {{"\"fp16\"", kFp16Sums}, {"\"float16\"", kFp16Sums}, {"\"half\"", kFp16Sums}},
        .nullable = true,
        .meaning = "Type in which the gradients of micro-batches are added.",

@@ -15,15 +15,18 @@ constexpr std::string_view kQuantized =
 constexpr std::string_view kSecondary =
     "state is partitioned over all ranks, with the same result; for gathers inside of a machine set "
     "zero_hpz_partition_size";
-constexpr std::string_view kPythonHooks = "the program declares the units, so there are no module hooks to tune";
+constexpr std::string_view kUnitClasses =
+    "the program declares the units; in PyTorch, pass unit_classes= to hoist.torch.wrap";
+constexpr std::string_view kNoPatches = "PyTorch's linear layer and Module.apply stay as they are";
 constexpr std::string_view kAlwaysPipelined =
     "reading, updating and writing are always pipelined; offload_optimizer.buffer_count sets the depth";
 constexpr std::string_view kAlwaysPinned = "staging memory is always pinned, within hoist.pinned_memory";
 constexpr std::string_view kNvmePath =
     "Directory on the drive; the store is its subdirectory hoist. Required by device nvme. A list spreads "
-    "the store over several drives: the first directory holds the manifest too.";
+    "the store over several drives; the first directory also has the list of its contents.";
 constexpr std::string_view kSamePath =
-    "A record holds weights and optimizer state: if both sections are on NVMe, the paths of offload_optimizer count.";
+    "Weights and optimizer state are stored together: if both sections are on NVMe, the paths of offload_optimizer "
+    "count.";
 
 Placement placement_of(const std::string& device) {
   if (device == "nvme") return Placement::nvme;
@@ -135,8 +138,11 @@ std::vector<KeyRow> gather_rows() {
        .type = ValueType::integer,
        .default_value = "262144",
        .deepspeed_default = "1000000000",
-       .meaning = "Elements that are read, updated and written as one piece; rounded to whole tiles, and reduced if "
-                  "the pinned budget is small. 0: the default.",
+       .meaning =
+           "Elements that are read, updated and written as one piece; rounded down to a multiple of 16384 (at least "
+           "16384), and reduced if the pinned budget is small. As many pieces as offload_optimizer.buffer_count "
+           "take pinned memory, so that a number like DeepSpeed's default takes much of it, for the same "
+           "transfers: leave the key out. 0: the default.",
        .apply =
            [](Draft& d, const Value& v) {
              if (as_count(v) > 0) d.engine.sub_group_elements = as_count(v);
@@ -189,7 +195,7 @@ std::vector<KeyRow> gather_rows() {
        .status = KeyStatus::hint,
        .default_value = "0",
        .meaning = "Modules finer than this are fetched as one.",
-       .note = kPythonHooks},
+       .note = kUnitClasses},
       {.path = "zero_optimization.stage3_use_all_reduce_for_fetch_params",
        .aliases = {"use_all_reduce_for_fetch_params"},
        .type = ValueType::boolean,
@@ -235,10 +241,10 @@ std::vector<KeyRow> bucket_rows() {
       hint("zero_optimization.ignore_unused_parameters", ValueType::boolean, "true",
            "Tolerate parameters without a gradient.", "a parameter without a gradient has a gradient of zero"),
       hint("zero_optimization.memory_efficient_linear", ValueType::boolean, "true", "DeepSpeed's own linear layer.",
-           kPythonHooks),
+           kNoPatches),
       hint("zero_optimization.override_module_apply", ValueType::boolean, "true", "Patch torch.nn.Module.apply.",
-           kPythonHooks),
-      hint("zero_optimization.leaf_module", ValueType::opaque, "", "Modules that are fetched whole.", kPythonHooks),
+           kNoPatches),
+      hint("zero_optimization.leaf_module", ValueType::opaque, "", "Modules that are fetched whole.", kUnitClasses),
       hint("zero_optimization.log_trace_cache_warnings", ValueType::boolean, "false", "Log prefetch deviations.",
            "deviations are served on demand and counted"),
       hint("zero_optimization.enable_sanity_checks", ValueType::boolean, "false", "Compare ranks.",

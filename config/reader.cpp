@@ -52,8 +52,7 @@ class Reader {
   void note_strangers() {
     if (strangers_.empty()) return;
     if (!knows_a_key_) {
-      for (const auto& [shown, offset] : strangers_)
-        problem(shown, std::string(kUnknownKey) + std::string(kNoSuggestion), offset);
+      problem("", "no key of DeepSpeed is in this file: is it the right one?", strangers_.front().second);
       return;
     }
     std::vector<std::string_view> names;
@@ -230,6 +229,7 @@ class Reader {
     std::vector<const JsonNode*> switches;
     find_switches(row, section, switches);
     const auto is_on = [&row](const JsonNode* node) {
+      if (is_string(*node) && node->scalar == "auto") return false;
       return node->kind != Kind::scalar || std::ranges::none_of(row.off_values, [node](std::string_view off) {
                return node->scalar == json::parse(off);
              });

@@ -19,16 +19,17 @@ check --print-keys` prints this page from the table that the parser uses; do not
 
 - An unknown key in a section is an error, unless it begins with `_` or `//` or is `comment`. So is one at the top level
   that resembles a key, since it may be a typing error. DeepSpeed ignores others there, and so does hoist, with a
-  warning. A key given twice is an error.
+  warning. A key given twice is an error, and so is a file that has keys, but none of DeepSpeed's or hoist's.
 - Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are accepted, as in
   DeepSpeed.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at its
   neutral value. A **hint** could only change speed or logging; it is accepted without effect. One warning names the
   hints of a file; hints that a person may count on have a warning of their own, which says what hoist does instead.
-- `"auto"` means hoist's default, which may differ from another tool's choice. `hoist check` shows it.
-- Integers may be written as integral floats (`5e8`), byte counts also as `"8GiB"` (a power of two) or `"8GB"` (a power
-  of ten). Booleans are never strings. `null` is allowed only where DeepSpeed's own default is none (marked below); it
-  means the same as leaving the key out.
+- `"auto"` means hoist's default, which may differ from another tool's choice. `hoist check` shows it. hoist's Trainer
+  takes the value of its arguments instead, where it has one.
+- Integers may be written as integral floats (`5e8`), byte counts also as `"8GiB"` or `"8G"` (powers of two) or `"8GB"`
+  (a power of ten). Booleans are never strings. `null` is allowed only where DeepSpeed's own default is none (marked
+  below); it means the same as leaving the key out.
 - All problems of a file are reported at once, each with line and column.
 - The program declares every parameter as bf16, fp16 or fp32. bf16 parameters train with an exact fp32 master, whether
   or not the file has a `bf16` section. `"bf16": {"enabled": false}` is for fp32 models: a file cannot turn bf16

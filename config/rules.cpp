@@ -429,7 +429,17 @@ class Rules {
             "fp16.min_loss_scale"};
   }
 
+  // A section that says it is off may keep its other keys.
   void without_fp16() {
+    if (in_file("fp16.enabled")) {
+      std::erase_if(read_.problems, [](const ConfigProblem& p) {
+        return p.key.starts_with("fp16.") && p.problem.find(" is refused: ") != std::string::npos;
+      });
+      return;
+    }
+    if (const ConfigSetting* enabled = setting("fp16.enabled");
+        enabled != nullptr && enabled->source == ConfigSetting::Source::automatic)
+      return;
     std::vector<std::string_view> keys = dynamic_keys();
     keys.insert(keys.begin(), "fp16.loss_scale");
     if (says_true("fp16.auto_cast")) keys.push_back("fp16.auto_cast");
@@ -454,13 +464,19 @@ class Rules {
     if (!in_file("zero_optimization.stage")) {
       notes_.notes.push_back("zero_optimization.stage is 3 (DeepSpeed's default is 0)");
     }
+    if (const ConfigSetting* clipping = setting("gradient_clipping");
+        clipping != nullptr && clipping->source == ConfigSetting::Source::standard) {
+      notes_.notes.push_back("gradient_clipping is 1.0 (0 in DeepSpeed before June 2026); set 0 for none");
+    }
     if (const ConfigSetting* bf16 = setting("bf16.enabled");
         bf16 != nullptr && bf16->source == ConfigSetting::Source::standard && !draft_.fp16.enabled) {
       notes_.notes.push_back(
           "bf16 is not enabled in the file; parameters that the program declares bf16 are bf16 anyway");
     }
     if (!read_.automatic.empty()) {
-      notes_.notes.push_back(fmt::format("\"auto\" selects the default for: {}", fmt::join(read_.automatic, ", ")));
+      notes_.notes.push_back(fmt::format(
+          "\"auto\" selects the default (in hoist's Trainer: the value of the argument, if there is one) for: {}",
+          fmt::join(read_.automatic, ", ")));
     }
     if (!read_.hints.empty()) {
       notes_.warnings.push_back(

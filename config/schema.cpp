@@ -97,6 +97,7 @@ Json honoured_value_of(const KeyRow& row) {
       if (row.switches_in_parts) return {{"type", "object"}};
       Json off = Json::array();
       for (const std::string_view value : row.off_values) off.push_back(Json::parse(value));
+      off.push_back("auto");
       return {{"type", "object"}, {"properties", {{std::string(row.neutral), {{"enum", std::move(off)}}}}}};
     }
     if (row.neutral.empty()) return nullptr;

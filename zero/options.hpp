@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/options.hpp - what a Runtime and an Engine are built from. A program may fill these itself; config/ fills them
-// from a DeepSpeed JSON file. Defaults are DeepSpeed's where DeepSpeed has the setting.
+// from a DeepSpeed JSON file. Most defaults are DeepSpeed's; docs/config.md marks the others.
 #pragma once
 
 #include <cstdint>

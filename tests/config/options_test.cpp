@@ -108,6 +108,31 @@ TEST(Options, AutoIsResolvedAndSaid) {
   EXPECT_THAT(config.notes, Contains(HasSubstr("stage3_prefetch_bucket_size")));
 }
 
+// As templates for trainers have them.
+TEST(Options, ASwitchOfAutoIsOff) {
+  for (const char* section :
+       {R"("amp": {"enabled": "auto", "opt_level": "auto"})", R"("elasticity": {"enabled": "auto"})",
+        R"("torch_autocast": {"enabled": "auto"})", R"("autotuning": {"enabled": "auto"})"}) {
+    const Config config = parse(fmt::format("{{{}}}", section));
+    EXPECT_TRUE(config.warnings.empty()) << section;
+  }
+}
+
+TEST(Options, TheOldNameOfBf16MayStandBesideTheNewOne) {
+  EXPECT_EQ(parse(R"({"bfloat16": {"enabled": true}})").engine.weights_dtype, DType::bf16);
+  EXPECT_EQ(parse(R"({"bf16": {"enabled": true}, "bfloat16": {"enabled": true}})").engine.weights_dtype, DType::bf16);
+  EXPECT_THROW(parse(R"({"bf16": {"enabled": true}, "bfloat16": {"enabled": false}})"), ConfigError);
+  EXPECT_NO_THROW(parse(R"({"data_types": {"grad_accum_dtype": "float"}})"));
+}
+
+// Its default changed in DeepSpeed.
+TEST(Options, ClippingThatTheFileDoesNotSetIsSaid) {
+  const auto says_so = Contains(HasSubstr("gradient_clipping is 1.0 (0 in DeepSpeed before June 2026)"));
+  EXPECT_THAT(parse("{}").notes, says_so);
+  for (const char* set : {"0", "1.0", "\"auto\""})
+    EXPECT_THAT(parse(fmt::format(R"({{"gradient_clipping": {}}})", set)).notes, ::testing::Not(says_so)) << set;
+}
+
 TEST(Options, BareNamesAreTheSameKeys) {
   const Config config = sample("bare_names");
   EXPECT_EQ(config.engine.prefetch_elements, 11u);
@@ -260,10 +285,15 @@ TEST(Options, Fp16IsWeightsAndALossScale) {
 }
 
 TEST(Options, LossScaleKeysWithoutUseAreNamed) {
-  const Config off = parse(R"({"fp16": {"enabled": false, "loss_scale": 128, "hysteresis": 5}})");
-  EXPECT_EQ(off.engine.loss_scale.scale, 1);
-  EXPECT_THAT(off.notes,
+  const Config absent = parse(R"({"fp16": {"loss_scale": 128, "hysteresis": 5}})");
+  EXPECT_EQ(absent.engine.loss_scale.scale, 1);
+  EXPECT_THAT(absent.notes,
               ::testing::Contains("not used, as fp16.enabled is not true: fp16.loss_scale, fp16.hysteresis"));
+  for (const char* off : {"false", "\"auto\""})
+    EXPECT_THAT(parse(fmt::format(R"({{"fp16": {{"enabled": {}, "loss_scale": 128}}}})", off)).notes,
+                ::testing::Not(Contains(HasSubstr("not used"))));
+  EXPECT_NO_THROW(parse(R"({"fp16": {"enabled": false, "fp16_master_weights_and_grads": true}})"));
+  EXPECT_THROW(parse(R"({"fp16": {"enabled": false, "hysteresis": 0}})"), ConfigError) << "not a value";
   const Config fixed = parse(R"({"fp16": {"enabled": true, "loss_scale": 128, "hysteresis": 5}})");
   EXPECT_EQ(fixed.engine.loss_scale.scale, 128);
   EXPECT_THAT(fixed.notes, ::testing::Contains("not used, as fp16.loss_scale is a fixed one: fp16.hysteresis"));
