@@ -74,6 +74,13 @@ void add_prediction(const CheckArguments& arguments, const CheckedMachine& machi
   engine.micro_batches_max = static_cast<unsigned>(report.config.micro_batches(ranks));
   report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
   report.fit = machine_fit(*report.prediction, report.runtime, engine, machine.node, machine.drive_bytes);
+  constexpr auto kDefaultElements = EngineOptions{}.sub_group_elements;
+  if (engine.sub_group_elements > kDefaultElements) {
+    EngineOptions by_default = engine;
+    by_default.sub_group_elements = kDefaultElements;
+    const auto bytes = predict(report.runtime, by_default, model.model, ranks, model.program).pinned.bytes;
+    if (bytes < report.prediction->pinned.bytes) report.pinned_bytes_by_default = bytes;
+  }
   if (!report.prediction->pinned.fits()) return;
   const auto largest = [&](std::optional<double> EngineOptions::*share) {
     return largest_pinned_fraction(report.runtime, engine, model.model, ranks, model.program, share);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check_report.hpp"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include <hoist/config/setting.hpp>
@@ -35,11 +37,16 @@ std::string pinned_text(Placement placement, const std::optional<double>& share)
   return fmt::format(", {:.4g} % of it in pinned memory", 100 * *share);
 }
 
+// Whether offload_param.max_in_cpu is set.
+bool has_weights_limit(const EngineOptions& engine) {
+  constexpr auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
+  return engine.parameters_pinned_elements_max != kUnlimited;
+}
+
 std::string weights_place(const EngineOptions& engine) {
   std::string place = placement_name(engine.parameters);
   place += pinned_text(engine.parameters, engine.parameters_pinned_fraction);
-  constexpr auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
-  if (engine.parameters == Placement::nvme && engine.parameters_pinned_elements_max != kUnlimited)
+  if (engine.parameters == Placement::nvme && has_weights_limit(engine))
     place += fmt::format(", at most {} elements of a rank", engine.parameters_pinned_elements_max);
   return place;
 }
@@ -89,19 +96,28 @@ std::string placement_text(const EngineOptions& engine) {
 
 std::string budget_text(const CheckReport& report) {
   const RuntimeOptions& runtime = report.runtime;
-  const std::string together = runtime.host_memory_bytes == 0 ? "" : ", together with the other";
-  std::string text = "\nbudgets of each rank\n" +
-                     columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory" + together},
-                              {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory" + together}});
+  std::string text = "\nbudgets of each rank\n";
+  if (runtime.host_memory_bytes > 0) {
+    text += fmt::format("  device and pinned memory together: {}\n", format_bytes(runtime.host_memory_bytes));
+  } else {
+    text += columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory"},
+                     {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory"}});
+  }
   if (!report.choices.empty()) text += fmt::format("\nchosen for {}\n", report.machine);
   for (const auto& [key, value, reason] : report.choices)
     text += fmt::format("  {}: {}, because {}\n", key, value, reason);
   return text;
 }
 
-std::vector<std::string> tier_row(const char* name, const Prediction::Tier& tier, const char* key) {
-  std::string verdict = fmt::format("of {} ({})", format_bytes(tier.budget_bytes), key);
-  if (!tier.fits()) verdict = fmt::format("does not fit: {} is {}, raise it", key, format_bytes(tier.budget_bytes));
+std::vector<std::string> tier_row(const CheckReport& report, const char* name, const Prediction::Tier& tier,
+                                  const char* key) {
+  const std::string budget = format_bytes(tier.budget_bytes);
+  const bool is_chosen = std::ranges::any_of(
+      report.choices, [&](const auto& choice) { return choice.key.find(key) != std::string::npos; });
+  std::string verdict = fmt::format("of {} ({})", budget, key);
+  if (!tier.fits())
+    verdict = is_chosen ? fmt::format("does not fit: {} has {} for each rank", report.machine, budget)
+                        : fmt::format("does not fit: {} is {}, raise it", key, budget);
   return {name, format_bytes(tier.bytes), fmt::format("least {}", format_bytes(tier.least_bytes)), verdict};
 }
 
@@ -129,7 +145,8 @@ std::string prediction_text(const CheckReport& report) {
   const Prediction& p = *report.prediction;
   std::string text = fmt::format("\n{} parameters ({}) on {} rank{}; each holds\n", p.parameter_count, report.model,
                                  std::max(1, report.world_size), report.world_size > 1 ? "s" : "");
-  Rows rows{tier_row("device", p.device, "hoist.device_memory"), tier_row("pinned", p.pinned, "hoist.pinned_memory")};
+  Rows rows{tier_row(report, "device", p.device, "hoist.device_memory"),
+            tier_row(report, "pinned", p.pinned, "hoist.pinned_memory")};
   if (p.nvme_bytes > 0) rows.push_back({"NVMe", format_bytes(p.nvme_bytes), "reserved at the start"});
   text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + "\nand moves in each step\n";
   text += columns(
@@ -150,10 +167,19 @@ std::string prediction_text(const CheckReport& report) {
         "scratch space\n",
         p.spilled_units, p.units.size(), format_bytes(p.scratch_bytes));
   const EngineOptions& engine = report.config.engine;
-  text += share_text("hoist.parameters_pinned_fraction", engine.parameters_pinned_fraction,
-                     p.parameters_pinned_fraction, report.parameters_pinned_fraction_max);
+  if (has_weights_limit(engine) && !engine.parameters_pinned_fraction) {
+    text += fmt::format("  zero_optimization.offload_param.max_in_cpu: {:.2f} of the weights are in pinned memory\n",
+                        p.pinned_weight_share);
+  } else {
+    text += share_text("hoist.parameters_pinned_fraction", engine.parameters_pinned_fraction,
+                       p.parameters_pinned_fraction, report.parameters_pinned_fraction_max);
+  }
   text += share_text("hoist.optimizer_pinned_fraction", engine.optimizer_pinned_fraction, p.pinned_fraction,
                      report.pinned_fraction_max);
+  if (report.pinned_bytes_by_default)
+    text += fmt::format(
+        "  zero_optimization.sub_group_size {} takes pinned memory: {} would be held without the key, instead of {}\n",
+        engine.sub_group_elements, format_bytes(*report.pinned_bytes_by_default), format_bytes(p.pinned.bytes));
   if (const auto seconds = least_nvme_seconds(p, report.config.measured); seconds && *seconds > 0) {
     text += fmt::format(
         "  at least {:.3g} s a step for the drives at their measured speed, if this rank has them alone\n", *seconds);
@@ -193,13 +219,6 @@ Json fit_json(const MachineFit& fit, const std::string& machine) {
   for (const MachineFit::Memory& memory : fit.memories)
     if (!memory.fits() && json["limiting"].is_null()) json["limiting"] = memory.name;
   return json;
-}
-
-Json section_to_paste(const Prediction& p, const RuntimeOptions& runtime) {
-  const auto mebibytes = [](std::uint64_t bytes) { return fmt::format("{}MiB", divide_up(bytes, kMiB)); };
-  return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
-          {"device_memory", mebibytes(p.device.bytes)},
-          {"pinned_memory", mebibytes(p.pinned.bytes)}};
 }
 
 std::string settings_text(const Config& config) {
@@ -263,7 +282,25 @@ Json placement_json(const EngineOptions& engine) {
           {"mirror", engine.mirror.directory}};
 }
 
+// As a file says it: in whole MiB, if these are enough.
+Json budget_json(std::uint64_t bytes, std::uint64_t held_bytes) {
+  const std::uint64_t whole = round_down(bytes, kMiB);
+  return whole >= std::max(held_bytes, kMiB) ? Json(fmt::format("{}MiB", whole / kMiB)) : Json(bytes);
+}
+
 }  // namespace
+
+Json budgets_section(const Prediction& p, const RuntimeOptions& runtime) {
+  std::uint64_t device_bytes = runtime.device_memory_bytes, pinned_bytes = runtime.pinned_memory_bytes;
+  if (const std::uint64_t both = runtime.host_memory_bytes; both > 0) {
+    const std::uint64_t unused = both - std::min(both, p.device.bytes + p.pinned.bytes);
+    device_bytes = std::max(round_up(p.device.bytes + unused / 2, kBlockAlignment), kBlockAlignment);
+    pinned_bytes = std::max(both - std::min(device_bytes, both), kBlockAlignment);
+  }
+  return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
+          {"device_memory", budget_json(device_bytes, p.device.bytes)},
+          {"pinned_memory", budget_json(pinned_bytes, p.pinned.bytes)}};
+}
 
 std::string program_pinned_text(std::uint64_t bytes) {
   if (bytes == 0)
@@ -312,8 +349,8 @@ std::string accepted_text(const CheckReport& report) {
   if (!report.prediction) return text;
   text += fit_text(report.fit, report.machine);
   if (!report.fit.fits()) return text;
-  return text + fmt::format("\nthe same on every machine, in the file:\n  \"hoist\": {}\n",
-                            section_to_paste(*report.prediction, report.runtime).dump());
+  return text + fmt::format("\nthese budgets on every machine, in the file:\n  \"hoist\": {}\n",
+                            budgets_section(*report.prediction, report.runtime).dump());
 }
 
 Json accepted_json(const CheckReport& report) {
@@ -334,7 +371,7 @@ Json accepted_json(const CheckReport& report) {
   json["prediction"] = report.prediction ? prediction_json(report) : Json(nullptr);
   json["machine"] = report.prediction ? fit_json(report.fit, report.machine) : Json(nullptr);
   json["section"] =
-      report.prediction && report.fit.fits() ? section_to_paste(*report.prediction, report.runtime) : Json(nullptr);
+      report.prediction && report.fit.fits() ? budgets_section(*report.prediction, report.runtime) : Json(nullptr);
   json["settings"] = Json::array();
   for (const ConfigSetting& setting : config.settings()) json["settings"].push_back(setting_json(setting));
   json["notes"] = config.notes;

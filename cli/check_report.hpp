@@ -26,6 +26,9 @@ struct CheckReport {
   MachineFit fit{};                        // if there is a prediction
   // The fraction that the pinned budget allows, if optimizer state is on NVMe; likewise of weights.
   std::optional<double> pinned_fraction_max{}, parameters_pinned_fraction_max{};
+  // What the engine would hold in pinned memory with the default of sub_group_size, if a larger one is set and takes
+  // more.
+  std::optional<std::uint64_t> pinned_bytes_by_default{};
   std::string model;  // the source of its shape
   std::uint64_t program_pinned_bytes = 0;
   bool all_settings = false;
@@ -33,6 +36,9 @@ struct CheckReport {
 
 // Whether a prediction counts pinned memory of the program's own.
 std::string program_pinned_text(std::uint64_t bytes);
+// The section "hoist" that fixes device and budgets. If one budget limits both memories, each gets what the prediction
+// takes and half of the rest.
+nlohmann::ordered_json budgets_section(const Prediction& prediction, const RuntimeOptions& runtime);
 nlohmann::ordered_json tier_json(const Prediction::Tier& tier);
 nlohmann::ordered_json step_json(const StepBytes& step);
 nlohmann::ordered_json device_state_json(const Prediction& prediction);

@@ -36,8 +36,9 @@ Allowance allowance(const MemorySize& memory, int shares, const char* what) {
   const std::uint64_t usable = memory.free_bytes > reserve ? round_down(memory.free_bytes - reserve, step) : 0;
   // At least 1 MiB, because 0 means that the budget is still to be chosen. An engine that needs more is refused.
   const std::uint64_t share = std::max(round_down(usable / static_cast<unsigned>(shares), kBlockAlignment), kMiB);
-  std::string reason = fmt::format("{} of {} {} are free, and {} stay so", format_bytes(memory.free_bytes),
-                                   format_bytes(memory.total_bytes), what, format_bytes(reserve));
+  std::string reason =
+      fmt::format("{} of {} {} are free, of which hoist leaves {} unused", format_bytes(memory.free_bytes),
+                  format_bytes(memory.total_bytes), what, format_bytes(reserve));
   if (shares > 1) reason += fmt::format("; {} processes divide the rest", shares);
   return {share, std::move(reason)};
 }

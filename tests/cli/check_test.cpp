@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What `hoist check` predicts, and that the shells complete what the program has.
 #include <cstdlib>
+#include <filesystem>
 #include <sstream>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <hoist/core/units.hpp>
@@ -14,6 +16,7 @@ namespace hoist::check_test {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class Check : public test::ProgramTest {};
 class Completion : public test::ProgramTest {};
@@ -103,6 +106,8 @@ TEST_F(Check, NamesTheShareOfWeightsThatTheBudgetHasRoomFor) {
   const auto limited = run("check limited.json --parameters 100M --json limited-report.json");
   EXPECT_EQ(limited.exit_code, 0) << limited.errors;
   EXPECT_THAT(limited.output, HasSubstr("at most 50000000 elements of a rank"));
+  EXPECT_THAT(limited.output, HasSubstr("max_in_cpu: 0.50 of the weights are in pinned memory"));
+  EXPECT_THAT(limited.output, Not(HasSubstr("\"auto\"")));
   EXPECT_EQ(json_of("limited-report.json")["placement"]["parameters_pinned_fraction"], "auto");
   EXPECT_NEAR(json_of("limited-report.json")["prediction"]["pinned_weight_share"].get<double>(), 0.5, 0.01);
 }
@@ -167,12 +172,84 @@ TEST_F(Check, EndsWithWhetherTheModelFitsThisMachine) {
   EXPECT_EQ(report["section"], nullptr);
 }
 
+TEST_F(Check, TheSectionToPasteIsAcceptedWithTheSameVerdict) {
+  for (const char* text :
+       {"{}", R"({"zero_optimization": {"stage": 2}})",
+        R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})",
+        R"({"hoist": {"device": "host", "pinned_memory": "3000001KiB"}})",
+        R"({"hoist": {"device": "host", "device_memory": "2000001KiB", "pinned_memory": 4096}})",
+        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+            "hoist": {"optimizer_pinned_fraction": "auto", "parameters_pinned_fraction": "auto"}})"}) {
+    for (const std::string machine : {"", " --machine " HOIST_SOURCE_DIR "/machines/gb10.json"}) {
+      SCOPED_TRACE(text + machine);
+      write("file.json", text);
+      ASSERT_EQ(run("check file.json --parameters 1e8 --json report.json" + machine).exit_code, 0);
+      nlohmann::json pasted = nlohmann::json::parse(text);
+      const auto report = json_of("report.json");
+      for (const auto& [key, value] : report["section"].items()) pasted["hoist"][key] = value;
+      write("pasted.json", pasted.dump());
+      const auto result = run("check pasted.json --parameters 1e8 --json pasted-report.json" + machine);
+      EXPECT_EQ(result.exit_code, 0) << pasted << result.output << result.errors;
+      EXPECT_EQ(json_of("pasted-report.json")["section"], json_of("report.json")["section"]);
+    }
+  }
+}
+
+// The file cannot raise what the machine does not have.
+TEST_F(Check, ABudgetThatWasChosenCannotBeRaised) {
+  write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})");
+  const auto result = run("check plain.json --parameters 1e12 --machine " HOIST_SOURCE_DIR "/machines/h100-8.json");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.output, testing::ContainsRegex("does not fit: a node of 8 H100 has [0-9.]+ GiB for each rank"));
+  EXPECT_THAT(result.output, Not(HasSubstr("raise it")));
+}
+
+TEST_F(Check, SaysWhatASubGroupSizeOfDeepSpeedCosts) {
+  const auto check = [&](const char* size) {
+    write("file.json", fmt::format(R"({{"zero_optimization": {{"stage": 3, "sub_group_size": {},
+        "offload_param": {{"device": "nvme", "nvme_path": "/nvme"}},
+        "offload_optimizer": {{"device": "nvme", "nvme_path": "/nvme"}}}}}})",
+                                   size));
+    const auto result =
+        run("check file.json --parameters 7e9 --world 1 --machine " HOIST_SOURCE_DIR "/machines/h200-4-drives.json");
+    EXPECT_EQ(result.exit_code, 0) << result.output;
+    return result.output;
+  };
+  EXPECT_THAT(check("1e9"), testing::ContainsRegex(
+                                "sub_group_size 1000000000 takes pinned memory: .* would be held without the key"));
+  EXPECT_THAT(check("\"auto\""), Not(HasSubstr("takes pinned memory")));
+}
+
+TEST_F(Check, CountsAFileSystemOnceAndOnlyTheStoresOwnFiles) {
+  const auto drives = [&](const std::string& paths) {
+    write("file.json", fmt::format(R"({{"zero_optimization": {{"stage": 3, "offload_optimizer": {{"device": "nvme",
+        "nvme_path": {}}}}}}})",
+                                   paths));
+    run("check file.json --parameters 1e8 --json report.json");
+    const auto report = json_of("report.json");
+    for (const auto& memory : report["machine"]["memories"])
+      if (memory["name"].get<std::string>().starts_with("NVMe")) return memory;
+    return nlohmann::json{{"bytes", 0}, {"free_bytes", 0}};
+  };
+  const std::string one = '"' + path("a") + '"', two = fmt::format("[{}, \"{}\"]", one, path("b"));
+  const auto alone = drives(one), both = drives(two);
+  EXPECT_GT(alone["bytes"], 2'400'000'000) << "24 bytes a parameter";
+  EXPECT_LT(both["free_bytes"].get<double>(), 1.5 * alone["free_bytes"].get<double>());
+  std::filesystem::create_directories(path("a/hoist"));
+  write("a/hoist/notes.txt", std::string(1 << 20, 'x'));
+  EXPECT_EQ(drives(one)["bytes"], alone["bytes"]);
+  write("a/hoist/rank-00000.data", std::string(1 << 20, 'x'));
+  EXPECT_NEAR(alone["bytes"].get<double>() - drives(one)["bytes"].get<double>(), 1 << 20, 1 << 16);
+}
+
 TEST_F(Check, BudgetsOfTheCommandLineWin) {
   write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
                           "hoist": {"device": "host", "pinned_memory": "1TiB"}})");
   const auto result =
       run("check plain.json --parameters 100M --device-memory 1GiB --pinned-memory 64MiB --json report.json");
   EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.output, HasSubstr("does not fit: hoist.pinned_memory is 64.0 MiB, raise it"));
   EXPECT_THAT(result.output, HasSubstr("hoist.pinned_memory is 64.0 MiB: raise it"));
   EXPECT_EQ(json_of("report.json")["budgets"]["pinned"], 64 << 20);
 }

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <filesystem>
+#include <set>
+#include <vector>
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <hoist/core/units.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
@@ -14,17 +17,43 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Free bytes of the file system that holds the directory, or would hold it.
-std::uint64_t free_space(fs::path directory) {
+// The directory, or that above it which exists.
+fs::path nearest_existing(fs::path directory) {
   std::error_code error;
   while (!fs::exists(directory, error) && directory.has_relative_path()) directory = directory.parent_path();
-  const fs::space_info space = fs::space(directory.empty() ? "." : directory, error);
+  return directory.empty() ? "." : directory;
+}
+
+std::uint64_t free_space(const fs::path& directory) {
+  std::error_code error;
+  const fs::space_info space = fs::space(directory, error);
   return error ? 0 : space.available;
 }
 
-bool has_files(const fs::path& directory) {
-  std::error_code error;
-  return fs::exists(directory, error) && !fs::is_empty(directory, error);
+// The drives' share of a store.
+struct DriveSpace {
+  std::uint64_t free_bytes = 0;      // of each file system once, however many of the directories it has
+  std::uint64_t reserved_bytes = 0;  // that files of a store have already
+};
+
+DriveSpace drive_space(const EngineOptions& engine) {
+  DriveSpace space;
+  std::vector<std::string> directories{engine.store_directory};
+  directories.insert(directories.end(), engine.stripe_directories.begin(), engine.stripe_directories.end());
+  std::set<dev_t> file_systems;
+  for (const std::string& directory : directories) {
+    struct stat status {};
+    const fs::path existing = nearest_existing(directory);
+    if (::stat(existing.c_str(), &status) == 0 && file_systems.insert(status.st_dev).second)
+      space.free_bytes += free_space(existing);
+    std::error_code error;
+    for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
+      const bool is_of_store = entry->path().filename().string().starts_with("rank-");
+      if (is_of_store && ::stat(entry->path().c_str(), &status) == 0)
+        space.reserved_bytes += static_cast<std::uint64_t>(status.st_blocks) * 512;  // POSIX: blocks of 512 bytes
+    }
+  }
+  return space;
 }
 
 std::string placement_remedy(const EngineOptions& engine) {
@@ -60,15 +89,12 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
                           ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           placement_remedy(engine)});
-  // A store that is there has its space; scratch is reserved at every start.
-  const bool has_store = !drive_bytes && has_files(engine.store_directory);
-  const std::uint64_t nvme_bytes = has_store ? p.scratch_bytes : p.nvme_bytes;
-  if (nvme_bytes > 0) {
-    std::uint64_t free = drive_bytes ? *drive_bytes : free_space(engine.store_directory);
-    if (!drive_bytes)
-      for (const std::string& directory : engine.stripe_directories) free += free_space(directory);
-    fit.memories.push_back({"NVMe at " + engine.store_directory, ranks * nvme_bytes, ranks * nvme_bytes, free,
-                            "name a larger drive, or several, in nvme_path"});
+  if (p.nvme_bytes > 0) {
+    const DriveSpace space = drive_bytes ? DriveSpace{.free_bytes = *drive_bytes} : drive_space(engine);
+    const std::uint64_t bytes = ranks * p.nvme_bytes - std::min(ranks * p.nvme_bytes, space.reserved_bytes);
+    if (bytes > 0)
+      fit.memories.push_back({"NVMe at " + engine.store_directory, bytes, bytes, space.free_bytes,
+                              "name a larger drive, or several, in nvme_path"});
   }
   for (const MachineFit::Memory& memory : fit.memories) {
     if (memory.fits()) continue;
