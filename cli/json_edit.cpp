@@ -149,6 +149,10 @@ std::string with_member(const std::string& text, std::span<const std::string_vie
     if (!found) return with_new_member(text, walker, object, path[step], nested(path.subspan(step + 1), value));
     if (step + 1 == path.size())
       return text.substr(0, found->value.begin) + indented(value, "") + text.substr(found->value.end);
+    const std::string_view old = walker.text().substr(found->value.begin, found->value.end - found->value.begin);
+    if (old == "null" || old == "true" || old == "false")  // a section left out, or DeepSpeed's old switch of one
+      return text.substr(0, found->value.begin) + nested(path.subspan(step + 1), value).dump() +
+             text.substr(found->value.end);
     if (text[found->value.begin] != '{')
       throw JsonEditError(fmt::format("has a \"{}\" that is not an object", path[step]));
     object = found->value.begin;

@@ -11,6 +11,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/zero/predict/activations.hpp>
 
+#include "check_report.hpp"
 #include "json_edit.hpp"
 
 namespace hoist::cli {
@@ -288,11 +289,14 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     text = with_member(text, std::vector<std::string_view>(path), value);
   };
   const auto device_of = [](Placement placement) { return kDevices[static_cast<std::size_t>(placement)]; };
-  const auto bytes_json = [](std::uint64_t bytes) -> nlohmann::ordered_json {
-    if (bytes % kMiB != 0) return bytes;
-    return std::to_string(bytes / kMiB) + "MiB";
-  };
   set({"zero_optimization", "stage"}, row.engine.stage);
+  for (const std::string_view key : {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"}) {
+    if (!is_given(question.config, key)) continue;  // otherwise it would contradict the sections
+    std::vector<std::string_view> names = config::find_key(key)->aliases;
+    names.push_back(config::last_part(key));
+    for (const std::string_view name : names)
+      if (text.find("\"" + std::string(name) + "\"") != std::string::npos) set({"zero_optimization", name}, false);
+  }
   const EngineOptions &engine = row.engine, &given = question.config.engine;
   if (engine.prefetch_elements != given.prefetch_elements)
     set({"zero_optimization", "stage3_prefetch_bucket_size"}, engine.prefetch_elements);
@@ -315,20 +319,18 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   }
   if (engine.update_buffer_count != given.update_buffer_count)
     set({"zero_optimization", "offload_optimizer", "buffer_count"}, engine.update_buffer_count);
-  const RuntimeOptions& runtime = question.runtime;
-  set({"hoist", "device"}, runtime.device == platform::DeviceKind::cuda ? "cuda" : "host");
-  // If device memory is host memory, the device gets what the plan takes, and pinned memory gets the rest.
-  const bool shared = runtime.host_memory_bytes > 0;
-  const std::uint64_t on_device = round_up(row.prediction.device.bytes, kMiB);
-  set({"hoist", "device_memory"}, bytes_json(shared ? on_device : runtime.device_memory_bytes));
-  set({"hoist", "pinned_memory"},
-      bytes_json(shared ? runtime.host_memory_bytes - on_device : runtime.pinned_memory_bytes));
+  const nlohmann::ordered_json budgets = budgets_section(row.prediction, question.runtime);
+  for (const auto& [key, value] : budgets.items()) set({"hoist", key}, value);
   if (row.engine.optimizer == Placement::nvme)
     set({"hoist", "optimizer_pinned_fraction"}, row.prediction.pinned_fraction);
   if (row.engine.parameters == Placement::nvme)
     set({"hoist", "parameters_pinned_fraction"}, row.prediction.parameters_pinned_fraction);
   if (row.prediction.spilled_units > 0 || given.gradient_spill_units != 0u)
     set({"hoist", "gradient_spill"}, row.prediction.spilled_units > 0);
+  // What another placement asked for.
+  if (given.update_mode == UpdateMode::backward && engine.update_mode != given.update_mode)
+    set({"hoist", "update_mode"}, "auto");
+  if (!needs_store(engine) && given.durability == tiers::Durability::step) set({"hoist", "durability"}, "none");
   return text;
 }
 

@@ -144,22 +144,6 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
   std::vector<JsonNode*> open_;
 };
 
-// No JSON number is infinite. This one, of as many characters, stands for Infinity, so that positions stay.
-constexpr std::string_view kInfinity = "Infinity", kInfinityNumber = "1.79e308";
-constexpr double kInfinityValue = 1.79e308;
-static_assert(kInfinity.size() == kInfinityNumber.size());
-
-std::string without_infinities(std::string text) {
-  bool in_string = false;
-  for (std::size_t at = 0; at < text.size(); ++at) {
-    if (text[at] == '"') in_string = !in_string;
-    if (in_string && text[at] == '\\') ++at;
-    if (!in_string && std::string_view(text).substr(at).starts_with(kInfinity))
-      text.replace(at, kInfinity.size(), kInfinityNumber);
-  }
-  return text;
-}
-
 }  // namespace
 
 bool is_infinite(const JsonNode& node) {
@@ -169,7 +153,7 @@ bool is_infinite(const JsonNode& node) {
 
 JsonNode parse_json_text(std::string_view original) {
   if (const auto refusal = refuse_at_sight(original)) throw *refusal;
-  const std::string text = without_infinities(plain_json(original));
+  const std::string text = plain_json(original);
   std::size_t consumed = 0;
   TreeBuilder builder(text, consumed);
   nlohmann::json::sax_parse(CountingIterator(text.data(), &consumed),

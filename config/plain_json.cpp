@@ -24,6 +24,9 @@ std::optional<std::size_t> end_of_comment(std::string_view text, std::size_t at,
   return text.find("*/", at + 2) + 2;
 }
 
+constexpr std::string_view kInfinity = "Infinity";
+static_assert(kInfinity.size() == kInfinityNumber.size());
+
 // Whether a character ends an item of a list, which a comma may follow.
 bool ends_item(char c) { return c != '\0' && c != '{' && c != '[' && c != ','; }
 
@@ -47,6 +50,7 @@ std::string plain_json(std::string_view text) {
       ++at;
       continue;
     }
+    if (text.substr(at).starts_with(kInfinity)) plain.replace(at, kInfinity.size(), kInfinityNumber);
     if (last_comma && (c == '}' || c == ']') && ends_item(before_comma)) plain[*last_comma] = ' ';
     last_comma = c == ',' ? std::optional(at) : std::nullopt;
     if (c == ',') before_comma = last;

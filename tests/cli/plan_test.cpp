@@ -522,6 +522,26 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
   EXPECT_FALSE(std::filesystem::exists(path("none.json")));
 }
 
+// Values that are no section, and keys that belong to the placement before.
+TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
+  for (const char* text :
+       {R"({"zero_optimization": true})", R"({"zero_optimization": {"stage": 3, "offload_optimizer": null}})",
+        R"({"steps_per_print": Infinity})",
+        R"({"zero_optimization": {"stage": 3, "cpu_offload": true, "cpu_offload_params": true}})",
+        R"({"gradient_clipping": 0, "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+            "hoist": {"update_mode": "backward"}})",
+        R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}},
+            "hoist": {"durability": "step"}})"}) {
+    write("own.json", text);
+    const auto planned = run("plan own.json --parameters 1e8 --write own.json" + std::string(kOneRank));
+    EXPECT_EQ(planned.exit_code, 0) << text << planned.errors;
+    EXPECT_EQ(best(json_of("plan.json"))["optimizer"], "device");
+    const auto checked = run("check own.json --json report.json");
+    EXPECT_EQ(checked.exit_code, 0) << test::text_of(path("own.json")) << checked.errors;
+    EXPECT_EQ(json_of("report.json")["placement"]["optimizer"], "device") << text;
+  }
+}
+
 TEST_F(Plan, RanksThatAreAloneInTheirNodesUseTheNetwork) {
   auto machine = kMachine;
   machine["nodes"] = 4;
