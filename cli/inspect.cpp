@@ -93,6 +93,15 @@ std::string checkpoints_text(const StoreSummary& store) {
   return fmt::format("{}; room for {}", text.empty() ? "none" : text, store.checkpoints_max);
 }
 
+// "step 3 (after restart 1, saved again 2 times)"
+std::string commit_text(const CommitHeader& commit) {
+  std::vector<std::string> remarks;
+  if (commit.incarnation > 1) remarks.push_back(fmt::format("after restart {}", commit.incarnation - 1));
+  if (commit.revision > 0)
+    remarks.push_back(fmt::format("saved again {} time{}", commit.revision, commit.revision == 1 ? "" : "s"));
+  return fmt::format("step {}{}", commit.step, remarks.empty() ? "" : fmt::format(" ({})", fmt::join(remarks, ", ")));
+}
+
 void print_findings(const Findings& findings) {
   const StoreSummary& store = findings.store;
   std::vector<std::vector<std::string>> rows{{"model", model_text(findings)},
@@ -108,9 +117,7 @@ void print_findings(const Findings& findings) {
   for (const StoreSummary::Rank& rank : store.ranks) {
     std::string commits;
     for (const CommitHeader& commit : rank.commits) {
-      commits +=
-          fmt::format("{}step {} (incarnation {}{})", commits.empty() ? "" : ", ", commit.step, commit.incarnation,
-                      commit.revision == 0 ? "" : fmt::format(", revision {}", commit.revision));
+      commits += (commits.empty() ? "" : ", ") + commit_text(commit);
     }
     rows.push_back({fmt::format("{}", rank.rank), commits.empty() ? "none" : commits});
   }

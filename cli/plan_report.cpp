@@ -20,6 +20,10 @@ using Rows = std::vector<std::vector<std::string>>;
 
 constexpr double kSecondsADay = 86400;
 
+constexpr const char* kLegend =
+    "  busiest: what is in use for most of the step; gap: the time of a step, divided by the least\n"
+    "  compute: the model's kernels; wire: between ranks; host_memory, device_memory: the update's reads and writes\n";
+
 const char* name_of(Placement placement) {
   static constexpr const char* kNames[] = {"device", "pinned", "nvme"};
   return kNames[static_cast<std::size_t>(placement)];
@@ -340,7 +344,7 @@ std::string plan_text(const PlanReport& report) {
                     resource_name(row.time.limit), waits_text(row.time), verdict(row)});
     if (disturbed) after_step(rows.back(), seconds_text(row.disturbed->expected_seconds));
   }
-  text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + refusals_text(report);
+  text += columns(rows) + kLegend + program_pinned_text(report.program_pinned_bytes) + refusals_text(report);
   const PlanRow* const best = report.best();
   return text + (best == nullptr ? nothing_fits_text(report) : best_text(report, *best));
 }

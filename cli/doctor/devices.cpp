@@ -73,7 +73,7 @@ Finding usable_devices(const std::vector<PciGpu>& cards) {
   if (!names.empty()) finding.found = fmt::format("{}", fmt::join(names, "; "));
   if (count > 0) return finding;
   finding.verdict = cards.empty() ? Verdict::lacking : Verdict::missing;
-  finding.cost = "training runs on the host device, which is made of CPU memory and is for tests";
+  finding.cost = "training runs on the CPU, with a device made of CPU memory";
   finding.remedy = !cards.empty() && !kBuiltWithCuda ? "build again with -DHOIST_WITH_CUDA=ON, nvcc on the PATH"
                    : cards.empty() ? "use a machine with an NVIDIA GPU; in a container: docker run --gpus all"
                                    : "load the driver, see above; in a container: docker run --gpus all";
