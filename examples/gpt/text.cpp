@@ -38,10 +38,10 @@ Text Text::load(const std::string& path, int context) {
   return Text(std::move(bytes));
 }
 
-std::uint64_t Text::fingerprint() const {
+Text::Text(std::vector<std::uint8_t> bytes) : bytes_(std::move(bytes)) {
   Digest digest;
   digest.update(std::as_bytes(std::span(bytes_)));
-  return digest.value();
+  fingerprint_ = digest.value();
 }
 
 Batch Text::batch(const BatchOptions& options) const {

@@ -38,15 +38,16 @@ class Text {
  public:
   // The whole file at `path`. Errors: InputError, also when it holds fewer than context + 1 bytes.
   static Text load(const std::string& path, int context);
-  explicit Text(std::vector<std::uint8_t> bytes) : bytes_(std::move(bytes)) {}
+  explicit Text(std::vector<std::uint8_t> bytes);
 
   std::uint64_t byte_count() const { return bytes_.size(); }
-  std::uint64_t fingerprint() const;
+  std::uint64_t fingerprint() const { return fingerprint_; }
   // World size w with batch b sees the windows that one rank with batch w * b sees.
   Batch batch(const BatchOptions& options) const;
 
  private:
   std::vector<std::uint8_t> bytes_;
+  std::uint64_t fingerprint_;  // every step's run state has it
 };
 
 }  // namespace hoist::gpt

@@ -2,6 +2,7 @@
 #include "text.hpp"
 
 #include <algorithm>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <set>
@@ -109,6 +110,24 @@ TEST_F(TextTest, EveryWindowIsReached) {
 TEST_F(TextTest, FingerprintTellsTextsApart) {
   EXPECT_EQ(counting(100).fingerprint(), counting(100).fingerprint());
   EXPECT_NE(counting(100).fingerprint(), counting(101).fingerprint());
+}
+
+double thread_seconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// Every step asks for it.
+TEST_F(TextTest, FingerprintIsComputedOnce) {
+  std::vector<std::uint8_t> bytes(std::size_t{32} << 20);
+  const double begin = thread_seconds();
+  const Text text(std::move(bytes));
+  const double made = thread_seconds();
+  std::uint64_t sum = 0;
+  for (int i = 0; i < 100; ++i) sum += text.fingerprint();
+  EXPECT_LT(thread_seconds() - made, made - begin);
+  EXPECT_EQ(sum, 100 * text.fingerprint());
 }
 
 }  // namespace
