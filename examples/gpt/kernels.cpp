@@ -5,6 +5,7 @@
 #include <bit>
 #include <cerrno>
 #include <cmath>
+#include <functional>
 #include <system_error>
 #include <vector>
 
@@ -34,10 +35,16 @@ constexpr Index kRowChunk = 32;         // rows per task of the row-wise kernels
 constexpr Index kColumnChunk = 64;      // columns per task where rows are summed
 constexpr Index kElementChunk = 16384;  // elements per task of the element-wise kernels
 
+// work(i) over [0, count). The pool gets a reference, because a std::function would allocate its copy of `work`.
+template <typename Work>
+void for_each_index(UpdatePool& pool, Index count, const Work& work) {
+  pool.run(static_cast<std::size_t>(count), std::cref(work));
+}
+
 // work(first, count) over [0, total) in fixed pieces of `chunk`.
 template <typename Work>
 void for_chunks(UpdatePool& pool, Index total, Index chunk, const Work& work) {
-  pool.run(static_cast<std::size_t>((total + chunk - 1) / chunk), [&](std::size_t i) {
+  for_each_index(pool, (total + chunk - 1) / chunk, [&](std::size_t i) {
     const Index first = static_cast<Index>(i) * chunk;
     work(first, std::min(chunk, total - first));
   });
@@ -356,7 +363,7 @@ void attention_forward(UpdatePool& pool, const AttentionShape& shape, const floa
   const Index t = shape.context;
   const Index qkv_stride = 3 * shape.width();
   const float scale = 1.0f / std::sqrt(static_cast<float>(shape.head_width));
-  pool.run(static_cast<std::size_t>(shape.batch * shape.heads), [&](std::size_t task) {
+  for_each_index(pool, shape.batch * shape.heads, [&](std::size_t task) {
     const Head head(shape, task);
     float* p = probabilities + head.probabilities;
     sgemm({.m = t, .n = t, .k = shape.head_width, .alpha = scale}, {qkv + head.query, qkv_stride},
@@ -375,7 +382,7 @@ void attention_backward(UpdatePool& pool, const AttentionShape& shape, const Att
   const Index width = shape.width();
   const Index qkv_stride = 3 * width;
   const float scale = 1.0f / std::sqrt(static_cast<float>(shape.head_width));
-  pool.run(static_cast<std::size_t>(shape.batch * shape.heads), [&](std::size_t task) {
+  for_each_index(pool, shape.batch * shape.heads, [&](std::size_t task) {
     const Head head(shape, task);
     const float* p = a.probabilities + head.probabilities;
     float* ds = a.scratch + head.probabilities;
