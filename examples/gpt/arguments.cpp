@@ -151,6 +151,13 @@ void settle_batch(const Arguments& a, const Config& config, const TrainingOption
 }
 
 void settle_learning_rate(const Arguments& a, const Config& config, Settled& settled) {
+  if ((a.learning_rate || a.warmup > 0) &&
+      !std::holds_alternative<ConstantRate>(config.engine.learning_rate_schedule)) {
+    throw InputError(fmt::format(
+        "{}: its section \"scheduler\" sets the learning rate of each step, so --learning-rate and --warmup "
+        "would not have their effect: leave them out, or remove the section",
+        config.origin()));
+  }
   settled.learning_rate = config.engine.optimizer_defaults.learning_rate;
   if (!a.learning_rate || *a.learning_rate == settled.learning_rate) return;
   settled.notes.push_back(fmt::format("--learning-rate {} wins over optimizer.params.lr {} of {}", *a.learning_rate,

@@ -152,6 +152,23 @@ TEST(Settle, TheBatchOfAllRanksIsDivided) {
               ElementsAre("--batch 5 on 4 rank(s) wins over train_batch_size 12 of f.json"));
 }
 
+TEST(Settle, AScheduleOfTheFileLeavesNoRateToTheCommandLine) {
+  const auto with = [](const std::string& schedule) {
+    return Config::parse(
+        R"({"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}, "scheduler": )" + schedule + "}", "f.json");
+  };
+  for (const char* schedule :
+       {R"({"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}})",
+        R"({"type": "LRRangeTest", "params": {}})", R"({"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}})",
+        R"({"type": "WarmupCosineLR", "params": {"total_num_steps": 100}})"}) {
+    SCOPED_TRACE(schedule);
+    const Config config = with(schedule);
+    EXPECT_THAT(settle({}, config, 1).notes, IsEmpty());
+    EXPECT_THROW((void)settle({.learning_rate = 0.5}, config, 1), InputError);
+    EXPECT_THROW((void)settle({.warmup = 9}, config, 1), InputError);
+  }
+}
+
 // --- the program's part of a commit --------------------------------------------------------------------------------
 
 RunState example() {
