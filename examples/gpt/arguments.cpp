@@ -114,40 +114,56 @@ namespace {
 
 constexpr std::uint64_t kBatchMax = 1 << 16;
 
-void settle_micro_batches(const Arguments& a, const Config& config, const TrainingOptions& file, Settled& settled) {
-  const std::uint64_t accumulation = file.gradient_accumulation_steps.value_or(1);
-  if (!a.micro_batches && accumulation > kBatchMax) {
-    throw InputError(fmt::format("{}: gradient_accumulation_steps {} is more than hoist-gpt takes: at most {}",
-                                 config.origin(), accumulation, kBatchMax));
+// The file's batch sizes, with those of the command line in their place.
+TrainingOptions batch_sizes(const Arguments& a, const Config& config, int world_size) {
+  if (!a.batch && !a.micro_batches) return config.check_world_size(world_size);
+  Config asked = config;
+  TrainingOptions& sizes = asked.training;
+  if (a.batch) sizes.train_micro_batch_size_per_gpu = *a.batch;
+  if (a.micro_batches) sizes.gradient_accumulation_steps = *a.micro_batches;
+  if (sizes.train_micro_batch_size_per_gpu) {  // the two decide; where only one is given, the total may imply the other
+    sizes.gradient_accumulation_steps = asked.micro_batches(world_size);
+    sizes.train_batch_size.reset();
   }
-  settled.micro_batches = a.micro_batches.value_or(static_cast<int>(accumulation));
-  if (a.micro_batches && file.gradient_accumulation_steps &&
-      accumulation != static_cast<std::uint64_t>(*a.micro_batches)) {
-    settled.notes.push_back(fmt::format("--micro-batches {} wins over gradient_accumulation_steps {} of {}",
-                                        *a.micro_batches, accumulation, config.origin()));
-  }
+  return asked.check_world_size(world_size);
 }
 
-void settle_batch(const Arguments& a, const Config& config, const TrainingOptions& file, int world_size,
-                  Settled& settled) {
-  const std::optional<std::uint64_t> micro = file.train_micro_batch_size_per_gpu;
-  if (!a.batch) {
-    if (micro.value_or(1) > kBatchMax) {
-      throw InputError(fmt::format("{}: train_micro_batch_size_per_gpu {} is more than hoist-gpt takes: at most {}",
-                                   config.origin(), *micro, kBatchMax));
-    }
-    if (micro) settled.batch = static_cast<int>(*micro);
-    return;
+int at_most_batch_max(std::uint64_t value, const char* what, const Config& config) {
+  if (value > kBatchMax) {
+    throw InputError(
+        fmt::format("{}: {} {} are more than hoist-gpt takes: at most {}", config.origin(), value, what, kBatchMax));
   }
-  settled.batch = *a.batch;
-  const auto batch = static_cast<std::uint64_t>(*a.batch);
-  if (micro && *micro != batch) {
-    settled.notes.push_back(
-        fmt::format("--batch {} wins over train_micro_batch_size_per_gpu {} of {}", batch, *micro, config.origin()));
-  } else if (file.train_batch_size && *file.train_batch_size != batch * static_cast<std::uint64_t>(world_size)) {
-    settled.notes.push_back(fmt::format("--batch {} on {} rank(s) wins over train_batch_size {} of {}", batch,
-                                        world_size, *file.train_batch_size, config.origin()));
-  }
+  return static_cast<int>(value);
+}
+
+// Names every batch size of the file that is not the one in effect.
+void note_batch_sizes(const Arguments& a, const Config& config, int world_size, Settled& settled) {
+  const TrainingOptions& file = config.training;
+  const auto note = [&](const std::string& winner, const char* key, const std::optional<std::uint64_t>& of_file,
+                        std::uint64_t in_effect) {
+    if (of_file && *of_file != in_effect)
+      settled.notes.push_back(fmt::format("{} over {} {} of {}", winner, key, *of_file, config.origin()));
+  };
+  const auto batch = static_cast<std::uint64_t>(settled.batch);
+  const auto micro_batches = static_cast<std::uint64_t>(settled.micro_batches);
+  if (a.batch)
+    note(fmt::format("--batch {} wins", batch), "train_micro_batch_size_per_gpu", file.train_micro_batch_size_per_gpu,
+         batch);
+  if (a.micro_batches)
+    note(fmt::format("--micro-batches {} wins", micro_batches), "gradient_accumulation_steps",
+         file.gradient_accumulation_steps, micro_batches);
+  const std::uint64_t samples = batch * micro_batches * static_cast<std::uint64_t>(world_size);
+  note(fmt::format("{} samples a step (--batch {} x --micro-batches {} x {} rank{}) win", samples, batch, micro_batches,
+                   world_size, world_size == 1 ? "" : "s"),
+       "train_batch_size", file.train_batch_size, samples);
+}
+
+void settle_batch(const Arguments& a, const Config& config, int world_size, Settled& settled) {
+  const TrainingOptions sizes = batch_sizes(a, config, world_size);
+  const std::optional<std::uint64_t> batch = sizes.train_micro_batch_size_per_gpu;
+  settled.micro_batches = at_most_batch_max(*sizes.gradient_accumulation_steps, "micro-batches a step", config);
+  if (batch) settled.batch = at_most_batch_max(*batch, "samples per rank and micro-batch", config);
+  note_batch_sizes(a, config, world_size, settled);
 }
 
 void settle_learning_rate(const Arguments& a, const Config& config, Settled& settled) {
@@ -171,10 +187,7 @@ Settled settle(const Arguments& a, const Config& config, int world_size) {
   Settled settled;
   if (!config.runtime.device && platform::cuda_device_count() > 0)
     settled.notes.push_back(fmt::format("the GPU is not used: {}", kComputesOnCpu));
-  // Batch sizes of the file that do not go with so many ranks matter only where none is given on the command line.
-  const TrainingOptions file = a.batch ? config.training : config.check_world_size(world_size);
-  settle_micro_batches(a, config, file, settled);
-  settle_batch(a, config, file, world_size, settled);
+  settle_batch(a, config, world_size, settled);
   settle_learning_rate(a, config, settled);
   settled.vertical = a.vertical || config.engine.micro_batch_order == MicroBatchOrder::vertical;
   return settled;

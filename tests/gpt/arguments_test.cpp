@@ -149,7 +149,68 @@ TEST(Settle, TheBatchOfAllRanksIsDivided) {
   EXPECT_EQ(settle({}, config, 4).batch, 3);
   EXPECT_THROW((void)settle({}, config, 5), ConfigProblems);
   EXPECT_THAT(settle({.batch = 5}, config, 4).notes,
-              ElementsAre("--batch 5 on 4 rank(s) wins over train_batch_size 12 of f.json"));
+              ElementsAre("20 samples a step (--batch 5 x --micro-batches 1 x 4 ranks) win over train_batch_size 12 of "
+                          "f.json"));
+}
+
+struct BatchCase {
+  const char* file;  // the batch sizes
+  std::optional<int> batch, micro_batches;
+  int world_size;
+  int settled_batch, settled_micro_batches;
+  std::vector<std::string> notes;
+};
+
+Settled settled_of(const BatchCase& c) {
+  const std::string text =
+      std::string("{") + c.file + R"("zero_optimization": {"stage": 3}, "bf16": {"enabled": true}})";
+  return settle({.batch = c.batch, .micro_batches = c.micro_batches}, Config::parse(text, "f.json"), c.world_size);
+}
+
+// A key that the file does not have wins nothing, and one whose value is not in effect is named.
+TEST(Settle, TheNotesOnBatchSizesAreTrueAndComplete) {
+  const BatchCase cases[] = {
+      {R"("train_micro_batch_size_per_gpu": 4,)", {}, 4, 1, 4, 4, {}},
+      {R"("train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,)",
+       {},
+       4,
+       1,
+       4,
+       4,
+       {"--micro-batches 4 wins over gradient_accumulation_steps 2 of f.json"}},
+      {R"("train_batch_size": 32,)", {}, 4, 1, 8, 4, {}},
+      {R"("train_batch_size": 32,)", 4, {}, 2, 4, 4, {}},
+      {R"("train_batch_size": 32,)", 4, 4, 2, 4, 4, {}},
+      {R"("train_batch_size": 32,)",
+       8,
+       4,
+       2,
+       8,
+       4,
+       {"64 samples a step (--batch 8 x --micro-batches 4 x 2 ranks) win over train_batch_size 32 of f.json"}},
+      {R"("train_batch_size": 32, "train_micro_batch_size_per_gpu": 8,)",
+       {},
+       2,
+       1,
+       8,
+       2,
+       {"16 samples a step (--batch 8 x --micro-batches 2 x 1 rank) win over train_batch_size 32 of f.json"}},
+      {R"("train_batch_size": 32, "train_micro_batch_size_per_gpu": 8,)",
+       4,
+       {},
+       1,
+       4,
+       8,
+       {"--batch 4 wins over train_micro_batch_size_per_gpu 8 of f.json"}},
+  };
+  for (const BatchCase& c : cases) {
+    SCOPED_TRACE(c.file);
+    const Settled settled = settled_of(c);
+    EXPECT_EQ(settled.batch, c.settled_batch);
+    EXPECT_EQ(settled.micro_batches, c.settled_micro_batches);
+    EXPECT_EQ(settled.notes, c.notes);
+  }
+  EXPECT_THROW((void)settled_of({R"("train_batch_size": 32,)", {}, 5, 1, 0, 0, {}}), ConfigProblems);
 }
 
 TEST(Settle, AScheduleOfTheFileLeavesNoRateToTheCommandLine) {
