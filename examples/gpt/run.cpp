@@ -112,6 +112,7 @@ class Training {
   void introduce();
   RunState state_at(std::uint64_t step) const;
   double learning_rate_at(std::uint64_t step) const;
+  std::uint64_t samples_per_step() const;
   std::uint64_t tokens_per_step() const;
   StepRecord one_step();
   Batch micro_batch(int index) const;
@@ -180,7 +181,8 @@ void Training::prepare() {
   }
   if (commit) {
     engine_ = Engine::restore(runtime_, engine_options_, gpt_.model(), {.from = arguments_.from});
-    const RunState state = decode(engine_->restored()->caller_state);
+    const RestoreReport& found = *engine_->restored();
+    const RunState state = decode(found.caller_state, found.world_size);
     check_same_run(state, state_at(0));
     step_ = state.step;
     say(fmt::format("resuming at step {}", step_));
@@ -217,8 +219,7 @@ RunState Training::state_at(std::uint64_t step) const {
           .width = arguments_.width,
           .heads = arguments_.heads,
           .context = arguments_.context,
-          .batch = settled_.batch,
-          .micro_batches = settled_.micro_batches,
+          .samples_per_step = samples_per_step(),
           .text_bytes = text_.byte_count(),
           .text_fingerprint = text_.fingerprint()};
 }
@@ -229,9 +230,13 @@ double Training::learning_rate_at(std::uint64_t step) const {
   return settled_.learning_rate * static_cast<double>(step + 1) / static_cast<double>(arguments_.warmup);
 }
 
+std::uint64_t Training::samples_per_step() const {
+  return static_cast<std::uint64_t>(settled_.batch) * static_cast<std::uint64_t>(settled_.micro_batches) *
+         static_cast<std::uint64_t>(runtime_.world_size());
+}
+
 std::uint64_t Training::tokens_per_step() const {
-  return static_cast<std::uint64_t>(settled_.batch) * static_cast<std::uint64_t>(arguments_.context) *
-         static_cast<std::uint64_t>(runtime_.world_size()) * static_cast<std::uint64_t>(settled_.micro_batches);
+  return samples_per_step() * static_cast<std::uint64_t>(arguments_.context);
 }
 
 void Training::train() {

@@ -14,6 +14,11 @@ namespace {
 
 constexpr const char* kProgram = "hoist-gpt";
 
+std::uint64_t samples_of_format_1(const nlohmann::json& json, int world_size) {
+  return json.at("batch").get<std::uint64_t>() * json.at("micro_batches").get<std::uint64_t>() *
+         static_cast<std::uint64_t>(world_size);
+}
+
 }  // namespace
 
 std::vector<std::byte> encode(const RunState& state) {
@@ -25,8 +30,7 @@ std::vector<std::byte> encode(const RunState& state) {
                                        {"width", state.width},
                                        {"heads", state.heads},
                                        {"context", state.context},
-                                       {"batch", state.batch},
-                                       {"micro_batches", state.micro_batches},
+                                       {"samples_per_step", state.samples_per_step},
                                        {"text_bytes", state.text_bytes},
                                        {"text_fingerprint", state.text_fingerprint}};
   const std::string text = json.dump();
@@ -35,7 +39,7 @@ std::vector<std::byte> encode(const RunState& state) {
   return bytes;
 }
 
-RunState decode(std::span<const std::byte> bytes) {
+RunState decode(std::span<const std::byte> bytes, int world_size) {
   const std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   RunState state;
   try {
@@ -43,7 +47,7 @@ RunState decode(std::span<const std::byte> bytes) {
     if (json.at("program") != kProgram)
       throw InputError("the store's commit was made by another program than hoist-gpt");
     const int version = json.at("format").get<int>();
-    if (version != RunState::kFormatVersion) {
+    if (version < 1 || version > RunState::kFormatVersion) {
       throw InputError(
           fmt::format("the store's commit has run-state format {}, this hoist-gpt knows {}: use the version "
                       "that wrote it",
@@ -55,8 +59,8 @@ RunState decode(std::span<const std::byte> bytes) {
     json.at("width").get_to(state.width);
     json.at("heads").get_to(state.heads);
     json.at("context").get_to(state.context);
-    json.at("batch").get_to(state.batch);
-    json.at("micro_batches").get_to(state.micro_batches);
+    state.samples_per_step =
+        version == 1 ? samples_of_format_1(json, world_size) : json.at("samples_per_step").get<std::uint64_t>();
     json.at("text_bytes").get_to(state.text_bytes);
     json.at("text_fingerprint").get_to(state.text_fingerprint);
   } catch (const nlohmann::json::exception&) {
@@ -77,9 +81,13 @@ void check_same_run(const RunState& committed, const RunState& asked) {
   same("--width", committed.width, asked.width);
   same("--heads", committed.heads, asked.heads);
   same("--context", committed.context, asked.context);
-  same("--batch", committed.batch, asked.batch);
-  same("--micro-batches", committed.micro_batches, asked.micro_batches);
   same("--seed", committed.seed, asked.seed);
+  if (committed.samples_per_step != asked.samples_per_step) {
+    throw InputError(
+        fmt::format("the store holds a run of {} samples a step, not {}: choose --batch and --micro-batches so that "
+                    "--batch x --micro-batches x ranks is {}, or choose another store",
+                    committed.samples_per_step, asked.samples_per_step, committed.samples_per_step));
+  }
   if (committed.text_bytes != asked.text_bytes || committed.text_fingerprint != asked.text_fingerprint) {
     throw InputError(
         fmt::format("the store holds a run on another text ({} bytes, not {}): pass the same --text to "

@@ -10,7 +10,7 @@
 namespace hoist::gpt {
 
 struct RunState {
-  static constexpr int kFormatVersion = 1;
+  static constexpr int kFormatVersion = 2;
 
   std::uint64_t step = 0;  // steps done
   std::uint64_t seed = 0;
@@ -18,8 +18,7 @@ struct RunState {
   int width = 0;
   int heads = 0;
   int context = 0;
-  int batch = 0;          // per rank and micro-batch
-  int micro_batches = 1;  // of a step
+  std::uint64_t samples_per_step = 0;  // over all ranks and micro-batches: it decides which windows a step sees
   std::uint64_t text_bytes = 0;
   std::uint64_t text_fingerprint = 0;
 
@@ -28,9 +27,11 @@ struct RunState {
 
 // JSON text, so that a person can read it in the store.
 std::vector<std::byte> encode(const RunState& state);
+// `world_size`: of the run that made the commit. Format 1 has the samples of one rank only.
 // Errors: InputError when the bytes are not a run state of a version this program knows.
-RunState decode(std::span<const std::byte> bytes);
-// Errors: InputError naming what differs, steps aside. A different seed, batch or text would continue another run.
+RunState decode(std::span<const std::byte> bytes, int world_size);
+// Errors: InputError naming what differs, steps aside. A different seed, text or number of samples would continue
+// another run; how ranks and micro-batches divide the samples of a step may change.
 void check_same_run(const RunState& committed, const RunState& asked);
 
 }  // namespace hoist::gpt

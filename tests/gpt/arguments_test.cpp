@@ -239,21 +239,31 @@ RunState example() {
           .width = 32,
           .heads = 4,
           .context = 16,
-          .batch = 8,
+          .samples_per_step = 8,
           .text_bytes = 35149,
           .text_fingerprint = 0xFEDCBA9876543210u};
 }
 
-TEST(RunState, RoundTrip) { EXPECT_EQ(decode(encode(example())), example()); }
+TEST(RunState, RoundTrip) { EXPECT_EQ(decode(encode(example()), 1), example()); }
 
 TEST(RunState, RefusesForeignBytes) {
   const auto bytes_of = [](std::string_view text) { return std::as_bytes(std::span(text)); };
-  EXPECT_THROW((void)decode({}), InputError);
-  EXPECT_THROW((void)decode(bytes_of("{")), InputError);
-  EXPECT_THROW((void)decode(bytes_of("[1]")), InputError);
-  EXPECT_THROW((void)decode(bytes_of(R"({"program":"other","format":1})")), InputError);
-  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":2})")), InputError);
-  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":1,"step":"x"})")), InputError);
+  EXPECT_THROW((void)decode({}, 1), InputError);
+  EXPECT_THROW((void)decode(bytes_of("{"), 1), InputError);
+  EXPECT_THROW((void)decode(bytes_of("[1]"), 1), InputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"other","format":1})"), 1), InputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":3})"), 1), InputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":0})"), 1), InputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":1,"step":"x"})"), 1), InputError);
+}
+
+TEST(RunState, Format1HadTheSamplesOfOneRank) {
+  const std::string_view text =
+      R"({"program":"hoist-gpt","format":1,"step":41,"seed":18446744073709551615,"layers":2,"width":32,"heads":4,)"
+      R"("context":16,"batch":2,"micro_batches":3,"text_bytes":35149,"text_fingerprint":18364758544493064720})";
+  RunState expected = example();
+  expected.samples_per_step = 2 * 3 * 4;
+  EXPECT_EQ(decode(std::as_bytes(std::span(text)), 4), expected);
 }
 
 TEST(RunState, NamesWhatDiffers) {
@@ -274,7 +284,7 @@ TEST(RunState, NamesWhatDiffers) {
   EXPECT_THAT(message([](RunState& s) { s.width = 3; }), HasSubstr("--width 32"));
   EXPECT_THAT(message([](RunState& s) { s.heads = 3; }), HasSubstr("--heads 4"));
   EXPECT_THAT(message([](RunState& s) { s.context = 3; }), HasSubstr("--context 16"));
-  EXPECT_THAT(message([](RunState& s) { s.batch = 3; }), HasSubstr("--batch 8"));
+  EXPECT_THAT(message([](RunState& s) { s.samples_per_step = 3; }), HasSubstr("8 samples a step, not 3"));
   EXPECT_THAT(message([](RunState& s) { s.seed = 3; }), HasSubstr("--seed 18446744073709551615"));
   EXPECT_THAT(message([](RunState& s) { s.text_fingerprint = 3; }), HasSubstr("another text"));
 }
