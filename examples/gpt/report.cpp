@@ -242,30 +242,30 @@ std::string closing_table(const RunRecord& record) {
 }
 
 // Devices such as /dev/stdout are written directly.
-ReportFile::ReportFile(std::string path) : path_(std::move(path)), partial_path_(path_ + ".partial") {
+ReportFile::ReportFile(const ReportFileOptions& options) : options_(options), partial_path_(options.path + ".partial") {
   struct stat info {};
-  if (stat(path_.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) partial_path_ = path_;
+  if (stat(options.path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) partial_path_ = options.path;
   file_ = open_output_file(partial_path_, OutputMode::replace);
   if (file_ == nullptr) {
-    throw InputError(fmt::format("cannot write the report {}: {}", path_, std::strerror(errno)));
+    throw InputError(fmt::format("cannot write {} {}: {}", options_.what, options_.path, std::strerror(errno)));
   }
 }
 
 ReportFile::~ReportFile() {
   if (file_ == nullptr) return;
   std::fclose(file_);
-  if (partial_path_ != path_) std::remove(partial_path_.c_str());
+  if (partial_path_ != options_.path) std::remove(partial_path_.c_str());
 }
 
 void ReportFile::write(const std::string& text) {
   const auto fail = [&](const char* operation) {
-    throw IoError({.operation = operation, .path = path_, .length_bytes = text.size(), .code = errno},
-                  "the training itself is complete; free space and run again with --resume to write the report");
+    throw IoError({.operation = operation, .path = options_.path, .length_bytes = text.size(), .code = errno},
+                  options_.remedy);
   };
   if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) fail("write");
-  if (partial_path_ != path_) {
+  if (partial_path_ != options_.path) {
     if (fdatasync(fileno(file_)) != 0) fail("fdatasync");
-    if (std::rename(partial_path_.c_str(), path_.c_str()) != 0) fail("rename");
+    if (std::rename(partial_path_.c_str(), options_.path.c_str()) != 0) fail("rename");
   }
   std::fclose(std::exchange(file_, nullptr));
 }

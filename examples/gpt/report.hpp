@@ -74,11 +74,17 @@ std::string report_json(const RunRecord& record);
 // Bytes per link against the formula, where time went, peaks against budgets, the device.
 std::string closing_table(const RunRecord& record);
 
+struct ReportFileOptions {
+  std::string path;
+  const char* what;    // for messages: "the report"
+  const char* remedy;  // after a failed write
+};
+
 // A file that appears under its name only once it is whole.
 class ReportFile {
  public:
   // Errors: InputError when it cannot be written there.
-  explicit ReportFile(std::string path);
+  explicit ReportFile(const ReportFileOptions& options);
   ReportFile(const ReportFile&) = delete;
   ReportFile& operator=(const ReportFile&) = delete;
   ~ReportFile();
@@ -86,7 +92,7 @@ class ReportFile {
   void write(const std::string& text);
 
  private:
-  std::string path_;
+  const ReportFileOptions options_;
   std::string partial_path_;
   std::FILE* file_ = nullptr;
 };

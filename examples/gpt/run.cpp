@@ -93,7 +93,7 @@ class Training {
                       "steps that shall stay",
                       config_.origin()));
     }
-    if (!arguments.report.empty() && first_rank()) report_ = std::make_unique<ReportFile>(arguments.report);
+    open_report();
   }
 
   void describe_units(const std::string& path);
@@ -108,6 +108,7 @@ class Training {
   void say(const std::string& text) const {
     if (first_rank()) std::fputs((printable(text) + "\n").c_str(), stdout);  // a full disk under a log ends no training
   }
+  void open_report();
   Initializer initial_values() const;
   void introduce();
   RunState state_at(std::uint64_t step) const;
@@ -138,6 +139,14 @@ class Training {
   RunRecord record_;
 };
 
+void Training::open_report() {
+  if (arguments_.report.empty() || !first_rank()) return;
+  report_ = std::make_unique<ReportFile>(ReportFileOptions{
+      .path = arguments_.report,
+      .what = "the report",
+      .remedy = "the training itself is complete; free space and run again with --resume to write the report"});
+}
+
 // The form that hoist check --units reads.
 void Training::describe_units(const std::string& path) {
   using Json = nlohmann::ordered_json;
@@ -158,7 +167,9 @@ void Training::describe_units(const std::string& path) {
     for (const ParameterId owner : unit.tied) tied.push_back(model.parameters()[owner.index].name);
     units.push_back({{"name", unit.name}, {"parameters", parameters}, {"tied", tied}});
   }
-  ReportFile file(path);
+  ReportFile file({.path = path,
+                   .what = "the description of the units",
+                   .remedy = "free space, or name another file with --units"});
   // No engine was made yet: only activation offload has taken part of the pinned budget.
   file.write(Json{{"program_device_bytes", gpt_.device_bytes()},
                   {"program_pinned_bytes", runtime_.pinned_budget().held_bytes()},

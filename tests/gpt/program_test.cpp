@@ -198,6 +198,13 @@ TEST_F(Program, WithoutNvmeTheEndIsSavedWhereAPathIsGiven) {
   EXPECT_EQ(second["digest"], whole["digest"]);
 }
 
+TEST_F(Program, AFailedDescriptionOfTheUnitsIsNoFailedReport) {
+  expect_refused(usual(1, {"--units", path("none/units.json")}), "cannot write the description of the units");
+  const Outcome outcome = run(usual(1, {"--units", "/dev/full"}));
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.error, HasSubstr("name another file with --units"));
+}
+
 TEST_F(Program, WithoutAStoreNothingIsCommitted) {
   write_config("config.json", "none", "cpu");
   const json report = report_of(usual(2));

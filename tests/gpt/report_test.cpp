@@ -119,13 +119,16 @@ class ReportFileTest : public testing::Test {
     std::filesystem::create_directories(directory_);
   }
   ~ReportFileTest() override { std::filesystem::remove_all(directory_); }
+  static ReportFileOptions at(const std::string& path) {
+    return {.path = path, .what = "the words", .remedy = "say less"};
+  }
   const std::string directory_;
 };
 
 TEST_F(ReportFileTest, AppearsWhole) {
   const std::string path = directory_ + "/r.json";
   {
-    ReportFile file(path);
+    ReportFile file(at(path));
     EXPECT_FALSE(std::filesystem::exists(path));
     file.write("{}\n");
   }
@@ -136,13 +139,29 @@ TEST_F(ReportFileTest, AppearsWhole) {
 }
 
 TEST_F(ReportFileTest, LeavesNothingWhenTheRunFails) {
-  { ReportFile file(directory_ + "/r.json"); }
+  { ReportFile file(at(directory_ + "/r.json")); }
   EXPECT_TRUE(std::filesystem::is_empty(directory_));
 }
 
 TEST_F(ReportFileTest, RefusesAPathThatCannotBeWritten) {
-  EXPECT_THROW(ReportFile(directory_ + "/none/r.json"), InputError);
-  EXPECT_THROW(ReportFile("/proc/r.json"), InputError);
+  EXPECT_THROW(ReportFile(at(directory_ + "/none/r.json")), InputError);
+  EXPECT_THROW(ReportFile(at("/proc/r.json")), InputError);
+}
+
+TEST_F(ReportFileTest, ItsErrorsSayWhatItIsAndWhatHelps) {
+  try {
+    ReportFile file(at(directory_ + "/none/r.json"));
+    FAIL() << "the directory is not there";
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("cannot write the words " + directory_ + "/none/r.json"));
+  }
+  ReportFile full(at("/dev/full"));
+  try {
+    full.write("{}\n");
+    FAIL() << "there was space";
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("say less"));
+  }
 }
 
 // --- progress ------------------------------------------------------------------------------------------------------
