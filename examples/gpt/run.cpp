@@ -147,8 +147,9 @@ void Training::open_report() {
       .remedy = "the training itself is complete; free space and run again with --resume to write the report"});
 }
 
-// The form that hoist check --units reads.
+// Rank 0 writes the form that hoist check --units reads.
 void Training::describe_units(const std::string& path) {
+  if (!first_rank()) return;
   using Json = nlohmann::ordered_json;
   Json units = Json::array();
   const Model& model = gpt_.model();

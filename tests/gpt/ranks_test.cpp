@@ -22,6 +22,12 @@ class Ranks : public Program {
   }
 };
 
+std::size_t count_of(const std::string& part, const std::string& text) {
+  std::size_t count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
 TEST_F(Ranks, AnotherNumberOfRanksContinuesWithTheSameSamplesPerStep) {
   const json whole = report_of(usual(8, {"--batch", "4"}));
   remove_store();
@@ -36,6 +42,12 @@ TEST_F(Ranks, AnotherNumberOfRanksContinuesWithTheSameSamplesPerStep) {
     EXPECT_NEAR(resumed["steps"][i]["loss"].get<double>(), whole["steps"][4 + i]["loss"].get<double>(), 0.002)
         << "step " << 5 + i;
   }
+}
+
+TEST_F(Ranks, OnlyOneDescribesTheUnits) {
+  const Outcome outcome = run_ranks(2, usual(1, {"--units", "/dev/stdout"}));
+  EXPECT_EQ(outcome.code, 0) << outcome.error;
+  EXPECT_EQ(count_of("program_device_bytes", outcome.out), 1u) << outcome.out;
 }
 
 }  // namespace
