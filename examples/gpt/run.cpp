@@ -139,12 +139,18 @@ class Training {
   RunRecord record_;
 };
 
+// The other ranks would wait for a rank 0 that cannot go on, so it tells them.
 void Training::open_report() {
   if (arguments_.report.empty() || !first_rank()) return;
-  report_ = std::make_unique<ReportFile>(ReportFileOptions{
-      .path = arguments_.report,
-      .what = "the report",
-      .remedy = "the training itself is complete; free space and run again with --resume to write the report"});
+  try {
+    report_ = std::make_unique<ReportFile>(ReportFileOptions{
+        .path = arguments_.report,
+        .what = "the report",
+        .remedy = "the training itself is complete; free space and run again with --resume to write the report"});
+  } catch (const std::exception& error) {
+    runtime_.communicator().abort(error.what());
+    throw;
+  }
 }
 
 // Rank 0 writes the form that hoist check --units reads.

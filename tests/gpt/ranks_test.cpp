@@ -50,5 +50,13 @@ TEST_F(Ranks, OnlyOneDescribesTheUnits) {
   EXPECT_EQ(count_of("program_device_bytes", outcome.out), 1u) << outcome.out;
 }
 
+TEST_F(Ranks, AllLearnThatTheReportCannotBeWritten) {
+  const Outcome outcome = run_ranks(2, usual(1, {"--report", path("none/report.json")}));
+  EXPECT_NE(outcome.code, 0);
+  for (const char* of_rank : {"hoist-gpt: cannot write the report", "hoist-gpt: rank 1: "})
+    EXPECT_THAT(outcome.error, HasSubstr(of_rank));
+  EXPECT_EQ(count_of("cannot write the report", outcome.error), 2u) << outcome.error;
+}
+
 }  // namespace
 }  // namespace hoist::gpt::program_test
