@@ -170,12 +170,13 @@ Tiers tier_use(Engine& engine, const EngineOptions& options) {
           .nvme = {.budget_bytes = reserved, .held_bytes = reserved, .peak_bytes = reserved}};
 }
 
-void take_books(RunRecord& record, const Ledger& ledger) {
-  for (const Link link : kLinks) {
-    record.links[index(link)] = ledger.totals(link);
-    record.links_apart[index(link)] = ledger.totals(link, Ledger::Account::apart);
-  }
+void take_step_totals(RunRecord& record, const Ledger& ledger) {
+  for (const Link link : kLinks) record.links[index(link)] = ledger.totals(link);
   for (const WaitCause cause : kReportedWaits) record.waits[index(cause)] = ledger.waited(cause);
+}
+
+void take_totals_apart(RunRecord& record, const Ledger& ledger) {
+  for (const Link link : kLinks) record.links_apart[index(link)] = ledger.totals(link, Ledger::Account::apart);
 }
 
 double communication_to_computation(const RunRecord& record) {

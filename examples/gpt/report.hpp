@@ -61,8 +61,10 @@ struct RunRecord {
   std::optional<std::uint64_t> committed_step;
 };
 
-// Copies links and waits from the ledger.
-void take_books(RunRecord& record, const Ledger& ledger);
+// Copies the links and waits of the steps from the ledger.
+void take_step_totals(RunRecord& record, const Ledger& ledger);
+// Copies what the links moved outside steps.
+void take_totals_apart(RunRecord& record, const Ledger& ledger);
 
 // Seconds that the model stood still for collectives (weights it waited for, reductions that were under way when the
 // backward pass had ended), for each second its kernels ran. Transfers during kernels are not in it.

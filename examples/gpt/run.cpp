@@ -335,22 +335,22 @@ void Training::save_at_end() {
 
 void Training::close() {
   engine_->settle();
-  take_books(record_, runtime_.ledger());
+  take_step_totals(record_, runtime_.ledger());
+  const Ledger::Apart apart(runtime_.ledger());
   record_.wire_in_group = engine_->wire_bytes_in_group();
   record_.formula = engine_->formula_bytes();
   record_.offloaded_bytes = gpt_.offloaded_bytes();
   record_.compute = gpt_.compute_time();
   save_at_end();
+  engine_->settle();  // counts what the save has written
   record_.committed_step = engine_->committed_step();
   record_.tiers = tier_use(*engine_, config_.engine);
   if (!arguments_.report.empty()) {
     record_.digests = {.master = state_digest(*engine_, State::master),
                        .moment1 = state_digest(*engine_, State::moment1),
                        .moment2 = state_digest(*engine_, State::moment2)};
-    for (const Link link : {Link::nvme_read, Link::host_to_device, Link::wire}) {
-      record_.links_apart[static_cast<std::size_t>(link)] = runtime_.ledger().totals(link, Ledger::Account::apart);
-    }
   }
+  take_totals_apart(record_, runtime_.ledger());
   if (first_rank()) std::fputs(closing_table(record_).c_str(), stdout);
   if (report_) report_->write(report_json(record_));
 }

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <thread>
+#include <utility>
 
 #include <hoist/interchange/export.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
@@ -196,6 +197,37 @@ TEST_F(Program, WithoutNvmeTheEndIsSavedWhereAPathIsGiven) {
   const json second = report_of(usual(4, {"--resume"}));
   EXPECT_EQ(second["committed_step"], 4);
   EXPECT_EQ(second["digest"], whole["digest"]);
+}
+
+// Returns the last column of the closing table's row for NVMe writes.
+std::string written_outside_steps(const std::string& out) {
+  std::istringstream row(out.substr(out.find("NVMe write")));
+  std::string line, word, last[2];
+  std::getline(row, line);
+  for (std::istringstream words(line); words >> word;) last[0] = std::exchange(last[1], word);
+  return last[0] + " " + last[1];
+}
+
+TEST_F(Program, TheTableCountsTheSaveAtTheEndWithAndWithoutAReport) {
+  write_config("config.json", "cpu", "cpu", {{"checkpoint_path", path("store")}});
+  const Outcome without = run(usual(2));
+  ASSERT_EQ(without.code, 0) << without.error;
+  const std::string written = written_outside_steps(without.out);
+  constexpr double kStateBytes = 12.0 * (256 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32);
+  EXPECT_THAT(written, testing::EndsWith(" KiB"));
+  EXPECT_GE(std::stod(written) * 1024, kStateBytes);
+  remove_store();
+  report_of(usual(2));
+  EXPECT_EQ(written_outside_steps(content_of(path("out"))), written);
+
+  // On NVMe, too, where steps write as well.
+  std::vector<std::string> tables;
+  for (const json& durability : {json("step"), json{{"every", 4}}}) {
+    remove_store();
+    write_config("config.json", "nvme", "nvme", {{"durability", durability}});
+    tables.push_back(written_outside_steps(run(usual(2)).out));
+  }
+  EXPECT_NE(tables[1], tables[0]);
 }
 
 TEST_F(Program, AFailedDescriptionOfTheUnitsIsNoFailedReport) {
