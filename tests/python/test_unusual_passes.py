@@ -49,7 +49,8 @@ def mean_square(model, x):
 def wrap(settings):
     def make(model, memory="1MiB", **changes):
         changes.setdefault("optimizer", {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}})
-        return hoist.torch.wrap(model, settings(hoist={"device_memory": memory, "pinned_memory": "32MiB"}, **changes))
+        changes.setdefault("hoist", {"device_memory": memory, "pinned_memory": "32MiB"})
+        return hoist.torch.wrap(model, settings(**changes))
 
     return make
 
@@ -248,6 +249,30 @@ def test_a_use_of_weights_that_is_new_is_found_when_the_call_is_made_again(wrap)
             except (RuntimeError, hoist.UsageError):
                 refused += 1
         assert refused <= 1 and engine.step_count >= 2
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_weights_that_the_model_itself_uses_in_vertical_order(wrap, called_before):
+    """Found in the first micro-batch, when the others' calls have begun already, and units stay for those that come."""
+    class Uncalled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.uncalled, self.last = Block(), Block(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.uncalled(x) if called_before else x
+            return self.last(F.linear(self.first(x), self.uncalled.down.weight[:, :WIDTH]))
+
+    class Trained(Uncalled):
+        def forward(self, x):
+            return super().forward(x) + 0 * self.uncalled(x)  # so that all of it has gradients
+
+    inputs = [batch(i) for i in range(6)]
+    expected = losses_in_memory(made(Trained), inputs, micro_batches=3)
+    with wrap(made(Uncalled), gradient_accumulation_steps=3,
+              hoist={"device_memory": "1MiB", "pinned_memory": "32MiB", "micro_batch_order": "vertical"}) as engine:
+        losses = [engine.train_batch(inputs[i:i + 3], lambda x: mean_square(engine, x)).item() for i in (0, 3)]
+    close_to(losses, [sum(expected[i:i + 3]) / 3 for i in (0, 3)])
 
 
 # --- passes that are given up --------------------------------------------------------------------------------------------

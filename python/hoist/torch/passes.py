@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -246,12 +247,20 @@ class Passes:
     def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
         """Until its end, `missing` is told of units that operators use and nothing has brought up."""
         self._watched_calls.clear()
-        return Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, missing, self._watched_calls,
-                     self._parameters.watched_units)
+        def is_announced(unit: int) -> bool:
+            return self._unit_manager.is_up(unit) and not self._is_left_over(unit)
+
+        # In vertical order other micro-batches' calls are under way in their threads.
+        thread = None if self.forward_of_all is None else threading.get_ident()
+        return Watch(self._parameters.tensors.unit_of, is_announced, missing, self._watched_calls,
+                     self._parameters.watched_units, thread)
+
+    def _is_left_over(self, unit: int) -> bool:
+        return self.forward_of_all is not None and self.forward_of_all.has_left(unit)
 
     def _use_unannounced(self, unit: int) -> None:
         """An operator uses weights that no hook has brought up."""
-        if self._unit_manager.is_held(unit):
+        if self._unit_manager.is_held(unit) and not self._is_left_over(unit):
             self._unit_manager.bring_back(unit)
             return
         name = self._cut.units[unit].name
@@ -265,6 +274,9 @@ class Passes:
             call = self.calls[-1]
             call.hook.units.append(unit)
             call.entered.append(unit)
+            for other in self.forward_of_all.other_calls_of(call.hook) if self.forward_of_all is not None else ():
+                self._unit_manager.enter(unit)
+                other.entered.append(unit)
             _log.info("unit '%s' is also used in %s", name,
                       "the model's own forward()" if call.hook.is_root else "another module")
         else:

@@ -100,7 +100,7 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
     with_units = {id(user) for user, _ in users}
     for module, needed in users:
         inner = {id(child) for child in module.modules()} - {id(module)}
-        encloses = module is not model and not with_units.isdisjoint(inner)
+        encloses = not with_units.isdisjoint(inner)
         for unit in needed:
             units[unit].encloses |= encloses and units[unit].module is module
     return Model(units, users, aliases)

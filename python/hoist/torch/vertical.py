@@ -30,7 +30,7 @@ from hoist.torch.devices import carried_state
 from hoist.torch.passes import Passes
 
 if TYPE_CHECKING:
-    from hoist.torch.hooks import Call
+    from hoist.torch.hooks import Call, ModuleHook
 
 _Batch = TypeVar("_Batch")
 
@@ -227,6 +227,15 @@ class Forward:
             uncut.clear()
             self.pieces[self._turn].append(piece)
         return cut
+
+    def has_left(self, unit: int) -> bool:
+        """Whether the unit is up only because other micro-batches come to the call that has ended."""
+        return unit in self._held and not any(unit in call.entered for call in self._passes.calls)
+
+    def other_calls_of(self, hook: ModuleHook) -> list[Call]:
+        """Those that other micro-batches have begun and not ended."""
+        others = [calls for index, calls in enumerate(self._calls) if index != self._turn]
+        return [call for calls in others for call in calls if call.hook is hook]
 
     # --- turns -------------------------------------------------------------------------------------------------------
 

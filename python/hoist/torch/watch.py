@@ -9,6 +9,7 @@ operator's tensors; what it finds is brought up there and then, and known from t
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,22 +28,27 @@ class Watch(TorchDispatchMode):
     calls are under way, innermost last. Units that operators use are added to `seen`."""
 
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
-                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int]):
+                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int], thread: int | None = None):
         TorchDispatchMode.__init__(self)
         self._unit_of = unit_of
         self._is_up = is_up
         self._missing = missing
         self._calls = calls
+        self._thread = thread  # whose calls they are; None: of any
         self._seen = seen
         self._hooks: list[Any] = []
         self._eager: Any = None
 
     def __enter__(self) -> Watch:
+        def is_watched() -> bool:
+            return self._thread is None or self._thread == threading.get_ident()
+
         def push(module: nn.Module, _: Any) -> None:
-            self._calls.append(module)
+            if is_watched():
+                self._calls.append(module)
 
         def pop(module: nn.Module, _: Any, __: Any) -> None:
-            if self._calls and self._calls[-1] is module:
+            if is_watched() and self._calls and self._calls[-1] is module:
                 self._calls.pop()
 
         self._hooks = [register_module_forward_pre_hook(push), register_module_forward_hook(pop, always_call=True)]
