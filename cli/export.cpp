@@ -70,13 +70,12 @@ void warn_of_other_groups(const std::string& directory, const StoreSummary& stor
 
 // hoist.optim (python/hoist/optim_offload.py) makes such names.
 void warn_of_made_names(const StoredJob& job) {
-  std::vector<std::string> unnamed, pieces;
+  std::vector<std::string> unnamed;
   for (const StoreSummary& group : job.groups) {
     for (const StoredParameter& parameter : group.parameters) {
       const std::string& name = parameter.name;
       const std::size_t digits = std::string_view("parameter ").size();
       if (name.starts_with("parameter ") && name.find_first_of("0123456789", digits) == digits) unnamed.push_back(name);
-      if (name.ends_with(']') && name.find(':', name.rfind('[')) != std::string::npos) pieces.push_back(name);
     }
   }
   const auto first_of = [](const std::vector<std::string>& names) {
@@ -89,11 +88,6 @@ void warn_of_made_names(const StoredJob& job) {
         "hoist export: the program made its optimizer without names: {}; give hoist.optim model.named_parameters() "
         "instead of model.parameters()\n",
         first_of(unnamed));
-  if (!pieces.empty())
-    complain(
-        "hoist export: hoist.optim made pieces of large parameters: {}; join the pieces NAME[first:end] of each "
-        "parameter in ascending order and reshape the whole, or save the program's own model.state_dict()\n",
-        first_of(pieces));
 }
 
 // The same name in two groups may mean the halves of a tensor.

@@ -120,6 +120,9 @@ int plan(const PlanArguments& arguments) {
           "configuration to keep its other keys (hoist plan {} ...), or write to another file",
           arguments.write, arguments.write));
     const PlanQuestion question = question_of(arguments);
+    if (question.config.measured.read_bytes_per_second && !arguments.machine.empty() && !arguments.is_this_machine())
+      say("the drives' speeds are those of hoist.measured in {}, and not those of {}\n", arguments.config,
+          arguments.machine);
     const PlanReport report = plan_of(question);
     say("{}", plan_text(report));
     write_json(arguments.json, plan_json(report));

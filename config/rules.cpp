@@ -432,8 +432,9 @@ class Rules {
   // A section that says it is off may keep its other keys.
   void without_fp16() {
     if (in_file("fp16.enabled")) {
-      std::erase_if(read_.problems, [](const ConfigProblem& p) {
-        return p.key.starts_with("fp16.") && p.problem.find(" is refused: ") != std::string::npos;
+      std::erase_if(read_.problems, [&](const ConfigProblem& p) {
+        return p.key.starts_with("fp16.") &&
+               std::ranges::any_of(read_.refused, [&](const ConfigSetting& s) { return s.row->path == p.key; });
       });
       return;
     }

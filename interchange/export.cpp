@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <future>
+#include <optional>
 #include <set>
+#include <string>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -18,17 +21,67 @@ namespace {
 // Read and converted as one piece: 4 MiB of masters.
 constexpr std::uint64_t kPieceElements = 1 << 20;
 
+// A piece of a large parameter, as hoist.optim (python/hoist/optim_offload.py) names them: "weight[0:1024]" has its
+// first 1024 rows.
+struct Rows {
+  std::string_view parameter;
+  std::uint64_t first = 0, end = 0;
+};
+
+std::optional<Rows> rows_of(const StoredParameter& piece) {
+  const std::string_view name = piece.name;
+  const std::size_t bracket = name.rfind('['), colon = name.rfind(':');
+  if (!name.ends_with(']') || bracket == std::string_view::npos || colon == std::string_view::npos || colon < bracket)
+    return std::nullopt;
+  Rows rows{.parameter = name.substr(0, bracket)};
+  const auto is_number = [](std::string_view text, std::uint64_t& number) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    return error == std::errc() && end == text.data() + text.size();
+  };
+  if (!is_number(name.substr(bracket + 1, colon - bracket - 1), rows.first) ||
+      !is_number(name.substr(colon + 1, name.size() - colon - 2), rows.end) || rows.first >= rows.end ||
+      piece.shape.empty() || static_cast<std::uint64_t>(piece.shape.front()) != rows.end - rows.first)
+    return std::nullopt;
+  return rows;
+}
+
+// How many of the parameters, from `first` on, are the pieces of one: all of its rows, in order. Otherwise 1.
+std::size_t pieces_from(std::span<const StoredParameter> parameters, std::size_t first) {
+  const std::optional<Rows> start = rows_of(parameters[first]);
+  if (!start || start->first != 0) return 1;
+  std::uint64_t rows = start->end;
+  std::size_t count = 1;
+  for (; first + count < parameters.size(); ++count) {
+    const StoredParameter& next = parameters[first + count];
+    const std::optional<Rows> more = rows_of(next);
+    if (!more || more->parameter != start->parameter || more->first != rows ||
+        !std::ranges::equal(std::span(next.shape).subspan(1), std::span(parameters[first].shape).subspan(1)))
+      break;
+    rows = more->end;
+  }
+  return count;
+}
+
 std::vector<TensorSpec> tensors_of(std::span<StoredModel* const> slices, TensorType type) {
   std::vector<TensorSpec> tensors;
-  std::set<std::string_view> names;
+  std::set<std::string> names;
   for (const StoredModel* slice : slices) {
-    for (const StoredParameter& parameter : slice->parameters()) {
-      if (!names.insert(parameter.name).second)
+    const std::span<const StoredParameter> parameters = slice->parameters();
+    for (std::size_t p = 0; p < parameters.size();) {
+      const StoredParameter& parameter = parameters[p];
+      TensorSpec tensor{parameter.name, type, {parameter.shape.begin(), parameter.shape.end()}};
+      const std::size_t pieces = pieces_from(parameters, p);
+      if (pieces > 1) {
+        tensor.name = rows_of(parameter)->parameter;
+        tensor.shape.front() = rows_of(parameters[p + pieces - 1])->end;
+      }
+      p += pieces;
+      if (!names.insert(tensor.name).second)
         throw UsageError(
             fmt::format("parameter '{}' is in more than one store, and stores do not say whether these are parts of "
                         "one tensor or copies; export each store into its own directory",
-                        parameter.name));
-      tensors.push_back({parameter.name, type, {parameter.shape.begin(), parameter.shape.end()}});
+                        tensor.name));
+      tensors.push_back(std::move(tensor));
     }
   }
   return tensors;

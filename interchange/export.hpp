@@ -2,8 +2,8 @@
 // interchange/export.hpp - writes one commit of a store as safetensors files.
 //
 // Every byte read from the store is verified before it is written. A parameter is written once, under its own name,
-// also where other units are tied to it; frozen parameters are included. Moments are not exported: they belong to the
-// store.
+// also where other units are tied to it; frozen parameters are included. Large parameters that hoist.optim has cut
+// into pieces are whole again. Moments are not exported: they belong to the store.
 //
 // Threading  The caller's thread reads and converts, a second one writes.
 // Memory     A fixed 8 MiB of values in transit, beside the tables of StoredModel and the headers of the files.

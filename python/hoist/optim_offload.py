@@ -16,7 +16,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -85,12 +85,30 @@ class _Piece:
     name: str
     first: int
     count: int
+    shape: list[int]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1)[self.first:self.first + self.count]
 
     def address_in(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr() + self.first * tensor.element_size()
+
+
+def _pieces_of(parameter: nn.Parameter, name: str, group: int, number: int) -> Iterator[_Piece]:
+    """Rows of a large parameter, in pieces of at most 64 Mi elements, which `hoist export` joins; elements, where a row is larger
+    than that."""
+    elements, shape = parameter.numel(), list(parameter.shape)
+    if elements <= _PIECE_ELEMENTS:
+        yield _Piece(number, parameter, group, name, 0, elements, shape)
+        return
+    row = elements // shape[0]
+    if row > _PIECE_ELEMENTS:
+        row, shape = 1, [elements]
+    rows = _PIECE_ELEMENTS // row
+    for index, first in enumerate(range(0, shape[0], rows)):
+        end = min(first + rows, shape[0])
+        yield _Piece(number + index, parameter, group, f"{name}[{first}:{end}]", first * row, (end - first) * row,
+                     [end - first, *shape[1:]])
 
 
 class _UnitValues:
@@ -197,11 +215,8 @@ class Offloaded:
                 self._refuse_unfit(name, parameter)
                 self._parameters.append(parameter)
                 self._names.append(name)
-                whole = parameter.numel() <= _PIECE_ELEMENTS
-                for first in range(0, parameter.numel(), _PIECE_ELEMENTS):
-                    count = min(_PIECE_ELEMENTS, parameter.numel() - first)
-                    piece_name = name if whole else f"{name}[{first}:{first + count}]"
-                    piece = _Piece(len(self._pieces), parameter, index, piece_name, first, count)
+                for piece in _pieces_of(parameter, name, index, len(self._pieces)):
+                    count = piece.count
                     self._pieces.append(piece)
                     if elements + count > _UNIT_ELEMENTS:
                         self._units.append([])
@@ -269,8 +284,7 @@ class Offloaded:
         self._kept = [[state for state, kept in zip(_MOMENTS, option.moments, strict=True) if kept] for option in options]
         units = [
             _hoist.ManagedUnit(f"unit {index}", [
-                _hoist.ParameterSpec(piece.name, list(piece.parameter.shape) if piece.count == piece.parameter.numel()
-                                     else [piece.count], DTYPES[piece.parameter.dtype], True,
+                _hoist.ParameterSpec(piece.name, piece.shape, DTYPES[piece.parameter.dtype], True,
                                      _hoist.GroupId(piece.group + 1))
                 for piece in unit])
             for index, unit in enumerate(self._units)

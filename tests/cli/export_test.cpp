@@ -109,26 +109,37 @@ TEST_F(Export, Fp16IsForModelsOfFp16) {
   EXPECT_THAT(names_in("other-weights"), IsEmpty());
 }
 
-// hoist.optim names parameters so if its program names none, and cuts large ones.
-TEST_F(Export, WarnsOfNamesThatNoModelHas) {
+// hoist.optim names parameters so if its program names none, and cuts large ones into pieces.
+TEST_F(Export, WarnsOfNamesThatNoModelHasAndJoinsPieces) {
   test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
   setup.engine.keep_steps = 1;
   {
     Runtime runtime(setup.runtime);
     Model model;
     model.add_unit("unit 0", std::vector<ParameterSpec>{{.name = "parameter 0", .shape = {100}},
-                                                        {.name = "parameter 1[0:70]", .shape = {70}},
-                                                        {.name = "parameter 1[70:100]", .shape = {30}}});
-    Engine engine =
-        Engine::create(runtime, setup.engine, model,
-                       [](ParameterId, std::uint64_t, std::span<float> values) { std::ranges::fill(values, 1.0F); });
+                                                        {.name = "parameter 1[0:70]", .shape = {70, 2}},
+                                                        {.name = "parameter 1[70:100]", .shape = {30, 2}}});
+    Engine engine = Engine::create(runtime, setup.engine, model,
+                                   [](ParameterId parameter, std::uint64_t first, std::span<float> values) {
+                                     for (float& value : values)
+                                       value = static_cast<float>(1000 * parameter.index + first++);
+                                   });
     engine.save("start", {}).wait();
   }
   const auto result = run("export store --to weights");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_THAT(result.errors, HasSubstr("without names: 'parameter 0' and 2 others; give hoist.optim "
                                        "model.named_parameters()"));
-  EXPECT_THAT(result.errors, HasSubstr("pieces of large parameters: 'parameter 1[0:70]' and 1 other; join"));
+  const interchange::SafetensorsModel joined(path("weights"));
+  const auto* const whole = joined.find("parameter 1");
+  ASSERT_NE(whole, nullptr);
+  EXPECT_THAT(whole->info->shape, testing::ElementsAre(100, 2));
+  const std::vector<float> values = values_of(joined, "parameter 1");
+  EXPECT_EQ(values.front(), 1000);
+  EXPECT_EQ(values[139], 1139);
+  EXPECT_EQ(values[140], 2000);
+  EXPECT_EQ(values.back(), 2059);
+  EXPECT_EQ(joined.tensors().size(), 2u);
   test::make_store(path("named"), 1, 1);
   EXPECT_THAT(run("export named --to others").errors, Not(HasSubstr("named_parameters")));
 }

@@ -241,7 +241,7 @@ TEST_F(Plan, FollowsAConfiguration) {
   EXPECT_NEAR(configured["busy_seconds"]["nvme"].get<double>(), 2 * (5 / 6.0 + 6 / 3.0), 0.1)
       << "two ranks share drives";
   EXPECT_GT(configured["busy_seconds"]["wire"], 0.0);
-  EXPECT_THAT(result.output, HasSubstr("(configured)"));
+  EXPECT_THAT(result.output, AllOf(HasSubstr("(configured)"), HasSubstr("hoist.measured in offload.json, and not")));
   // hoist check says the same of the same configuration.
   ASSERT_EQ(run("check offload.json --parameters 1e9 --world 2 --json check.json").exit_code, 0);
   EXPECT_EQ(json_of("check.json")["prediction"]["step"]["nvme_write"], configured["step"]["nvme_write"]);
