@@ -72,6 +72,7 @@ void check_combination(const BenchIoArguments& arguments, const BenchIoPlan& pla
     throw InputError(fmt::format("--compare {}: must be fio or libaio", plan.compare));
   if (plan.drive.backend == aio::BackendKind::null)
     throw InputError("--compare with --engine null: the null engine moves no data, so there is nothing to compare");
+  if (plan.compare == "fio") measure::require_fio();
   if (plan.compare == "libaio" && !measure::have_libaio())
     throw InputError("--compare libaio: this build has no libaio; install libaio-dev and build again");
 }

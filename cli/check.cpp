@@ -140,7 +140,8 @@ int check(const CheckArguments& arguments) {
   }
   if (arguments.config.empty()) return bad_check_input("which configuration? Run with --help for an example.");
   try {
-    check_outputs_apart({{"--json", arguments.json}}, {arguments.config, arguments.model.units, arguments.machine});
+    check_outputs_apart({{"--json", arguments.json}},
+                        {arguments.config, arguments.model.units, arguments.model.weights, arguments.machine});
     return check_config(arguments);
   } catch (const ConfigProblems& error) {
     const std::size_t count = error.problems.size() + error.unlisted;

@@ -14,6 +14,7 @@
 #include <hoist/core/printable.hpp>
 
 #include "commands.hpp"
+#include "replace_file.hpp"
 
 namespace hoist::cli {
 
@@ -96,23 +97,7 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   // Bytes of a path or of the configuration need not be UTF-8.
   const std::string text = value.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
   if (path == kOutputItself) return print(text);
-  std::FILE* file = open_output_file(path, OutputMode::replace);
-  if (file == nullptr) {
-    const int code = errno;
-    throw IoError({.operation = "open", .path = path, .code = code},
-                  code == ENXIO ? open_file_remedy(code) : "choose another --json file");
-  }
-  errno = 0;
-  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  const bool closed = std::fclose(file) == 0;
-  if (!written || !closed) {
-    const int code = errno;
-    std::error_code ignored;
-    // Half of a report is not JSON.
-    if (std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
-    throw IoError({.operation = "write", .path = path, .length_bytes = text.size(), .code = code},
-                  "choose another --json file");
-  }
+  replace_file(path, text);
 }
 
 std::string columns(const std::vector<std::vector<std::string>>& given_rows, std::size_t indent) {

@@ -112,7 +112,8 @@ int plan(const PlanArguments& arguments) {
     return bad_plan_input("--path names this machine's drives: it belongs to --machine this");
   try {
     const OutputPath json{"--json", arguments.json};
-    check_outputs_apart({json, {"--write", arguments.write}}, {arguments.model.units, arguments.machine});
+    check_outputs_apart({json, {"--write", arguments.write}},
+                        {arguments.model.units, arguments.model.weights, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
     if (arguments.config.empty() && std::filesystem::is_regular_file(arguments.write))
       return bad_plan_input(fmt::format(

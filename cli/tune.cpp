@@ -230,10 +230,15 @@ int tune(const TuneArguments& arguments) {
     const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
     check_outputs_apart({json, plot}, {arguments.merge});
     check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
-    const std::string config_text = read_config(arguments.merge);
+    if (arguments.merge.empty() && std::filesystem::is_regular_file(arguments.out))
+      throw InputError(fmt::format(
+          "--out {}: the file exists, and nothing of it would stay; name it with --merge to keep its other keys, or "
+          "write to another file",
+          arguments.out));
+    static_cast<void>(read_config(arguments.merge));
     const InterruptGuard interrupt;
     TuneReport report = Tuning(arguments, interrupt.flag()).run();
-    write_results(arguments, report, config_text);
+    write_results(arguments, report, read_config(arguments.merge));  // which may have been edited meanwhile
     return kOk;
   } catch (const UsageError& error) {
     complain("hoist tune: {}\n", error.what());

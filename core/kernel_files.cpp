@@ -72,6 +72,25 @@ std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
+namespace {
+
+// A field of mountinfo: blanks are written as \040.
+std::string decoded(const std::string& field) {
+  std::string text;
+  for (std::size_t i = 0; i < field.size(); ++i) {
+    const auto digits = field.substr(std::min(i + 1, field.size()), 3);
+    if (field[i] == '\\' && digits.size() == 3 && digits.find_first_not_of("01234567") == std::string::npos) {
+      text += static_cast<char>(std::stoi(digits, nullptr, 8));
+      i += 3;
+    } else {
+      text += field[i];
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
 std::vector<Mount> mounts(const std::filesystem::path& proc) {
   std::vector<Mount> result;
   std::ifstream file(proc / "self/mountinfo");
@@ -84,7 +103,8 @@ std::vector<Mount> mounts(const std::filesystem::path& proc) {
     if (before.size() < 6 || after.size() < 2) continue;
     std::string options = before[5];
     if (after.size() > 2) options += "," + after[2];
-    result.push_back({before[2], before[3], before[4], after[0], after[1], split(options, ',')});
+    result.push_back(
+        {before[2], decoded(before[3]), decoded(before[4]), after[0], decoded(after[1]), split(options, ',')});
   }
   return result;
 }

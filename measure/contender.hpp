@@ -47,6 +47,8 @@ class Contender {
 // hoist's own engine, on drives that stay set up between legs.
 std::unique_ptr<Contender> make_engine_contender(std::span<Drive* const> drives, const StopFlag* stop);
 
+// Errors: InputError where there is no fio on the PATH.
+void require_fio();
 // fio's io_uring engine: same block size, depth, mix, direct, registered buffers and files, buffers on huge pages.
 // Errors: InputError when fio cannot be started.
 std::unique_ptr<Contender> make_fio_contender(std::span<Drive* const> drives, const StopFlag* stop);

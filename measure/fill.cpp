@@ -54,7 +54,7 @@ void fill_files(std::span<ScratchFile* const> files, const StopFlag* stop, const
   std::atomic<std::uint64_t> done{0};
   std::atomic<std::size_t> running{files.size()};
   std::vector<std::exception_ptr> errors(files.size());
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;  // joined also if one cannot be started
   for (std::size_t i = 0; i < files.size(); ++i) {
     threads.emplace_back([&, i] {
       try {
@@ -69,7 +69,7 @@ void fill_files(std::span<ScratchFile* const> files, const StopFlag* stop, const
     std::this_thread::sleep_for(kProgressInterval);
     if (progress) progress(done.load(std::memory_order_relaxed));
   }
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();
   for (const auto& error : errors) {
     if (error) std::rethrow_exception(error);
   }

@@ -44,12 +44,20 @@ std::string escaped(const std::string& path) {
   return text;
 }
 
+}  // namespace
+
+void require_fio() {
+  if (find_program("fio").empty())
+    throw InputError("--compare fio: there is no fio on the PATH; install it (apt install fio)");
+}
+
+namespace {
+
 class FioContender final : public Contender {
  public:
   FioContender(std::span<Drive* const> drives, const StopFlag* stop)
       : drives_(drives.begin(), drives.end()), stop_(stop) {
-    if (!program_exists("fio"))
-      throw InputError("--compare fio: there is no fio on the PATH; install it (apt install fio)");
+    require_fio();
     version_ = run_subprocess({.command = {"fio", "--version"}, .environment = {}}, stop).output;
     while (!version_.empty() && version_.back() == '\n') version_.pop_back();
   }

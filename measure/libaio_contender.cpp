@@ -136,7 +136,7 @@ class LibaioContender final : public Contender {
     std::vector<std::exception_ptr> errors(drives_.size());
     for (std::size_t i = 0; i < drives_.size(); ++i)
       loops.push_back(std::make_unique<Loop>(*drives_[i], leg, stop_, i));
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;  // joined also if one cannot be started
     for (std::size_t i = 0; i < loops.size(); ++i) {
       threads.emplace_back([&, i] {
         try {
@@ -146,7 +146,7 @@ class LibaioContender final : public Contender {
         }
       });
     }
-    for (std::thread& thread : threads) thread.join();
+    threads.clear();
     for (const auto& error : errors) {
       if (error) std::rethrow_exception(error);
     }

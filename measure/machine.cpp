@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <hoist/core/kernel_files.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/measure/machine.hpp>
 #include <hoist/platform/drive.hpp>
 
@@ -40,8 +41,7 @@ DriveFacts drive_facts(const std::string& directory) {
 MachineDescription machine_facts() {
   MachineDescription facts;
   facts.processor = field_of("/proc/cpuinfo", "model name").value_or("");
-  cpu_set_t usable;
-  if (::sched_getaffinity(0, sizeof usable, &usable) == 0) facts.processors = static_cast<unsigned>(CPU_COUNT(&usable));
+  facts.processors = static_cast<unsigned>(current_processors().size());
   facts.memory_bytes =
       static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
   utsname name{};

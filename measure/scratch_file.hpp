@@ -2,8 +2,8 @@
 // measure/scratch_file.hpp - a file for measuring a drive: made by hoist, written in full, removed afterwards.
 //
 // It is in its own directory, `hoist-bench-io`, beside a marker file that names its maker and is locked while a run
-// uses it. The next run therefore recognises and removes the files of a killed run. A directory of that name that hoist
-// did not make is refused and never changed.
+// uses it. The next run therefore recognises and removes the files of a killed run. A directory of that name with
+// anything that hoist did not make is refused and never changed.
 //
 // Threading  Constant after construction, except for the file it opens.
 // Errors     InputError if the directory cannot be used; IoError for failures in it.

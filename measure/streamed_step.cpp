@@ -6,6 +6,7 @@
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/measure/fill.hpp>
 #include <hoist/measure/scratch_file.hpp>
@@ -24,12 +25,20 @@ constexpr unsigned kUncountedSteps = 2;
 class Directory {
  public:
   explicit Directory(std::string path) : path_(std::move(path)) {
-    if (std::filesystem::exists(path_))
-      throw InputError(fmt::format("{} exists: another run is using it, or was killed; remove it", path_));
+    refuse_existing(path_);
+    if (!std::filesystem::create_directory(path_)) refuse_existing(path_);  // by another run, a moment ago
   }
   ~Directory() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
+    std::error_code error;
+    std::filesystem::remove_all(path_, error);
+    if (error) log_warning("{} stays: {}", path_, error.message());
+  }
+  static std::string below(const std::string& parent) {
+    return (std::filesystem::path(parent) / "hoist-bench-optimizer").string();
+  }
+  static void refuse_existing(const std::string& path) {
+    if (std::filesystem::exists(path))
+      throw InputError(fmt::format("{} exists: another run is using it, or was killed; remove it", path));
   }
   Directory(const Directory&) = delete;
   Directory& operator=(const Directory&) = delete;
@@ -122,7 +131,7 @@ class Comparison {
   explicit Comparison(const StreamedStepOptions& options)
       : options_(options),
         mixed_options_(mixed_options(options)),
-        directory_((std::filesystem::path(options.directory) / "hoist-bench-optimizer").string()),
+        directory_(Directory::below(options.directory)),
         runtime_(runtime_options(options)),
         layers_(runtime_, engine_options(options, directory_.path()), options.parameters),
         engine_(layers_.engine()) {
@@ -198,6 +207,7 @@ double StreamedStepResult::bytes_written_per_parameter() const {
 }
 
 void check_streamed_step(const std::string& directory, std::uint64_t parameters) {
+  Directory::refuse_existing(Directory::below(directory));
   // Two extents of at most 12 bytes per parameter, and the file of the mixed legs.
   check_scratch_directory(directory, 36 * parameters + 64 * kMiB);
 }

@@ -101,15 +101,16 @@ int wait_for_exit(pid_t pid) {
 
 }  // namespace
 
-bool program_exists(const std::string& program) {
+std::string find_program(const std::string& program) {
   const char* variable = std::getenv("PATH");
   std::string path = variable == nullptr ? "" : variable;
   for (std::size_t begin = 0; begin <= path.size();) {
     const std::size_t end = std::min(path.find(':', begin), path.size());
-    if (::access((path.substr(begin, end - begin) + "/" + program).c_str(), X_OK) == 0) return true;
+    std::string candidate = path.substr(begin, end - begin) + "/" + program;
+    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
     begin = end + 1;
   }
-  return false;
+  return {};
 }
 
 SubprocessResult run_subprocess(const Subprocess& process, const StopFlag* stop) {

@@ -22,8 +22,8 @@ struct SubprocessResult {
   std::string errors;
 };
 
-// Whether `program` can be found along PATH.
-bool program_exists(const std::string& program);
+// Where `program` is along PATH; empty if it is nowhere.
+std::string find_program(const std::string& program);
 
 SubprocessResult run_subprocess(const Subprocess& process, const StopFlag* stop);
 

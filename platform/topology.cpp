@@ -11,6 +11,7 @@
 #include <hwloc.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/core/processors.hpp>
 #include <hoist/platform/detail/sysfs.hpp>
 #include <hoist/platform/topology.hpp>
@@ -90,6 +91,11 @@ Topology Topology::detect() { return detect_with_sysfs("/sys"); }
 
 Topology Topology::detect_with_sysfs(std::string root) {
   Topology result = read(nullptr);
+  // For a node of memory only (CXL, high-bandwidth memory), hwloc names the processors that are nearest to it.
+  for (Node& node : result.nodes_) {
+    const auto own = first_line(fmt::format("{}/devices/system/node/node{}/cpulist", root, node.os_index));
+    if (own && own->empty()) node.cpus = {}, node.cores = {};
+  }
   result.sysfs_ = std::move(root);
   return result;
 }

@@ -13,6 +13,7 @@
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/measure/subprocess.hpp>
 #include <hoist/platform/device.hpp>
 
 #include "cards.hpp"
@@ -30,16 +31,6 @@ constexpr bool kBuiltWithCuda = false;
 #endif
 
 // The first `name` on the search path; empty if there is none.
-std::string find_program(const std::string& name) {
-  const char* path = std::getenv("PATH");
-  std::istringstream stream(path == nullptr ? "" : path);
-  for (std::string directory; std::getline(stream, directory, ':');) {
-    const std::string candidate = (fs::path(directory) / name).string();
-    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
-  }
-  return {};
-}
-
 Finding driver(const Machine& machine, const std::vector<PciGpu>& cards) {
   const auto version = first_line(machine.sys + "/module/nvidia/version");
   Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
@@ -104,7 +95,7 @@ Finding memory_of_gpu(const Machine& machine, std::size_t ordinal, const platfor
 }
 
 Finding toolkit() {
-  const std::string compiler = find_program("nvcc");
+  const std::string compiler = measure::find_program("nvcc");
   Finding finding{
       .subject = "CUDA toolkit",
       .found = fmt::format("{}; this build was made {} it", compiler.empty() ? "no nvcc on the PATH" : compiler,
@@ -146,7 +137,7 @@ Finding nccl(std::size_t card_count) {
 
 Finding mpi() {
   const int launched = comm::mpi_size_of_launch();
-  const std::string launcher = find_program("mpirun");
+  const std::string launcher = measure::find_program("mpirun");
   Finding finding{.subject = "MPI",
                   .found = fmt::format("{}; {}", comm::have_mpi() ? "in this build" : "not in this build",
                                        launcher.empty() ? "no mpirun on the PATH" : launcher)};

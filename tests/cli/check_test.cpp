@@ -342,7 +342,8 @@ TEST_F(Check, AReportNeverReplacesWhatIsRead) {
   write("units.json", R"({"units": [{"name": "a", "parameters": 100}]})");
   for (const char* arguments :
        {"check good.json --json ./good.json", "plan good.json --parameters 1e6 --json good.json",
-        "check good.json --units units.json --json units.json"}) {
+        "check good.json --units units.json --json units.json", "check good.json --model units.json --json units.json",
+        "plan --model units.json --json units.json"}) {
     const auto result = run(arguments);
     EXPECT_EQ(result.exit_code, 2) << arguments;
     EXPECT_THAT(result.errors, HasSubstr("would be overwritten")) << arguments;

@@ -98,6 +98,7 @@ TEST_F(Tune, BadInputIsRefusedBeforeAnythingIsMeasured) {
       {"--path drive --merge list.json", "not an object"},
       {"--path drive --merge odd.json", "\"aio\" that is not an object"},
       {"--path drive --out no/such/place.json", "choose another directory"},
+      {"--path drive --out odd.json", "nothing of it would stay; name it with --merge"},
       {"--path drive --plot drive", "is a directory"},
       {"--path drive --engine null", "nothing to tune"},
       {"--path drive --size 1MiB", "at least 64.0 MiB are needed"},

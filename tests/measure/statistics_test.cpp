@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <numeric>
+
 #include <gtest/gtest.h>
 
 #include <hoist/core/rng.hpp>
@@ -27,6 +30,18 @@ TEST(Statistics, IntervalCoversTheMedian) {
   }
   EXPECT_GE(covered, 0.94 * kExperiments) << "seed " << kSeed;
   EXPECT_LT(covered, kExperiments) << "an interval that never misses says nothing; seed " << kSeed;
+}
+
+// Of many values as of few: about 0.98 sqrt(n) ranks on each side of the middle.
+TEST(Statistics, IntervalsOfManyValuesAreNoPoints) {
+  for (const std::size_t count : {400u, 500u, 501u, 1000u, 1074u, 1075u, 10000u}) {
+    std::vector<double> ranks(count);
+    std::iota(ranks.begin(), ranks.end(), 0.0);
+    const Interval interval = median_interval(ranks);
+    const double half = (interval.high - interval.low) / 2;
+    EXPECT_NEAR(half, 0.98 * std::sqrt(static_cast<double>(count)), 2) << count;
+    EXPECT_EQ(interval.low + interval.high, static_cast<double>(count - 1)) << count;
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/platform/control_groups.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -25,6 +26,15 @@ class ControlGroups : public ::testing::Test {
 
   test::TempDirectory directory_;
 };
+
+TEST_F(ControlGroups, NamesOfMountsMayHaveBlanks) {
+  put("proc/self/mountinfo", "36 35 98:0 /a\\040b /mnt/my\\040drive\\134x rw - ext4 /dev/the\\011disk rw");
+  const std::vector<Mount> found = mounts(directory_ / "proc");
+  ASSERT_EQ(found.size(), 1u);
+  EXPECT_EQ(found[0].root, "/a b");
+  EXPECT_EQ(found[0].point, "/mnt/my drive\\x");
+  EXPECT_EQ(found[0].source, "/dev/the\tdisk");
+}
 
 TEST_F(ControlGroups, TheSmallestLimitOnTheWayToTheRootBinds) {
   put("proc/self/cgroup", "0::/jobs/training/rank0");

@@ -128,6 +128,18 @@ TEST_F(FakeSysfs, NvmeMultipathNamesItsControllers) {
   EXPECT_EQ(node(259, 5), 1);
 }
 
+// hwloc names the nearest processors for such a node, which are another node's.
+TEST_F(FakeSysfs, ANodeOfMemoryOnlyHasNoProcessors) {
+  EXPECT_FALSE(Topology::detect_with_sysfs(root_).nodes().front().cpus.empty()) << "nothing is known";
+  const std::string list =
+      "devices/system/node/node" + std::to_string(Topology::detect().nodes()[0].os_index) + "/cpulist";
+  write(list, "0-3");
+  EXPECT_FALSE(Topology::detect_with_sysfs(root_).nodes().front().cpus.empty());
+  write(list, "");
+  EXPECT_TRUE(Topology::detect_with_sysfs(root_).nodes().front().cpus.empty());
+  EXPECT_TRUE(Topology::detect_with_sysfs(root_).nodes().front().cores.empty());
+}
+
 TEST_F(FakeSysfs, Cards) {
   write("bus/pci/devices/0000:ab:00.0/numa_node", "3");
   write("bus/pci/devices/0000:ac:00.0/numa_node", "-1");
