@@ -89,6 +89,20 @@ void measure_drives(const std::vector<std::string>& directories, const measure::
   spec.drives.latency_us =
       1e6 * static_cast<double>(kBlockAlignment) / bytes_per_second(one_by_one, measure::Pattern::read);
   spec.drives.flush_us = 1e6 * measure::seconds_of_flush(pointers(drives), stop);
+}
+
+// What takes no time to ask, and may differ from one call to the next: with the job, its limits, and what the drives
+// hold.
+void ask(const std::vector<std::string>& directories, MachineSpec& spec) {
+  const int gpus = platform::cuda_device_count();
+  spec.gpus_per_node = gpus;
+  if (gpus > 0) spec.device.memory = platform::gpu_memory(platform::cuda_memory_facts(0));
+  const platform::MemorySize host = spec.device.memory == platform::GpuMemory::coherent
+                                        ? platform::memory_of_processors(platform::host_memory())
+                                        : platform::host_memory();
+  spec.host.memory_gib = static_cast<double>(host.total_bytes) / kGibibyte;
+  if (gpus > 0 && spec.device.memory != platform::GpuMemory::integrated)
+    spec.device.memory_gib = static_cast<double>(platform::cuda_memory(0).total_bytes) / kGibibyte;
   double smallest = 1e12;
   for (const std::string& directory : directories)
     smallest = std::min(smallest, static_cast<double>(fs::space(directory).available) / kGigabyte);
@@ -138,28 +152,21 @@ MachineSpec measure_now(const std::vector<std::string>& directories, const measu
   const auto now = std::chrono::time_point_cast<std::chrono::seconds>(std::chrono::system_clock::now());
   MachineSpec spec{.name = host_name(),
                    .basis = fmt::format("measured by hoist plan, {:%Y-%m-%d %H:%M} UTC", fmt::gmtime(now))};
-  const int gpus = platform::cuda_device_count();
   const double cores = platform::processor_count();
-  spec.gpus_per_node = gpus;
   measure_drives(directories, stop, spec);
-  measure_device(gpus > 0, spec);
-  if (gpus > 0) spec.device.memory = platform::gpu_memory(platform::cuda_memory_facts(0));
-  const platform::MemorySize host = spec.device.memory == platform::GpuMemory::coherent
-                                        ? platform::memory_of_processors(platform::host_memory())
-                                        : platform::host_memory();
-  spec.host.memory_gib = static_cast<double>(host.total_bytes) / kGibibyte;
+  ask(directories, spec);
+  const bool has_gpus = spec.gpus_per_node > 0;
+  measure_device(has_gpus, spec);
   spec.host.update_gb_per_s = measure::compare_kernel({.optimizer = {.learning_rate = 1e-5}, .checksum = true},
                                                       {.state_bytes = 512 * kMiB, .pairs = 5, .stop = stop})
                                   .gigabytes_per_second();
   spec.host.power_watts = cores * kWattsOfCore;
-  if (gpus > 0 && spec.device.memory != platform::GpuMemory::integrated)
-    spec.device.memory_gib = static_cast<double>(platform::cuda_memory(0).total_bytes) / kGibibyte;
-  if (gpus == 0) spec.device.memory_gb_per_s = spec.host.update_gb_per_s;  // the host updates its device's memory
-  spec.device.compute_tflops = gpus > 0 ? kTflopsOfGpu : cores * kTflopsOfCore;
-  spec.device.power_watts = gpus > 0 ? kWattsOfGpu : 0;
+  if (!has_gpus) spec.device.memory_gb_per_s = spec.host.update_gb_per_s;  // the host updates its device's memory
+  spec.device.compute_tflops = has_gpus ? kTflopsOfGpu : cores * kTflopsOfCore;
+  spec.device.power_watts = has_gpus ? kWattsOfGpu : 0;
   spec.network.in_node_gb_per_s = kNetworkGbPerSecond;
   spec.assumed = {"device.compute_tflops", "host.power_watts", "network.in_node_gb_per_s"};
-  if (gpus > 0) spec.assumed.emplace_back("device.power_watts");
+  if (has_gpus) spec.assumed.emplace_back("device.power_watts");
   return spec;
 }
 
@@ -195,7 +202,12 @@ ThisMachine this_machine_spec(const std::vector<std::string>& directories, const
   ThisMachine machine{.spec = {}, .cache_path = cache_file()};
   if (const auto kept = kept_in(machine.cache_path)) {
     machine.spec = *kept;
-    if (machine.spec.name == host_name() && machine.spec.drives.directories == paths) return machine;
+    const bool had_gpus = machine.spec.gpus_per_node > 0;
+    if (machine.spec.name == host_name() && machine.spec.drives.directories == paths &&
+        had_gpus == (platform::cuda_device_count() > 0)) {
+      ask(paths, machine.spec);
+      return machine;
+    }
   }
   machine.spec = measure_now(paths, stop);
   machine.measured_now = true;

@@ -188,7 +188,12 @@ void SafetensorsWriter::check_directory() const {
 void SafetensorsWriter::check_space() const {
   struct statvfs system {};
   if (::statvfs(options_.directory.c_str(), &system) != 0) return;  // then writing reports it
-  const std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
+  std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
+  for (const std::string& file : files_) {  // a killed export's files are overwritten
+    struct stat left {};
+    if (::lstat((file + ".partial").c_str(), &left) == 0)
+      free_bytes += static_cast<std::uint64_t>(left.st_blocks) * 512;
+  }
   if (data_bytes_ <= free_bytes) return;
   throw IoError({.operation = "write", .path = options_.directory, .length_bytes = data_bytes_, .code = ENOSPC},
                 fmt::format("the tensors need {} and {} are free: free space, or choose another directory",

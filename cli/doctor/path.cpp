@@ -4,6 +4,7 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <random>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -29,23 +30,21 @@ namespace {
 
 constexpr std::uint64_t kTrialBytes = 64 * kKiB;
 
-// A temporary file, removed with the object.
-struct TrialFile {
-  explicit TrialFile(const std::string& directory)
-      : path((std::filesystem::path(directory) / fmt::format(".hoist-doctor-{}", ::getpid())).string()) {}
-  ~TrialFile() {
-    std::error_code ignored;
-    std::filesystem::remove(path, ignored);
-  }
-  const std::string path;
-};
+// A file without a name from now on, so that it disappears with the process.
+aio::File trial_file(const std::string& directory) {
+  std::random_device random;  // processes of several containers can have one number
+  const std::string name = fmt::format(".hoist-doctor-{}-{:08x}{:08x}", ::getpid(), random(), random());
+  const std::string path = (std::filesystem::path(directory) / name).string();
+  aio::File file(path, {.mode = aio::OpenMode::create, .reserve_bytes = kTrialBytes});
+  ::unlink(path.c_str());
+  return file;
+}
 
 // Whether the operations of training work here: reserve, write past the page cache, flush, read back.
 Finding direct_transfers(const std::string& directory) {
   Finding finding{.subject = "O_DIRECT", .found = "works: written, flushed and read back"};
-  const TrialFile trial(directory);
   try {
-    const aio::File file(trial.path, {.mode = aio::OpenMode::create, .reserve_bytes = kTrialBytes});
+    const aio::File file = trial_file(directory);
     const auto memory = std::unique_ptr<std::byte, void (*)(void*)>(
         static_cast<std::byte*>(std::aligned_alloc(kBlockAlignment, 2 * kTrialBytes)), std::free);
     const std::span written(memory.get(), kTrialBytes), read(memory.get() + kTrialBytes, kTrialBytes);
@@ -76,6 +75,11 @@ Finding direct_transfers(const std::string& directory) {
     finding.remedy = error.where.code == EACCES || error.where.code == EROFS || error.where.code == EPERM
                          ? fmt::format("sudo chown $USER {}, or remount it writable", directory)
                          : "free space, or choose another directory";
+  } catch (const std::exception& error) {  // no thread, or no memory
+    finding.verdict = Verdict::missing;
+    finding.found = error.what();
+    finding.cost = "no transfer was tried";
+    finding.remedy = "raise the limits of this process (ulimit -a), and try again";
   }
   return finding;
 }

@@ -449,6 +449,10 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   const std::string cached = test::text_of(path("cache/hoist/machine.json"));
   EXPECT_THAT(run(command).output, HasSubstr("measured before"));
   EXPECT_EQ(test::text_of(path("cache/hoist/machine.json")), cached);
+  auto other_limits = json::parse(cached);  // kept by a job that had less memory
+  other_limits["host"]["memory_gib"] = 0.001;
+  write("cache/hoist/machine.json", other_limits.dump());
+  EXPECT_EQ(run(command).exit_code, 0);
   write("cache/hoist/machine.json", "{");
   EXPECT_THAT(run(command).output, HasSubstr("measured now")) << "a damaged cache is measured again";
   write("no_folder", "");
