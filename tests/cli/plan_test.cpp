@@ -449,10 +449,10 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   const std::string cached = test::text_of(path("cache/hoist/machine.json"));
   EXPECT_THAT(run(command).output, HasSubstr("measured before"));
   EXPECT_EQ(test::text_of(path("cache/hoist/machine.json")), cached);
-  auto other_limits = json::parse(cached);  // kept by a job that had less memory
-  other_limits["host"]["memory_gib"] = 0.001;
-  write("cache/hoist/machine.json", other_limits.dump());
-  EXPECT_EQ(run(command).exit_code, 0);
+  auto full_drive = nlohmann::json::parse(cached);  // as it was then
+  full_drive["drives"]["capacity_gb"] = 0.001;
+  write("cache/hoist/machine.json", full_drive.dump());
+  EXPECT_THAT(run(command).output, Not(HasSubstr("does not fit"))) << "what is free is asked each time";
   write("cache/hoist/machine.json", "{");
   EXPECT_THAT(run(command).output, HasSubstr("measured now")) << "a damaged cache is measured again";
   write("no_folder", "");
