@@ -13,9 +13,9 @@ scripts/install-deps.sh
 cmake --preset "$preset"
 NINJA_STATUS='[%f of %t, %e s] ' cmake --build --preset "$preset"
 rm -f "build/$preset/skipped/"*
-# Three times as many at once as there are processors: most tests wait for the drive.
+# Four times as many at once as there are processors: most tests wait for the drive.
 status=0
-ctest --preset "$preset" --parallel $((3 * $(nproc))) "$@" || status=$?
+ctest --preset "$preset" --parallel $((4 * $(nproc))) "$@" || status=$?
 
 # Reasons that come up often are printed once, with a count.
 skipped=$(cat "build/$preset/skipped/"* 2>/dev/null || true)

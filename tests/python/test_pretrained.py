@@ -17,7 +17,7 @@ import hoist
 import hoist.torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
-from hoist.torch import pretrained_export  # noqa: E402
+from hoist.torch import checkpoints, pretrained_export  # noqa: E402
 from hoist.torch.transformers import from_pretrained, save_pretrained  # noqa: E402
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -190,6 +190,11 @@ def test_adapters_on_a_base_in_files(tmp_path):
     assert sorted(os.listdir(tmp_path / "adapter")) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 
 
+def set_os(patch, os):
+    for module in (pretrained_export, checkpoints):
+        patch.setattr(module, "os", os)
+
+
 class Steps:
     """os, as pretrained_export sees it: `before` is called before each call that changes or flushes files."""
 
@@ -267,7 +272,7 @@ def saved_again_and_killed(engine, models, directory, shards, monkeypatch):
     shutil.copytree(directory, again)
     directory = again
     with monkeypatch.context() as patch:
-        patch.setattr(pretrained_export, "os", Steps(before))
+        set_os(patch, Steps(before))
         save_pretrained(engine, directory, max_shard_size=shards)
     return states
 
@@ -287,7 +292,7 @@ def test_a_kill_while_saving_leaves_the_old_model_or_the_new(tmp_path, monkeypat
 
     with hoist.torch.wrap(models.new, config_of(tmp_path / "nvme")) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(pretrained_export, "os", Steps(before))
+            set_os(patch, Steps(before))
             save_pretrained(engine, models.directory, max_shard_size=SIZES[case][1])
         assert models.found_in(models.directory) == "new"
         assert "old" in states and states == sorted(states, key=["old", "refused", "new"].index)
@@ -312,7 +317,7 @@ def test_a_full_drive_leaves_the_old_model(tmp_path, monkeypatch, case):
             step += 1
             open_files = len(os.listdir("/proc/self/fd"))
             with monkeypatch.context() as patch, pytest.raises(OSError, match="full") as failure:
-                patch.setattr(pretrained_export, "os", fails_at(step))
+                set_os(patch, fails_at(step))
                 save_pretrained(engine, models.directory, max_shard_size=SIZES[case][1])
             assert len(os.listdir("/proc/self/fd")) == open_files
             moved = any(entry.name == "_move_up" for entry in failure.traceback)
@@ -334,9 +339,9 @@ def test_directories_that_cannot_be_flushed(tmp_path, monkeypatch, code):
         raise OSError(code, "fsync")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    pretrained_export._sync(str(tmp_path))
+    checkpoints.sync(str(tmp_path))
     with pytest.raises(OSError, match="fsync"):
-        pretrained_export._sync(str(tmp_path / "file"))
+        checkpoints.sync(str(tmp_path / "file"))
 
 
 def test_adapters_are_replaced_when_the_new_ones_are_complete(tmp_path, monkeypatch):
@@ -351,7 +356,7 @@ def test_adapters_are_replaced_when_the_new_ones_are_complete(tmp_path, monkeypa
             card.write("Trained on a Tuesday.")
         before = files_of(out)
         with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-            patch.setattr(pretrained_export, "os", fails_at(2))
+            set_os(patch, fails_at(2))
             save_pretrained(engine, out)
         assert files_of(out) == before
         save_pretrained(engine, out)
@@ -433,3 +438,18 @@ def test_memory_is_that_of_one_unit(tmp_path):
     assert found["wrapped"] <= found["saved"] < bound < found["whole"], found
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
     assert_same(back, {name: value.to(torch.bfloat16) for name, value in expected.state_dict().items()})
+
+
+def test_a_model_that_is_still_in_its_files_is_not_saved_over_them(tmp_path):
+    """It would be saved as NaN."""
+    original, hub = saved(tmp_path / "hub")
+    model = from_pretrained(transformers.LlamaForCausalLM, hub, device_map=None)
+    for save in (lambda: model.save_pretrained(hub), model.state_dict, lambda: torch.save(model.state_dict(), tmp_path / "x")):
+        with pytest.raises(hoist.UsageError, match="still in their files"):
+            save()
+    whole = transformers.LlamaForCausalLM.from_pretrained(hub)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, original.state_dict()[name]), name
+    with hoist.torch.wrap(model, config_of(tmp_path / "store")) as engine:
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+        save_pretrained(engine, hub)

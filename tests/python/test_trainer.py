@@ -597,3 +597,92 @@ def test_a_model_whose_files_have_other_names(tmp_path):
     assert set(expected) == set(loaded.state_dict())
     for name, value in loaded.state_dict().items():
         assert torch.equal(value.cpu(), expected[name]), name
+
+
+# --- used again, stopped early -----------------------------------------------------------------------------------------------
+
+class Stream(torch.utils.data.IterableDataset):
+    """14 rows: with 2 a batch and 4 batches a step, an epoch ends in the middle of its second step."""
+
+    def __iter__(self):
+        return iter(Tokens(14))
+
+
+
+def test_an_epoch_that_ends_in_the_middle_of_a_step(tmp_path, caplog):
+    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3, bf16=False)
+    trainer = hoist_transformers.Trainer(model=tiny_llama(), args=args, train_dataset=Stream(),
+                                         hoist_config=ds_config(tmp_path / "store"))
+    trainer.train()
+    assert trainer.engine.step_count == 3 and len(losses_of(trainer)) == 3
+    assert "the epoch ended in the middle of a step: the gradients of 3 micro-batches are dropped" in caplog.text
+    trainer.engine.close()
+
+
+class StopsBefore(transformers.TrainerCallback):
+    """As transformers saves a last checkpoint when a job is about to be taken from its machine."""
+
+    def on_substep_end(self, args, state, control, **_):
+        if state.global_step == 2:
+            control.should_training_stop = True
+
+
+def test_a_last_checkpoint_in_the_middle_of_a_step(tmp_path, caplog):
+    args = arguments(tmp_path, save_strategy="epoch", max_steps=8, bf16=False)
+    trainer = trainer_of(args, ds_config(tmp_path / "store"), callbacks=[StopsBefore()])
+    trainer.train()
+    assert trainer.engine.step_count in (2, 3) and "are dropped" in caplog.text
+    trainer.engine.close()
+    again = trainer_of(args, ds_config(tmp_path / "store"))
+    again.train(resume_from_checkpoint=True)
+    assert again.engine.step_count == 8
+    again.engine.close()
+
+
+def test_a_store_that_holds_a_run_is_named_in_trainers_words(tmp_path):
+    first = trainer_of(arguments(tmp_path, max_steps=2), ds_config(tmp_path / "store"))
+    first.train()
+    first.engine.close()
+    again = trainer_of(arguments(tmp_path, max_steps=2), ds_config(tmp_path / "store"))
+    with pytest.raises(hoist.UsageError, match="resume_from_checkpoint=True"):
+        again.train()
+    with pytest.raises(hoist.UsageError, match="resume_from_checkpoint=True"):
+        again.train()  # and again
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_refused_before_a_store_is_made(tmp_path):
+    plain = transformers.Trainer(model=tiny_llama(), args=arguments(tmp_path / "plain", max_steps=1, save_strategy="steps",
+                                                                    save_steps=1, bf16=False), train_dataset=Tokens())
+    if ON_CPU:
+        plain.train()
+    else:
+        (tmp_path / "plain" / "checkpoint-1").mkdir(parents=True)
+        (tmp_path / "plain" / "checkpoint-1" / "optimizer.pt").touch()
+    checkpoint = str(tmp_path / "plain" / "checkpoint-1")
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=2), ds_config(tmp_path / "store"))
+    with pytest.raises(hoist.UsageError, match=r"weights=.*checkpoint-1.* in hoist_options"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert not (tmp_path / "store").exists()
+    if ON_CPU:  # the advice works
+        begun = trainer_of(arguments(tmp_path / "out", max_steps=2), ds_config(tmp_path / "store"),
+                           hoist_options={"weights": checkpoint})
+        begun.train()
+        begun.engine.close()
+
+
+def test_options_that_would_not_be_trainers_are_refused(tmp_path):
+    with pytest.raises(hoist.UsageError, match=r"hoist_options has \['resume'\]"):
+        trainer_of(arguments(tmp_path), ds_config(tmp_path / "store"), hoist_options={"resume": True})
+
+
+def test_a_second_train_after_the_configurations_schedule_is_refused(tmp_path):
+    trainer = trainer_of(arguments(tmp_path, max_steps=2), ds_config(tmp_path / "store"))
+    trainer.train()
+    with pytest.raises(hoist.UsageError, match="scheduler has come to its end"):
+        trainer.train()
+    trainer.engine.close()
+    own = trainer_of(arguments(tmp_path, max_steps=2), ds_config(tmp_path / "own", without=("scheduler",)))
+    own.train()
+    own.train()
+    assert own.engine.step_count == 4
+    own.engine.close()

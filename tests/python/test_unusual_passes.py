@@ -426,6 +426,8 @@ class Lazy(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("least", torch.tensor([]))
+        self.register_buffer("none", torch.zeros(0))
+        self.register_buffer("wide", torch.zeros(1).expand(3))
 
     def forward(self, x):
         if not hasattr(self, "mean"):

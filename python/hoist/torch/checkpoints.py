@@ -41,6 +41,8 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
             '"hoist": {"keep_steps": N} for the last N, 12 bytes a parameter each (and nvme_path or '
             "hoist.checkpoint_path, so that there is a store)")
     step = engine.step_count
+    if tag is not None and (not str(tag) or os.path.isabs(str(tag)) or ".." in str(tag).split(os.sep)):
+        raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): a tag is the name of a directory below the one that is given")
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder = os.path.join(directory, tag)
     is_first = engine._is_first_of_job
@@ -150,8 +152,17 @@ def _write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(os.path.dirname(path) or ".")
+
+
+def sync(*paths: str) -> None:
+    """Makes files, or the names in directories, durable."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:  # mounts of object stores cannot flush a directory
+            if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        finally:
+            os.close(descriptor)

@@ -42,7 +42,8 @@ _log = logging.getLogger("hoist")
 # The arguments of from_pretrained that say where files are.
 _PLACES = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
-          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+          "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64}
 
 
 def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional: Any, **arguments: Any) -> Any:
@@ -57,7 +58,7 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     Parameters that the files lack are initialized here, as transformers does.
     """
     for key in ("device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "distributed_config"):
-        if arguments.get(key) is not None:
+        if arguments.pop(key, None) is not None:
             raise _hoist.UsageError(f"from_pretrained({key}=...) is not supported here: weights stay in their files until the "
                                     "model is wrapped; the engine then decides where they are")
     with_info = arguments.pop("output_loading_info", False)
@@ -296,6 +297,13 @@ def _refuse_call(module: nn.Module, _: Any) -> None:
             "precompute_ref_log_probs=False), or load it with transformers' own from_pretrained")
 
 
+def _refuse_saving(module: nn.Module, *_: Any) -> None:
+    if any(_is_in_files(p) and not cast(Any, p).initial_values.is_replaced(p) for p in module._parameters.values()):
+        raise _hoist.UsageError(
+            f"a module ({type(module).__name__}) is saved, and its weights are still in their files: what is saved would be NaN. "
+            "Copy the files, or save the model when it is wrapped")
+
+
 def _give_memory(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before load_state_dict() copies values."""
     parameter: Any
@@ -348,7 +356,8 @@ def reading_files(model: Any) -> Iterator[None]:
         del magnitude.initial_values  # and with it what it has of the adapters
     for module in modules:
         module.__dict__.pop("resize_token_embeddings", None)
-        for hooks, own in ((module._forward_pre_hooks, _refuse_call), (module._load_state_dict_pre_hooks, _give_memory)):
+        for hooks, own in ((module._forward_pre_hooks, _refuse_call), (module._load_state_dict_pre_hooks, _give_memory),
+                           (module._state_dict_pre_hooks, _refuse_saving)):
             for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is own]:
                 del hooks[key]
 
@@ -406,6 +415,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
         if any(map(_is_in_files, module._parameters.values())):
             module.register_forward_pre_hook(_refuse_call)
             module._register_load_state_dict_pre_hook(_give_memory, with_module=True)
+            module.register_state_dict_pre_hook(_refuse_saving)
         for name, buffer in module._buffers.items():
             read = reads.get(f"{prefix}.{name}" if prefix else name)
             if buffer is not None and buffer.is_meta:

@@ -5,7 +5,6 @@ parameter, or one unit where files have its tensors in another form."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import filecmp
 import json
 import os
@@ -19,15 +18,15 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hoist import _hoist
-from hoist.torch.pretrained import IS_4
+from hoist.torch.checkpoints import sync
+from hoist.torch.pretrained import _TYPES, IS_4
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
 
 __all__ = ["save_pretrained"]
 
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -42,6 +41,7 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
     model's own save_pretrained.
     """
     model: Any = engine.module
+    refuse_adapters(model, engine.world_size)
     is_whole = isinstance(model, transformers.PreTrainedModel)
     if not is_whole and not hasattr(model, "peft_config"):
         raise _hoist.UsageError(f"a {type(model).__name__} has no save_pretrained form: use engine.export(directory)")
@@ -57,6 +57,17 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
         adapters = _adapters(engine)
         if folder is not None:
             model.save_pretrained(folder, state_dict=adapters)
+
+
+def refuse_adapters(model: Any, world_size: int) -> None:
+    """Errors: UsageError for those of PEFT that cannot be saved here."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise _hoist.UsageError("adapters that model.add_adapter() has added are not saved as such here: add them with "
+                                "peft.get_peft_model(model, config)")
+    configs = getattr(model, "peft_config", None) or {}
+    if world_size > 1 and any(config.is_prompt_learning for config in configs.values()):
+        raise _hoist.UsageError("prompt learning (prompt, prefix and P-tuning) is trained on one rank here: PEFT computes the "
+                                "prompts that it saves on the first rank alone, which has a part of the weights")
 
 
 def _write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
@@ -200,7 +211,7 @@ def _new_model(directory: str) -> Iterator[str]:
             shutil.copy(card, folder)  # PEFT adds to it
         yield folder
         for path, _, files in os.walk(folder):
-            _sync(path, *(os.path.join(path, file) for file in files))
+            sync(path, *(os.path.join(path, file) for file in files))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -230,7 +241,7 @@ def _move_up(folder: str, directory: str) -> None:
     _move(new, folder, directory)
     for file in sorted(old - new, key=lambda file: file not in _HEADS):  # shards after the index that names them
         os.unlink(os.path.join(directory, file))
-    _sync(directory)
+    sync(directory)
 
 
 def _finish_move(folder: str, directory: str) -> None:
@@ -250,7 +261,7 @@ def _set_heads_aside(new: set[str], folder: str, directory: str) -> set[str]:
     old = {file for file in heads if os.path.exists(os.path.join(directory, file))}
     for file in old:
         os.replace(os.path.join(directory, file), os.path.join(folder, file + _OLD))
-    _sync(directory, folder)
+    sync(directory, folder)
     return old
 
 
@@ -262,7 +273,7 @@ def _move(new: set[str], folder: str, directory: str) -> None:
             os.makedirs(parent, exist_ok=True)
         for file in files:
             os.replace(os.path.join(folder, file), os.path.join(directory, file))
-        _sync(*parents)
+        sync(*parents)
 
 
 def _files_below(folder: str) -> set[str]:
@@ -271,18 +282,6 @@ def _files_below(folder: str) -> set[str]:
 
 def _heads_of(files: Iterable[str]) -> set[str]:
     return {file for file in files if os.path.basename(file) in _HEADS}
-
-
-def _sync(*paths: str) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:  # mounts of object stores cannot flush a directory
-            if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-                raise
-        finally:
-            os.close(descriptor)
 
 
 def _weight_files(directory: str) -> Iterator[str]:

@@ -72,7 +72,12 @@ def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[f
         state["scheduler"] = plain
     if buffers:
         state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
-    return json.dumps(state).encode()
+    try:
+        return json.dumps(state).encode()
+    except TypeError as error:
+        key = next((key for key, value in program.items() if not is_plain(value)), None)
+        raise _hoist.UsageError(f"engine.state[{key!r}] has what commits cannot hold ({error}): they hold numbers, text, lists "
+                                "and dictionaries") from error
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -104,7 +109,8 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
 def fill_buffers(saved: dict[str, list[Any]], model: nn.Module, device: torch.device) -> None:
     """Also those that the program registers, or gives their size, when it runs. Errors: UsageError for one of no module."""
     for name, (dtype, shape, text) in saved.items():
-        raw = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        data = bytearray(base64.b64decode(text))
+        raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         values = raw.view(getattr(torch, dtype.removeprefix("torch."))).view(shape)
         path, _, own_name = name.rpartition(".")
         try:
@@ -113,7 +119,7 @@ def fill_buffers(saved: dict[str, list[Any]], model: nn.Module, device: torch.de
             raise _hoist.UsageError(f"the commit has a buffer '{name}', and the model has no module '{path}': it is of another "
                                     "model") from None
         buffer = module._buffers.get(own_name)
-        if buffer is not None and buffer.shape == values.shape:
+        if buffer is not None and buffer.shape == values.shape and buffer.is_contiguous():  # not one that is expanded
             buffer.copy_(values)
         else:
             module.register_buffer(own_name, values.to(device if buffer is None else buffer.device))

@@ -37,7 +37,7 @@ from hoist.torch.casts import cast_inputs
 from hoist.torch.config_files import read_config
 from hoist.torch.parameters import dtype_of
 from hoist.torch.pretrained import from_pretrained
-from hoist.torch.pretrained_export import _new_model, _write_weights, save_pretrained
+from hoist.torch.pretrained_export import _new_model, _write_weights, refuse_adapters, save_pretrained
 
 __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint", "save_pretrained"]
 
@@ -136,6 +136,10 @@ class Trainer(transformers.Trainer):
         self._steps_of_run = 0  # as far as transformers has said
         self._hoist_config = read_config(hoist_config)
         self._hoist_options = hoist_options or {}
+        if unknown := self._hoist_options.keys() - {"weights", "initialize", "unit_classes", "seed"}:
+            raise _hoist.UsageError(f"hoist_options has {sorted(unknown)}: weights, initialize, unit_classes and seed are taken "
+                                    "(train(resume_from_checkpoint=...) continues a run)")
+        self._is_resumed: bool | None = None  # as far as train() has said
         super().__init__(*positional, **arguments)
         if self.args.n_gpu > 1:  # transformers would copy the model to all of them (DataParallel)
             _log.warning("this process trains on %s, one of %d GPUs: start one for each (torchrun --nproc-per-node %d)",
@@ -169,6 +173,11 @@ class Trainer(transformers.Trainer):
             resume_from_checkpoint = newest_complete_checkpoint(cast(str, self.args.output_dir))
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+        self._is_resumed = bool(resume_from_checkpoint)
+        if resume_from_checkpoint and os.path.exists(os.path.join(resume_from_checkpoint, OPTIMIZER_NAME)):
+            raise _hoist.UsageError(f"{resume_from_checkpoint} was saved by a Trainer without hoist: begin a run with "
+                                    f"weights={resume_from_checkpoint!r} in hoist_options, and without resume_from_checkpoint; "
+                                    "moments begin at zero then")
         return super().train(resume_from_checkpoint, *positional, **arguments)
 
     def evaluation_loop(self, *positional: Any, **arguments: Any) -> Any:
@@ -198,6 +207,9 @@ class Trainer(transformers.Trainer):
         if self.engine is not None:
             if self.engine.module is not self.model:
                 raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
+            if self.engine.config.has_schedule and self.engine.step_count > 0 and self._is_resumed is False:
+                raise _hoist.UsageError("the configuration's scheduler has come to its end with the first train(): leave the "
+                                        "section out, so that Trainer's begins anew, or make a Trainer for the second run")
             self.optimizer = self.engine.optimizer
             return self.optimizer
         filled = fill_in(self._hoist_config, self.args, self.state.max_steps or self._steps_of_run)
@@ -221,6 +233,9 @@ class Trainer(transformers.Trainer):
                 f"save_strategy is '{self.args.save_strategy}', and what is saved are checkpoints in the store, of which this "
                 'configuration keeps none: it needs "hoist": {"keep_steps": N} with N above 0 (or none set) and, with state on '
                 "NVMe, a durability other than \"none\"; or set save_strategy='no', or save_only_model=True")
+        refuse_adapters(self.model, self.args.world_size)
+        # evaluate() has put autocast, and results in fp32, around forward().
+        self.accelerator.unwrap_model(cast(torch.nn.Module, self.model), keep_fp32_wrapper=False)
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
         if own_groups:
@@ -236,6 +251,11 @@ class Trainer(transformers.Trainer):
         if self.engine.device.type != self.args.device.type:
             raise _hoist.UsageError(f"TrainingArguments' device is {self.args.device}, and hoist's is {self.engine.device}: pass "
                                     "use_cpu=True, or set \"hoist\": {\"device\": \"cuda\"}")
+        if not self.engine._unit_manager.is_alive and self._is_resumed is False:
+            engine, self.engine, self.optimizer = self.engine, None, None if own_groups else client
+            engine.close()
+            raise _hoist.UsageError(f"{config.store_directory} holds a run: train(resume_from_checkpoint=True), or with the "
+                                    "directory of a checkpoint, continues it; remove it to begin anew")
         self._cast_inputs_of(cast(Any, self.model))
         if config.has_schedule:
             self.lr_scheduler = schedule
@@ -297,11 +317,20 @@ class Trainer(transformers.Trainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *positional: Any, **arguments: Any) -> Any:
         norm = self._made.get_global_grad_norm()
+        self._drop_pending("the epoch ended in the middle of a step")
         return super()._maybe_log_save_evaluate(tr_loss, norm, *positional, **arguments)
+
+    def _drop_pending(self, why: str) -> None:
+        """Trainer would add them to the next step, which has as many micro-batches as any here."""
+        if (pending := self._made._passes.micro_batch) > 0:
+            _log.warning("%s: the gradients of %d micro-batches are dropped", why, pending)
+            self._made.zero_grad()
 
     # --- checkpoints: the state is in the store, the directory has what is Trainer's own ---------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.control.should_training_stop:  # before a step, where a job is about to be taken from its machine
+            self._drop_pending("a last checkpoint in the middle of a step")
         self._made.save_checkpoint(output_dir)
         if self.args.should_save:
             torch.save(cast(Any, self.lr_scheduler).state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -312,9 +341,6 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if os.path.exists(os.path.join(checkpoint, OPTIMIZER_NAME)):
-            raise _hoist.UsageError(f"{checkpoint} was saved by a Trainer without hoist: begin with weights={checkpoint!r} in "
-                                    "hoist_options; moments begin at zero then")
         if self._made.load_checkpoint(checkpoint)[0] is None:
             raise _hoist.StoreError(f"{checkpoint} was saved without the optimizer's states (save_only_model), and there is "
                                     "nothing to go on from")

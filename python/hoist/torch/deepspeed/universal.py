@@ -74,14 +74,6 @@ def _save(values: Any, *path: str) -> None:
         os.path.join(*path), lambda file: torch.save(values, file, pickle_module=pickle_module))
 
 
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: ConfigSource, *, step: int | None = None,
            checkpoint: str = "", stage: int | None = None, tag: str | None = None) -> str:
     """Writes a commit of a store as DeepSpeed's universal checkpoint; returns its directory, `to`/TAG.
@@ -170,9 +162,9 @@ class _Export:
                 with contextlib.suppress(OSError):
                     os.rmdir(to)
             raise
-        _sync_directory(to)  # the pointer must not name what a crash takes back
+        hoist.torch.checkpoints.sync(to)  # the pointer must not name what a crash takes back
         if is_new:
-            _sync_directory(os.path.dirname(os.path.abspath(to)))
+            hoist.torch.checkpoints.sync(os.path.dirname(os.path.abspath(to)))
         hoist.torch.checkpoints._write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
         return directory
 
