@@ -440,16 +440,17 @@ def test_memory_is_that_of_one_unit(tmp_path):
     assert_same(back, {name: value.to(torch.bfloat16) for name, value in expected.state_dict().items()})
 
 
-def test_a_model_that_is_still_in_its_files_is_not_saved_over_them(tmp_path):
-    """It would be saved as NaN."""
+def test_a_model_that_is_still_in_its_files_is_saved_with_its_values(tmp_path):
+    """Not as NaN, also over its own files; then it is in other files than it was made from."""
     original, hub = saved(tmp_path / "hub")
+    expected = original.state_dict()
     model = from_pretrained(transformers.LlamaForCausalLM, hub, device_map=None)
-    for save in (lambda: model.save_pretrained(hub), model.state_dict, lambda: torch.save(model.state_dict(), tmp_path / "x")):
-        with pytest.raises(hoist.UsageError, match="still in their files"):
-            save()
-    whole = transformers.LlamaForCausalLM.from_pretrained(hub)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, original.state_dict()[name]), name
+    assert_same(model.state_dict(), expected)
+    model.save_pretrained(hub, max_shard_size="40KB")
+    assert_same(transformers.LlamaForCausalLM.from_pretrained(hub).state_dict(), expected)
+    with pytest.raises(hoist.UsageError, match="was written anew"):
+        hoist.torch.wrap(model, config_of(tmp_path / "store"))
+    model = from_pretrained(transformers.LlamaForCausalLM, hub)
     with hoist.torch.wrap(model, config_of(tmp_path / "store")) as engine:
-        assert all(value.isfinite().all() for value in model.state_dict().values())
-        save_pretrained(engine, hub)
+        assert_same(model.state_dict(), expected)
+        assert_same(engine.state_dict(), expected)

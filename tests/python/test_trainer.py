@@ -644,9 +644,9 @@ def test_a_store_that_holds_a_run_is_named_in_trainers_words(tmp_path):
     first.train()
     first.engine.close()
     again = trainer_of(arguments(tmp_path, max_steps=2), ds_config(tmp_path / "store"))
-    with pytest.raises(hoist.UsageError, match="resume_from_checkpoint=True"):
+    with pytest.raises(hoist.StoreError, match="resume_from_checkpoint=True"):
         again.train()
-    with pytest.raises(hoist.UsageError, match="resume_from_checkpoint=True"):
+    with pytest.raises(hoist.StoreError, match="resume_from_checkpoint=True"):
         again.train()  # and again
 
 

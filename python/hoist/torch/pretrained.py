@@ -20,6 +20,7 @@ import json
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
@@ -53,8 +54,8 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     name         a directory, or a name on the hub as transformers resolves it (its cache, HF_HUB_OFFLINE)
     arguments    those of transformers: dtype, revision, output_loading_info, trust_remote_code...
 
-    wrap() and Trainer read the weights from the files, which must stay there until then; before that, parameters are NaN, and
-    calling the model is a UsageError.
+    wrap() and Trainer read the weights from the files, which must stay there until then; before that, parameters are NaN,
+    calling the model is a UsageError, and state_dict() reads the files.
     Parameters that the files lack are initialized here, as transformers does.
     """
     for key in ("device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "distributed_config"):
@@ -110,13 +111,14 @@ def _tensors_in(path: str) -> dict[str, Read]:
         loaded = torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=True)
         return {key: partial(torch.Tensor.detach, value) for key, value in loaded.items()}
     with open(path, "rb") as file:
+        identity = _identity_of(file.fileno())
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(length, 100_000_000)))
     header.pop("__metadata__", None)
     for key, entry in header.items():
         if entry["dtype"] not in _TYPES:
             raise _hoist.UsageError(f"{path}: '{key}' is {entry['dtype']}; quantized weights are not supported here")
-    return {key: _Mapped(path, 8 + length, entry) for key, entry in header.items()}
+    return {key: _Mapped(path, identity, 8 + length, entry) for key, entry in header.items()}
 
 
 def _is_zip(path: str) -> bool:
@@ -124,11 +126,17 @@ def _is_zip(path: str) -> bool:
         return file.read(2) == b"PK"  # PyTorch's format since 1.6, which can be mapped
 
 
+def _identity_of(descriptor: int) -> tuple[int, ...]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class _Mapped:
     """A tensor of a safetensors file. Its pages are given back with the tensor."""
 
-    def __init__(self, path: str, data_offset: int, entry: dict[str, Any]):
+    def __init__(self, path: str, identity: tuple[int, ...], data_offset: int, entry: dict[str, Any]):
         self._path = path
+        self._identity = identity
         self._begin, end = (data_offset + offset for offset in entry["data_offsets"])
         self._bytes = end - self._begin
         self._dtype = _TYPES[entry["dtype"]]
@@ -139,6 +147,9 @@ class _Mapped:
             return torch.empty(self._shape, dtype=self._dtype, device="cpu")
         before = self._begin % mmap.ALLOCATIONGRANULARITY
         with open(self._path, "rb") as file:
+            if _identity_of(file.fileno()) != self._identity:
+                raise _hoist.UsageError(f"{self._path} was written anew since the model was made from it, and before its weights "
+                                        "were read: make the model again, with from_pretrained")
             pages = mmap.mmap(file.fileno(), before + self._bytes, access=mmap.ACCESS_COPY, offset=self._begin - before)
         pages.madvise(mmap.MADV_WILLNEED)
         raw = torch.frombuffer(pages, dtype=torch.uint8, offset=before, count=self._bytes)
@@ -297,11 +308,18 @@ def _refuse_call(module: nn.Module, _: Any) -> None:
             "precompute_ref_log_probs=False), or load it with transformers' own from_pretrained")
 
 
-def _refuse_saving(module: nn.Module, *_: Any) -> None:
-    if any(_is_in_files(p) and not cast(Any, p).initial_values.is_replaced(p) for p in module._parameters.values()):
-        raise _hoist.UsageError(
-            f"a module ({type(module).__name__}) is saved, and its weights are still in their files: what is saved would be NaN. "
-            "Copy the files, or save the model when it is wrapped")
+_shown: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id of a parameter
+
+
+def _show_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """state_dict() has the files' values, which take memory, and not NaN: they may be saved, even over the files."""
+    parameter: Any
+    for name, parameter in module._parameters.items():
+        if prefix + name in state and _is_in_files(parameter) and not parameter.initial_values.is_replaced(parameter):
+            value = _shown.get(id(parameter))  # tied weights stay one tensor
+            if value is None:
+                value = _shown[id(parameter)] = parameter.initial_values().detach().clone()
+            state[prefix + name] = value
 
 
 def _give_memory(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -357,7 +375,7 @@ def reading_files(model: Any) -> Iterator[None]:
     for module in modules:
         module.__dict__.pop("resize_token_embeddings", None)
         for hooks, own in ((module._forward_pre_hooks, _refuse_call), (module._load_state_dict_pre_hooks, _give_memory),
-                           (module._state_dict_pre_hooks, _refuse_saving)):
+                           (module._state_dict_hooks, _show_values)):
             for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is own]:
                 del hooks[key]
 
@@ -415,7 +433,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
         if any(map(_is_in_files, module._parameters.values())):
             module.register_forward_pre_hook(_refuse_call)
             module._register_load_state_dict_pre_hook(_give_memory, with_module=True)
-            module.register_state_dict_pre_hook(_refuse_saving)
+            module._register_state_dict_hook(_show_values)
         for name, buffer in module._buffers.items():
             read = reads.get(f"{prefix}.{name}" if prefix else name)
             if buffer is not None and buffer.is_meta:

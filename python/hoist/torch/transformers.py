@@ -254,7 +254,7 @@ class Trainer(transformers.Trainer):
         if not self.engine._unit_manager.is_alive and self._is_resumed is False:
             engine, self.engine, self.optimizer = self.engine, None, None if own_groups else client
             engine.close()
-            raise _hoist.UsageError(f"{config.store_directory} holds a run: train(resume_from_checkpoint=True), or with the "
+            raise _hoist.StoreError(f"{config.store_directory} holds a run: train(resume_from_checkpoint=True), or with the "
                                     "directory of a checkpoint, continues it; remove it to begin anew")
         self._cast_inputs_of(cast(Any, self.model))
         if config.has_schedule:
