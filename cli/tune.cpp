@@ -221,6 +221,16 @@ void write_results(const TuneArguments& arguments, TuneReport& report, const std
   write_json(arguments.json, to_json(report));
 }
 
+// The file may have been edited during the measurement. If it cannot be used any more, the results are printed first.
+std::string merge_base(const TuneArguments& arguments, const TuneReport& report) {
+  try {
+    return read_config(arguments.merge);
+  } catch (const InputError&) {
+    say("{}\n{}\n", to_text(report), configuration(report).dump(2));
+    throw;
+  }
+}
+
 int tune(const TuneArguments& arguments) {
   try {
     check_target("--out", arguments.out);
@@ -238,7 +248,7 @@ int tune(const TuneArguments& arguments) {
     static_cast<void>(read_config(arguments.merge));
     const InterruptGuard interrupt;
     TuneReport report = Tuning(arguments, interrupt.flag()).run();
-    write_results(arguments, report, read_config(arguments.merge));  // which may have been edited meanwhile
+    write_results(arguments, report, merge_base(arguments, report));
     return kOk;
   } catch (const UsageError& error) {
     complain("hoist tune: {}\n", error.what());

@@ -13,8 +13,7 @@
 // Threading  As Communicator; the CUDA device is that of the options, else the one current on the thread that makes it.
 //            One thread of its own, with several ranks.
 // Memory     In place, no scratch.
-// Errors     Every return code and NCCL's asynchronous error become CommError; the communicator is aborted then, and
-// the
+// Errors     Every return code and NCCL's asynchronous error become CommError; the communicator is aborted then. The
 //            other ranks learn it through the control plane.
 #include <algorithm>
 #include <atomic>

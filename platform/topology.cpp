@@ -94,7 +94,9 @@ Topology Topology::detect_with_sysfs(std::string root) {
   // For a node of memory only (CXL, high-bandwidth memory), hwloc names the processors that are nearest to it.
   for (Node& node : result.nodes_) {
     const auto own = first_line(fmt::format("{}/devices/system/node/node{}/cpulist", root, node.os_index));
-    if (own && own->empty()) node.cpus = {}, node.cores = {};
+    if (!own || !own->empty()) continue;
+    node.cpus.clear();
+    node.cores.clear();
   }
   result.sysfs_ = std::move(root);
   return result;

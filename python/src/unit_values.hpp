@@ -4,8 +4,7 @@
 // Threading  Any thread, without the GIL; the pieces of a unit are filled before the next unit is asked for.
 // Memory     Borrowed: `unit_values(unit)` keeps its tensors alive until it is called for the next unit.
 // Errors     UsageError for a parameter without values, or with too few. An exception of `unit_values` becomes an
-// Error,
-//            which an engine may keep and throw again. raising() then throws the exception itself, once.
+//            Error, which an engine may keep and throw again. raising() then throws the exception itself, once.
 #pragma once
 
 #include <map>

@@ -495,7 +495,7 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
     EXPECT_NEAR(again["seconds"]["expected"].get<double>(), found["seconds"]["expected"].get<double>(), 1e-9);
     std::filesystem::remove(path("planned.json"));
   }
-  // State on NVMe is where the configuration has its own, whichever section or key says so.
+  // The plan puts state on NVMe into the configuration's directory, whichever section or key names it.
   const std::string offload = R"("device": "nvme", "nvme_path": "/mine"})";
   for (const std::string& text :
        {R"({"zero_optimization": {"stage": 3, "offload_optimizer": {)" + offload + "}}",

@@ -79,7 +79,7 @@ class Program : public testing::Test {
   pid_t start(std::vector<std::string> words, std::vector<std::string> launcher = {}) const {
     launcher.emplace_back(HOIST_GPT);
     words.insert(words.begin(), launcher.begin(), launcher.end());
-    std::filesystem::remove(path("out"));  // so that nobody takes the last run's output for this one's
+    std::filesystem::remove(path("out"));  // a run without output must not show the last run's
     const pid_t child = fork();
     if (child != 0) return child;
     std::vector<char*> argv;

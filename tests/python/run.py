@@ -60,14 +60,14 @@ def run_each(files):
     """Runs every file in a process of its own. A group is skipped when all of its files are."""
     import_for([pathlib.Path(file).name for file in files])
     gc.collect()
-    gc.freeze()  # a child's collections need not look at what was imported
+    gc.freeze()  # garbage collections in a child process skip the imported modules
     statuses = {}
     for file in files:
         print(f"== {pathlib.Path(file).name}", flush=True)
         child = os.fork()
         if child == 0:
             status = run([file])
-            # As the interpreter ends, but for taking apart what was imported, which costs seconds of a processor.
+            # Ends as the interpreter does, but does not unload imported modules, which takes seconds of processor time.
             threading._shutdown()
             atexit._run_exitfuncs()
             sys.stdout.flush()

@@ -631,7 +631,7 @@ def test_a_last_checkpoint_in_the_middle_of_a_step(tmp_path, caplog):
     args = arguments(tmp_path, save_strategy="epoch", max_steps=8, bf16=False)
     trainer = trainer_of(args, ds_config(tmp_path / "store"), callbacks=[StopsBefore()])
     trainer.train()
-    assert trainer.engine.step_count in (2, 3) and "are dropped" in caplog.text
+    assert trainer.engine.step_count == 2 and "gradients of 1 micro-batches are dropped" in caplog.text
     trainer.engine.close()
     again = trainer_of(args, ds_config(tmp_path / "store"))
     again.train(resume_from_checkpoint=True)

@@ -264,9 +264,18 @@ class _InFile:
         self._name = name
         self._shape = shape
         self._read = read
+        self._shown: Callable[[], torch.Tensor | None] = lambda: None
 
     def __call__(self) -> torch.Tensor:
         return self._read()
+
+    def shown(self) -> torch.Tensor:
+        """The values as a tensor of its own, which tied names share as long as someone has it."""
+        value = self._shown()
+        if value is None:
+            value = self._read().detach().clone()
+            self._shown = weakref.ref(value)
+        return value
 
     def is_replaced(self, parameter: torch.Tensor) -> bool:
         """Whether the program has given the parameter other values. Errors: UsageError if these are not complete."""
@@ -308,18 +317,12 @@ def _refuse_call(module: nn.Module, _: Any) -> None:
             "precompute_ref_log_probs=False), or load it with transformers' own from_pretrained")
 
 
-_shown: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id of a parameter
-
-
 def _show_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """state_dict() has the files' values, which take memory, and not NaN: they may be saved, even over the files."""
     parameter: Any
     for name, parameter in module._parameters.items():
         if prefix + name in state and _is_in_files(parameter) and not parameter.initial_values.is_replaced(parameter):
-            value = _shown.get(id(parameter))  # tied weights stay one tensor
-            if value is None:
-                value = _shown[id(parameter)] = parameter.initial_values().detach().clone()
-            state[prefix + name] = value
+            state[prefix + name] = parameter.initial_values.shown()
 
 
 def _give_memory(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
