@@ -68,7 +68,8 @@ class DriveQueue {
   DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend> backend);
   // Finishes every started transfer. Transfers that the drive does not answer within `drain_timeout` fail with
   // ETIMEDOUT; the kernel may still write to those buffers, so their owner must never use them again. The queue leaks
-  // its own part of them, with a line in the log.
+  // its own part of them, with a line in the log. If the I/O thread itself is stuck, in the kernel or in a continuation,
+  // it is left behind in the same way, and the completions of its transfers are never done.
   ~DriveQueue();
   DriveQueue(const DriveQueue&) = delete;
   DriveQueue& operator=(const DriveQueue&) = delete;

@@ -112,6 +112,7 @@ bool DriveQueue::Impl::stop() noexcept {
     if (std::exchange(seen, drain_progress_) != drain_progress_) stuck.restart();
   }
   const bool ended = ended_;
+  if (!ended) note_given_up();
   const bool clean = ended && !abandoned_;
   lock.unlock();
   if (clean) {

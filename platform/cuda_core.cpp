@@ -73,7 +73,9 @@ CurrentCard::CurrentCard(int ordinal) {
     if (has_context(current)) previous_ = current;
   }
   // Only now, because it would make a context, too.
-  cuda_check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+  const cudaError_t code = cudaThreadExchangeStreamCaptureMode(&mode_);
+  if (code != cudaSuccess && previous_ >= 0) static_cast<void>(cudaSetDevice(previous_));
+  cuda_check(code, "cudaThreadExchangeStreamCaptureMode");
 }
 
 CurrentCard::~CurrentCard() {

@@ -144,7 +144,9 @@ class CudaDevice final : public Device {
   }
 
   static void log_failure(cudaError_t code, const char* call) noexcept {
-    if (code != cudaSuccess) log_error("{} failed: {}; the memory stays registered", call, cudaGetErrorString(code));
+    if (code == cudaSuccess) return;
+    log_error("{} failed: {}; the memory stays taken", call, cudaGetErrorString(code));
+    static_cast<void>(cudaGetLastError());  // or the embedding program would find it after a call of its own
   }
 
   const DeviceOptions options_;

@@ -60,7 +60,9 @@ void CudaStream::drain_and_destroy() {
   const cudaError_t drained = cudaStreamSynchronize(options_.stream);
   const cudaError_t destroyed = cudaStreamDestroy(options_.stream);
   for (const cudaError_t code : {drained, destroyed}) {
-    if (code != cudaSuccess) log_error("stream {} ended with an error: {}", options_.name, cudaGetErrorString(code));
+    if (code == cudaSuccess) continue;
+    log_error("stream {} ended with an error: {}", options_.name, cudaGetErrorString(code));
+    static_cast<void>(cudaGetLastError());  // or the embedding program would find it after a call of its own
   }
 }
 

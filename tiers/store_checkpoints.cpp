@@ -80,7 +80,12 @@ void Store::Impl::remove_checkpoint(std::uint64_t checkpoint_serial) {
     return checkpoint.header.checkpoint_serial;
   });
   if (found == checkpoints_.end()) return;
-  give_up(found);
+  try {
+    give_up(found);
+  } catch (...) {
+    failed_ = std::current_exception();
+    throw;
+  }
   list_checkpoints();
 }
 

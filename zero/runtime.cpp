@@ -88,7 +88,8 @@ void say_choices(const std::vector<MachineChoice>& choices) {
     if (said.insert(key).second) log_info("{}: {}, because {}", key, value, reason);
 }
 
-std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Ledger& ledger) {
+std::shared_ptr<platform::Device> make_device(const RuntimeOptions& options, std::shared_ptr<Trace> trace,
+                                              std::shared_ptr<Ledger> ledger) {
   const std::uint64_t arena_bytes = options.device_arena_bytes == 0
                                         ? options.device_memory_bytes
                                         : std::min(options.device_arena_bytes, options.device_memory_bytes);
@@ -98,8 +99,10 @@ std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Led
                                        .host = options.host_device,
                                        .numa_nodes = options.memory_nodes,
                                        .touch_cpus = options.update_cpus,
-                                       .ledger = &ledger};
-  return options.make_device ? options.make_device(device) : platform::Device::create(device);
+                                       .ledger = ledger.get()};
+  auto made = options.make_device ? options.make_device(device) : platform::Device::create(device);
+  return {made.release(),
+          [trace = std::move(trace), ledger = std::move(ledger)](platform::Device* ended) { delete ended; }};
 }
 
 }  // namespace
@@ -123,11 +126,11 @@ Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone
 Runtime::Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone)
     : options_(chosen.runtime), parts_(std::make_unique<Parts>(options_), "the runtime") {
   Parts& parts = *parts_;
-  parts.ledger.trace_to(parts.trace.get());
+  parts.ledger->trace_to(parts.trace.get());
   // Only several ranks stage reductions, but how many there are is known after joining.
   if (!alone) parts.comm_scratch = parts.arena->allocate(options_.comm_scratch_bytes, "staging of collectives");
   comm::CommunicatorOptions comm{.scratch = parts.comm_scratch.bytes(),
-                                 .ledger = &parts.ledger,
+                                 .ledger = parts.ledger.get(),
                                  .timeout = options_.comm_timeout,
                                  .device_ordinal = options_.device_ordinal};
   parts.communicator = groups.sharding ? groups.sharding(comm) : comm::make_self(comm);
@@ -146,13 +149,14 @@ Runtime::Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone)
 Runtime::~Runtime() { write_trace(); }
 
 Runtime::Parts::Parts(const RuntimeOptions& options)
-    : trace(options.trace_path.empty() ? nullptr : std::make_unique<Trace>()),
+    : trace(options.trace_path.empty() ? nullptr : std::make_shared<Trace>()),
+      ledger(std::make_shared<Ledger>()),
       host_budget(options.host_memory_bytes == 0
                       ? nullptr
                       : std::make_unique<tiers::Budget>("host", kHostKeys, options.host_memory_bytes)),
       device_budget("device", kDeviceKey, options.device_memory_bytes, host_budget.get()),
       pinned_budget("pinned", kPinnedKey, options.pinned_memory_bytes, host_budget.get()),
-      device(make_device(options, ledger)),
+      device(make_device(options, trace, ledger)),
       arena(std::make_unique<tiers::DeviceArena>(*device, device_budget)),
       update_pool(std::make_unique<optim::UpdatePool>(
           optim::UpdatePoolOptions{.threads = options.update_threads, .processors = options.update_cpus})) {}

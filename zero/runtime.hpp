@@ -60,7 +60,7 @@ class Runtime {
   // With what was chosen for this machine where they left the choice.
   const RuntimeOptions& options() const { return options_; }
   platform::Device& device() { return *parts_->device; }
-  // For memory that outlives the runtime: the device goes with its last owner.
+  // For memory that outlives the runtime: the device goes with its last owner, and keeps the ledger that it counts in.
   std::shared_ptr<platform::Device> shared_device() { return parts_->device; }
   // For a program's own activations and workspaces: same arena, same budget. Allocate before the engine is
   // made; the engine then uses what is left for gathered weights.
@@ -71,7 +71,7 @@ class Runtime {
   comm::Communicator& norm_group() { return parts_->norm_group ? *parts_->norm_group : communicator(); }
   bool has_several_groups() const;
   optim::UpdatePool& update_pool() { return *parts_->update_pool; }
-  Ledger& ledger() { return parts_.get()->ledger; }
+  Ledger& ledger() { return *parts_.get()->ledger; }
   Trace* trace() { return parts_.get()->trace.get(); }  // null unless RuntimeOptions::trace_path asks for one
   int rank() const;
   int world_size() const;
@@ -88,8 +88,8 @@ class Runtime {
   struct Parts {
     explicit Parts(const RuntimeOptions& options);
     ~Parts();
-    std::unique_ptr<Trace> trace;
-    Ledger ledger;
+    std::shared_ptr<Trace> trace;
+    std::shared_ptr<Ledger> ledger;
     std::unique_ptr<tiers::Budget> host_budget;  // null: the two have no common limit
     tiers::Budget device_budget;
     tiers::Budget pinned_budget;

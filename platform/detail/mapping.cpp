@@ -211,14 +211,16 @@ PageKind Mapping::page_kind() const {
 }
 
 void Mapping::unmap() noexcept {
-  if (data_ != nullptr) ::munmap(data_, mapped_bytes_);
+  // In a forked process, other memory may lie there by now.
+  if (data_ != nullptr && process_.is_this()) ::munmap(data_, mapped_bytes_);
   data_ = nullptr;
 }
 
 Mapping::~Mapping() { unmap(); }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : options_(other.options_),
+    : process_(other.process_),
+      options_(other.options_),
       data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
       mapped_bytes_(std::exchange(other.mapped_bytes_, 0)),

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // platform/detail/mapping.hpp - anonymous memory from the kernel, on the largest available pages.
 //
-// Memory     Mapped and bound at construction, and touched there or by commit_up_to(); unmapped at destruction.
+// Memory     Mapped and bound at construction, and touched there or by commit_up_to(); unmapped at destruction. A forked
+//            process does not have the mapping, and there the destructor does nothing.
 // Errors     BudgetError if the machine lacks the memory; a NUMA node that does not exist is a warning.
 #pragma once
 
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include <hoist/core/owning_process.hpp>
 #include <hoist/platform/host_memory.hpp>
 
 namespace hoist::platform::detail {
@@ -58,6 +60,7 @@ class Mapping {
   void unmap() noexcept;
   [[noreturn]] void refuse(std::uint64_t bytes, std::uint64_t available, const char* what) const;
 
+  OwningProcess process_;
   MappingOptions options_;
   std::byte* data_ = nullptr;
   std::uint64_t bytes_ = 0;                // asked for

@@ -10,8 +10,9 @@ Memory from `aligned_empty` goes to the drive without a copy; any other is copie
 through CPU memory of its size, in the order of the current stream. `aio_handle` is the same engine under the names of DeepSpeed's
 class.
 
-Drives write whole blocks of 4096 bytes. One engine orders writes that share such a block; several engines, or processes, that
-write parts of one file at once must divide it at multiples of 4096.
+Drives write whole blocks of 4096 bytes. A process orders its writes that share such a block, of whatever engine: those to a file
+that is being written go through the engine that began. Several processes that write parts of one file at once must divide it at
+multiples of 4096.
 """
 
 from __future__ import annotations

@@ -39,38 +39,54 @@ std::optional<FileIdentity> identity_of(const std::string& path) {
   return FileIdentity{status.st_dev, status.st_ino};
 }
 
-// An open file. All writes to a file that are under way at the same time share one, because they may share sectors.
+// An engine's drive queue. Files that are open keep it.
+struct Queue {
+  explicit Queue(const aio::DriveQueueOptions& options)
+      : drive(options), unaligned({.bounce_bytes = 16 * kMiB, .piece_bytes = kMiB}) {}
+  aio::DriveQueue drive;
+  aio::Unaligned unaligned;
+};
+
+bool is_aligned(const void* data, std::uint64_t bytes, std::uint64_t offset) {
+  return (reinterpret_cast<std::uintptr_t>(data) | bytes | offset) % aio::File::kAlignment == 0;
+}
+
+// An open file, read and written through one engine's queue.
 //
 // A write covers whole sectors, so it may go beyond its own last byte. When no write is under way any more, the file is
 // cut back to its length.
 class OpenFile {
  public:
-  OpenFile(aio::DriveQueue& queue, const std::string& path, aio::OpenMode mode)
-      : OpenFile(queue, aio::File(path, {.mode = mode})) {}
+  OpenFile(std::shared_ptr<Queue> queue, const std::string& path, aio::OpenMode mode)
+      : OpenFile(std::move(queue), aio::File(path, {.mode = mode})) {}
 
-  aio::StripedFile& file() { return file_; }
+  Completion read(std::uint64_t offset, std::span<std::byte> target) {
+    return is_aligned(target.data(), target.size(), offset)
+               ? file_.read(offset, target, aio::Priority::foreground)
+               : queue_->unaligned.read(file_, offset, target, aio::Priority::foreground);
+  }
 
-  // Starts a write that ends at `end_bytes`. Pre: this object is not destroyed before the returned completion is done.
-  template <typename Start>
-  Completion write(std::uint64_t end_bytes, const Start& start) {
+  // Pre: this object is not destroyed before the returned completion is done.
+  Completion write(std::uint64_t offset, std::span<const std::byte> source) {
     {
       const MutexLock lock(mutex_);
       if (under_way_ == 0) bytes_ = size_bytes();
-      bytes_ = std::max(bytes_, end_bytes);
       ++under_way_;
     }
     Completion written;
     try {
-      written = start();
+      written = is_aligned(source.data(), source.size(), offset)
+                    ? file_.write(offset, source, aio::Priority::foreground)
+                    : queue_->unaligned.write(file_, offset, source, aio::Priority::foreground);
     } catch (...) {
-      end_write();
+      end_write(0);
       throw;
     }
     const auto promise = std::make_shared<Promise>();
     Completion done = promise->completion();
-    written.then([this, promise](std::exception_ptr error) {
+    written.then([this, promise, end = offset + source.size()](std::exception_ptr error) {
       try {
-        end_write();
+        end_write(error ? 0 : end);
       } catch (...) {
         if (!error) error = std::current_exception();
       }
@@ -80,7 +96,8 @@ class OpenFile {
   }
 
  private:
-  OpenFile(aio::DriveQueue& queue, aio::File file) : descriptor_(file.descriptor()), file_(queue, std::move(file)) {}
+  OpenFile(std::shared_ptr<Queue> queue, aio::File file)
+      : queue_(std::move(queue)), descriptor_(file.descriptor()), file_(queue_->drive, std::move(file)) {}
 
   std::uint64_t size_bytes() const {
     struct stat status {};
@@ -89,23 +106,57 @@ class OpenFile {
     return static_cast<std::uint64_t>(status.st_size);
   }
 
-  void end_write() {
+  // `end_bytes`: where the write ended; 0 if it failed.
+  void end_write(std::uint64_t end_bytes) {
     const MutexLock lock(mutex_);
+    bytes_ = std::max(bytes_, end_bytes);
     if (--under_way_ > 0) return;
     const std::uint64_t size = size_bytes();
-    // No more than the rest of a sector is cut off: what else there is, somebody else has written.
-    if (size <= bytes_ || size - bytes_ >= aio::File::kAlignment) return;
+    // Only the rest of the last sector is cut off: what lies behind it, another process has written.
+    if (size <= bytes_ || size > round_up(bytes_, aio::File::kAlignment)) return;
     if (::ftruncate(descriptor_, static_cast<off_t>(bytes_)) != 0)
       throw IoError({.operation = "truncate", .path = file_.file(0).path(), .code = errno},
                     "the tail of the file is zeros");
   }
 
+  const std::shared_ptr<Queue> queue_;
   const int descriptor_;
   Mutex mutex_;
-  std::uint64_t bytes_ HOIST_GUARDED_BY(mutex_) = 0;  // that the file has, or will have, while writes are under way
+  std::uint64_t bytes_ HOIST_GUARDED_BY(mutex_) = 0;  // of the file, without the rests of sectors; while under_way_ > 0
   unsigned under_way_ HOIST_GUARDED_BY(mutex_) = 0;
   aio::StripedFile file_;
 };
+
+// The files that are being written. Writes to one file that are under way at the same time may share sectors, so they
+// go through one OpenFile, which is the one of the engine that began.
+class WrittenFiles {
+ public:
+  // Makes the file if it does not exist.
+  std::shared_ptr<OpenFile> open(const std::shared_ptr<Queue>& queue, const std::string& path) {
+    const MutexLock lock(mutex_);
+    std::erase_if(files_, [](const auto& entry) { return entry.second.expired(); });
+    const std::optional<FileIdentity> known = identity_of(path);
+    if (known) {
+      if (const auto found = files_.find(*known); found != files_.end())
+        if (std::shared_ptr<OpenFile> file = found->second.lock()) return file;
+    }
+    auto file = std::make_shared<OpenFile>(queue, path, known ? aio::OpenMode::read_write : aio::OpenMode::create);
+    if (const std::optional<FileIdentity> made = identity_of(path)) files_[*made] = file;
+    return file;
+  }
+
+ private:
+  Mutex mutex_;
+  std::map<FileIdentity, std::weak_ptr<OpenFile>> files_ HOIST_GUARDED_BY(mutex_);
+};
+
+// Of this process; a forked one has its own. Never destroyed. Pre: the GIL is held.
+WrittenFiles& written_files() {
+  const auto fresh = [] { return InOneProcess(std::make_unique<WrittenFiles>(), "the files that are written"); };
+  static auto* const files = new InOneProcess<WrittenFiles>(fresh());
+  if (!files->is_usable()) *files = fresh();
+  return **files;
+}
 
 // One read or write under way. Keeps its file open, and its tensor alive.
 class Transfer {
@@ -135,20 +186,19 @@ class Transfer {
 class AioEngine {
  public:
   AioEngine(std::uint64_t block_bytes, unsigned queue_depth, unsigned threads, const std::string& backend)
-      : queue_(std::make_unique<Queue>(aio::DriveQueueOptions{.backend = backend_named(backend),
-                                                              .block_bytes = block_bytes,
-                                                              .queue_depth = queue_depth,
-                                                              .thread_count = threads}),
+      : queue_(std::make_unique<std::shared_ptr<Queue>>(
+                   std::make_shared<Queue>(aio::DriveQueueOptions{.backend = backend_named(backend),
+                                                                  .block_bytes = block_bytes,
+                                                                  .queue_depth = queue_depth,
+                                                                  .thread_count = threads})),
                "the engine") {}
 
   std::shared_ptr<Transfer> read(const Array& target, const std::string& path, std::uint64_t offset) {
     nb::object tensor = nb::cast(target, nb::rv_policy::reference);
     const std::span bytes(static_cast<std::byte*>(target.data()), target.nbytes());
     const nb::gil_scoped_release release;
-    auto file = std::make_shared<OpenFile>(queue_->drive, path, aio::OpenMode::read_only);
-    const Completion completion = is_aligned(bytes.data(), bytes.size(), offset)
-                                      ? file->file().read(offset, bytes, aio::Priority::foreground)
-                                      : queue_->unaligned.read(file->file(), offset, bytes, aio::Priority::foreground);
+    auto file = std::make_shared<OpenFile>(*queue_, path, aio::OpenMode::read_only);
+    const Completion completion = file->read(offset, bytes);
     const nb::gil_scoped_acquire acquire;
     return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion);
   }
@@ -156,54 +206,25 @@ class AioEngine {
   std::shared_ptr<Transfer> write(const ConstArray& source, const std::string& path, std::uint64_t offset) {
     nb::object tensor = nb::cast(source, nb::rv_policy::reference);
     const std::span bytes(static_cast<const std::byte*>(source.data()), source.nbytes());
+    WrittenFiles& files = written_files();
     const nb::gil_scoped_release release;
-    std::shared_ptr<OpenFile> file = written_file(path);
-    const Completion completion = file->write(offset + bytes.size(), [&] {
-      return is_aligned(bytes.data(), bytes.size(), offset)
-                 ? file->file().write(offset, bytes, aio::Priority::foreground)
-                 : queue_->unaligned.write(file->file(), offset, bytes, aio::Priority::foreground);
-    });
+    std::shared_ptr<OpenFile> file = files.open(*queue_, path);
+    const Completion completion = file->write(offset, bytes);
     const nb::gil_scoped_acquire acquire;
     return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion);
   }
 
-  const std::string& description() const { return queue_.get()->drive.description(); }
+  const std::string& description() const { return (*queue_.get())->drive.description(); }
 
  private:
-  // Makes the file if it does not exist.
-  std::shared_ptr<OpenFile> written_file(const std::string& path) {
-    const MutexLock lock(written_mutex_);
-    std::erase_if(written_, [](const auto& entry) { return entry.second.expired(); });
-    const std::optional<FileIdentity> known = identity_of(path);
-    if (known) {
-      if (const auto found = written_.find(*known); found != written_.end())
-        if (std::shared_ptr<OpenFile> file = found->second.lock()) return file;
-    }
-    auto file =
-        std::make_shared<OpenFile>(queue_->drive, path, known ? aio::OpenMode::read_write : aio::OpenMode::create);
-    if (const std::optional<FileIdentity> made = identity_of(path)) written_[*made] = file;
-    return file;
-  }
-
   static aio::BackendKind backend_named(const std::string& name) {
     if (name == "automatic") return aio::BackendKind::automatic;
     if (name == "io_uring") return aio::BackendKind::io_uring;
     if (name == "threads") return aio::BackendKind::threads;
     throw UsageError("no backend is called '" + name + "': automatic, io_uring or threads");
   }
-  static bool is_aligned(const void* data, std::uint64_t bytes, std::uint64_t offset) {
-    return (reinterpret_cast<std::uintptr_t>(data) | bytes | offset) % aio::File::kAlignment == 0;
-  }
 
-  struct Queue {
-    explicit Queue(const aio::DriveQueueOptions& options)
-        : drive(options), unaligned({.bounce_bytes = 16 * kMiB, .piece_bytes = kMiB}) {}
-    aio::DriveQueue drive;
-    aio::Unaligned unaligned;
-  };
-  InOneProcess<Queue> queue_;
-  Mutex written_mutex_;
-  std::map<FileIdentity, std::weak_ptr<OpenFile>> written_ HOIST_GUARDED_BY(written_mutex_);  // that are open
+  InOneProcess<std::shared_ptr<Queue>> queue_;
 };
 
 }  // namespace
@@ -217,7 +238,7 @@ void bind_aio(nb::module_& module) {
   nb::class_<AioEngine>(module, "AioEngine", "Many direct reads and writes in flight.")
       .def(nb::init<std::uint64_t, unsigned, unsigned, const std::string&>(), "block_bytes"_a = kMiB,
            "queue_depth"_a = 16, "threads"_a = 4, "backend"_a = "automatic")
-      .def("read", &AioEngine::read, "target"_a, "path"_a, "offset_bytes"_a = 0, nb::keep_alive<0, 1>(),
+      .def("read", &AioEngine::read, "target"_a.noconvert(), "path"_a, "offset_bytes"_a = 0, nb::keep_alive<0, 1>(),
            "Starts filling a CPU tensor from a file. Memory at multiples of 4 KiB is read into directly.")
       .def("write", &AioEngine::write, "source"_a, "path"_a, "offset_bytes"_a = 0, nb::keep_alive<0, 1>(),
            "Starts writing a CPU tensor to a file, which is made when it does not exist.")

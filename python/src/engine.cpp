@@ -304,7 +304,7 @@ void bind_engine(nb::module_& module) {
             const nb::gil_scoped_release release;
             e.engine().read(parameter, state, first, {out.data(), out.size()});
           },
-          "parameter"_a, "state"_a, "first_element"_a, "out"_a)
+          "parameter"_a, "state"_a, "first_element"_a, "out"_a.noconvert())
       .def(
           "write",
           [](PyEngine& e, ParameterId parameter, State state, std::uint64_t first,

@@ -165,7 +165,7 @@ void bind_stored(nb::module_& module) {
             const nb::gil_scoped_release release;
             s.ask([&](StoredModel& model) { model.read(parameter, state, first, {out.data(), out.size()}); });
           },
-          "parameter"_a, "state"_a, "first_element"_a, "out"_a)
+          "parameter"_a, "state"_a, "first_element"_a, "out"_a.noconvert())
       .def(
           "read_weights",
           [](Stored& s, std::size_t parameter, std::uint64_t first, const Bytes& out) {
@@ -174,7 +174,7 @@ void bind_stored(nb::module_& module) {
               model.read_weights(parameter, first, std::as_writable_bytes(std::span(out.data(), out.size())));
             });
           },
-          "parameter"_a, "first_element"_a, "out"_a)
+          "parameter"_a, "first_element"_a, "out"_a.noconvert())
       .def(
           "copy",
           [](Stored& s, const std::vector<std::string>& directories, std::uint64_t bytes_per_second) {

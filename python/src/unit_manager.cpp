@@ -152,8 +152,8 @@ std::vector<NamedCheckpoint> UnitManager::find_checkpoints() {
 void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   if (!runtime_ || !process_.is_this()) return;
   pass_.reset();
-  collecting_ = {};
-  adding_.clear();
+  // Tensors that a stream may still read. They go after the streams, and when the GIL is held again.
+  const auto read_by_streams = std::make_pair(std::exchange(collecting_, {}), std::exchange(adding_, {}));
   const EngineTurn turn(engine_mutex());
   if (engine_) engine_->discard();  // ends leases
   for (Unit& unit : units_) unit.uses.clear();
@@ -339,9 +339,9 @@ void UnitManager::show(Unit& unit) {
   auto* memory = static_cast<std::byte*>(unit.uses.front().lease.view(first).data) - place(first).offset_bytes;
   if (memory != unit.memory) {
     // Tensors of the program's may live longer than the engine, and keep the device's memory.
-    auto* owner = new std::shared_ptr<platform::Device>(runtime().shared_device());
-    const nb::capsule capsule(owner,
-                              [](void* p) noexcept { delete static_cast<std::shared_ptr<platform::Device>*>(p); });
+    using Owner = InOneProcess<std::shared_ptr<platform::Device>>;
+    auto* owner = new Owner(std::make_unique<std::shared_ptr<platform::Device>>(runtime().shared_device()), kEngine);
+    const nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<Owner*>(p); });
     const std::size_t bytes = place(first).unit_bytes;
     const nb::ndarray<std::uint8_t, nb::ndim<1>> array(memory, {bytes}, capsule, {}, nb::dtype<std::uint8_t>(),
                                                        torch_.dlpack_device_type, torch_.dlpack_device_id);

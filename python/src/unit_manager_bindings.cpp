@@ -380,7 +380,7 @@ void bind_unit_manager(nb::module_& module) {
             const EngineTurn turn(unit_manager.engine_mutex());
             unit_manager.engine().read(ParameterId{parameter}, state, first, {out.data(), out.size()});
           },
-          "parameter"_a, "state"_a, "first_element"_a, "out"_a)
+          "parameter"_a, "state"_a, "first_element"_a, "out"_a.noconvert())
       .def(
           "write",
           [](UnitManager& unit_manager, std::uint32_t parameter, State state, std::uint64_t first,

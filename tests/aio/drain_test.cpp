@@ -292,6 +292,7 @@ TEST_P(Drain, AStuckThreadIsLeftBehind) {
       on_io_thread = entered->get_future().get();
     }
   }
+  EXPECT_TRUE(a_drive_was_given_up()) << "what it may still write to is not freed";
   stuck->set_value();  // let it end before the process does
 }
 

@@ -4,17 +4,20 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <utility>
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/free_memory.hpp>
 #include <hoist/platform/host_memory.hpp>
 #include <hoist/platform/topology.hpp>
+#include <hoist/tests/support/forked.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::platform::host_memory_test {
@@ -32,6 +35,21 @@ std::uint64_t free_reserved_pages() {
   std::ifstream file("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
   std::uint64_t count = 0;
   return file >> count ? count : 0;
+}
+
+// A forked process does not have the memory, and may have mapped something else there.
+TEST(HostMemory, AForkedProcessUnmapsNothing) {
+  std::optional<HostMemory> memory(std::in_place, HostMemoryOptions{.bytes = 8 * kMiB, .huge_pages = false});
+  void* const there = memory->bytes().data();
+  const int code = hoist::test::exit_code_of_fork([&] {
+    constexpr int kWhere = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+    void* const own = ::mmap(there, 4 * kMiB, PROT_READ | PROT_WRITE, kWhere, -1, 0);
+    if (own != there) return 1;
+    memory.reset();
+    static_cast<volatile char*>(own)[2 * kMiB] = 1;
+    return 0;
+  });
+  EXPECT_EQ(code, 0);
 }
 
 TEST(HostMemory, OrdinaryPages) {

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
 import threading
 import time
 
@@ -49,6 +51,60 @@ def test_writes_to_one_file_at_the_same_time_all_arrive_and_it_ends_where_the_la
         for i in reversed(range(len(parts))) if turn % 2 else order:
             writes.pop(i).wait() if turn % 3 else writes.pop(i)  # some are not waited for: their end does
         assert path.read_bytes() == torch.cat([part.cpu() for part in parts]).numpy().tobytes()
+
+
+def test_engines_that_write_parts_of_one_file_keep_each_others(tmp_path):
+    first, second = hoist.aio.Engine(), hoist.aio.Engine(backend="threads")
+    long = torch.randint(0, 256, (8 << 20,), dtype=torch.uint8)
+    for turn in range(10):
+        path = tmp_path / f"t{turn % 2}"
+        split = len(long) if turn < 5 else 1_000_001 + turn  # at a block, and inside of one
+        parts = [(first, long[:split], 0), (second, torch.full((100,), turn, dtype=torch.uint8), split),
+                 (first, torch.full((9,), 77, dtype=torch.uint8), split + 100)]
+        writes = [engine.write(part, path, offset=offset) for engine, part, offset in (parts if turn % 3 else reversed(parts))]
+        for write in writes if turn % 2 else reversed(writes):
+            write.wait()
+        assert path.read_bytes() == torch.cat([part.cpu() for _, part, _ in parts]).numpy().tobytes(), turn
+        path.unlink()
+
+
+def test_a_file_that_another_process_makes_longer_is_not_cut_off(tmp_path):
+    path = tmp_path / "t"
+    engine = hoist.aio.Engine()
+    source = torch.zeros(64 << 20, dtype=torch.uint8)
+    write = engine.write(source, path)
+    with open(path, "r+b") as other:  # meanwhile
+        other.seek(len(source))
+        other.write(b"x" * 100)
+    write.wait()
+    assert path.stat().st_size == len(source) + 100
+
+
+def test_a_write_that_fails_beside_another_leaves_the_others_length(tmp_path):
+    program = """if True:
+        import resource, signal, sys, torch, hoist.aio
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        engine = hoist.aio.Engine(backend="threads")
+        good = engine.write(torch.ones(100, dtype=torch.uint8), sys.argv[1])
+        bad = engine.write(torch.ones(4096, dtype=torch.uint8), sys.argv[1], offset=12288)
+        try:
+            bad.wait()
+            sys.exit("written beyond the limit")
+        except hoist.IoError:
+            good.wait()
+    """
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path / "t")], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "t").read_bytes() == b"\1" * 100
+
+
+def test_a_read_into_memory_that_is_not_dense_is_refused(tmp_path):
+    engine = hoist._hoist.AioEngine()
+    engine.write(torch.ones(100), str(tmp_path / "t")).wait()
+    target = torch.zeros(100, 2)[:, 0]
+    with pytest.raises(TypeError):
+        engine.read(target, str(tmp_path / "t"))
 
 
 def test_a_write_inside_of_the_last_sector_leaves_the_length(tmp_path):

@@ -95,3 +95,6 @@ def test_what_the_engine_refuses_is_raised(tmp_path):
     out = np.empty(4, dtype=np.float32)
     engine.read(engine.parameter("first.weight"), hoist.State.master, 0, out)
     assert (out == 2.5).all()
+    for wrong in (np.full(4, -7.0), np.full(8, -7.0, dtype=np.float32)[::2], torch.full((4,), -7.0, dtype=torch.float64)):
+        with pytest.raises(TypeError):
+            engine.read(engine.parameter("first.weight"), hoist.State.master, 0, wrong)

@@ -157,6 +157,17 @@ TEST_F(StoreCheckpointsTest, ForgottenSpaceIsUsedAgain) {
   EXPECT_EQ(names(*store), (std::vector<std::string>{"b", "c"}));
 }
 
+TEST_F(StoreCheckpointsTest, AfterAFailedRemovalTheStoreIsOver) {
+  const auto faults = std::make_shared<Faults>(1);
+  aio::DriveQueue drive(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+  const auto store = create_store(options_, drive);
+  take_steps(*store, 0, 1);
+  store->add_checkpoint("a", {}).wait();
+  faults->add({.kind = Fault::Kind::error, .operation = aio::Operation::sync});  // once
+  EXPECT_THROW(store->remove_checkpoint(store->checkpoints().front().checkpoint_serial), IoError);
+  EXPECT_THROW(store->begin_step(2), IoError) << "a flush is never tried again";
+}
+
 TEST_F(StoreCheckpointsTest, ReadersFindACheckpointByItsHeader) {
   {
     const auto drive = clean_engine();

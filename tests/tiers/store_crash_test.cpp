@@ -10,6 +10,7 @@
 #include <optional>
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
@@ -281,6 +282,24 @@ TEST_P(StoreNamesTest, PowerCutsThatTakeNamesLeaveTheLastCommit) {
   std::uint64_t lost = 0;
   EXPECT_EQ(first_problem(3, {}, lost), "");
   EXPECT_GT(lost, 10u);
+}
+
+// By a process that was killed before its first commit and has not flushed their names.
+TEST_P(StoreNamesTest, DirectoriesThatAnotherProcessMadeLastToo) {
+  const TempDirectory vault(hoist::test::scratch_in_memory());
+  for (std::uint64_t seed = 0; seed < 10; ++seed) {
+    start_over();
+    const auto faults = std::make_shared<Faults>(seed);
+    History history;
+    {
+      LostNames names(directory_.path().string(), vault.path().string());
+      ASSERT_EQ(::mkdir(options_.directory.c_str(), 0700), 0);
+      for (const std::string& directory : options_.stripe_directories) ASSERT_EQ(::mkdir(directory.c_str(), 0700), 0);
+      first_life(faults, Faults::kForever, seed, history, {});
+      names.power_cut(seed);
+    }
+    ASSERT_EQ(judge(history), "") << seed;
+  }
 }
 
 TEST_P(StoreNamesTest, WithoutFlushingDirectoriesTheJudgeObjects) {

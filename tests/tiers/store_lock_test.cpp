@@ -5,6 +5,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -180,6 +181,24 @@ TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
   EXPECT_TRUE(Store::remove(directories, {}));
   EXPECT_EQ(contents().size(), mine.size());
   EXPECT_TRUE(Store::remove(directories, {})) << "nothing is nobody's";
+}
+
+// Its holder ends by removing it, and another process makes a store of the same name before remove() has the lock.
+TEST_F(StoreLockTest, RemovingDoesNotTakeTheStoreThatCameAfterTheOneItWaitedFor) {
+  const std::array directories{options_.directory};
+  make_committed(2);
+  auto first = Store::open(options_, *engine_);
+  std::optional<bool> removed;
+  std::thread remover([&] { removed = Store::remove(directories, std::chrono::milliseconds(500)); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it waits for the first store's lock, mostly
+  const std::string other = options_.directory + "-other";
+  fs::rename(options_.directory, other);  // the files keep their locks
+  make_committed(5);
+  const auto second = Store::open(options_, *engine_);
+  first.reset();
+  remover.join();
+  EXPECT_EQ(removed, false);
+  EXPECT_EQ(Store::look(options_.directory, 0).commits.front().step, 5u);
 }
 
 }  // namespace

@@ -159,14 +159,18 @@ void write_label(const StorePaths& drive, const DriveLabel& label) {
   const int file = open_regular_file(partial, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, S_IRUSR | S_IWUSR);
   if (file < 0) throw IoError({"open", partial, 0, 0, errno}, "");
   const std::string text = label_text(label);
-  const bool written =
-      ::write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size()) && ::fsync(file) == 0;
-  const int code = written ? 0 : errno;
+  int code = 0;
+  for (std::string_view rest = text; code == 0 && !rest.empty();) {
+    const ssize_t count = ::write(file, rest.data(), rest.size());
+    if (count > 0) rest.remove_prefix(static_cast<std::size_t>(count));
+    if (count < 0 && errno != EINTR) code = errno;
+  }
+  if (code == 0 && ::fsync(file) != 0) code = errno;
   ::close(file);
-  if (written && ::rename(partial.c_str(), drive.label.c_str()) == 0) return;
-  const int failed = written ? errno : code;
+  if (code == 0 && ::rename(partial.c_str(), drive.label.c_str()) != 0) code = errno;
+  if (code == 0) return;
   ::unlink(partial.c_str());
-  throw IoError({"write", drive.label, 0, text.size(), failed}, "");
+  throw IoError({"write", drive.label, 0, text.size(), code}, "");
 }
 
 void check_label(const StorePaths& drive, const DriveLabel& expected) {

@@ -383,10 +383,12 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
   const TimePoint start = Clock::now();
   std::vector<std::unique_ptr<aio::File>> locked;  // to the end
   for (const std::string& path : rank_files(directories, ".data")) {
-    auto file = open_if_there(path, aio::OpenMode::read_write);
-    if (!file) continue;
-    if (!file->lock(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}))) return false;
-    locked.push_back(std::move(file));
+    while (auto file = open_if_there(path, aio::OpenMode::read_write)) {
+      if (!file->lock(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}))) return false;
+      if (!still_named(*file)) continue;  // its holder removed it, and another process may have made a new one
+      locked.push_back(std::move(file));
+      break;
+    }
   }
   // A manifest that is about to be removed says that its data may be overwritten, should this process be killed.
   for (const std::string& path : rank_files(directories, ".manifest"))
@@ -561,8 +563,17 @@ void Creation::name_manifest() {
 std::vector<std::string> Creation::keep() {
   kept_ = true;
   std::vector<std::string> to_flush{paths_.directory};
-  for (auto directory = directories_.rbegin(); directory != directories_.rend(); ++directory)
-    to_flush.push_back(parent_of(*directory));
+  const auto device = [](const std::string& directory) {
+    struct stat status {};
+    return ::stat(directory.c_str(), &status) == 0 ? std::optional(status.st_dev) : std::nullopt;
+  };
+  const auto made_last = static_cast<std::ptrdiff_t>(directories_.size());
+  for (std::string path = std::filesystem::absolute(paths_.directory), parent; path != "/"; path = parent) {
+    parent = parent_of(path);
+    const bool made = std::ssize(to_flush) <= made_last;
+    if (!made && (device(parent) != device(path) || ::access(parent.c_str(), R_OK) != 0)) break;
+    to_flush.push_back(parent);
+  }
   return to_flush;
 }
 

@@ -99,8 +99,8 @@ class Creation {
   void remember_label();
   // Gives the manifest, whose superblock is on disk, its name.
   void name_manifest();
-  // From here on everything stays. Returns the directories to flush so that the names last: the store's own and the
-  // parents of those that were made.
+  // From here on everything stays. Returns the directories to flush so that the names last: the store's own and, on its
+  // file system, those above it. A process that was killed before its first commit may have made one of them.
   std::vector<std::string> keep();
   // Outermost first.
   const std::vector<std::string>& made_directories() const { return directories_; }

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/aio/quarantine.hpp>
 #include <hoist/aio/stripe_weights.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
@@ -71,9 +72,10 @@ Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memo
     engines_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
 }
 
-// A drive that stopped answering may still write to memory that it was given.
+// A drive that stopped answering may still write to memory that it was given. Its engine may notice while it ends.
 Drives::~Drives() {
-  if (std::ranges::any_of(engines_, [](const auto& engine) { return engine->gave_up(); })) memory_.quarantine();
+  engines_.clear();
+  if (aio::a_drive_was_given_up()) memory_.quarantine();
 }
 
 std::vector<aio::DriveQueue*> Drives::engines() const {
