@@ -24,13 +24,8 @@ class File;
 
 enum class Operation : std::uint8_t { read, write, sync };
 
-// The kind of memory of a transfer. Blocks carry it so that a backend for GPUDirect storage (cuFile) can be added.
-// Today every backend moves host memory only, and a queue for device memory is refused.
-enum class MemoryKind : std::uint8_t { host, device };
-
 struct Block {
   Operation operation = Operation::read;
-  MemoryKind memory = MemoryKind::host;
   const File* file = nullptr;
   std::uint64_t offset_bytes = 0;
   std::byte* data = nullptr;       // null for sync

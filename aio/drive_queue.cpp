@@ -27,9 +27,6 @@ void check(const DriveQueueOptions& options) {
     throw UsageError(fmt::format("the queue depth must be 1 to {}, not {}", kQueueDepthMax, options.queue_depth));
   if (options.thread_count == 0 || options.thread_count > kThreadCountMax)
     throw UsageError(fmt::format("the thread count must be 1 to {}, not {}", kThreadCountMax, options.thread_count));
-  if (options.memory == MemoryKind::device)
-    throw UsageError(
-        "transfers to and from device memory (GPUDirect storage) are not supported; go through host memory");
   for (const auto& slice : options.registered_memory) {
     if (slice.empty() || slice.size() > kSliceBytesMax)
       throw UsageError(fmt::format("memory is registered in pieces of 1 byte to 1 GiB, not {} bytes", slice.size()));

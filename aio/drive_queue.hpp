@@ -39,7 +39,6 @@ struct DriveQueueOptions {
   // Memory for transfers, registered with the kernel if it allows that; pieces of at most 1 GiB. Transfers outside of
   // it work too, slightly slower.
   std::vector<std::span<std::byte>> registered_memory{};
-  MemoryKind memory = MemoryKind::host;  // of every transfer; device: refused
   unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
   // A drive that has blocks and finishes none for this long is given up: every transfer fails with ETIMEDOUT from then
@@ -68,8 +67,8 @@ class DriveQueue {
   DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend> backend);
   // Finishes every started transfer. Transfers that the drive does not answer within `drain_timeout` fail with
   // ETIMEDOUT; the kernel may still write to those buffers, so their owner must never use them again. The queue leaks
-  // its own part of them, with a line in the log. If the I/O thread itself is stuck, in the kernel or in a continuation,
-  // it is left behind in the same way, and the completions of its transfers are never done.
+  // its own part of them, with a line in the log. If the I/O thread itself is stuck, in the kernel or in a
+  // continuation, it is left behind in the same way, and the completions of its transfers are never done.
   ~DriveQueue();
   DriveQueue(const DriveQueue&) = delete;
   DriveQueue& operator=(const DriveQueue&) = delete;

@@ -206,7 +206,6 @@ void DriveQueue::Impl::cut_block(Transfer& transfer) {
   Flight& flight = *free_flights_.back();
   free_flights_.pop_back();
   flight.operation = request.operation;
-  flight.memory = options_.memory;
   flight.file = request.file;
   flight.offset_bytes = request.offset_bytes + transfer.cut_bytes;
   const auto memory = request.memory_at(transfer.cut_bytes);

@@ -38,8 +38,6 @@ std::uint64_t ExtentPool::memory_bytes(std::size_t record_count, std::size_t cla
   return extents * (sizeof(Extent) + sizeof(std::uint32_t) + sizeof(std::uint8_t)) + class_count * sizeof(LengthClass);
 }
 
-std::uint64_t ExtentPool::memory_bytes() const { return memory_bytes(extents_.size(), classes_.size(), 1); }
-
 ExtentPool::LengthClass& ExtentPool::length_class(std::uint64_t length_bytes) {
   const auto found = std::lower_bound(classes_.begin(), classes_.end(), length_bytes,
                                       [](const LengthClass& c, std::uint64_t bytes) { return c.length_bytes < bytes; });

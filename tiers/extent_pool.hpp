@@ -37,7 +37,6 @@ class ExtentPool {
   std::uint32_t extent_at(std::uint64_t offset_bytes) const;
   // Length of the data file.
   std::uint64_t data_bytes() const { return data_bytes_; }
-  std::uint64_t memory_bytes() const;
   // The memory of a pool of such records, without making it.
   static std::uint64_t memory_bytes(std::size_t record_count, std::size_t class_count, std::uint32_t copies);
 

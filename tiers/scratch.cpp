@@ -63,25 +63,16 @@ Scratch::~Scratch() {
   [[maybe_unused]] const auto* file = file_.release();
 }
 
-// Copies the name: a transfer that a drive never answers ends after this object.
-Completion Scratch::drawn(TraceRow row, const std::string& name, std::uint64_t bytes, Completion transfer) const {
-  if (trace_ == nullptr) return transfer;
-  transfer.then([trace = trace_, row, name, bytes, begin = Clock::now()](const std::exception_ptr&) {
-    trace->add(row, name, begin, Clock::now(), bytes);
-  });
-  return transfer;
-}
-
 Completion Scratch::read(std::uint64_t offset_bytes, std::span<std::byte> target, aio::Priority priority,
                          const std::string& name) {
-  return drawn(TraceRow::nvme_read, name, target.size(),
-               transfers_->read([&] { return file_->read(offset_bytes, target, priority); }));
+  return detail::drawn(trace_, TraceRow::nvme_read, name, target.size(),
+                       transfers_->read([&] { return file_->read(offset_bytes, target, priority); }));
 }
 
 Completion Scratch::write(std::uint64_t offset_bytes, std::span<const std::byte> source, aio::Priority priority,
                           const std::string& name) {
-  return drawn(TraceRow::nvme_write, name, source.size(),
-               transfers_->write([&] { return file_->write(offset_bytes, source, priority); }));
+  return detail::drawn(trace_, TraceRow::nvme_write, name, source.size(),
+                       transfers_->write([&] { return file_->write(offset_bytes, source, priority); }));
 }
 
 Scratch::Place Scratch::place(std::uint64_t offset_bytes) const {

@@ -54,8 +54,6 @@ class Scratch {
   Place place(std::uint64_t offset_bytes) const;
 
  private:
-  Completion drawn(TraceRow row, const std::string& name, std::uint64_t bytes, Completion transfer) const;
-
   Trace* const trace_;
   std::unique_ptr<aio::StripedFile> file_;
   std::unique_ptr<detail::Transfers> transfers_;

@@ -181,14 +181,6 @@ std::unique_ptr<Scratch> Store::Impl::make_scratch(std::uint64_t bytes, Engines 
   return std::make_unique<Scratch>(options, engines);
 }
 
-Completion Store::Impl::drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const {
-  if (trace_ == nullptr) return transfer;
-  // Copies the name: a transfer that a drive never answers ends after the store.
-  transfer.then([trace = trace_, row, bytes, begin = Clock::now(), name = table_.record(record).unit](
-                    const std::exception_ptr&) { trace->add(row, name, begin, Clock::now(), bytes); });
-  return transfer;
-}
-
 Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                              std::span<std::byte> target, aio::Priority priority) {
   const std::uint64_t bytes = table_.range_bytes(record, region, first, count);
@@ -198,8 +190,8 @@ Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first
     const auto part = target.first(run.length_bytes);
     target = target.subspan(run.length_bytes);
     if (run.length_bytes == 0) return Completion{};
-    return drawn(TraceRow::nvme_read, record, run.length_bytes,
-                 transfers_->read([&] { return files_.data->read(run.offset_bytes, part, priority); }));
+    return detail::drawn(trace_, TraceRow::nvme_read, table_.record(record).unit, run.length_bytes,
+                         transfers_->read([&] { return files_.data->read(run.offset_bytes, part, priority); }));
   };
   const std::uint32_t end = first + count;
   auto run = table_.readable_run(record, region, first, end);
@@ -263,7 +255,7 @@ Completion Store::Impl::write(RecordId record, Region region, std::uint32_t firs
   HOIST_ASSERT(source.size() == length, "{} bytes for {}", source.size(), length);
   HOIST_ASSERT(checksums.size() == count, "{} checksums for {} tiles", checksums.size(), count);
   if (length == 0) return {};
-  return drawn(TraceRow::nvme_write, record, length, transfers_->write([&] {
+  return detail::drawn(trace_, TraceRow::nvme_write, table_.record(record).unit, length, transfers_->write([&] {
     const std::uint64_t offset = table_.start_write(record, region, first, count, checksums);
     return files_.data->write(offset, source, priority);
   }));

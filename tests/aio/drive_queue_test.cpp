@@ -206,7 +206,6 @@ TEST(DriveQueueOptions, OutOfRangeIsRefused) {
   EXPECT_THROW(DriveQueue({.queue_depth = 5000}), UsageError);
   EXPECT_THROW(DriveQueue({.thread_count = 0}), UsageError);
   EXPECT_THROW(DriveQueue({.registered_memory = {std::span<std::byte>{}}}), UsageError);
-  EXPECT_THROW(DriveQueue({.memory = MemoryKind::device}), UsageError);
 }
 
 TEST(BusyClock, CountsOverlapOnce) {

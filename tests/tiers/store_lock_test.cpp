@@ -198,7 +198,9 @@ TEST_F(StoreLockTest, RemovingDoesNotTakeTheStoreThatCameAfterTheOneItWaitedFor)
   first.reset();
   remover.join();
   EXPECT_EQ(removed, false);
-  EXPECT_EQ(Store::look(options_.directory, 0).commits.front().step, 5u);
+  const auto commits = Store::look(options_.directory, 0).commits;
+  ASSERT_FALSE(commits.empty());
+  EXPECT_EQ(commits.front().step, 5u);
 }
 
 }  // namespace

@@ -221,16 +221,14 @@ bool is_abandoned(const CommitHeader& commit, const CommitHeader& newest) {
 std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots) {
   std::vector<CommitHeader> commits = valid_commits(slots);
   if (commits.empty()) return commits;
-  const CommitHeader newest = commits.front();
-  std::erase_if(commits, [&](const CommitHeader& c) { return is_abandoned(c, newest); });
+  std::erase_if(commits, [newest = commits.front()](const CommitHeader& c) { return is_abandoned(c, newest); });
   return commits;
 }
 
 std::vector<CommitHeader> abandoned_commits(std::span<const SlotCheck> slots) {
   std::vector<CommitHeader> commits = valid_commits(slots);
   if (commits.empty()) return commits;
-  const CommitHeader newest = commits.front();
-  std::erase_if(commits, [&](const CommitHeader& c) { return !is_abandoned(c, newest); });
+  std::erase_if(commits, [newest = commits.front()](const CommitHeader& c) { return !is_abandoned(c, newest); });
   return commits;
 }
 

@@ -87,7 +87,6 @@ class Store::Impl {
   };
 
   // Draws a transfer from now until it ends.
-  Completion drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const;
   void commit_loop();
   // Everything that makes a job durable, in its order; then agrees, or says that it failed.
   void land(const Job& job);

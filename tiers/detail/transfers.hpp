@@ -7,13 +7,25 @@
 
 #include <cstdint>
 #include <exception>
+#include <string>
 #include <utility>
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/completion.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/trace.hpp>
 
 namespace hoist::tiers::detail {
+
+// Draws the transfer in the trace when it ends; `trace` may be null. Copies the name: a transfer that a drive never
+// answers ends after its store.
+inline Completion drawn(Trace* trace, TraceRow row, const std::string& name, std::uint64_t bytes, Completion transfer) {
+  if (trace == nullptr) return transfer;
+  transfer.then([trace, row, name, bytes, begin = Clock::now()](const std::exception_ptr&) {
+    trace->add(row, name, begin, Clock::now(), bytes);
+  });
+  return transfer;
+}
 
 class Transfers {
  public:
