@@ -49,6 +49,7 @@ Json drive_json(const BenchIoReport& report, std::size_t index) {
 Json interval_json(const Interval& interval) { return Json::array({interval.low, interval.high}); }
 
 Json comparison_json(const ComparisonResult& comparison) {
+  const bool has_control = !comparison.control_ratios.empty();
   return {{"tool", comparison.tool},
           {"description", comparison.description},
           {"leg_bytes", comparison.leg_bytes},
@@ -56,8 +57,9 @@ Json comparison_json(const ComparisonResult& comparison) {
           {"ratio_median", measure::median(comparison.ratios)},
           {"ratio_interval", interval_json(measure::median_interval(comparison.ratios))},
           {"control_ratios", comparison.control_ratios},
-          {"control_median", measure::median(comparison.control_ratios)},
-          {"control_interval", interval_json(measure::median_interval(comparison.control_ratios))},
+          {"control_median", has_control ? Json(measure::median(comparison.control_ratios)) : Json(nullptr)},
+          {"control_interval",
+           has_control ? interval_json(measure::median_interval(comparison.control_ratios)) : Json(nullptr)},
           {"gb_per_s", measure::median(comparison.our_bytes_per_second) / 1e9},
           {"tool_gb_per_s", measure::median(comparison.their_bytes_per_second) / 1e9},
           {"cpu_seconds_per_gb", measure::median(comparison.our_processor_seconds_per_gb)},

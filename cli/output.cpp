@@ -63,18 +63,7 @@ int end_of_output(int code) {
 
 void check_json(const std::string& path) {
   if (path.empty() || path == kOutputItself) return;
-  const auto refuse = [&](int code) {
-    throw IoError({.operation = "open", .path = path, .code = code}, "choose another --json file");
-  };
-  struct stat info {};
-  if (::stat(path.c_str(), &info) == 0) {
-    if (S_ISDIR(info.st_mode)) refuse(EISDIR);
-    if (::access(path.c_str(), W_OK) != 0) refuse(errno);
-    return;
-  }
-  if (errno != ENOENT) refuse(errno);
-  const std::string directory = std::filesystem::path(path).parent_path().string();
-  if (::access(directory.empty() ? "." : directory.c_str(), W_OK | X_OK) != 0) refuse(errno);
+  check_replaceable(path, "choose another --json file");
 }
 
 void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs) {

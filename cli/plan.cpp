@@ -83,6 +83,7 @@ PlanQuestion question_of(const PlanArguments& arguments) {
   });
   const int all = arguments.machine.empty() ? 1 : largest_world(question.machine);
   question.world_size = arguments.world_size > 0 ? arguments.world_size : all;
+  question.config.check_world_size(question.world_size);
   question.layout = rank_layout(question.machine, question.world_size);
   question.runtime = runtime_of(arguments, question);
   return question;
@@ -115,6 +116,7 @@ int plan(const PlanArguments& arguments) {
     check_outputs_apart({json, {"--write", arguments.write}},
                         {arguments.model.units, arguments.model.weights, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
+    check_json(arguments.json);
     if (arguments.config.empty() && std::filesystem::is_regular_file(arguments.write))
       return bad_plan_input(fmt::format(
           "--write {}: the file exists, and without a configuration nothing of it would stay; name it as the "

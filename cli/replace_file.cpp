@@ -65,12 +65,17 @@ class TemporaryFile {
     if (::fchmod(descriptor_, 0666 & ~mask) != 0) throw io_error("fchmod", path_);
   }
 
-  void rename() {
+  // False if the target is a mount of its own, as a file that a container is given.
+  [[nodiscard]] bool rename() {
     if (::fsync(descriptor_) != 0) throw io_error("fsync", path_);
-    if (::rename(path_.c_str(), target_.c_str()) != 0) throw io_error("rename", target_);
+    if (::rename(path_.c_str(), target_.c_str()) != 0) {
+      if (errno == EBUSY) return false;
+      throw io_error("rename", target_);
+    }
     renamed_ = true;
     const std::string directory = fs::path(target_).parent_path();
     aio::sync_directory(directory.empty() ? "." : directory);
+    return true;
   }
 
  private:
@@ -91,7 +96,17 @@ std::optional<int> standard_descriptor(const struct stat& target) {
   return std::nullopt;
 }
 
-// To a pipe, a device or a terminal.
+// What `path` leads to through symbolic links, whether that exists or not.
+fs::path followed(fs::path path) {
+  constexpr int kLinksMax = 40;  // as in the kernel, which then says ELOOP
+  std::error_code error;
+  for (int links = 0; links < kLinksMax && fs::is_symlink(path, error); ++links)
+    path = path.parent_path() / fs::read_symlink(path, error);
+  const fs::path real = fs::weakly_canonical(path, error);
+  return error ? path : real;
+}
+
+// To a pipe, a device or a terminal, or over a file that cannot be replaced.
 void write_into(const std::string& path, const std::string& text) {
   std::FILE* file = open_output_file(path, OutputMode::replace);
   if (file == nullptr) {
@@ -118,12 +133,22 @@ void replace_file(const std::string& path, const std::string& text) {
       return write_all(*descriptor, text, path);
     }
   }
-  std::error_code error;
-  const fs::path real = fs::weakly_canonical(path, error);
-  TemporaryFile draft(error ? path : real.string());
+  TemporaryFile draft(followed(path).string());
   draft.write(text);
   draft.take_permissions();
-  draft.rename();
+  if (!draft.rename()) write_into(path, text);
+}
+
+void check_replaceable(const std::string& path, const std::string& remedy) {
+  const auto refuse = [&](int code) { throw IoError({.operation = "open", .path = path, .code = code}, remedy); };
+  struct stat info {};
+  const bool exists = ::stat(path.c_str(), &info) == 0;
+  if (!exists && errno != ENOENT) refuse(errno);
+  if (exists && S_ISDIR(info.st_mode)) refuse(EISDIR);
+  if (exists && ::access(path.c_str(), W_OK) != 0) refuse(errno);
+  if (exists && (!S_ISREG(info.st_mode) || standard_descriptor(info))) return;
+  const std::string directory = followed(path).parent_path().string();
+  if (::access(directory.empty() ? "." : directory.c_str(), W_OK | X_OK) != 0) refuse(errno);
 }
 
 std::string read_file(const std::string& path, const std::string& remedy) {

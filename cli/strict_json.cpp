@@ -43,6 +43,7 @@ StrictJson read_strict_json(const std::string& path, const std::string& remedy) 
 }
 
 StrictJson parse_strict_json(const std::string& text) {
+  if (text.find('\0') != std::string::npos) throw ConfigError("", "is not JSON: it has a zero byte");
   try {
     Watch watch;
     return StrictJson::parse(config::plain_json(text), [&](int depth, StrictJson::parse_event_t event,

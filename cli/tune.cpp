@@ -203,13 +203,25 @@ void warn_if_refused(TuneReport& report, const std::string& text, const std::str
   }
 }
 
-void write_results(const TuneArguments& arguments, TuneReport& report, const std::string& config_text) {
+// Where the settings were written; empty: nowhere. Reads the configuration anew: it may have been edited meanwhile.
+std::string write_settings(const TuneArguments& arguments, TuneReport& report) {
   const std::string target = arguments.out.empty() ? arguments.merge : arguments.out;
-  if (!target.empty()) {
-    const std::string text =
-        arguments.merge.empty() ? configuration(report).dump(2) + "\n" : merged_configuration(config_text, report);
-    warn_if_refused(report, text, target);
-    replace_file(target, text);
+  if (target.empty()) return target;
+  const std::string text = arguments.merge.empty() ? configuration(report).dump(2) + "\n"
+                                                   : merged_configuration(read_config(arguments.merge), report);
+  warn_if_refused(report, text, target);
+  replace_file(target, text);
+  return target;
+}
+
+// What was measured is printed in any case.
+void write_results(const TuneArguments& arguments, TuneReport& report) {
+  std::string target;
+  try {
+    target = write_settings(arguments, report);
+  } catch (const std::exception&) {
+    say("{}\n{}\n", to_text(report), configuration(report).dump(2));
+    throw;
   }
   say("{}", to_text(report));
   if (target.empty()) {
@@ -219,16 +231,6 @@ void write_results(const TuneArguments& arguments, TuneReport& report, const std
   }
   if (!arguments.plot.empty()) replace_file(arguments.plot, to_svg(report));
   write_json(arguments.json, to_json(report));
-}
-
-// The file may have been edited during the measurement. If it cannot be used any more, the results are printed first.
-std::string merge_base(const TuneArguments& arguments, const TuneReport& report) {
-  try {
-    return read_config(arguments.merge);
-  } catch (const InputError&) {
-    say("{}\n{}\n", to_text(report), configuration(report).dump(2));
-    throw;
-  }
 }
 
 int tune(const TuneArguments& arguments) {
@@ -248,7 +250,7 @@ int tune(const TuneArguments& arguments) {
     static_cast<void>(read_config(arguments.merge));
     const InterruptGuard interrupt;
     TuneReport report = Tuning(arguments, interrupt.flag()).run();
-    write_results(arguments, report, merge_base(arguments, report));
+    write_results(arguments, report);
     return kOk;
   } catch (const UsageError& error) {
     complain("hoist tune: {}\n", error.what());

@@ -234,8 +234,10 @@ std::optional<std::uint64_t> parse_count(std::string_view text) {
 }
 
 std::uint64_t bytes_of(const char* option, const std::string& text) {
-  if (const auto bytes = parse_bytes(text)) return *bytes;
-  throw UsageError(fmt::format("{} {} is not a number of bytes; write 80GiB or 1.4PB", option, text));
+  const auto bytes = parse_bytes(text);
+  if (!bytes) throw UsageError(fmt::format("{} {} is not a number of bytes; write 80GiB or 1.4PB", option, text));
+  if (*bytes < kBlockAlignment) throw UsageError(fmt::format("{} {} is less than 4 KiB", option, text));
+  return *bytes;
 }
 
 }  // namespace hoist::cli

@@ -49,7 +49,12 @@ std::unique_ptr<Communicator> make_nccl_at(const std::string&, int, int, const C
 std::unique_ptr<Communicator> make_nccl_over(std::unique_ptr<Communicator> control,
                                              const CommunicatorOptions& options) {
   std::vector<std::byte> id(128);
-  if (control->rank() == 0) id = nccl_unique_id();
+  try {
+    if (control->rank() == 0) id = nccl_unique_id();
+  } catch (const std::exception& error) {  // the others wait for the id
+    control->abort(error.what());
+    throw;
+  }
   control->broadcast_host(id, 0);
   const int rank = control->rank(), size = control->size();
   return make_nccl(id, rank, size, std::move(control), options);

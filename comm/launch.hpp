@@ -6,7 +6,7 @@
 // processes; then mpirun's, then RANK and WORLD_SIZE without torchrun, then srun's.
 //
 // Threading  Pure, except for the given environment function.
-// Errors     CommError for invalid RANK, WORLD_SIZE and MASTER_PORT.
+// Errors     CommError for invalid RANK and WORLD_SIZE.
 #pragma once
 
 #include <functional>

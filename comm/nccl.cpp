@@ -285,8 +285,9 @@ class NcclCommunicator final : public Communicator {
 
   // The other ranks, whose kernels may wait for this one, learn of an error that only this rank has.
   void check(std::string_view what, ncclResult_t code) HOIST_REQUIRES(mutex_) {
-    if (code == ncclSuccess) return;
-    const std::string text = nccl_text(what, rank_, size_, code, communicator_);
+    if (code != ncclSuccess) fail(nccl_text(what, rank_, size_, code, communicator_));
+  }
+  [[noreturn]] void fail(const std::string& text) HOIST_REQUIRES(mutex_) {
     end(text);
     control_->abort(text);
     give_up();
@@ -296,8 +297,14 @@ class NcclCommunicator final : public Communicator {
   // Returns when NCCL has accepted a call that it may have only begun. Also throws NCCL's asynchronous errors, and if
   // the communicator ends meanwhile.
   void settle(std::string_view what, ncclResult_t code) HOIST_REQUIRES(mutex_) {
+    Deadline deadline(timeout_);
     for (bool asked = false; code == ncclInProgress || (code == ncclSuccess && !asked); asked = true) {
       if (asked) std::this_thread::sleep_for(kPollInterval);
+      if (deadline.is_over())
+        fail(
+            fmt::format("nccl: {} on rank {} of {} failed: not all ranks took part within {} ms; look for a rank that "
+                        "ended or hangs",
+                        what, rank_, size_, timeout_.count()));
       if (ending_) {
         give_up();
         throw_ended(what);

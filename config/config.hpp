@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // config/config.hpp - reads a DeepSpeed JSON file, or refuses it. Start here.
 //
-// Names and structure are DeepSpeed's; hoist's own settings go under the key "hoist". An unknown key is an error. A key
-// that changes the mathematics is implemented or refused, never ignored. `warnings` names performance hints without
-// effect. docs/config.md lists every key.
+// Names and structure are DeepSpeed's; hoist's own settings go under the key "hoist". An unknown key is an error; at
+// the top level, one that is unlike all others is a warning. A key that changes the mathematics is implemented or
+// refused, never ignored. `warnings` names performance hints without effect. docs/config.md lists every key.
 //
 // Threading  A Config is a plain value.
 // Errors     ConfigProblems with every problem of the file (up to kProblemsMax), each with key, value, what is allowed,

@@ -162,9 +162,8 @@ std::optional<JsonSyntaxError> refuse_at_sight(std::string_view text) {
   if (content.find_first_not_of(kSpace) == std::string_view::npos) {
     return JsonSyntaxError(0, "the file is empty; the smallest configuration is {}");
   }
-  if (text.substr(0, 4096).find('\0') != std::string_view::npos) {
-    return JsonSyntaxError(text.find('\0'), "a zero byte: this is a binary file, not a configuration");
-  }
+  if (const auto zero = text.find('\0'); zero != std::string_view::npos)
+    return JsonSyntaxError(zero, "a zero byte: this is a binary file, not a configuration");
   return std::nullopt;
 }
 

@@ -63,7 +63,7 @@ Json any_value_of(const KeyRow& row) {
     case ValueType::bytes:
       return {{"anyOf",
                {ranged("integer", row.range),
-                Json{{"type", "string"}, {"pattern", R"(^ *[0-9][0-9.eE+]* *([kKmMgGtT](i?[bB])?|[bB])? *$)"}}}}};
+                Json{{"type", "string"}, {"pattern", R"(^ *[0-9.][0-9.eE+]* *([kKmMgGtTpP](i?[bB])?|[bB])? *$)"}}}}};
     case ValueType::string:
       return {{"type", "string"}};
     case ValueType::choice:

@@ -99,6 +99,34 @@ void Trace::check(const std::string& path) {
   if (draft != path) ::unlink(draft.c_str());
 }
 
+void Trace::write_events(std::FILE* file, const std::string& process) const {
+  fmt::print(file, "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+  fmt::print(file, R"({{"ph":"M","pid":0,"name":"process_name","args":{{"name":"{}"}}}})", json_text(process));
+  std::array<std::vector<TimePoint>, kTraceRowCount> lanes;  // by row and lane: when its last event ended
+  for (const Event& event : in_order()) {
+    std::vector<TimePoint>& ends = lanes[index(event.row)];
+    std::size_t lane = 0;
+    while (lane < ends.size() && ends[lane] > event.begin) ++lane;
+    if (lane == ends.size()) {
+      ends.emplace_back();
+      fmt::print(file,
+                 ",\n"
+                 R"({{"ph":"M","pid":0,"tid":{},"name":"thread_name","args":{{"name":"{}{}"}}}})",
+                 thread_number(event.row, lane), trace_row_name(event.row),
+                 lane == 0 ? "" : fmt::format(" {}", lane + 1));
+    }
+    ends[lane] = event.end;
+    fmt::print(file,
+               ",\n"
+               R"({{"ph":"X","pid":0,"tid":{},"name":"{}","ts":{:.3f},"dur":{:.3f})",
+               thread_number(event.row, lane), json_text({event.name, event.name_bytes}),
+               microseconds(event.begin - origin_), microseconds(event.end - event.begin));
+    if (event.bytes != 0) fmt::print(file, R"(,"args":{{"bytes":{}}})", event.bytes);
+    fmt::print(file, "}}");
+  }
+  fmt::print(file, "\n]}}\n");
+}
+
 void Trace::write(const std::string& path, const std::string& process) const {
   const std::string partial = draft_of(path);
   const std::unique_ptr<std::FILE, CloseFile> file(open_output_file(partial, OutputMode::replace));
@@ -108,31 +136,12 @@ void Trace::write(const std::string& path, const std::string& process) const {
     throw IoError({what, path, 0, 0, code}, kRemedy);
   };
   if (!file) fail("open");
-  fmt::print(file.get(), "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-  fmt::print(file.get(), R"({{"ph":"M","pid":0,"name":"process_name","args":{{"name":"{}"}}}})", json_text(process));
-  std::array<std::vector<TimePoint>, kTraceRowCount> lanes;  // by row and lane: when its last event ended
-  for (const Event& event : in_order()) {
-    std::vector<TimePoint>& ends = lanes[index(event.row)];
-    std::size_t lane = 0;
-    while (lane < ends.size() && ends[lane] > event.begin) ++lane;
-    if (lane == ends.size()) {
-      ends.emplace_back();
-      fmt::print(file.get(),
-                 ",\n"
-                 R"({{"ph":"M","pid":0,"tid":{},"name":"thread_name","args":{{"name":"{}{}"}}}})",
-                 thread_number(event.row, lane), trace_row_name(event.row),
-                 lane == 0 ? "" : fmt::format(" {}", lane + 1));
-    }
-    ends[lane] = event.end;
-    fmt::print(file.get(),
-               ",\n"
-               R"({{"ph":"X","pid":0,"tid":{},"name":"{}","ts":{:.3f},"dur":{:.3f})",
-               thread_number(event.row, lane), json_text({event.name, event.name_bytes}),
-               microseconds(event.begin - origin_), microseconds(event.end - event.begin));
-    if (event.bytes != 0) fmt::print(file.get(), R"(,"args":{{"bytes":{}}})", event.bytes);
-    fmt::print(file.get(), "}}");
+  try {
+    write_events(file.get(), process);
+  } catch (const std::system_error& error) {  // fmt's
+    errno = error.code().value();
+    fail("write");
   }
-  fmt::print(file.get(), "\n]}}\n");
   if (std::fflush(file.get()) != 0) fail("write");
   if (partial != path && std::rename(partial.c_str(), path.c_str()) != 0) fail("rename");
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -58,6 +59,7 @@ class Trace {
     char name[30];
   };
   std::vector<Event> in_order() const;
+  void write_events(std::FILE* file, const std::string& process) const;
 
   const TimePoint origin_ = Clock::now();
   mutable Mutex mutex_;

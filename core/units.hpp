@@ -16,7 +16,7 @@ inline constexpr std::uint64_t kGiB = 1024 * kMiB;
 // Direct transfers are multiples of this in length, offset and address; every record region is padded to it.
 inline constexpr std::uint64_t kBlockAlignment = 4096;
 
-// "8GiB", "512 MiB", "5e8", "64k", "1.5GB" -> bytes. K/M/G/T(+B) are powers of ten only when followed by a plain 'B'
+// "8GiB", "512 MiB", "5e8", "64k", "1.5GB" -> bytes. K/M/G/T/P(+B) are powers of ten only when followed by a plain 'B'
 // ("GB"); a bare letter or the "iB" form is a power of two. nullopt if the text is not a byte count or is not integral.
 std::optional<std::uint64_t> parse_bytes(std::string_view text);
 

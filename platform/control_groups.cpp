@@ -52,7 +52,8 @@ std::vector<fs::path> groups_upwards(const fs::path& proc, const std::string& co
   if (mount->root != "/" && below.starts_with(mount->root)) below.erase(0, mount->root.size());
   std::error_code ignored;
   fs::path own = (fs::path(mount->point) / fs::path(below).relative_path()).lexically_normal();
-  if (!fs::is_directory(own, ignored)) own = mount->point;
+  const bool is_outside = fs::path(below).relative_path().lexically_normal().string().starts_with("..");
+  if (is_outside || !fs::is_directory(own, ignored)) own = mount->point;
   std::vector<fs::path> groups;
   for (fs::path at = own;; at = at.parent_path()) {
     groups.push_back(at);

@@ -6,6 +6,7 @@
 #include <sched.h>
 
 #include <hoist/comm/launch.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/control_groups.hpp>
 #include <hoist/platform/numa_placement.hpp>
@@ -205,7 +206,11 @@ MemorySize mappable_twice(const MemorySize& memory) {
 }  // namespace
 
 Machine this_machine(const RuntimeOptions& options) {
-  const comm::Launch launch = comm::launch_of_process();
+  comm::Launch launch;
+  try {
+    launch = comm::launch_of_process();
+  } catch (const CommError&) {  // a launch that cannot be joined, which a runtime that would join it says
+  }
   Machine machine{.host = mappable_twice(platform::host_memory()),
                   .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,
                   .local_rank = launch.local_rank,

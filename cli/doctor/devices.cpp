@@ -30,7 +30,6 @@ constexpr bool kBuiltWithCuda = true;
 constexpr bool kBuiltWithCuda = false;
 #endif
 
-// The first `name` on the search path; empty if there is none.
 Finding driver(const Machine& machine, const std::vector<PciGpu>& cards) {
   const auto version = first_line(machine.sys + "/module/nvidia/version");
   Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
@@ -136,12 +135,19 @@ Finding nccl(std::size_t card_count) {
 }
 
 Finding mpi() {
-  const int launched = comm::mpi_size_of_launch();
+  int launched = 0;
+  std::string odd_launch;
+  try {
+    launched = comm::mpi_size_of_launch();
+  } catch (const CommError& error) {
+    odd_launch = error.what();
+  }
   const std::string launcher = measure::find_program("mpirun");
   Finding finding{.subject = "MPI",
                   .found = fmt::format("{}; {}", comm::have_mpi() ? "in this build" : "not in this build",
                                        launcher.empty() ? "no mpirun on the PATH" : launcher)};
   if (launched > 0) finding.found += fmt::format("; started as one of {} ranks", launched);
+  if (!odd_launch.empty()) finding.found += "; " + odd_launch;
   finding.data = {{"built", comm::have_mpi()}, {"mpirun", launcher}, {"ranks_launched", launched}};
   if (comm::have_mpi() && !launcher.empty()) return finding;
   finding.verdict = launched > 1 && !comm::have_mpi() ? Verdict::missing : Verdict::lacking;

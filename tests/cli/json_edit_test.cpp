@@ -102,6 +102,10 @@ TEST_F(ReplaceFile, ReplacesThroughALinkAndLeavesNoDraft) {
   EXPECT_EQ(text_of(directory_ / "real"), "new");
   EXPECT_TRUE(std::filesystem::is_symlink(directory_ / "link"));
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
+  std::filesystem::create_symlink("not-yet", directory_ / "early");
+  replace_file(directory_ / "early", "new");
+  EXPECT_TRUE(std::filesystem::is_symlink(directory_ / "early"));
+  EXPECT_EQ(text_of(directory_ / "not-yet"), "new");
 }
 
 TEST_F(ReplaceFile, WritesIntoPipesAndDevicesInsteadOfReplacingThem) {

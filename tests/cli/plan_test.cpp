@@ -663,6 +663,9 @@ TEST_F(Plan, RefusesWhatItCannotUse) {
     return result.errors;
   };
   EXPECT_THAT(refusal(""), HasSubstr("--parameters"));
+  EXPECT_THAT(refusal("--parameters 1e9 --device-memory 0"), HasSubstr("less than 4 KiB"));
+  write("seven.json", R"({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 7})");
+  EXPECT_THAT(refusal("seven.json --world 2 --parameters 1e8"), HasSubstr("not a multiple of 2 ranks"));
   EXPECT_THAT(refusal("--parameters many"), HasSubstr("is not a count"));
   EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"),
               HasSubstr("--device-memory lots is not a number of bytes"));

@@ -80,6 +80,14 @@ TEST_F(Tune, MergeKeepsEverythingElse) {
   EXPECT_EQ(run("check offload.json").exit_code, 0) << run("check offload.json").errors;
 }
 
+TEST_F(Tune, WhatWasMeasuredIsPrintedIfTheFileCannotBeWrittenAnyMore) {
+  write("late.sh", "sleep 1; mkdir tuned.json");
+  const auto result =
+      run("--version >/dev/null; sh late.sh & '" HOIST_PROGRAM "' " + std::string(kShort) + "--out tuned.json");
+  EXPECT_EQ(result.exit_code, 1) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("queue_depth"));
+}
+
 TEST_F(Tune, MergeWithOutLeavesTheOriginalAlone) {
   write("offload.json", kConfig);
   ASSERT_EQ(run(std::string(kShort) + "--merge offload.json --out tuned.json").exit_code, 0);

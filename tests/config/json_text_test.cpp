@@ -73,6 +73,7 @@ TEST(JsonText, SyntaxErrorsPointAtTheByte) {
   EXPECT_EQ(offset_of("{\"a\": /* 1}"), 6);
   EXPECT_EQ(offset_of(""), 0);
   EXPECT_EQ(offset_of("{"), 1);
+  EXPECT_EQ(offset_of("{}" + std::string(5000, ' ') + std::string(1, '\0') + "{\"a\": 1}"), 5002);
 }
 
 TEST(JsonText, DeepNestingIsRefusedBeforeTheStackIs) {

@@ -120,6 +120,12 @@ TEST(Trace, APlaceThatCannotBeWrittenIsNamed) {
   ASSERT_TRUE(test::kOtherKinds.front().make(directory / "pipe"));
   EXPECT_THROW(Trace::check(directory / "pipe"), IoError);
   EXPECT_THROW(trace.write(directory / "pipe", "rank 0"), IoError);
+  EXPECT_THROW(trace.write("/dev/full", "rank 0"), IoError);
+  {
+    Trace long_one;
+    for (int i = 0; i < 10000; ++i) long_one.add(TraceRow::commit, "a commit", {}, {});
+    EXPECT_THROW(long_one.write("/dev/full", "rank 0"), IoError) << "more than fits the stream's buffer";
+  }
   // A device is written to; a file that took its place would be everybody's surprise.
   std::filesystem::create_symlink("/dev/null", directory / "nowhere");
   Trace::check(directory / "nowhere");

@@ -86,8 +86,11 @@ TEST_F(ControlGroups, AContainerSeesItsOwnGroupAsTheRoot) {
   ASSERT_TRUE(limits().memory);
   EXPECT_EQ(limits().memory->bytes, 1073741824u);
   // A group outside of what is mounted: what the mount's root says is all there is.
-  put("proc/self/cgroup", "0::/../other");
-  ASSERT_TRUE(limits().memory);
+  for (const char* outside : {"0::/../other", "0::/.."}) {
+    put("proc/self/cgroup", outside);
+    ASSERT_TRUE(limits().memory) << outside;
+    EXPECT_EQ(limits().memory->bytes, 1073741824u) << outside;
+  }
 }
 
 TEST_F(ControlGroups, VersionOneIsUnderstood) {

@@ -2,12 +2,14 @@
 // The parts of a machine that a runtime takes where its options leave the choice.
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/machine.hpp>
 #include <hoist/zero/predict/machine_fit.hpp>
 #include <hoist/zero/predict/prediction.hpp>
@@ -116,6 +118,28 @@ TEST(MachineChoice, OfAnIntegratedGpuAndOfTheHostTheFitIsOneMemory) {
   EXPECT_EQ(fit.memories[0].name, "memory of GPU and processors");
   EXPECT_EQ(fit.memories[0].least_bytes, 60 * kGiB);
   EXPECT_FALSE(fit.fits()) << "52 GiB are not enough for 30 and 30";
+}
+
+// A store takes as much of each drive; one that is nearly full limits it.
+TEST(MachineFit, EachDriveMustHaveRoomForItsShare) {
+  const TempDirectory on_disk, in_memory(scratch_in_memory());
+  const auto free = [](const TempDirectory& directory) { return std::filesystem::space(directory.path()).available; };
+  const std::uint64_t less = std::min(free(on_disk), free(in_memory));
+  const std::uint64_t more = std::max(free(on_disk), free(in_memory));
+  if (more < 3 * less) GTEST_SKIP() << "the two file systems have about as much room";
+  EngineOptions engine;
+  engine.store_directory = on_disk / "a";
+  engine.stripe_directories = {in_memory / "b", on_disk / "c"};
+  Prediction prediction;
+  prediction.nvme_bytes = 3 * (less + less / 4);  // less than there is in all
+  const MachineFit fit = machine_fit(prediction, {}, engine, workstation());
+  const auto* small = &fit.memories[1];
+  EXPECT_EQ(fit.memories.size(), 3u) << "host memory and two file systems";
+  if (small->fits()) small = &fit.memories[2];
+  EXPECT_FALSE(fit.fits());
+  EXPECT_NEAR(static_cast<double>(fit.memories[1].bytes + fit.memories[2].bytes),
+              static_cast<double>(prediction.nvme_bytes), 10);
+  EXPECT_THAT(fit.problems, ::testing::ElementsAre(HasSubstr(small->name)));
 }
 
 TEST(MachineChoice, OnTheHostDeviceBothBudgetsAreOneMemory) {

@@ -17,8 +17,11 @@ ActivationBytes activation_bytes(const Model& model, double tokens_kept, double 
     widths += width;
     widest = std::max(widest, width);
   }
-  return {static_cast<std::uint64_t>(kKeptBytes * widths * tokens_kept),
-          static_cast<std::uint64_t>(kWorkingBytes * widest * micro_batch_tokens)};
+  const auto bytes = [](double count) {
+    constexpr double kMost = 0x1p61;  // more than any machine, and a sum of some of them is still a number
+    return static_cast<std::uint64_t>(std::min(count, kMost));
+  };
+  return {bytes(kKeptBytes * widths * tokens_kept), bytes(kWorkingBytes * widest * micro_batch_tokens)};
 }
 
 std::uint64_t assumed_layers(std::uint64_t parameters) {

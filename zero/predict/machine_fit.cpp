@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <filesystem>
-#include <set>
+#include <string>
 #include <vector>
 
 #include <fmt/format.h>
@@ -17,6 +17,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr const char* kDriveRemedy = "name a larger drive, or several, in nvme_path";
+
 // The directory, or that above it which exists.
 fs::path nearest_existing(fs::path directory) {
   std::error_code error;
@@ -30,30 +32,54 @@ std::uint64_t free_space(const fs::path& directory) {
   return error ? 0 : space.available;
 }
 
-// The drives' share of a store.
-struct DriveSpace {
-  std::uint64_t free_bytes = 0;      // of each file system once, however many of the directories it has
-  std::uint64_t reserved_bytes = 0;  // that files of a store have already
+// A file system that has directories of a store.
+struct FileSystem {
+  dev_t device = 0;
+  std::string directory;  // the first of them
+  std::uint64_t directory_count = 0;
+  std::uint64_t free_bytes = 0;
+  std::uint64_t reserved_bytes = 0;  // that files of the store have already
 };
 
-DriveSpace drive_space(const EngineOptions& engine) {
-  DriveSpace space;
-  std::vector<std::string> directories{engine.store_directory};
-  directories.insert(directories.end(), engine.stripe_directories.begin(), engine.stripe_directories.end());
-  std::set<dev_t> file_systems;
+std::uint64_t reserved_bytes(const std::string& directory) {
+  std::uint64_t bytes = 0;
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
+    struct stat status {};
+    const bool is_of_store = entry->path().filename().string().starts_with("rank-");
+    if (is_of_store && ::stat(entry->path().c_str(), &status) == 0)
+      bytes += static_cast<std::uint64_t>(status.st_blocks) * 512;  // POSIX: blocks of 512 bytes
+  }
+  return bytes;
+}
+
+std::vector<FileSystem> file_systems(const std::vector<std::string>& directories) {
+  std::vector<FileSystem> all;
   for (const std::string& directory : directories) {
     struct stat status {};
     const fs::path existing = nearest_existing(directory);
-    if (::stat(existing.c_str(), &status) == 0 && file_systems.insert(status.st_dev).second)
-      space.free_bytes += free_space(existing);
-    std::error_code error;
-    for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
-      const bool is_of_store = entry->path().filename().string().starts_with("rank-");
-      if (is_of_store && ::stat(entry->path().c_str(), &status) == 0)
-        space.reserved_bytes += static_cast<std::uint64_t>(status.st_blocks) * 512;  // POSIX: blocks of 512 bytes
-    }
+    if (::stat(existing.c_str(), &status) != 0) continue;
+    auto found = std::ranges::find(all, status.st_dev, &FileSystem::device);
+    if (found == all.end())
+      found =
+          all.insert(all.end(), {.device = status.st_dev, .directory = directory, .free_bytes = free_space(existing)});
+    ++found->directory_count;
+    found->reserved_bytes += reserved_bytes(directory);
   }
-  return space;
+  return all;
+}
+
+// What a store of `bytes` needs of each file system. Each directory counts alike: their shares by measured speed are
+// known only to a store that exists.
+void add_drives(const EngineOptions& engine, std::uint64_t bytes, MachineFit& fit) {
+  std::vector<std::string> directories{engine.store_directory};
+  directories.insert(directories.end(), engine.stripe_directories.begin(), engine.stripe_directories.end());
+  for (const FileSystem& files : file_systems(directories)) {
+    const std::uint64_t share = divide_up(bytes, directories.size()) * files.directory_count;
+    if (share <= files.reserved_bytes) continue;
+    const std::uint64_t needed = share - files.reserved_bytes;
+    fit.memories.push_back({"NVMe at " + files.directory, needed, needed, files.free_bytes, kDriveRemedy});
+  }
 }
 
 std::string placement_remedy(const EngineOptions& engine) {
@@ -90,11 +116,12 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           placement_remedy(engine)});
   if (p.nvme_bytes > 0) {
-    const DriveSpace space = drive_bytes ? DriveSpace{.free_bytes = *drive_bytes} : drive_space(engine);
-    const std::uint64_t bytes = ranks * p.nvme_bytes - std::min(ranks * p.nvme_bytes, space.reserved_bytes);
-    if (bytes > 0)
-      fit.memories.push_back({"NVMe at " + engine.store_directory, bytes, bytes, space.free_bytes,
-                              "name a larger drive, or several, in nvme_path"});
+    const std::uint64_t bytes = ranks * p.nvme_bytes;
+    if (drive_bytes) {
+      fit.memories.push_back({"NVMe at " + engine.store_directory, bytes, bytes, *drive_bytes, kDriveRemedy});
+    } else {
+      add_drives(engine, bytes, fit);
+    }
   }
   for (const MachineFit::Memory& memory : fit.memories) {
     if (memory.fits()) continue;

@@ -6,7 +6,7 @@
 // copied down, and written if it is spilled. The update reads, computes and writes a unit's record in pieces, each in
 // an update buffer. The update mode decides when. Updates on the device run after backward and before anything else.
 //
-// Left out: flushes, and processors that the update and the program share.
+// Left out: processors that the update and the program share.
 //
 // Threading  Pure functions.
 #pragma once
