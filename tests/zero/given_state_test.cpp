@@ -2,11 +2,15 @@
 // Tests what the engine offers an optimizer whose program keeps weights and gradients itself: gradients that are
 // averaged already, and state that comes from elsewhere.
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
@@ -177,6 +181,54 @@ TEST_P(GivenState, ACallbackThatCallsTheEngineEndsItAndNotTheStore) {
     if (GetParam() != Placement::nvme) continue;
     model.restore();
     EXPECT_EQ(state_of(model), before);
+  }
+}
+
+// An error of the program's own that has a type by which hoist says that nothing was changed.
+TEST(GivenStateErrors, ACallbackThatThrowsOnTheWayEndsTheEngineWhateverItThrows) {
+  const TempDirectory directory;
+  const std::vector<std::function<void()>> throwers{
+      [] { throw UsageError("the program's own"); },
+      [] { throw BudgetError({.tier = "device", .have_bytes = 1, .need_bytes = 2, .key = "k", .detail = "its own"}); },
+      [] { throw std::runtime_error("its own"); }};
+  int run = 0;
+  for (const auto& [parameters, optimizer] :
+       {std::pair(Placement::pinned, Placement::pinned), std::pair(Placement::pinned, Placement::nvme),
+        std::pair(Placement::nvme, Placement::nvme)}) {
+    for (const bool replaces : {true, false}) {
+      for (const auto& thrower : throwers) {
+        SCOPED_TRACE(run);
+        const ToySetup setup = toy_setup(parameters, optimizer, directory / std::to_string(run++));
+        Runtime runtime(setup.runtime);
+        ToyModel model(runtime, setup.engine);
+        model.initialize();
+        model.train(1, 2);
+        model.engine().save("", {}).wait();
+        const StateOfAll before = state_of(model);
+        const Initializer fails = [&](ParameterId parameter, std::uint64_t, std::span<float> out) {
+          if (parameter.index >= 2) thrower();
+          std::ranges::fill(out, 7.0f);
+        };
+        const auto call = [&] {
+          replaces ? model.engine().replace_state({.masters = fails, .step = 2}) : model.engine().change_masters(fails);
+        };
+        try {
+          call();
+          ADD_FAILURE() << "the error was lost";
+        } catch (const UsageError& error) {
+          ADD_FAILURE() << "it says that nothing has changed: " << error.what();
+        } catch (const BudgetError& error) {
+          ADD_FAILURE() << "it says that nothing has changed: " << error.what();
+        } catch (const std::exception& error) {
+          EXPECT_THAT(error.what(), testing::HasSubstr("own"));
+        }
+        EXPECT_ANY_THROW(model.train(3, 3));
+        EXPECT_ANY_THROW(model.engine().save("", {}));
+        EXPECT_ANY_THROW(state_of(model));
+        EXPECT_EQ(model.restore().step, 2u);
+        EXPECT_EQ(state_of(model), before);
+      }
+    }
   }
 }
 

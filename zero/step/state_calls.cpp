@@ -130,9 +130,12 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
       ~Called() { by_ = nullptr; }
       const char*& by_;
     } const called(calling_back_, call);
+    // The engine must not outlive an error of a callback: a part of the state has been replaced.
     try {
       change();
-    } catch (const UsageError& error) {  // a part of the state has been replaced
+    } catch (const UsageError& error) {
+      throw Error(error.what());
+    } catch (const BudgetError& error) {
       throw Error(error.what());
     }
   });
