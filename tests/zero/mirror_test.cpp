@@ -195,6 +195,35 @@ TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
   }
 }
 
+// The second one begins while the first is still being written. `every`: the first is copied as the next that is due.
+TEST_P(MirrorTest, SavesInARowAreCopiedOneAfterTheOther) {
+  const auto states = undisturbed(2);
+  setup_.engine.keep_steps = 2;
+  for (const unsigned every : {0u, 1u}) {
+    SCOPED_TRACE("every " + std::to_string(every));
+    setup_.engine.mirror.every = every;
+    on_engines(2, [&](int, ToyModel& model) {
+      model.initialize();
+      for (const std::uint64_t step : {1u, 2u}) {
+        take_step(model, step);
+        const std::string state = "step " + std::to_string(step);
+        const Completion first = model.engine().save("a", bytes_of(state), {.mirror = every == 0});
+        const Completion second = model.engine().save("b", bytes_of(state), {.mirror = true});
+        first.wait();
+        second.wait();
+        EXPECT_EQ(model.engine().mirror().step, step);
+      }
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, 2u);
+      EXPECT_EQ(state_of(model), states.at(2));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    fs::remove_all(setup_.engine.mirror.directory);
+  }
+}
+
 // The files of a healthy rank stay where they are: a person may want them.
 TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
   own_drives_ = true;

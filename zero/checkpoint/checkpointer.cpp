@@ -171,6 +171,7 @@ Checkpointer::SaveNeeds Checkpointer::save_needs(const std::string& name, const 
 Completion Checkpointer::save(const std::string& name, CommitState state, std::uint64_t step,
                               const SaveOptions& options) {
   if (!on_nvme()) {
+    if (saver_.joinable()) saver_.join();  // it starts the copy that was claimed before this one
     const bool mirrored = options.mirror || (mirror_ && mirror_->is_due(step));
     const Completion copied = mirrored ? mirror_->claim(step) : Completion();
     state_ = std::move(state);
@@ -206,9 +207,8 @@ Completion Checkpointer::add_checkpoint(const std::string& name, const CommitSta
   return last_checkpoint_;
 }
 
-// The state does not change before the next step, which waits for last_commit_.
+// The state does not change before the next step, which waits for last_commit_. Pre: saver_ has ended.
 Completion Checkpointer::save_in_background(const std::string& name, std::uint64_t step, bool mirrored) {
-  if (saver_.joinable()) saver_.join();
   std::vector<std::byte> encoded = encode(name, state_);
   const auto ended = std::make_shared<Promise>();
   const Completion completion = ended->completion();

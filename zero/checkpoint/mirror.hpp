@@ -48,7 +48,8 @@ class Mirror {
   // [J] Whether the commit of this step is to be copied: the last copy was begun `every` steps ago, or more, and is
   // done on every rank.
   bool is_due(std::uint64_t step) const;
-  // The copy of a commit to come; start() or drop() follows. Waits for the copy under way.
+  // The copy of a commit to come; start() or drop() follows. Waits for the copy under way. Pre: start() or drop() has
+  // followed the claim before.
   Completion claim(std::uint64_t step);
   // The commit has landed; it is the store's last.
   void start(tiers::Store& store);
