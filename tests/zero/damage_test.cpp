@@ -2,6 +2,7 @@
 // P4 for the whole engine: damaged state is reported and never used, and only the run that owns a store can open it.
 #include <chrono>
 #include <filesystem>
+#include <memory>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -9,6 +10,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
@@ -25,6 +27,40 @@ void flip_bit(const std::string& path, std::uint64_t offset) {
   byte ^= 0x10;
   ASSERT_EQ(::pwrite(fd, &byte, 1, static_cast<off_t>(offset)), 1);
   ::close(fd);
+}
+
+// No step of such a store is committed, so no commit is waited for before a tile is read.
+TEST(Damage, AWriteUnderWayIsNotTakenForIt) {
+  const TempDirectory directory;
+  const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 3);
+  for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward}) {
+    for (const unsigned commit_every : {1u, 2u, 4u}) {
+      SCOPED_TRACE(fmt::format("mode {}, commit_every {}", static_cast<int>(mode), commit_every));
+      const auto faults = std::make_shared<Faults>(1);
+      ToySetup setup = toy_setup(Placement::nvme, Placement::nvme,
+                                 directory / fmt::format("{}-{}", static_cast<int>(mode), commit_every));
+      setup.engine.durability = tiers::Durability::none;
+      setup.engine.commit_every = commit_every;
+      setup.engine.update_mode = mode;
+      setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) {
+        return make_faulty_backend(io, faults);
+      };
+      Runtime runtime(setup.runtime);
+      ToyModel model(runtime, setup.engine);
+      model.initialize();
+      faults->add({.kind = Fault::Kind::delay,
+                   .operation = aio::Operation::write,
+                   .count = Faults::kForever,
+                   .delay = std::chrono::milliseconds(20)});
+      for (const std::uint64_t step : {1u, 2u, 3u}) {
+        model.train(step, step);
+        Digests found;
+        ASSERT_NO_THROW(found = digests_of(model)) << "after step " << step;
+        if (step < 3) continue;
+        EXPECT_EQ(found, expected);
+      }
+    }
+  }
 }
 
 // Every 4 KiB of the data file in turn: either the byte belongs to a dead extent and the run is bit-exact, or the
