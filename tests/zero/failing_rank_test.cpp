@@ -2,6 +2,7 @@
 // One rank fails for a reason of its own - its drive, its memory, its program - where the others would wait for it:
 // they stop at once with that reason, and what is on the drives afterwards is a step that all ranks have, bit by bit.
 #include <atomic>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <thread>
@@ -316,6 +317,96 @@ TEST(FailingStartOfOne, ACallerStateThatOneRankHasNoRoomForIsRefusedByAll) {
     model.train(1, 2);
   });
 }
+
+// --- a caller state that is too long --------------------------------------------------------------------------------
+
+struct LongState {
+  const char* name;
+  UpdateMode mode;
+  std::function<void(ToyModel&, std::span<const std::byte>)>
+      call;  // between the steps 1 and 3; takes step 2, or saves it
+};
+void PrintTo(const LongState& c, std::ostream* out) { *out << c.name; }
+
+void take_second_step(ToyModel& model, std::span<const std::byte> state) {
+  model.engine().step({.caller_state = state});
+}
+void save_second_step(ToyModel& model, std::span<const std::byte> state) { model.engine().save("two", state).wait(); }
+void replace_second_step(ToyModel& model, std::span<const std::byte> state) {
+  model.engine().replace_state({.masters = model.fill(), .step = 2}, state);
+}
+
+class LongCallerState : public testing::TestWithParam<LongState> {
+ protected:
+  static bool is_step() { return std::string(GetParam().name).starts_with("Step"); }
+  static ToySetup setup(const std::string& directory) {
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+    setup.engine.caller_state_bytes_max = 100;
+    setup.engine.keep_steps = 1;
+    setup.engine.update_mode = GetParam().mode;
+    setup.engine.gradient_clipping = 0;  // mode backward cannot clip
+    setup.runtime.comm_timeout = std::chrono::seconds(20);
+    return setup;
+  }
+  // Up to the third step; where `refused` >= 0, that rank's state is too long at first.
+  static Digests train(ToyModel& model, int rank, int refused) {
+    model.initialize();
+    model.train(1, 1);
+    model.pass(2);
+    if (!is_step()) model.engine().step();
+    if (refused >= 0) {
+      const std::vector<std::byte> state(rank == refused ? 101 : 100);
+      try {
+        GetParam().call(model, state);
+        ADD_FAILURE() << "rank " << rank << " was not refused";
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("101 bytes"));
+        const std::string who = rank == refused ? "" : "rank " + std::to_string(refused);
+        EXPECT_THAT(error.what(), HasSubstr(who));
+      }
+    }
+    GetParam().call(model, std::vector<std::byte>(100));
+    model.train(3, 3);
+    return digests_of(model);
+  }
+};
+
+// Every rank is told at once, the state is as before, and all may try again.
+TEST_P(LongCallerState, OfOneRankIsRefusedByAll) {
+  const TempDirectory directory;
+  const TimePoint start = Clock::now();
+  std::vector<Digests> ends(2);
+  for (const int refused : {-1, 1}) {
+    const ToySetup used = setup(directory / (refused < 0 ? "undisturbed" : "refused"));
+    on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(used.runtime, join);
+      ToyModel model(runtime, used.engine, kShape);
+      const Digests mine = train(model, rank, refused);
+      if (rank == 0) ends[refused < 0 ? 0 : 1] = mine;
+    });
+  }
+  EXPECT_EQ(ends[1], ends[0]);
+  EXPECT_LT(Clock::now() - start, kAtOnce);
+}
+
+TEST_P(LongCallerState, OfOneGroupIsRefusedByTheWholeJob) {
+  const TempDirectory directory;
+  on_groups({2, 2}, [&](int group, int rank, const Runtime::Groups& groups) {
+    const ToySetup used = setup(directory / std::to_string(group));
+    Runtime runtime(used.runtime, groups);
+    ToyModel model(runtime, used.engine, kShape);
+    train(model, runtime.norm_group().rank(), 3);
+    EXPECT_EQ(rank, runtime.rank());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Calls, LongCallerState,
+                         testing::Values(LongState{"StepInStep", UpdateMode::step, take_second_step},
+                                         LongState{"StepInForward", UpdateMode::forward, take_second_step},
+                                         LongState{"StepInBackward", UpdateMode::backward, take_second_step},
+                                         LongState{"Save", UpdateMode::forward, save_second_step},
+                                         LongState{"ReplaceState", UpdateMode::forward, replace_second_step}),
+                         [](const auto& one) { return one.param.name; });
 
 // --- groups ---------------------------------------------------------------------------------------------------------
 

@@ -149,9 +149,7 @@ void Checkpointer::fail_commit_barrier(const std::exception_ptr& problem) noexce
 
 // --- saves -----------------------------------------------------------------------------------------------------------
 
-void Checkpointer::check_save(const std::string& name, std::span<const std::byte> program_state,
-                              const SaveOptions& options) const {
-  require_room(options_, program_state);
+void Checkpointer::check_save(const std::string& name, const SaveOptions& options) const {
   if (options.mirror && !mirror_)
     throw UsageError("there is no mirror to save to: the configuration has no hoist.mirror");
   if (store_ == nullptr) throw UsageError("nothing to save to: the configuration names no hoist.checkpoint_path");

@@ -86,11 +86,12 @@ class Checkpointer {
   void set_state(CommitState state) { state_ = std::move(state); }
 
   // --- saves
-  void check_save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options) const;
+  // UsageError for what every rank passes alike.
+  void check_save(const std::string& name, const SaveOptions& options) const;
   // The work that must end before save(): none; that of streams; or every update and commit, on all ranks.
   enum class SaveNeeds : std::uint8_t { nothing, drained_streams, settled_engine };
   SaveNeeds save_needs(const std::string& name, const SaveOptions& options) const;
-  // [J] Pre: check_save(), and what save_needs() says.
+  // [J] Pre: check_save(), room for the program's state on every rank, and what save_needs() says.
   Completion save(const std::string& name, CommitState state, std::uint64_t step, const SaveOptions& options);
   void state_changed() { changed_since_save_ = true; }
 

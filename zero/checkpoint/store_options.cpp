@@ -45,8 +45,12 @@ EngineOptions mirror_options(const EngineOptions& options) {
   return mirror;
 }
 
+bool has_room(const EngineOptions& options, std::span<const std::byte> program_state) {
+  return program_state.size() <= options.caller_state_bytes_max;
+}
+
 void require_room(const EngineOptions& options, std::span<const std::byte> program_state) {
-  if (program_state.size() <= options.caller_state_bytes_max) return;
+  if (has_room(options, program_state)) return;
   throw UsageError(
       fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
                   program_state.size(), options.caller_state_bytes_max));

@@ -24,7 +24,8 @@ tiers::Store::Cost store_cost(const EngineOptions& options, const UnitTable& tab
 // The options of the mirror, which is found, made and opened like a store of its own.
 EngineOptions mirror_options(const EngineOptions& options);
 
-// UsageError when a program's state is larger than EngineOptions::caller_state_bytes_max.
+// Whether a program's state fits EngineOptions::caller_state_bytes_max; UsageError unless it does.
+bool has_room(const EngineOptions& options, std::span<const std::byte> program_state);
 void require_room(const EngineOptions& options, std::span<const std::byte> program_state);
 
 }  // namespace hoist::detail

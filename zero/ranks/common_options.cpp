@@ -52,7 +52,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
   static_cast<void>(lock_timeout);
   static_cast<void>(sub_group_elements), static_cast<void>(update_buffer_count);
   static_cast<void>(staging_buffer_count);
-  // Each rank's program saves state of its own; a rank whose state is too long says so to all (Engine::save).
+  // Each rank's program saves state of its own. Every call that takes it tells all ranks when one is too long.
   static_cast<void>(caller_state_bytes_max);
   static_cast<void>(metrics_path);   // rank 0 writes
   static_cast<void>(weights_dtype);  // what comes of it is part of the model, which is compared

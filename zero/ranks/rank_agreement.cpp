@@ -69,6 +69,18 @@ void RankAgreement::run(comm::Communicator& ranks, const char* what, const std::
   throw CommError(fmt::format("{} could not {}: {}", who, what, problem->text));
 }
 
+void RankAgreement::check_together(const char* what, const std::function<void()>& check) const {
+  std::optional<std::string> refusal;
+  try {
+    check();
+  } catch (const UsageError& error) {
+    refusal = error.what();
+  }
+  const auto first = comm::first_problem(job(), refusal);
+  if (refusal) throw UsageError(*refusal);
+  if (first) throw UsageError(fmt::format("{} could not {}: {}", name_in_job(first->rank), what, first->text));
+}
+
 void RankAgreement::compare_groups(const EngineOptions& options, const std::function<void()>& check_model) const {
   if (!has_several_groups()) return;
   all_together("lay out its model", check_model);

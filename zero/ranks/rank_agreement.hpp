@@ -38,6 +38,10 @@ class RankAgreement {
   // [J] The same for all ranks of the job.
   void all_together(const char* what, const std::function<void()>& part) const { run(job(), what, part); }
 
+  // [J] Runs a check that may refuse what this rank's program passed. When one rank's does, every rank throws a
+  // UsageError that says so, and the engines live on. `what` as above.
+  void check_together(const char* what, const std::function<void()>& check) const;
+
   // [C] Every rank brings the same model to life, by the same call, with options that lead to the same collectives.
   // Otherwise ranks would train parts of different models as one, or wait for each other on the way.
   void agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,

@@ -147,7 +147,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
 
 void StateCalls::replace_state(const InitialState& state, std::span<const std::byte> program_state) {
   if (!state.masters) throw UsageError("replace_state() needs an Initializer, which makes the values of masters");
-  parts_.ranks.all_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
+  parts_.ranks.check_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
   change_state("replace_state()", state, program_state, [&] {
     if (state.loss_scale) parts_.settings.scaler.restore(*state.loss_scale);
     values_.fill(state.masters, {}, state.moments);
@@ -166,11 +166,12 @@ Completion StateCalls::save(const std::string& name, std::span<const std::byte> 
     throw UsageError("save() belongs between step() and the next pass");
   Checkpointer& checkpoints = parts_.checkpoints;
   const std::uint64_t step = parts_.settings.step_count;
-  checkpoints.check_save(name, program_state, options);
+  checkpoints.check_save(name, options);
   if (comm::Communicator& job = parts_.ranks.job(); job.size() > 1) {
     comm::agree(job, random_bits(text_hash(options.mirror ? name + " and in the mirror" : name), step),
                 fmt::format("save '{}' of step {}{}", name, step, options.mirror ? ", and in the mirror" : ""));
   }
+  parts_.ranks.check_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
   switch (checkpoints.save_needs(name, options)) {
     case Checkpointer::SaveNeeds::nothing:
       break;

@@ -17,20 +17,23 @@ namespace hoist::detail {
 
 namespace {
 
-// What each rank sends to all ranks of the job: its part of the norm, and the limit of its step. gradient_norm() takes
-// no step, and sends kOnlyAsked.
+// What each rank sends to all ranks of the job: its part of the norm, the limit of its step, and whether it has to
+// refuse the step. gradient_norm() takes no step, and sends kOnlyAsked.
 struct NormPart {
   double sum_of_squares = 0;
   double norm_max = 0;
+  std::uint64_t long_state_bytes = 0;  // of a caller state that the rank has no room for; 0: it has
 };
 constexpr double kOnlyAsked = -1;
 
 }  // namespace
 
-double StepRunner::global_norm(double norm_max) {
+double StepRunner::global_norm(double norm_max, std::span<const std::byte> program_state) {
   if (!sum_ || sum_->pass_serial != parts_.pass.serial())
     sum_ = {parts_.pass.serial(), parts_.gradients.sum_of_squares()};
-  const NormPart mine{sum_->of_squares, norm_max};
+  const NormPart mine{.sum_of_squares = sum_->of_squares,
+                      .norm_max = norm_max,
+                      .long_state_bytes = has_room(parts_.options, program_state) ? 0 : program_state.size()};
   std::vector<NormPart> all(static_cast<std::size_t>(parts_.ranks.job().size()));
   try {
     parts_.ranks.job().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
@@ -48,6 +51,14 @@ double StepRunner::global_norm(double norm_max) {
                                 parts_.settings.step_count + 1, rank, call(all[rank].norm_max),
                                 parts_.ranks.job().rank(), call(norm_max)));
   }
+  require_room(parts_.options, program_state);
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].long_state_bytes == 0) continue;
+    throw UsageError(
+        fmt::format("{} cannot take the step: its caller state has {} bytes, more than were reserved there "
+                    "(EngineOptions::caller_state_bytes_max)",
+                    parts_.ranks.name_in_job(static_cast<int>(rank)), all[rank].long_state_bytes));
+  }
   return std::sqrt(total) * parts_.settings.gradient_mean(parts_.pass.micro_batches());
 }
 
@@ -57,7 +68,7 @@ double StepRunner::gradient_norm() {
   policy_->require_undecided("gradient_norm()");
   parts_.pass.agree_on(/*of_the_pass=*/true, PassState::Settings{.hash = 0, .text = ", then gradient_norm()"});
   policy_->await_inputs();
-  return global_norm(kOnlyAsked);
+  return global_norm(kOnlyAsked, {});
 }
 
 StepReport StepRunner::run(const StepOptions& step_options) {
@@ -80,7 +91,6 @@ StepReport StepRunner::run(const StepOptions& step_options) {
         "a largest norm for a step whose units were updated in the backward pass (hoist.update_mode "
         "\"backward\"); \"forward\" knows the norm before it updates");
   }
-  require_room(parts_.options, step_options.caller_state);
   const double norm_max = settings.gradient_norm_max(step_options.gradient_norm_max);
   parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max),
                                                   [&settings] { return settings.describe_groups(); }});
@@ -90,7 +100,7 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   report.learning_rate = settings.learning_rate(GroupId{0});
   report.loss_scale = settings.scaler.scale();
   const double mean = settings.gradient_mean(parts_.pass.micro_batches());
-  report.gradient_norm = global_norm(norm_max);
+  report.gradient_norm = global_norm(norm_max, step_options.caller_state);
   report.applied = std::isfinite(report.gradient_norm);
   if (!report.applied && policy_->is_decided()) {
     notifier_.told_in_norm();

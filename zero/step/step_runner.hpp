@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include <hoist/zero/step/update_policy.hpp>
 
@@ -29,9 +30,9 @@ class StepRunner {
   UpdatePolicy& policy() { return *policy_; }
 
  private:
-  // Of the mean over micro-batches, without the loss scale. Every rank of the job passes the same. Pre: all gradients
-  // have arrived.
-  double global_norm(double norm_max);
+  // Of the mean over micro-batches, without the loss scale. Every rank of the job passes the same limit, and its own
+  // caller state: UsageError on every rank when one of them is too long. Pre: all gradients have arrived.
+  double global_norm(double norm_max, std::span<const std::byte> program_state);
 
   StepParts parts_;
   AbortNotifier& notifier_;
