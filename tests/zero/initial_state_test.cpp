@@ -58,6 +58,12 @@ class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DTy
     }
     return setup;
   }
+  // A directory of one rank alone, so that each has a drive of its own.
+  ToySetup of_rank(int rank) const {
+    ToySetup setup = other();
+    if (own_drives_) setup.engine.store_directory += std::to_string(rank);
+    return setup;
+  }
   ToySetup other() const { return setup(std::get<0>(GetParam()), "second"); }
 
   // The result of the first run when it goes on by itself.
@@ -81,7 +87,7 @@ class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DTy
       StoredModel stored(first_.engine.store_directory);
       InitialState state = state_of(stored);
       change(state);
-      const ToySetup setup = other();
+      const ToySetup setup = of_rank(rank);
       Runtime runtime(setup.runtime, join);
       ToyModel model(runtime, setup.engine, shape_);
       model.equal_gradients = true;
@@ -99,6 +105,7 @@ class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DTy
   ToySetup first_;
   std::uint64_t step_before_ = 0;
   float scale_before_ = 0;
+  bool own_drives_ = false;
 };
 INSTANTIATE_TEST_SUITE_P(Engine, InitialStateTest,
                          testing::Combine(testing::Values(Placement::pinned, Placement::nvme),
@@ -172,6 +179,26 @@ TEST_P(InitialStateTest, AFirstCommitThatARankLacksIsReplaced) {
       EXPECT_EQ(model.engine().committed_step(), step_before_);
     }
   });
+}
+
+// Each attempt reserves the whole store. Rank 1 dies before it has a manifest.
+TEST_P(InitialStateTest, AttemptsThatDiedLeaveNothingOnAnyRanksDrive) {
+  if (std::get<0>(GetParam()) != Placement::nvme) GTEST_SKIP() << "there is no store";
+  for (const bool own_drives : {false, true}) {
+    SCOPED_TRACE(own_drives ? "own drives" : "one drive");
+    own_drives_ = own_drives;
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      begin(2, [](int, ToyModel&) {});
+      for (const int rank : own_drives ? std::vector{0, 1} : std::vector{0}) {
+        const std::string store = of_rank(rank).engine.store_directory;
+        const auto places = detail::store_directories(store);
+        ASSERT_EQ(places.size(), 1u) << "rank " << rank << ", attempt " << attempt;
+        EXPECT_TRUE(std::filesystem::exists(places[0].in(store) + "/rank-0000" + std::to_string(rank) + ".data"));
+      }
+      const std::string store = of_rank(1).engine.store_directory;
+      std::filesystem::remove(detail::store_directories(store)[0].in(store) + "/rank-00001.manifest");
+    }
+  }
 }
 
 TEST_P(InitialStateTest, RanksAgreeOnAllOfTheLossScale) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <functional>
 #include <string>
 
 #include <fmt/format.h>
@@ -11,6 +12,8 @@
 
 namespace hoist::detail {
 
+using tiers::CommitHeader;
+
 namespace {
 
 std::vector<std::string> drive_directories(const EngineOptions& options) {
@@ -19,24 +22,14 @@ std::vector<std::string> drive_directories(const EngineOptions& options) {
   return directories;
 }
 
-bool is_among(std::uint64_t order, const std::vector<std::uint64_t>& orders) {
-  return std::ranges::find(orders, order) != orders.end();
-}
-
-// A store that was being made when its program died: not even its first commit is on all ranks, or, if it was passed
-// over, on those of all groups.
-bool is_unfinished(const std::string& directory, bool passed_over) {
-  std::size_t committed = 0;
-  int world_size = 1;
-  for (const int rank : tiers::Store::ranks_in(directory)) {
-    const tiers::Store::Found found = tiers::Store::look(directory, rank);
-    if (!found.exists) continue;
-    if (!found.identity || was_resumed(found.commits) || found.commits.size() > 1 || !found.checkpoints.empty())
-      return false;
-    world_size = found.identity->world_size;
-    committed += found.commits.size();
+// Runs `part` on every rank, since directories may be the ranks' own. Rank 0 comes first, so that ranks with one
+// directory do not wait for each other's locks.
+void on_every_rank(const RankAgreement& ranks, const char* what, const std::function<void()>& part) {
+  for (const bool first : {true, false}) {
+    ranks.all_together(what, [&] {
+      if ((ranks.group().rank() == 0) == first) part();
+    });
   }
-  return passed_over || committed < static_cast<std::size_t>(world_size);
 }
 
 // Of another number of ranks than `world_size`, and no rank whose files are here ever committed.
@@ -53,26 +46,40 @@ bool is_a_failed_start(const std::string& directory, int world_size) {
   return of_others;
 }
 
-bool is_whole_and_keeps_nothing(const std::string& directory) {
+bool keeps_nothing(const std::vector<CommitHeader>& commits, const std::vector<CommitHeader>& checkpoints) {
+  return !commits.empty() && checkpoints.empty();
+}
+
+// Whether what this rank sees of the store is whole and keeps no named checkpoint: of a store of as many ranks its own
+// part, else all of it.
+bool is_replaced(const std::string& directory, int rank, bool same_ranks) {
+  if (same_ranks) {
+    const tiers::Store::Found own = tiers::Store::look(directory, rank);
+    return keeps_nothing(own.commits, own.checkpoints);
+  }
+  if (tiers::Store::ranks_in(directory).empty()) return false;
   const StoreSummary summary = look_at_one_store(directory);
   const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
-  return whole && std::ranges::none_of(summary.ranks, [](const StoreSummary::Rank& rank) {
-           return !rank.checkpoints.empty() || rank.commits.empty();
+  return whole && std::ranges::all_of(summary.ranks, [](const StoreSummary::Rank& of) {
+           return keeps_nothing(of.commits, of.checkpoints);
          });
 }
 
+bool is_unfinished(const RestoreSource& store) { return store.commits.empty() && !store.came_further; }
+
 }  // namespace
 
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after,
-                              const std::vector<std::uint64_t>& passed_over) {
-  ranks.all_together("remove what an earlier attempt left", [&] {
-    if (ranks.group().rank() != 0) return;
-    for (const StoreDirectory& other : store_directories(options.store_directory)) {
-      const std::string directory = other.in(options.store_directory);
-      if (other.order <= after || !is_unfinished(directory, is_among(other.order, passed_over))) continue;
-      if (!remove_store(drive_directories(options), other, options.lock_timeout))
-        throw StoreError(
-            fmt::format("another process is making the store in {} from this one; wait for it to end", directory));
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after) {
+  const StoreSearch search(ranks, options);
+  std::vector<StoreDirectory> unfinished;
+  for (const StoreDirectory& store : search.directories())
+    if (store.order > after && is_unfinished(search.look(store))) unfinished.push_back(store);
+  if (unfinished.empty()) return;
+  on_every_rank(ranks, "remove what an earlier attempt left", [&] {
+    for (const StoreDirectory& store : unfinished) {
+      if (remove_store(drive_directories(options), store, options.lock_timeout)) continue;
+      throw StoreError(fmt::format("another process is making the store in {} from this one; wait for it to end",
+                                   store.in(options.store_directory)));
     }
   });
 }
@@ -88,19 +95,26 @@ void remove_never_committed(const RankAgreement& ranks, const EngineOptions& opt
   });
 }
 
-void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
-                         const std::vector<std::uint64_t>& passed_over) {
+void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present) {
   constexpr Nanoseconds kNow{0};
-  ranks.all_together("remove the store it took over from", [&] {
-    if (ranks.group().rank() != 0) return;
-    for (const StoreDirectory& other : store_directories(options.store_directory)) {
-      if (other.order == present.order) continue;
-      const std::string directory = other.in(options.store_directory);
-      const bool unfinished = !other.name.empty() && is_unfinished(directory, is_among(other.order, passed_over));
-      const bool older = other.order < present.order && !tiers::Store::ranks_in(directory).empty();
-      if (unfinished || (older && is_whole_and_keeps_nothing(directory)))
-        remove_store(drive_directories(options), other, kNow);
+  const StoreSearch search(ranks, options);
+  std::vector<StoreDirectory> useless;
+  for (const StoreDirectory& other : search.directories()) {
+    if (other.order == present.order) continue;
+    const RestoreSource store = search.look(other);
+    bool remove = !other.name.empty() && is_unfinished(store);
+    if (!remove && other.order < present.order) {
+      ranks.together("look at the store it took over from", [&] {
+        remove = is_replaced(other.in(options.store_directory), ranks.group().rank(),
+                             store.world_size == ranks.group().size());
+      });
+      remove = ranks.smallest(remove ? 1 : 0) == 1;
     }
+    if (remove) useless.push_back(other);
+  }
+  if (useless.empty() && present.order == 0) return;
+  on_every_rank(ranks, "remove the store it took over from", [&] {
+    for (const StoreDirectory& store : useless) remove_store(drive_directories(options), store, kNow);
     if (present.order > 0 && tiers::Store::is_half_removed(options.store_directory))
       remove_store(drive_directories(options), {}, kNow);
   });

@@ -14,11 +14,9 @@
 
 namespace hoist::detail {
 
-// [J] Removes stores newer than order `after` that an earlier attempt did not finish. `passed_over`: the orders of
-// stores that have no commit common to all sharding groups. Errors: StoreError when another process is making one of
-// them.
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after,
-                              const std::vector<std::uint64_t>& passed_over);
+// [J] Removes stores newer than order `after` that an earlier attempt did not finish. Errors: StoreError when another
+// process is making one of them.
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after);
 
 // [J] Removes the store in the offload directory itself if another number of ranks made it and never committed: its
 // files would be taken for parts of the new one. Errors: StoreError when another process is making it.
@@ -26,7 +24,6 @@ void remove_never_committed(const RankAgreement& ranks, const EngineOptions& opt
 
 // [J] Removes stores that `present` has taken over from. A store stays if it keeps named steps or is not whole, and,
 // until the next start, if somebody reads it.
-void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
-                         const std::vector<std::uint64_t>& passed_over);
+void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present);
 
 }  // namespace hoist::detail

@@ -77,7 +77,6 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
   plan.in_place = plan.source.same_ranks && plan.source.has_room &&
                   (!newest || newest->directory.order == plan.source.directory.order);
-  if (newest) plan.passed_over = newest->passed_over;
   return plan;
 }
 

@@ -26,7 +26,6 @@ struct RestorePlan {
   bool from_mirror = false;
   // The store is continued. Otherwise a new one takes over its state.
   bool in_place = false;
-  std::vector<std::uint64_t> passed_over;  // as in RestoreSource, of the newest store
 };
 
 // `from`: the name of a named checkpoint, or "" for the newest commit: of the store; or of the mirror, where a rank's

@@ -223,14 +223,9 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
 }
 
 std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>& from, Incomplete incomplete) const {
-  std::vector<std::uint64_t> passed_over;
   for (const StoreDirectory& where : directories()) {
     RestoreSource source = look(where, from);
-    if (!source.commits.empty()) {
-      source.passed_over = std::move(passed_over);
-      return source;
-    }
-    if (ranks_.has_several_groups() && !source.came_further) passed_over.push_back(where.order);
+    if (!source.commits.empty()) return source;
     // refuse_others() knows as much of the first one. A newer one that was only being made gives way to the one
     // before.
     if (incomplete == Incomplete::pass_over || !source.came_further || where.name.empty()) continue;
@@ -265,8 +260,7 @@ bool StoreSearch::has_lost_drives() const {
 
 bool StoreSearch::came_further() const {
   const std::vector<StoreDirectory> stores = directories();
-  return std::ranges::any_of(stores,
-                             [&](const StoreDirectory& where) { return look(where, std::nullopt).came_further; });
+  return std::ranges::any_of(stores, [&](const StoreDirectory& where) { return look(where).came_further; });
 }
 
 std::optional<std::uint64_t> StoreSearch::newest_step_of_any() const {
@@ -304,7 +298,7 @@ std::vector<NamedCheckpoint> StoreSearch::find_checkpoints() const {
 void StoreSearch::refuse_others() const {
   const auto source = find(std::nullopt);
   // Before any rank touches its own files: those that another rank lacks at the moment are worth nothing without these.
-  if (!source && look({}, std::nullopt).came_further) throw incomplete_store({});
+  if (!source && look({}).came_further) throw incomplete_store({});
   if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
   throw used_store(*source);
 }
@@ -353,7 +347,7 @@ CommonStoreError StoreSearch::nothing_to_restore(const std::string& from) const 
                                         others.empty() ? ", nor any other" : "; " + others));
   std::string why;
   for (const StoreDirectory& where : directories()) {
-    const int ranks = look(where, std::nullopt).world_size;
+    const int ranks = look(where).world_size;
     if (ranks > 0 && ranks != ranks_.group().size())
       why += fmt::format(
           "; {} is of a run of {} ranks, whose files are not all in sight of every one of these {}: "

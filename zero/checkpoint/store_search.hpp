@@ -52,8 +52,6 @@ struct RestoreSource {
   bool same_ranks = false;    // every group has as many ranks as made its store
   bool has_room = false;      // every store has room for the checkpoints that are to stay
   bool came_further = false;  // some rank holds more than the commit that a new store begins with
-  // With several groups, the newer stores that were skipped: no commit is in all groups, and no run continued from one.
-  std::vector<std::uint64_t> passed_over;
 };
 
 class StoreSearch {
@@ -70,6 +68,8 @@ class StoreSearch {
   std::vector<NamedCheckpoint> find_checkpoints() const;  // [J]
   // [J] Every store that any rank sees, newest first.
   std::vector<StoreDirectory> directories() const;
+  // [J] What the ranks hold of one of them; `from` as in find().
+  RestoreSource look(const StoreDirectory& where, const std::optional<std::string>& from = std::nullopt) const;
   std::uint64_t newest_order() const;  // [J] of them; 0 where there is none
   // [J] CommonStoreError when a fresh start would overlook, or overwrite, a training: of another number of ranks, or
   // one that only some ranks hold.
@@ -96,7 +96,6 @@ class StoreSearch {
   CommonStoreError incomplete_store(const StoreDirectory& where) const;
   CommonStoreError used_store(const RestoreSource& source) const;
   int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
-  RestoreSource look(const StoreDirectory& where, const std::optional<std::string>& from) const;
 
   const RankAgreement& ranks_;
   const EngineOptions& options_;

@@ -94,7 +94,7 @@ StoreDirectory EngineCore::directory_for(const InitialState& state) {
     return {};
   }
   search.refuse_any();
-  remove_unfinished_stores(ranks, options, /*after=*/0, {});
+  remove_unfinished_stores(ranks, options, /*after=*/0);
   return new_store_directory(search.newest_order() + 1, runtime.world_size());
 }
 
@@ -142,8 +142,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     checkpoints->restored(settings.step_count);
     open_mirror();
     // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
-    if (checkpoints->on_nvme() || !store->commits().empty())
-      remove_older_stores(ranks, options, directory, plan.passed_over);
+    if (checkpoints->on_nvme() || !store->commits().empty()) remove_older_stores(ranks, options, directory);
     stepper->count_io();
     restored = RestoreReport{.step = settings.step_count,
                              .caller_state = checkpoints->state().program,
@@ -185,7 +184,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
                 newest_step ? fmt::format("not all ranks have the store any more, which was at step {}", *newest_step)
                             : "what came after it is lost with the store");
   }
-  remove_unfinished_stores(ranks, options, plan.from_mirror ? 0 : plan.source.directory.order, plan.passed_over);
+  remove_unfinished_stores(ranks, options, plan.from_mirror ? 0 : plan.source.directory.order);
   const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   use_state(former->commit_state(), step);
