@@ -2,6 +2,8 @@
 // P2: budgets are hard, and a refusal names a value that works. P5: bytes are what the formula says.
 #include <filesystem>
 #include <fstream>
+#include <optional>
+#include <string>
 
 #include <gtest/gtest.h>
 
@@ -260,6 +262,53 @@ std::vector<ByteCase> spills() {
 }
 INSTANTIATE_TEST_SUITE_P(Spills, ByteTest, testing::ValuesIn(spills()),
                          [](const auto& c) { return std::string(c.param.name); });
+
+// Between commits a save writes what lives in memory; the writes end under the next pass.
+TEST(SaveBytes, OfASaveBetweenCommitsAreNoStepsBytes) {
+  struct Written {
+    std::uint64_t in_steps = 0, apart = 0;
+  };
+  const auto train = [](Placement parameters, UpdateMode mode, const std::optional<std::string>& name) {
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(parameters, Placement::nvme, directory / "store");
+    setup.runtime.pinned_memory_bytes = 64 * kMiB;
+    setup.engine.update_mode = mode;
+    setup.engine.gradient_clipping = 0;
+    setup.engine.optimizer_pinned_fraction = 0.5;
+    setup.engine.commit_every = 100;
+    setup.engine.keep_steps = 1;
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine, kShape);
+    Engine& engine = model.initialize();
+    model.train(1, 2);
+    engine.settle();
+    const Ledger& ledger = runtime.ledger();
+    const auto totals = [&] {
+      return Written{ledger.totals(Link::nvme_write).bytes,
+                     ledger.totals(Link::nvme_write, Ledger::Account::apart).bytes};
+    };
+    const Written before = totals();
+    for (std::uint64_t step = 3; step <= 5; ++step) {
+      model.train(step, step);
+      if (name && step < 5) engine.save(*name, {});
+    }
+    engine.settle();
+    return Written{totals().in_steps - before.in_steps, totals().apart - before.apart};
+  };
+  for (const Placement parameters : {Placement::pinned, Placement::nvme}) {
+    for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward, UpdateMode::backward}) {
+      const Written without = train(parameters, mode, std::nullopt);
+      EXPECT_GT(without.in_steps, 0u);
+      for (const std::string name : {"", "kept"}) {
+        SCOPED_TRACE("mode " + std::to_string(static_cast<int>(mode)) + ", name '" + name + "'");
+        const Written with = train(parameters, mode, name);
+        const auto bytes = static_cast<double>(without.in_steps);
+        EXPECT_NEAR(static_cast<double>(with.in_steps), bytes, 0.01 * bytes) << "beside the manifests' bytes";
+        EXPECT_GT(with.apart, without.apart);
+      }
+    }
+  }
+}
 
 }  // namespace
 }  // namespace hoist::test::budget_test

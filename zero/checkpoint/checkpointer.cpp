@@ -182,7 +182,7 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
     if (options.mirror) copied = mirror_->claim(step);
     ranks_.together("begin the commit", [&] {
       store_->begin_step(step);
-      if (std::exchange(uncommitted_, false)) state_access_.write_resident();
+      if (std::exchange(uncommitted_, false)) bytes_written_by_saves_ += state_access_.write_resident();
     });
     state_ = state;
     commit_as(name, state_, step, options.mirror);

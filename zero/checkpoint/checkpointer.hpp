@@ -94,6 +94,8 @@ class Checkpointer {
   // [J] Pre: check_save(), room for the program's state on every rank, and what save_needs() says.
   Completion save(const std::string& name, CommitState state, std::uint64_t step, const SaveOptions& options);
   void state_changed() { changed_since_save_ = true; }
+  // What saves between commits have written in all; done when the next step of the store is opened.
+  std::uint64_t bytes_written_by_saves() const { return bytes_written_by_saves_; }
 
   std::optional<std::uint64_t> committed_step() const;
   const Mirror* mirror() const { return mirror_.get(); }  // null without one
@@ -127,7 +129,8 @@ class Checkpointer {
 
   CommitState state_;  // as of the last step that was applied, or of the save() that committed it
   Completion last_commit_;
-  bool uncommitted_ = false;                    // steps were taken that no commit holds, and none is on its way
+  bool uncommitted_ = false;  // steps were taken that no commit holds, and none is on its way
+  std::uint64_t bytes_written_by_saves_ = 0;
   std::atomic<bool> changed_since_save_{true};  // state that lives in memory
   std::atomic<bool> peers_gone_{false};
   std::atomic<std::int64_t> committed_step_{-1};

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/ranks/rank_agreement.hpp>

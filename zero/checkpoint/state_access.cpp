@@ -90,14 +90,14 @@ void StateAccess::load() {
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) records_.load(UnitId{u});
 }
 
-void StateAccess::write_resident() {
-  pipeline_.walk({.read = false,
-                  .write_stored = false,
-                  .write_resident = true,
-                  .change_device_only = false,
-                  .waits = WaitCause::none,
-                  .in_background = true},
-                 [](const TileAccess&) {});
+std::uint64_t StateAccess::write_resident() {
+  return pipeline_.walk({.read = false,
+                         .write_stored = false,
+                         .write_resident = true,
+                         .change_device_only = false,
+                         .waits = WaitCause::none,
+                         .in_background = true},
+                        [](const TileAccess&) {});
 }
 
 WalkOptions StateAccess::walk() const {

@@ -33,8 +33,9 @@ class StateAccess {
   void change_masters(const Initializer& change);
   // Loads what lives in memory from the commit that the store has adopted, verified.
   void load();
-  // Writes the records' trainable state that lives in memory into the step of the store that is open.
-  void write_resident();
+  // Writes the records' trainable state that lives in memory into the step of the store that is open. Returns its
+  // bytes.
+  std::uint64_t write_resident();
   void write_frozen_resident();  // likewise the frozen weights
 
   // Values of elements [first, first + out.size()) of this rank's shard of the parameter's segment.

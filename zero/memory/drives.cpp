@@ -111,19 +111,24 @@ aio::DriveQueue::Stats Drives::stats() const {
   return all;
 }
 
-void Drives::count_into(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes) {
+void Drives::count_into(Ledger& ledger, bool in_steps, const ApartBytes& apart) {
   const aio::DriveQueue::Stats now = stats();
   const std::uint64_t read = now.read_bytes - counted_.read_bytes;
-  const std::uint64_t copied = std::min(copied_bytes - counted_copied_bytes_, read);
-  counted_copied_bytes_ += copied;
+  const std::uint64_t written = now.written_bytes - counted_.written_bytes;
+  // A transfer may end after it was announced; the rest is taken off a later call's.
+  const std::uint64_t read_apart = std::min(apart.read - counted_apart_.read, read);
+  const std::uint64_t written_apart = std::min(apart.written - counted_apart_.written, written);
+  counted_apart_.read += read_apart;
+  counted_apart_.written += written_apart;
   {
-    const Ledger::Apart apart(ledger);
-    ledger.count(Link::nvme_read, copied, {});
+    const Ledger::Apart outside(ledger);
+    ledger.count(Link::nvme_read, read_apart, {});
+    ledger.count(Link::nvme_write, written_apart, {});
   }
-  std::optional<Ledger::Apart> apart;
-  if (!in_steps) apart.emplace(ledger);
-  ledger.count(Link::nvme_read, read - copied, now.read_busy - counted_.read_busy);
-  ledger.count(Link::nvme_write, now.written_bytes - counted_.written_bytes, now.write_busy - counted_.write_busy);
+  std::optional<Ledger::Apart> outside;
+  if (!in_steps) outside.emplace(ledger);
+  ledger.count(Link::nvme_read, read - read_apart, now.read_busy - counted_.read_busy);
+  ledger.count(Link::nvme_write, written - written_apart, now.write_busy - counted_.write_busy);
   counted_ = now;
 }
 

@@ -38,9 +38,12 @@ class Drives {
   std::vector<std::uint32_t> measured_weights() const;
   // Bytes are summed over all drives; busy is that of the busiest drive.
   aio::DriveQueue::Stats stats() const;
+  // Bytes that are apart from steps in any case, since the beginning: what a mirror has read, and saves have written.
+  struct ApartBytes {
+    std::uint64_t read = 0, written = 0;
+  };
   // Tells the ledger what the drives have moved since the last call: as work of steps, or apart from them.
-  // `copied_bytes`: what a mirror has read in all, which is apart from steps in any case.
-  void count_into(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes);
+  void count_into(Ledger& ledger, bool in_steps, const ApartBytes& apart);
   std::string describe() const;
 
  private:
@@ -48,7 +51,7 @@ class Drives {
   std::vector<std::string> directories_;
   std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
   aio::DriveQueue::Stats counted_{};
-  std::uint64_t counted_copied_bytes_ = 0;
+  ApartBytes counted_apart_;
 };
 
 }  // namespace hoist::detail

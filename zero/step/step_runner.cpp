@@ -150,8 +150,9 @@ void StepRunner::drain() {
 void StepRunner::count_io() {
   if (parts_.drives == nullptr) return;
   const Mirror* const mirror = parts_.checkpoints.mirror();
-  parts_.drives->count_into(parts_.runtime.ledger(), parts_.checkpoints.on_nvme(),
-                            mirror ? mirror->store_bytes_read() : 0);
+  parts_.drives->count_into(
+      parts_.runtime.ledger(), parts_.checkpoints.on_nvme(),
+      {.read = mirror ? mirror->store_bytes_read() : 0, .written = parts_.checkpoints.bytes_written_by_saves()});
 }
 
 }  // namespace hoist::detail

@@ -58,7 +58,7 @@ void TilePipeline::timed_wait(const Completion& completion, WaitCause cause) {
   if (cause != WaitCause::none) runtime_.ledger().waited(cause, Clock::now() - start);
 }
 
-void TilePipeline::walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only) {
+std::uint64_t TilePipeline::walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only) {
   std::uint32_t unit = only ? only->index : 0;
   const std::uint32_t end = only ? unit + 1 : static_cast<std::uint32_t>(table_.units().size());
   const Next next = [&](bool) -> std::optional<UpdateRequest> {
@@ -66,7 +66,9 @@ void TilePipeline::walk(const WalkOptions& options, const Work& work, std::optio
     if (unit == end) return std::nullopt;
     return UpdateRequest{UnitId{unit++}};
   };
+  const std::uint64_t before = written_bytes_;
   run(options, work, next, [](UnitId) {});
+  return written_bytes_ - before;
 }
 
 void TilePipeline::run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated) {
@@ -338,6 +340,7 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
         store_->write(*records_.trainable(job.sub_group.unit), region, job.sub_group.first_tile,
                       job.sub_group.tile_count, {source, bytes}, std::span(checksums).first(job.sub_group.tile_count),
                       makes_room ? aio::Priority::background : aio::Priority::commit);
+    written_bytes_ += bytes;
     if (!makes_room) return;
     from_buffer[count++] = write;
     if (region != Region::weights) return;

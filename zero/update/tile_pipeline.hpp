@@ -58,9 +58,10 @@ class TilePipeline {
 
   // Runs work(tile) over every trainable tile of unit `only`, or of all units: in parallel within a sub-group, one
   // sub-group after the other. Returns when everything is computed and all writes are started; the store's commit waits
-  // for them. Pre: a step of the store is open if anything is written.
+  // for them. Returns how many bytes those writes to the store have. Pre: a step of the store is open if anything is
+  // written.
   using Work = std::function<void(const TileAccess&)>;
-  void walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
+  std::uint64_t walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
   // The same over the units that `next` names, until it names none. next(wait) may block only if `wait`: then the
   // pipeline has nothing else to do. It calls updated(unit) when the unit's tiles are computed and their writes
   // started, or at once if this walk does not change the unit's weights: those of a device-only unit, without
@@ -137,6 +138,7 @@ class TilePipeline {
   std::vector<Buffer> buffers_;
   std::deque<Job> ahead_;  // read for the next step
   std::uint64_t uses_ = 0;
+  std::uint64_t written_bytes_ = 0;           // to the store, by all walks
   std::vector<std::size_t> first_sub_group_;  // by unit, and one past the last
   std::atomic<std::int64_t> busy_ns_{0};
   std::vector<Completion> weights_written_;               // by unit
