@@ -29,10 +29,16 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
 
   bool on_nvme() const { return GetParam().first == Placement::nvme || GetParam().second == Placement::nvme; }
 
+  std::string directory_of(int rank) const {
+    return setup_.engine.store_directory + (own_drives_ ? std::to_string(rank) : "");
+  }
+
   void on_engines(int ranks, const std::function<void(int rank, ToyModel&)>& body) {
     on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      EngineOptions engine = setup_.engine;
+      engine.store_directory = directory_of(rank);
       Runtime runtime(setup_.runtime, join);
-      ToyModel model(runtime, setup_.engine);
+      ToyModel model(runtime, engine);
       body(rank, model);
     });
   }
@@ -88,6 +94,7 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
   Digests before_;
   std::map<std::string, Digests> at_;
   int ranks_before_ = 0;
+  bool own_drives_ = false;  // each rank has a directory that the others do not see
 };
 
 TEST_P(ReshardTest, OneFourThreeOne) {
@@ -222,6 +229,24 @@ TEST_P(ReshardTest, MoreRoomForNamedCheckpointsIsMadeByDealingOutAnew) {
   setup_.engine.keep_steps = 3;
   continue_with(2, 4);
   EXPECT_EQ(places()[0].name, "reshard-0001-ranks-2");
+}
+
+// Each rank then takes over its own part: the files of the others are out of its sight.
+TEST_P(ReshardTest, MoreRoomIsMadeOnDrivesOfTheRanksOwn) {
+  own_drives_ = true;
+  setup_.engine.keep_steps = 0;
+  begin_with(2, 2);
+  setup_.engine.keep_steps = 2;
+  continue_with(2, 3);
+  continue_with(2, 4);  // without NVMe, what was taken over from goes only now that the new store has a commit
+  setup_.engine.mirror.directory = directory_ / "mirror";
+  continue_with(2, 5);
+  continue_with(2, 6);
+  for (const int rank : {0, 1}) {
+    const auto stores = detail::store_directories(directory_of(rank));
+    ASSERT_EQ(stores.size(), 1u) << "rank " << rank;
+    EXPECT_EQ(stores[0].name, "reshard-0002-ranks-2");
+  }
 }
 
 TEST_P(ReshardTest, RefusalsSayWhatToDo) {

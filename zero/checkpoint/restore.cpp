@@ -164,6 +164,8 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
                              .from = from,
                              .serial = chosen.checkpoint_serial,
                              .below = false};
+    // Each rank's state is its own then, and each may have drives of its own.
+    if (source.world_size == ranks.group().size()) which.rank = ranks.group().rank();
     stored_ = std::make_unique<StoredModel>(directory, which);
     tables_ = hold_for_tables(runtime, options, table, stored_->memory_bytes());
     const auto program = stored_->caller_state(runtime.rank() < stored_->world_size() ? runtime.rank() : 0);

@@ -122,7 +122,8 @@ StoreSummary look_at_store(const std::string& directory) {
 class StoredModel::Impl {
  public:
   Impl(const std::string& directory, const StoredModelOptions& options)
-      : summary_(readable(find(directory, options))),
+      : summary_(readable(find(directory, options), options.rank)),
+        first_rank_(options.rank.value_or(0)),
         commit_(choose(summary_, options)),
         table_(detail::UnitTable::from_identity(summary_.layout, *summary_.world_size)),
         records_(table_) {
@@ -139,7 +140,7 @@ class StoredModel::Impl {
 
   std::span<const std::byte> caller_state(int rank) const {
     if (rank < 0 || rank >= *summary_.world_size) throw UsageError(fmt::format("there is no rank {}", rank));
-    const auto state = readers_[static_cast<std::size_t>(rank)]->caller_state();
+    const auto state = reader(rank).caller_state();
     return state.size() < detail::kCommitHeadBytes ? state : state.subspan(detail::kCommitHeadBytes);
   }
 
@@ -227,14 +228,19 @@ class StoredModel::Impl {
     return look_at_store(directory);
   }
 
-  static StoreSummary readable(StoreSummary summary) {
+  static StoreSummary readable(StoreSummary summary, std::optional<int> only) {
     const std::string& directory = summary.directory;
     if (!summary.world_size)
       throw StoreError(
           fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front()));
     if (summary.durability == tiers::Durability::none)
       throw StoreError(fmt::format("the store in {} was made with durability 'none' and holds no commit", directory));
-    if (summary.ranks.size() != static_cast<std::size_t>(*summary.world_size))
+    if (only) {
+      std::erase_if(summary.ranks, [&](const StoreSummary::Rank& rank) { return rank.rank != *only; });
+      if (summary.ranks.empty()) throw StoreError(fmt::format("no file of rank {} is in {}", *only, directory));
+      summary.commits = summary.ranks.front().commits;
+      summary.checkpoints = summary.ranks.front().checkpoints;
+    } else if (summary.ranks.size() != static_cast<std::size_t>(*summary.world_size))
       throw StoreError(
           fmt::format("the store in {} is one of {} ranks, and the files of {} are here: bring them together",
                       directory, *summary.world_size, summary.ranks.size()));
@@ -269,6 +275,14 @@ class StoredModel::Impl {
     throw StoreError(fmt::format("{} holds no commit of step {}; it holds{}", summary.directory, *options.step, held));
   }
 
+  tiers::StoreReader& reader(int rank) const {
+    const auto index = static_cast<std::size_t>(rank - first_rank_);
+    if (rank < first_rank_ || index >= readers_.size())
+      throw UsageError(
+          fmt::format("the part of rank {} was asked for, and only that of rank {} is opened", rank, first_rank_));
+    return *readers_[index];
+  }
+
   void check(std::size_t parameter, std::uint64_t first, std::uint64_t count) const {
     if (parameter >= summary_.parameters.size()) throw UsageError(fmt::format("there is no parameter {}", parameter));
     const std::uint64_t elements = summary_.parameters[parameter].element_count();
@@ -293,13 +307,14 @@ class StoredModel::Impl {
                   .owned = owned,
                   .fetch = [this, rank, record](const TileRun& run) -> const std::byte* {
                     const auto target = (run.region == Region::weights ? weights_ : state_).first(run.length_bytes);
-                    readers_[static_cast<std::size_t>(rank)]->read(record, run.region, run.first, run.count, target);
+                    reader(rank).read(record, run.region, run.first, run.count, target);
                     return target.data();
                   }});
     }
   }
 
   const StoreSummary summary_;
+  const int first_rank_;  // of readers_
   const CommitHeader commit_;
   const detail::UnitTable table_;
   const detail::RecordMap records_;

@@ -73,6 +73,9 @@ struct StoredModelOptions {
   std::string from{};                       // the name of a named checkpoint, instead
   std::optional<std::uint64_t> serial{};    // with `from`: that one of the name's; else the newest of them
   bool below = true;  // the store that continues the run, if it is a newer one below the directory
+  // Opens only this rank's part of the store in `directory` itself (`below` is false), for which the rank's own files
+  // suffice. Its commits are then the rank's, and a read of another rank's shard is a UsageError.
+  std::optional<int> rank{};
 };
 
 struct StoreCopyOptions {
