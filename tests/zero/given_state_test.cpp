@@ -269,6 +269,30 @@ TEST_P(GivenState, IsRefusedWhereTheStoreHasALaterStep) {
   model.train(3, 3);
 }
 
+// Masters that are changed alone are no reason to forget what the scale has come to.
+TEST_P(GivenState, WithoutALossScaleBeginsWithThatOfTheOptions) {
+  ToySetup used = setup("store");
+  used.engine.weights_dtype = DType::fp16;
+  used.engine.loss_scale = toy_loss_scale();
+  ToyShape shape;
+  shape.dtype = DType::fp16;
+  Runtime runtime(used.runtime);
+  ToyModel model(runtime, used.engine, shape);
+  model.initialize();
+  const float first = model.engine().loss_scale();
+  model.train(1, 6);
+  const float present = model.engine().loss_scale();
+  ASSERT_NE(present, first);
+  model.engine().change_masters([](ParameterId, std::uint64_t, std::span<float>) {});
+  EXPECT_EQ(model.engine().loss_scale(), present);
+  replace(model, model.engine().step_count(), state_of(model));
+  EXPECT_EQ(model.engine().loss_scale(), first);
+  if (GetParam() != Placement::nvme) return;
+  model.close();
+  model.restore();
+  EXPECT_EQ(model.engine().loss_scale(), first);
+}
+
 TEST_P(GivenState, IsCommittedWithItsCallerStateAndLossScale) {
   if (GetParam() != Placement::nvme) GTEST_SKIP() << "nothing is committed before the first save()";
   ToySetup used = setup("store");

@@ -149,7 +149,7 @@ void StateCalls::replace_state(const InitialState& state, std::span<const std::b
   if (!state.masters) throw UsageError("replace_state() needs an Initializer, which makes the values of masters");
   parts_.ranks.check_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
   change_state("replace_state()", state, program_state, [&] {
-    if (state.loss_scale) parts_.settings.scaler.restore(*state.loss_scale);
+    parts_.settings.scaler.restore(state.loss_scale.value_or(LossScaler(parts_.options.loss_scale).state()));
     values_.fill(state.masters, {}, state.moments);
   });
 }
