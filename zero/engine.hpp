@@ -110,11 +110,12 @@ class Engine {
   // update mode `backward`, which knows no norm before its updates.
   double gradient_norm();
   StepReport step(const StepOptions& options = {});  // [J]
-  // Ends the pass under way and drops the gradients of its step so far; outside a pass, drops those gathered for the
-  // next step.
+  // [C] Ends the pass under way and drops the gradients of its step so far; outside a pass, drops those gathered for
+  // the next step. All ranks leave the pass after the same calls: the gathers of a rank that left it alone would meet
+  // those of other units. A rank whose own work failed calls abandon() instead.
   void discard() noexcept;
-  // Ends the pass under way as if it had not begun, as long as it has finished no unit: earlier micro-batches of the
-  // step stay, and begin() takes this one again. Afterwards as discard(). Returns whether earlier ones stay.
+  // [C] Ends the pass under way as if it had not begun, as long as it has finished no unit: earlier micro-batches of
+  // the step stay, and begin() takes this one again. Afterwards as discard(). Returns whether earlier ones stay.
   bool discard_pass() noexcept;
   // This rank's program cannot go on: the engine has failed, and those of the other ranks stop with a CommError that
   // names this rank and `why`, instead of waiting for it until the communicator's time-out.
