@@ -40,25 +40,32 @@ DeviceError launch_error() { return {"cudaLaunchKernel", 700, "an illegal memory
 
 // --- the device's update ---------------------------------------------------------------------------------------------
 
+enum class Breaks : std::uint8_t { updates, events_of_copies_up };
+
 class BreakableStream final : public ForwardingStream {
  public:
-  BreakableStream(std::unique_ptr<platform::Stream> inner, const std::atomic<bool>& broken)
-      : ForwardingStream(*inner), inner_(std::move(inner)), broken_(broken) {}
+  BreakableStream(std::unique_ptr<platform::Stream> inner, const std::atomic<bool>& broken, Breaks breaks)
+      : ForwardingStream(*inner), inner_(std::move(inner)), broken_(broken), breaks_(breaks) {}
   void update(const UpdateFactors& factors, const platform::UpdateArrays& arrays) override {
-    if (broken_) throw launch_error();
+    if (broken_ && breaks_ == Breaks::updates) throw launch_error();
     ForwardingStream::update(factors, arrays);
+  }
+  platform::StreamEvent record() override {
+    if (broken_ && breaks_ == Breaks::events_of_copies_up && name() == "up") throw launch_error();
+    return ForwardingStream::record();
   }
 
  private:
   const std::unique_ptr<platform::Stream> inner_;
   const std::atomic<bool>& broken_;
+  const Breaks breaks_;
 };
 
-// A device whose updates fail to start while it is broken.
+// A device whose updates, or events on one stream, fail to start while it is broken.
 class BreakableDevice final : public platform::Device {
  public:
-  BreakableDevice(const platform::DeviceOptions& options, const std::atomic<bool>& broken)
-      : inner_(platform::Device::create(options)), broken_(broken) {}
+  BreakableDevice(const platform::DeviceOptions& options, const std::atomic<bool>& broken, Breaks breaks)
+      : inner_(platform::Device::create(options)), broken_(broken), breaks_(breaks) {}
   platform::DeviceKind kind() const override { return inner_->kind(); }
   std::string description() const override { return inner_->description(); }
   std::span<std::byte> memory() override { return inner_->memory(); }
@@ -66,7 +73,7 @@ class BreakableDevice final : public platform::Device {
   void released(std::span<std::byte> bytes) override { inner_->released(bytes); }
   void acquired(std::span<std::byte> bytes) override { inner_->acquired(bytes); }
   std::unique_ptr<platform::Stream> create_stream(std::string name) override {
-    return std::make_unique<BreakableStream>(inner_->create_stream(std::move(name)), broken_);
+    return std::make_unique<BreakableStream>(inner_->create_stream(std::move(name)), broken_, breaks_);
   }
   std::unique_ptr<platform::Stream> borrow_stream(void* native, std::string name) override {
     return inner_->borrow_stream(native, std::move(name));
@@ -77,21 +84,22 @@ class BreakableDevice final : public platform::Device {
  private:
   const std::unique_ptr<platform::Device> inner_;
   const std::atomic<bool>& broken_;
+  const Breaks breaks_;
 };
 
 const ToyShape kShape{.matrices = {40000, 20000, 70001, 60000}};  // units 0 and 1 are updated by the device
 
 class DeviceUpdate : public testing::TestWithParam<UpdateMode> {
  protected:
-  ToySetup setup(const std::atomic<bool>& broken) const {
+  ToySetup setup(const std::atomic<bool>& broken, Breaks breaks = Breaks::updates) const {
     ToySetup setup = toy_setup(Placement::device, Placement::nvme, directory_ / "store");
     setup.engine.optimizer_offload_ratio = 0.5;
     setup.engine.gradient_clipping = 0;
     setup.engine.update_mode = GetParam();
     setup.runtime.host_device.host_accessible = false;
     setup.runtime.comm_timeout = std::chrono::minutes(10);  // nobody waits that long
-    setup.runtime.make_device = [&](const platform::DeviceOptions& options) {
-      return std::make_unique<BreakableDevice>(options, broken);
+    setup.runtime.make_device = [&broken, breaks](const platform::DeviceOptions& options) {
+      return std::make_unique<BreakableDevice>(options, broken, breaks);
     };
     return setup;
   }
@@ -116,6 +124,22 @@ TEST_P(DeviceUpdate, AnErrorEndsTheEngineAndANewOneGoesOn) {
   ToySetup undisturbed = toy_setup(Placement::pinned, Placement::pinned);
   undisturbed.engine.gradient_clipping = 0;
   EXPECT_EQ(digests_of(p.model), train_once(undisturbed, kShape, 5));
+}
+
+// In mode backward a unit's gradient is handed on once the copies of its weights have an event.
+TEST_P(DeviceUpdate, AnEventThatTheDeviceRefusesInBackwardEndsTheEngineAndANewOneGoesOn) {
+  std::atomic<bool> broken{false};
+  ToyTraining p(setup(broken, Breaks::events_of_copies_up), kShape);
+  p.model.initialize();
+  p.model.train(1, 2);
+  p.engine().settle();
+  p.model.in_forward = [&](std::size_t unit) { broken = unit + 1 == kShape.matrices.size(); };
+  EXPECT_THROW(p.model.train(3, 4), DeviceError);
+  EXPECT_THROW(p.engine().settle(), DeviceError);
+  p.model.in_forward = [](std::size_t) {};
+  broken = false;
+  p.model.close();
+  EXPECT_GE(p.model.restore().step, 2u);
 }
 
 TEST_P(DeviceUpdate, AnErrorOfOneRankIsToldToTheOther) {

@@ -203,10 +203,11 @@ void Gradients::await_opened() noexcept { opened_.wait_quietly(); }  // an error
 // On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up, and
 // what comes next waits for the new ones.
 void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
-  recipient_.announce(id);
+  const platform::StreamEvent copied_up = streams_.up->record();  // before the unit is announced: it may fail
   const auto updated = std::make_shared<Completion>();
-  reduction.handed_on = arrivals_->enqueue(
-      [this, id, updated, arrived = reduction.arrived, added = reduction.added, copied_up = streams_.up->record()] {
+  recipient_.announce(id);
+  reduction.handed_on =
+      arrivals_->enqueue([this, id, updated, copied_up, arrived = reduction.arrived, added = reduction.added] {
         arrived.wait();
         added.wait();
         copied_up.wait();
