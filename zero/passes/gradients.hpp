@@ -76,8 +76,9 @@ class Gradients {
     // The gradient did not arrive, or (null) is not finite.
     std::function<void(UnitId, std::exception_ptr)> withdraw;
   };
-  // From the next finish() on until clear(), gradients that come to the host are handed on. Pre: made for update mode
-  // `backward`; the gradients of all other micro-batches have arrived.
+  // From the next finish() on until clear(), gradients that come to the host are handed on. Each waits until it has
+  // been added to its own unit's sums; those of other units may still be on their way. Pre: made for update mode
+  // `backward`.
   void hand_on(Recipient recipient);
   // Returns when the last `open` has ended, with or without an error.
   void await_opened() noexcept;

@@ -10,9 +10,9 @@
 // final, and conclude() says that there are no more. A unit is announced before it is offered, and from then on whoever
 // wants its weights waits.
 //
-// Threading  Any thread. begin(), open() and finish() exclude each other: the program's thread calls them, the thread
-//            of a save calls finish(), and in mode `backward` the thread that hands gradients on calls finish() and
-//            open().
+// Threading  Any thread. begin() and open() exclude each other and finish(): the program's thread calls them, the
+//            thread of a save calls finish(), and in mode `backward` the thread that hands gradients on calls finish()
+//            and open(). Two threads may be in finish(), a save's and that of a read().
 // Errors     An update that fails fails every unit that is still pending, and finish().
 // Main path  begin(step) -> deliver(unit) or the expected order -> TilePipeline::run -> updated(unit) -> ended.
 //            open(work), announce(unit) -> offer(unit) -> TilePipeline::run -> updated(unit); conclude(ended) -> ended.
