@@ -138,6 +138,12 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
 }
 
+std::vector<std::string> EngineOptions::drive_directories() const {
+  std::vector<std::string> directories{store_directory};
+  directories.insert(directories.end(), stripe_directories.begin(), stripe_directories.end());
+  return directories;
+}
+
 std::string describe_commits(const EngineOptions& options) {
   if (options.store_directory.empty()) return "none: there is no store, so nothing can be saved or resumed";
   const bool nvme = options.uses_nvme();

@@ -218,6 +218,7 @@ struct EngineOptions {
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
 
   bool uses_nvme() const { return parameters == Placement::nvme || optimizer == Placement::nvme; }
+  std::vector<std::string> drive_directories() const;  // store_directory, then stripe_directories
 };
 
 // ConfigError, with the key, for options that no runtime is built with.

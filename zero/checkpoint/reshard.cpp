@@ -17,12 +17,6 @@ using tiers::CommitHeader;
 
 namespace {
 
-std::vector<std::string> drive_directories(const EngineOptions& options) {
-  std::vector<std::string> directories{options.store_directory};
-  directories.insert(directories.end(), options.stripe_directories.begin(), options.stripe_directories.end());
-  return directories;
-}
-
 // Runs `part` on every rank, since directories may be the ranks' own. Rank 0 comes first, so that ranks with one
 // directory do not wait for each other's locks.
 void on_every_rank(const RankAgreement& ranks, const char* what, const std::function<void()>& part) {
@@ -78,7 +72,7 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
   if (unfinished.empty()) return;
   on_every_rank(ranks, "remove what an earlier attempt left", [&] {
     for (const StoreDirectory& store : unfinished) {
-      if (remove_store(drive_directories(options), store, options.lock_timeout)) continue;
+      if (remove_store(options.drive_directories(), store, options.lock_timeout)) continue;
       throw StoreError(fmt::format("another process is making the store in {} from this one; wait for it to end",
                                    store.in(options.store_directory)));
     }
@@ -88,7 +82,7 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
 void remove_never_committed(const RankAgreement& ranks, const EngineOptions& options) {
   ranks.all_together("remove what an earlier start left", [&] {  // each rank: directories may be the ranks' own
     if (options.store_directory.empty() || !is_a_failed_start(options.store_directory, ranks.group().size())) return;
-    if (!remove_store(drive_directories(options), {}, options.lock_timeout))
+    if (!remove_store(options.drive_directories(), {}, options.lock_timeout))
       throw StoreError(
           fmt::format("another process is making a store of another number of ranks in {}; wait for it "
                       "to end",
@@ -115,9 +109,9 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
   }
   if (useless.empty() && present.order == 0) return;
   on_every_rank(ranks, "remove the store it took over from", [&] {
-    for (const StoreDirectory& store : useless) remove_store(drive_directories(options), store, kNow);
+    for (const StoreDirectory& store : useless) remove_store(options.drive_directories(), store, kNow);
     if (present.order > 0 && tiers::Store::is_half_removed(options.store_directory))
-      remove_store(drive_directories(options), {}, kNow);
+      remove_store(options.drive_directories(), {}, kNow);
   });
 }
 

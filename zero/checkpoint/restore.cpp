@@ -83,9 +83,7 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
 void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued) {
   if (options.mirror.directory.empty()) return;
   ranks.all_together("look at its mirror", [&] {
-    std::vector<std::string> drives{options.store_directory};
-    drives.insert(drives.end(), options.stripe_directories.begin(), options.stripe_directories.end());
-    for (const std::string& drive : drives)
+    for (const std::string& drive : options.drive_directories())
       if (is_same_place(drive, options.mirror.directory))
         throw ConfigError("hoist.mirror.path",
                           fmt::format("{} is where the store itself is, {}; name another place, on "

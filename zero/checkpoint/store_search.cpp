@@ -245,9 +245,7 @@ CommonStoreError StoreSearch::incomplete_store(const StoreDirectory& where) cons
 bool StoreSearch::has_lost_drives() const {
   bool holds_something = false;
   ranks_.all_together("look at its drives", [&] {
-    std::vector<std::string> drives{options_.store_directory};
-    drives.insert(drives.end(), options_.stripe_directories.begin(), options_.stripe_directories.end());
-    for (const std::string& drive : drives) {
+    for (const std::string& drive : options_.drive_directories()) {
       std::error_code failed;
       const bool empty = std::filesystem::is_empty(drive, failed);
       const bool absent = is_absent(failed);

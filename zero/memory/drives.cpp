@@ -25,12 +25,6 @@ std::string existing_part(const std::string& directory) {
   return path.string();
 }
 
-std::vector<std::string> directories_of(const EngineOptions& options) {
-  std::vector<std::string> directories{options.store_directory};
-  directories.insert(directories.end(), options.stripe_directories.begin(), options.stripe_directories.end());
-  return directories;
-}
-
 // The processors of a drive's I/O thread. Empty: any.
 std::vector<int> io_processors(const std::vector<platform::IoPlace>& places, const std::string& path) {
   if (places.empty()) return {};
@@ -47,7 +41,7 @@ std::vector<int> staging_nodes(const RuntimeOptions& runtime, const EngineOption
   if (runtime.memory_nodes.empty() || options.store_directory.empty()) return {};
   const platform::Topology topology = platform::Topology::detect();
   std::vector<std::optional<int>> nodes;
-  for (const std::string& directory : directories_of(options))
+  for (const std::string& directory : options.drive_directories())
     nodes.push_back(topology.node_of_path(existing_part(directory)));
   const auto node = platform::staging_node(runtime.memory_nodes, nodes);
   return node ? std::vector{*node} : std::vector<int>();
@@ -67,7 +61,7 @@ std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime,
 }
 
 Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memory& memory)
-    : memory_(memory), directories_(directories_of(options)) {
+    : memory_(memory), directories_(options.drive_directories()) {
   for (const std::string& directory : directories_)
     engines_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
 }

@@ -72,8 +72,7 @@ std::vector<FileSystem> file_systems(const std::vector<std::string>& directories
 // What a store of `bytes` needs of each file system. Each directory counts alike: their shares by measured speed are
 // known only to a store that exists.
 void add_drives(const EngineOptions& engine, std::uint64_t bytes, MachineFit& fit) {
-  std::vector<std::string> directories{engine.store_directory};
-  directories.insert(directories.end(), engine.stripe_directories.begin(), engine.stripe_directories.end());
+  const std::vector<std::string> directories = engine.drive_directories();
   for (const FileSystem& files : file_systems(directories)) {
     const std::uint64_t share = divide_up(bytes, directories.size()) * files.directory_count;
     if (share <= files.reserved_bytes) continue;
