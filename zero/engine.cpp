@@ -191,7 +191,7 @@ void Engine::set_learning_rate(GroupId group, double learning_rate) {
 float Engine::loss_scale() const { return static_cast<float>(core_->settings.scaler.scale()); }
 
 double Engine::gradient_norm() {
-  return core_->run([&] { return core_->stepper->gradient_norm(); });
+  return core_->run([&] { return core_->gradient_norm(); });
 }
 
 StepReport Engine::step(const StepOptions& options) {

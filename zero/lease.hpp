@@ -30,8 +30,9 @@ class Lease {
   // Use it in the order of the stream: in a kernel on Stream::native(); on the host device, work that
   // Stream::launch() runs, or the program's own thread after Stream::synchronize().
   TensorView view(ParameterId parameter) const;
-  // Ends the lease; work enqueued on `stream` before this call may still read the weights. Errors: UsageError when
-  // released twice.
+  // Ends the lease; work enqueued on `stream` before this call may still read the weights. Every rank ends its leases,
+  // by this or by destroying them, at the same place among the calls marked [C]: what is gathered next depends on them.
+  // Errors: UsageError when released twice.
   void release(StreamRef stream);
 
  private:

@@ -171,7 +171,7 @@ struct EngineOptions {
   // A commit that is being copied stays as it is meanwhile, for which the store takes another 12 bytes a parameter, as
   // for a named checkpoint.
   MirrorOptions mirror{};
-  // Of each rank's caller state. A call that passes more on one rank is a UsageError on all of them.
+  // Of each rank's caller state, at most 1 GiB. A call that passes more on one rank is a UsageError on all of them.
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 

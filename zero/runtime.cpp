@@ -102,6 +102,7 @@ std::shared_ptr<platform::Device> make_device(const RuntimeOptions& options, std
                                        .touch_cpus = options.update_cpus,
                                        .ledger = ledger.get()};
   auto made = options.make_device ? options.make_device(device) : platform::Device::create(device);
+  if (!made) throw UsageError("RuntimeOptions::make_device returned no device");
   return {made.release(),
           [trace = std::move(trace), ledger = std::move(ledger)](platform::Device* ended) { delete ended; }};
 }
@@ -134,13 +135,18 @@ Runtime::Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone)
                                  .ledger = parts.ledger.get(),
                                  .timeout = options_.comm_timeout,
                                  .device_ordinal = options_.device_ordinal};
-  parts.communicator = groups.sharding ? groups.sharding(comm) : comm::make_self(comm);
+  const auto made_by = [&comm](const MakeCommunicator& join) {
+    auto communicator = join(comm);
+    if (!communicator) throw UsageError("the function that joins a group of ranks returned no communicator");
+    return communicator;
+  };
+  parts.communicator = groups.sharding ? made_by(groups.sharding) : comm::make_self(comm);
   if (world_size() == 1) parts.comm_scratch = {};
   if (rank() == 0) say_choices(chosen.choices);
   if (parts.trace) Trace::check(trace_file());  // now, not when the run is over
   if (!groups.norm) return;
   comm.scratch = {};
-  parts.norm_group = groups.norm(comm);
+  parts.norm_group = made_by(groups.norm);
   if (parts.norm_group->size() < world_size()) {
     throw UsageError(fmt::format("the norm group has {} ranks, the sharding group {}: it must hold that one whole",
                                  parts.norm_group->size(), world_size()));

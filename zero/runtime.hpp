@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/runtime.hpp - what a process owns once: device, budgets, communicator, update threads, the ledger.
 //
-// Threading  Any thread. Several engines may share one runtime.
+// Threading  Any thread. Several engines may share one runtime; with several ranks one thread makes all their calls, in
+//            the same order on each rank, and an engine's pass ends before another's begins.
 // Memory     A GPU's budget is taken at construction; pinned memory, and the host device's, when an engine is laid
 //            out. A runtime outlives its engines, and the streams and device blocks that a program has of it: ending it
 //            before them is a bug that ends the process. In a process that was forked later, none of their destructors
@@ -29,6 +30,9 @@ namespace comm {
 class Communicator;
 struct CommunicatorOptions;
 }  // namespace comm
+namespace detail {
+class EngineCore;
+}
 namespace optim {
 class UpdatePool;
 }
@@ -75,6 +79,8 @@ class Runtime {
   Trace* trace() { return parts_.get()->trace.get(); }  // null unless RuntimeOptions::trace_path asks for one
   int rank() const;
   int world_size() const;
+  // For engines: the one whose collectives may be under way. Null: none, or one rank.
+  detail::EngineCore*& engine_at_work() { return engine_at_work_; }
 
  private:
   Runtime(const RuntimeOptions& options, const Groups& groups, bool alone);
@@ -103,6 +109,7 @@ class Runtime {
 
   RuntimeOptions options_;
   InOneProcess<Parts> parts_;
+  detail::EngineCore* engine_at_work_ = nullptr;
 };
 
 }  // namespace hoist

@@ -263,6 +263,7 @@ TEST_P(GivenState, IsRefusedWhereTheStoreHasALaterStep) {
   const StateOfAll before = state_of(model);
   model.engine().save("", {}).wait();
   EXPECT_THROW(replace(model, 1, before), UsageError);
+  EXPECT_THROW(replace(model, ~std::uint64_t{0}, before), UsageError) << "the next step would be the first again";
   EXPECT_EQ(model.engine().step_count(), 2u);
   EXPECT_EQ(state_of(model), before);
   replace(model, 2, before);

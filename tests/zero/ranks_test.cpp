@@ -53,6 +53,32 @@ TEST_P(RanksTest, ResumesBitExactly) {
   });
 }
 
+// As a policy and its reference. Each engine has threads of its own, and their collectives must not mix.
+TEST_P(RanksTest, EnginesOfOneRuntimeTakeTurns) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.live_elements_max = 150000;  // so that not all stays gathered
+  ToyShape other;
+  other.seed = 2;
+  const auto reference = train_on(GetParam(), setup, ToyShape{}, 6)[0].digests;
+  on_ranks(GetParam(), [&](int, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    ToyModel policy(runtime, setup.engine), frozen(runtime, setup.engine, other);
+    policy.initialize();
+    frozen.initialize();
+    const double expected = frozen.evaluate();
+    for (std::uint64_t step = 1; step <= 6; ++step) {
+      policy.losses.push_back(policy.pass(step));
+      EXPECT_EQ(frozen.evaluate(), expected);
+      policy.engine().step();
+      EXPECT_EQ(frozen.evaluate(), expected);
+    }
+    EXPECT_EQ(digests_of(policy), reference);
+    if (GetParam() == 1) return;
+    const PassScope pass = policy.engine().begin(Pass::evaluate);
+    EXPECT_THROW(static_cast<void>(frozen.engine().begin(Pass::evaluate)), UsageError);
+  });
+}
+
 // One rank's manifest is missing, because a copy is still running or forgot it: no call changes anything on any rank,
 // and once it is back the run continues.
 TEST_P(RanksTest, AManifestThatIsMissingForAMomentCostsNothing) {

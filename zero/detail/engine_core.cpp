@@ -18,6 +18,7 @@ namespace hoist::detail {
 // then ends the parts.
 EngineCore::~EngineCore() {
   self.reset();
+  if (runtime.engine_at_work() == this) runtime.engine_at_work() = nullptr;
   if (!state_calls) return;  // not all parts were made: nothing is under way
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
   const bool ended_by_exception = alive_ && !failure_ && unwinding && (pass->under_way() || pass->was_left());
@@ -215,8 +216,27 @@ CorruptionError EngineCore::with_remedy(const CorruptionError& error) const {
 
 // --- calls -----------------------------------------------------------------------------------------------------------
 
+void EngineCore::take_turn(const char* call) {
+  EngineCore*& at_work = runtime.engine_at_work();
+  if (runtime.world_size() == 1 || at_work == this) return;
+  if (at_work != nullptr) {
+    if (at_work->pass->under_way())
+      throw UsageError(
+          fmt::format("{} while another engine of this runtime has a pass under way: with several ranks end "
+                      "that pass first, or give each engine a runtime of its own",
+                      call));
+    try {
+      at_work->executor->drain();
+      at_work->streams.comm->synchronize();
+    } catch (...) {  // the other engine's next call says so
+    }
+  }
+  at_work = this;
+}
+
 void EngineCore::begin_pass(Pass kind, const PassOptions& pass_options) {
   pass->check_begin(kind, pass_options);
+  take_turn("begin()");
   stepper->policy().require_undecided("begin()");
   stepper->policy().pass_begins();
   last_refusal_.clear();
@@ -241,7 +261,13 @@ bool EngineCore::discard_pass() {
   return pass->micro_batches_done() > 0;
 }
 
+double EngineCore::gradient_norm() {
+  take_turn("gradient_norm()");
+  return stepper->gradient_norm();
+}
+
 StepReport EngineCore::step(const StepOptions& step_options) {
+  take_turn("step()");
   const StepReport report = stepper->run(step_options);
   if (metrics) {
     const auto committed = checkpoints->committed_step();

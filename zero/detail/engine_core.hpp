@@ -46,6 +46,7 @@ class EngineCore : public EngineParts {
   void end_pass(PassState::End how);
   void discard();
   bool discard_pass();
+  double gradient_norm();
   StepReport step(const StepOptions& options);
 
   const OwningProcess process;
@@ -54,6 +55,9 @@ class EngineCore : public EngineParts {
   std::optional<RestoreReport> restored;
 
  private:
+  // Collectives run on threads of each engine, in the order of its calls. Those of two engines would mix in another
+  // order on each rank, so this one's begin when the others' have ended. Errors: UsageError while another has a pass.
+  void take_turn(const char* call);
   // Runs what makes the engine; when it throws, the other ranks are told of an error that they may not have.
   template <typename Call>
   void make(Call call);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/predict/prediction.hpp - what an engine will hold and move, computed without taking anything.
 //
-// The same arithmetic lays out the engine itself, so predicted and real bytes are equal for the same model; the fetches
-// of a step are those of a plain pass (every unit once forward, once backward), planned like a recorded one.
+// The same arithmetic lays out the engine itself, so predicted and real bytes are equal for the same model, but for
+// transfers of less than 4 KiB, which move 4 KiB; the fetches of a step are those of a plain pass (every unit once
+// forward, once backward), planned like a recorded one.
 //
 // Threading  Pure functions, but for what runtime options leave to this machine (zero/machine.hpp).
 // Errors     UsageError for a model without units. Too small a budget is not an error here: see fits().

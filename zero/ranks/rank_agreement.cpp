@@ -107,7 +107,11 @@ void RankAgreement::agree_on_model(std::string_view call, const UnitTable& table
 }
 
 void RankAgreement::agree_on_beginning(const char* call, const InitialState& state) const {
-  if (job().size() == 1) return;
+  constexpr std::uint64_t kStepMax = std::uint64_t{1} << 62;
+  const auto refuse_no_step = [&] {
+    if (state.step > kStepMax) throw UsageError(fmt::format("{} at step {}: no run is as long", call, state.step));
+  };
+  if (job().size() == 1) return refuse_no_step();
   const LossScaler::State scaler = state.loss_scale.value_or(LossScaler::State{});
   std::uint64_t hash = random_bits(state.step, state.loss_scale.has_value());
   hash = random_bits(hash, std::bit_cast<std::uint64_t>(scaler.scale));
@@ -117,6 +121,7 @@ void RankAgreement::agree_on_beginning(const char* call, const InitialState& sta
                                                            scaler.steps_without_overflow, scaler.hysteresis_left)
                                              : std::string();
   comm::agree(job(), hash, fmt::format("{} at step {}{}", call, state.step, scale));
+  refuse_no_step();
 }
 
 std::uint64_t RankAgreement::agree_on_run(std::optional<std::uint64_t> former) const {
