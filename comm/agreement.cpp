@@ -37,9 +37,7 @@ static_assert(sizeof(ProblemText) == 1024);
 std::vector<std::string> texts_of_all(Communicator& communicator, std::string text) {
   constexpr std::size_t kBytesMax = std::size_t{1} << 20;
   text.resize(std::min(text.size(), kBytesMax));
-  const std::uint64_t bytes = text.size();
-  std::vector<std::uint64_t> sizes(static_cast<std::size_t>(communicator.size()));
-  communicator.exchange(std::as_bytes(std::span(&bytes, 1)), std::as_writable_bytes(std::span(sizes)));
+  const std::vector<std::uint64_t> sizes = values_of_all<std::uint64_t>(communicator, text.size());
   const std::uint64_t longest = std::min<std::uint64_t>(*std::ranges::max_element(sizes), kBytesMax);
   if (longest == 0) return std::vector<std::string>(sizes.size());
   text.resize(longest);
@@ -59,9 +57,9 @@ void agree(Communicator& communicator, std::uint64_t hash, std::string_view what
   mine.hash = hash;
   mine.text_bytes = std::min(what.size(), kAgreementTextBytes);
   std::memcpy(mine.text.data(), what.data(), mine.text_bytes);
-  std::vector<Statement> all(static_cast<std::size_t>(communicator.size()));
+  std::vector<Statement> all;
   try {
-    communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    all = values_of_all(communicator, mine);
   } catch (const CommError& error) {
     throw CommError(fmt::format("{} (this rank is at '{}')", error.what(), what));
   }
@@ -86,8 +84,7 @@ void agree(Communicator& communicator, std::uint64_t hash, std::string_view what
 
 std::optional<Problem> first_problem(Communicator& communicator, std::optional<std::string_view> mine) {
   const std::byte flag{static_cast<unsigned char>(mine ? 1 : 0)};
-  std::vector<std::byte> flags(static_cast<std::size_t>(communicator.size()));
-  communicator.exchange(std::span(&flag, 1), flags);
+  const std::vector<std::byte> flags = values_of_all(communicator, flag);
   const auto first = std::ranges::find(flags, std::byte{1});
   if (first == flags.end()) return std::nullopt;
   // A text of every rank, since only one exchange brings it to all.
@@ -96,8 +93,7 @@ std::optional<Problem> first_problem(Communicator& communicator, std::optional<s
     text.bytes = std::min(mine->size(), kProblemTextBytes);
     std::memcpy(text.text.data(), mine->data(), text.bytes);
   }
-  std::vector<ProblemText> texts(flags.size());
-  communicator.exchange(std::as_bytes(std::span(&text, 1)), std::as_writable_bytes(std::span(texts)));
+  const std::vector<ProblemText> texts = values_of_all(communicator, text);
   const ProblemText& told = texts[static_cast<std::size_t>(first - flags.begin())];
   return Problem{static_cast<int>(first - flags.begin()),
                  std::string(told.text.data(), std::min<std::uint64_t>(told.bytes, kProblemTextBytes))};

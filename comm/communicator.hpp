@@ -23,6 +23,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include <hoist/core/dtype.hpp>
@@ -109,6 +110,15 @@ class Communicator {
  protected:
   Communicator() = default;
 };
+
+// [collective] The value of every rank, by rank.
+template <typename Value>
+std::vector<Value> values_of_all(Communicator& communicator, const Value& mine) {
+  static_assert(std::is_trivially_copyable_v<Value>);
+  std::vector<Value> all(static_cast<std::size_t>(communicator.size()));
+  communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  return all;
+}
 
 // One rank.
 std::unique_ptr<Communicator> make_self(const CommunicatorOptions& options = {});

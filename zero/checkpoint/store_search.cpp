@@ -33,8 +33,7 @@ std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const C
   List mine;
   for (const CommonCommit& c : listed)
     if (mine.count < mine.commits.size()) mine.commits[mine.count++] = c;
-  std::vector<List> all(static_cast<std::size_t>(ranks.size()));
-  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  const std::vector<List> all = comm::values_of_all(ranks, mine);
   std::vector<CommonCommit> common;
   for (std::size_t i = 0; i < all[0].count; ++i) {
     const CommonCommit& candidate = all[0].commits[i];
@@ -84,8 +83,7 @@ std::vector<PlaceEntry> listed_by_any(comm::Communicator& ranks, std::span<const
   List mine;
   for (const PlaceEntry& entry : listed)
     if (mine.count < mine.entries.size()) mine.entries[mine.count++] = entry;
-  std::vector<List> all(static_cast<std::size_t>(ranks.size()));
-  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  const std::vector<List> all = comm::values_of_all(ranks, mine);
   std::vector<PlaceEntry> entries;
   for (const List& list : all)
     entries.insert(entries.end(), list.entries.begin(), list.entries.begin() + static_cast<std::ptrdiff_t>(list.count));
@@ -189,9 +187,7 @@ int StoreSearch::agree_on_world_size(const std::string& directory) const {
       if (identity) break;
     }
   });
-  std::vector<std::int64_t> all(static_cast<std::size_t>(ranks_.group().size()));
-  ranks_.group().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  return static_cast<int>(*std::ranges::max_element(all));
+  return static_cast<int>(std::ranges::max(comm::values_of_all(ranks_.group(), mine)));
 }
 
 RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional<std::string>& from) const {
@@ -206,8 +202,7 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
                : look_at_all_ranks(directory, ranks_.group().rank(), took_over);
   });
   using Answers = RankView::Answers;
-  std::vector<Answers> all(static_cast<std::size_t>(ranks_.job().size()));
-  ranks_.job().exchange(std::as_bytes(std::span(&mine.answers, 1)), std::as_writable_bytes(std::span(all)));
+  const std::vector<Answers> all = comm::values_of_all(ranks_.job(), mine.answers);
   source.same_ranks = std::ranges::none_of(all, &Answers::other_ranks);
   source.has_room = std::ranges::none_of(all, &Answers::no_room);
   source.came_further = std::ranges::any_of(all, &Answers::came_further);
@@ -269,9 +264,7 @@ std::optional<std::uint64_t> StoreSearch::newest_step_of_any() const {
       for (const CommitHeader& commit : found.commits) mine = std::max(mine, static_cast<std::int64_t>(commit.step));
     }
   });
-  std::vector<std::int64_t> all(static_cast<std::size_t>(ranks_.job().size()));
-  ranks_.job().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  const std::int64_t newest = *std::ranges::max_element(all);
+  const std::int64_t newest = std::ranges::max(comm::values_of_all(ranks_.job(), mine));
   return newest < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(newest));
 }
 

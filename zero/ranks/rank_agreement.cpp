@@ -25,9 +25,7 @@ constexpr int kGroupBits = 16;
 constexpr std::uint64_t kTrainingBits = 0x0000'FFFF'FF00'0000, kHighestOfStore = 0x0000'0000'0080'0000;
 
 std::uint64_t of_first_rank(comm::Communicator& ranks, std::uint64_t mine) {
-  std::vector<std::uint64_t> all(static_cast<std::size_t>(ranks.size()));
-  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  return all.front();
+  return comm::values_of_all(ranks, mine).front();
 }
 
 }  // namespace
@@ -137,16 +135,12 @@ std::uint64_t RankAgreement::agree_on_run(std::optional<std::uint64_t> former) c
 bool RankAgreement::all(bool mine) const {
   if (job().size() == 1) return mine;
   const auto here = static_cast<std::uint8_t>(mine ? 1 : 0);
-  std::vector<std::uint8_t> everywhere(static_cast<std::size_t>(job().size()));
-  job().exchange(std::as_bytes(std::span(&here, 1)), std::as_writable_bytes(std::span(everywhere)));
-  return std::ranges::all_of(everywhere, [](std::uint8_t there) { return there != 0; });
+  return std::ranges::all_of(comm::values_of_all(job(), here), [](std::uint8_t there) { return there != 0; });
 }
 
 std::uint64_t RankAgreement::smallest(std::uint64_t mine) const {
   if (group().size() == 1) return mine;
-  std::vector<std::uint64_t> all(static_cast<std::size_t>(group().size()));
-  group().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  return *std::ranges::min_element(all);
+  return std::ranges::min(comm::values_of_all(group(), mine));
 }
 
 }  // namespace hoist::detail

@@ -34,9 +34,9 @@ double StepRunner::global_norm(double norm_max, std::span<const std::byte> progr
   const NormPart mine{.sum_of_squares = sum_->of_squares,
                       .norm_max = norm_max,
                       .long_state_bytes = has_room(parts_.options, program_state) ? 0 : program_state.size()};
-  std::vector<NormPart> all(static_cast<std::size_t>(parts_.ranks.job().size()));
+  std::vector<NormPart> all;
   try {
-    parts_.ranks.job().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    all = comm::values_of_all(parts_.ranks.job(), mine);
   } catch (const CommError& lost) {
     throw CommError(fmt::format("{} (the gradient norm of step {})", lost.what(), parts_.settings.step_count + 1));
   }
