@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <cfenv>
 #include <cstring>
 
 #include <hoist/comm/host_collectives.hpp>
 #include <hoist/core/assert.hpp>
+#include <hoist/core/float_environment.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::comm {
@@ -13,21 +13,6 @@ namespace hoist::comm {
 namespace {
 
 constexpr std::uint64_t kChunkAlignment = 64;  // a cache line: chunks of one round do not share one
-
-// Programs built with -ffast-math flush denormals in every thread they start; sums must not depend on that.
-class DefaultFloatEnvironment {
- public:
-  DefaultFloatEnvironment() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
-  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
 
 struct Bf16Lane {
   using Stored = std::uint16_t;
@@ -110,7 +95,7 @@ bool ReduceRounds::next(std::vector<ReduceChunk>& round) {
 
 void sum_in_rank_order(std::byte* target, const std::byte* received, DType dtype, int ranks, std::uint64_t count,
                        float scale) {
-  const DefaultFloatEnvironment environment;
+  const FloatEnvironment environment;
   switch (dtype) {
     case DType::bf16:
       return sum_lanes<Bf16Lane>(target, received, ranks, count, scale);

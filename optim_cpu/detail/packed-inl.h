@@ -118,21 +118,21 @@ bool update_block(const UpdateCoefficients& c, const Tile& tile, std::size_t fir
     Numbers n;
     n.master = load_master(tile, i);
     n.gradient = load_gradient(tile.gradient, tile.gradient_dtype, i);
-    if constexpr (has_moment1(kFormula))
+    if constexpr (uses_moment1(kFormula))
       n.moment1 = load_moment_of<kMoments>(tile.moment1, tile.scale1, i, Moment::first);
-    if constexpr (has_moment2(kFormula))
+    if constexpr (uses_moment2(kFormula))
       n.moment2 = load_moment_of<kMoments>(tile.moment2, tile.scale2, i, Moment::second);
     apply<kFormula>(c, n);
     sound &= store_rounded(n.master, word, tile, i);
     if constexpr (kMoments == MomentType::fp8) {
-      if constexpr (has_moment1(kFormula)) moment1.put<Moment::first>(k, n.moment1, added_to_moment1(word));
-      if constexpr (has_moment2(kFormula)) moment2.put<Moment::second>(k, n.moment2, added_to_moment2(word));
+      if constexpr (uses_moment1(kFormula)) moment1.put<Moment::first>(k, n.moment1, added_to_moment1(word));
+      if constexpr (uses_moment2(kFormula)) moment2.put<Moment::second>(k, n.moment2, added_to_moment2(word));
     } else {
-      if constexpr (has_moment1(kFormula)) {
+      if constexpr (uses_moment1(kFormula)) {
         store_moment<Moment::first, kMoments>(n.moment1, hn::Set(Words(), 0x8000u), tile.moment1, i);
         note_moment<Moment::first>(n.moment1, largest);
       }
-      if constexpr (has_moment2(kFormula)) {
+      if constexpr (uses_moment2(kFormula)) {
         const auto first_bits = static_cast<std::uint32_t>(tile.rounding.first + i);
         store_moment<Moment::second, kMoments>(n.moment2, rounding_halves(tile.rounding.key, first_bits), tile.moment2,
                                                i);
@@ -141,9 +141,9 @@ bool update_block(const UpdateCoefficients& c, const Tile& tile, std::size_t fir
     }
   }
   if constexpr (kMoments == MomentType::fp8) {
-    if constexpr (has_moment1(kFormula))
+    if constexpr (uses_moment1(kFormula))
       sound &= moment1.encode(count, Moment::first, tile.moment1, first, tile.scale1);
-    if constexpr (has_moment2(kFormula))
+    if constexpr (uses_moment2(kFormula))
       sound &= moment2.encode(count, Moment::second, tile.moment2, first, tile.scale2);
   }
   return sound && is_sound<kMoments, Tile>(largest);
@@ -321,9 +321,9 @@ HWY_INLINE void compute_step(const UpdateCoefficients& c, const Tile& tile, std:
   Numbers even, odd;
   load_masters(tile, i, even.master, odd.master);
   load_gradients(tile.gradient, tile.gradient_dtype, i, even.gradient, odd.gradient);
-  if constexpr (has_moment1(kFormula))
+  if constexpr (uses_moment1(kFormula))
     load_moments<kMoments, Moment::first>(tile.moment1, tile.scale1, i, even.moment1, odd.moment1);
-  if constexpr (has_moment2(kFormula))
+  if constexpr (uses_moment2(kFormula))
     load_moments<kMoments, Moment::second>(tile.moment2, tile.scale2, i, even.moment2, odd.moment2);
   apply<kFormula>(c, even);
   apply<kFormula>(c, odd);
@@ -337,19 +337,19 @@ HWY_INLINE void compute_step(const UpdateCoefficients& c, const Tile& tile, std:
   if constexpr (kMoments == MomentType::fp8) {
     hn::Store(random.even, words, to.even_random);
     hn::Store(random.odd, words, to.odd_random);
-    if constexpr (has_moment1(kFormula)) {
+    if constexpr (uses_moment1(kFormula)) {
       hn::Store(even.moment1, d, to.even_moment1);
       hn::Store(odd.moment1, d, to.odd_moment1);
     }
-    if constexpr (has_moment2(kFormula)) {
+    if constexpr (uses_moment2(kFormula)) {
       hn::Store(even.moment2, d, to.even_moment2);
       hn::Store(odd.moment2, d, to.odd_moment2);
     }
   } else {
     Largest& largest = refusals.largest;
-    if constexpr (has_moment1(kFormula))
+    if constexpr (uses_moment1(kFormula))
       put_wide_moments<kMoments, Moment::first>(even.moment1, odd.moment1, source, tile.moment1, i, largest);
-    if constexpr (has_moment2(kFormula))
+    if constexpr (uses_moment2(kFormula))
       put_wide_moments<kMoments, Moment::second>(even.moment2, odd.moment2, source, tile.moment2, i, largest);
   }
 }
@@ -361,20 +361,20 @@ HWY_INLINE Codes put_moments(const StepNumbers& from, const Tile& tile, std::siz
   Codes codes;
   const WordPair random{hn::Load(words, from.even_random), hn::Load(words, from.odd_random)};
   Numbers even, odd;
-  if constexpr (has_moment1(kFormula)) {
+  if constexpr (uses_moment1(kFormula)) {
     even.moment1 = hn::Load(d, from.even_moment1);
     odd.moment1 = hn::Load(d, from.odd_moment1);
   }
-  if constexpr (has_moment2(kFormula)) {
+  if constexpr (uses_moment2(kFormula)) {
     even.moment2 = hn::Load(d, from.even_moment2);
     odd.moment2 = hn::Load(d, from.odd_moment2);
   }
-  if constexpr (has_moment1(kFormula) && has_moment2(kFormula)) {
+  if constexpr (uses_moment1(kFormula) && uses_moment2(kFormula)) {
     put_both_blocks(even.moment1, odd.moment1, even.moment2, odd.moment2, random, tile.scale1, tile.scale2, i, largest,
                     codes);
-  } else if constexpr (has_moment1(kFormula)) {
+  } else if constexpr (uses_moment1(kFormula)) {
     codes.moment1 = put_blocks<Moment::first>(even.moment1, odd.moment1, random, tile.scale1, i, largest);
-  } else if constexpr (has_moment2(kFormula)) {
+  } else if constexpr (uses_moment2(kFormula)) {
     codes.moment2 = put_blocks<Moment::second>(even.moment2, odd.moment2, random, tile.scale2, i, largest);
   }
   return codes;
@@ -389,8 +389,8 @@ HWY_INLINE void put_two_steps(const StepNumbers* from, const Tile& tile, std::si
   if constexpr (kMoments == MomentType::fp8) {
     const Codes first = put_moments<kFormula>(from[0], tile, i, largest.moment);
     const Codes second = put_moments<kFormula>(from[1], tile, i + kStep, largest.moment);
-    if constexpr (has_moment1(kFormula)) store_bytes(first.moment1, second.moment1, tile.moment1, i);
-    if constexpr (has_moment2(kFormula)) store_bytes(first.moment2, second.moment2, tile.moment2, i);
+    if constexpr (uses_moment1(kFormula)) store_bytes(first.moment1, second.moment1, tile.moment1, i);
+    if constexpr (uses_moment2(kFormula)) store_bytes(first.moment2, second.moment2, tile.moment2, i);
   }
 }
 
@@ -408,10 +408,10 @@ template <Formula kFormula, MomentType kMoments, class Tile>
 HWY_INLINE void prefetch_stretch(Tile tile, std::size_t i) {
   const std::size_t ahead = i + kPrefetchAhead;
   visit_master(tile, [&](auto* array) HWY_ATTR { prefetch_elements<sizeof(*array)>(array, ahead); });
-  if constexpr (has_moment1(kFormula)) prefetch_elements<kMomentBytes<kMoments>>(tile.moment1, ahead);
-  if constexpr (has_moment2(kFormula)) prefetch_elements<kMomentBytes<kMoments>>(tile.moment2, ahead);
-  if constexpr (kMoments == MomentType::fp8 && has_moment1(kFormula)) prefetch_scales(tile.scale1, i);
-  if constexpr (kMoments == MomentType::fp8 && has_moment2(kFormula)) prefetch_scales(tile.scale2, i);
+  if constexpr (uses_moment1(kFormula)) prefetch_elements<kMomentBytes<kMoments>>(tile.moment1, ahead);
+  if constexpr (uses_moment2(kFormula)) prefetch_elements<kMomentBytes<kMoments>>(tile.moment2, ahead);
+  if constexpr (kMoments == MomentType::fp8 && uses_moment1(kFormula)) prefetch_scales(tile.scale1, i);
+  if constexpr (kMoments == MomentType::fp8 && uses_moment2(kFormula)) prefetch_scales(tile.scale2, i);
   tile.gradient_dtype == DType::fp32 ? prefetch_elements<4>(tile.gradient, ahead)
                                      : prefetch_elements<2>(tile.gradient, ahead);
 }
@@ -446,8 +446,8 @@ HWY_NOINLINE bool update_last(const UpdateCoefficients& c, const Tile& tile, std
     take(moment, first * kMomentBytes<kMoments>, count * kMomentBytes<kMoments>);
     if (kMoments == MomentType::fp8) take(scales, first / kMomentBlock, (count + kMomentBlock - 1) / kMomentBlock);
   };
-  if constexpr (has_moment1(kFormula)) take_moment(last.moment1, last.scale1);
-  if constexpr (has_moment2(kFormula)) take_moment(last.moment2, last.scale2);
+  if constexpr (uses_moment1(kFormula)) take_moment(last.moment1, last.scale1);
+  if constexpr (uses_moment2(kFormula)) take_moment(last.moment2, last.scale2);
   last.rounding.first += static_cast<std::uint32_t>(first);
 
   Random random(last.rounding);

@@ -104,13 +104,6 @@ struct Numbers {
   FloatVector gradient, master, moment1, moment2;
 };
 
-constexpr bool has_moment1(Formula formula) {
-  return formula == Formula::adamw || formula == Formula::adam || formula == Formula::lion ||
-         formula == Formula::momentum;
-}
-constexpr bool has_moment2(Formula formula) {
-  return formula == Formula::adamw || formula == Formula::adam || formula == Formula::adagrad;
-}
 constexpr bool decays_apart(Formula formula) { return formula == Formula::adamw || formula == Formula::lion; }
 
 // (a * x) + (b * y)
@@ -181,7 +174,7 @@ HWY_INLINE void store_moment(FloatVector value, WordVector added, void* moment, 
 // A bf16 moment must not round to infinity either. Its limit is a whole bf16 step below infinity, since random bits can
 // round up by nearly a step; a master's limit is half a step below.
 template <MomentType kMoments>
-inline constexpr std::uint32_t kMomentLimitBits = kMoments == MomentType::bf16 ? 0x7F7F0000u : kInfinityBits;
+inline constexpr std::uint32_t kMomentLimitBits = kMoments == MomentType::bf16 ? kBf16MomentLimitBits : kInfinityBits;
 
 // The largest resulting magnitudes (bits), to refuse a commit. Those of NaN are larger than any number's.
 struct Largest {
@@ -204,7 +197,7 @@ HWY_INLINE bool is_sound(const Largest& largest) {
 }
 
 template <Formula kFormula, MomentType kMoments>
-inline constexpr bool kRoundsMoment2 = kMoments == MomentType::bf16&& has_moment2(kFormula);
+inline constexpr bool kRoundsMoment2 = kMoments == MomentType::bf16&& uses_moment2(kFormula);
 
 // `added` is what rounds the second moment.
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
@@ -214,16 +207,16 @@ HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std
   Numbers n;
   n.master = load_master(tile, i);
   n.gradient = load_floats<kGradient>(d, tile.gradient, i);
-  if constexpr (has_moment1(kFormula)) n.moment1 = load_moment<kMoments>(tile.moment1, i);
-  if constexpr (has_moment2(kFormula)) n.moment2 = load_moment<kMoments>(tile.moment2, i);
+  if constexpr (uses_moment1(kFormula)) n.moment1 = load_moment<kMoments>(tile.moment1, i);
+  if constexpr (uses_moment2(kFormula)) n.moment2 = load_moment<kMoments>(tile.moment2, i);
   apply<kFormula>(c, n);
   store_master(n.master, tile, i);
   largest.master = hn::Max(largest.master, magnitude_of(n.master));
-  if constexpr (has_moment1(kFormula)) {
+  if constexpr (uses_moment1(kFormula)) {
     store_moment<Moment::first, kMoments>(n.moment1, hn::Set(Words(), 0x8000u), tile.moment1, i);
     note_moment<Moment::first>(n.moment1, largest);
   }
-  if constexpr (has_moment2(kFormula)) {
+  if constexpr (uses_moment2(kFormula)) {
     store_moment<Moment::second, kMoments>(n.moment2, added, tile.moment2, i);
     note_moment<Moment::second>(n.moment2, largest);
   }
@@ -239,7 +232,7 @@ template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 inline constexpr bool kGoesByPairs = HWY_TARGET != HWY_SCALAR&& std::is_same_v<Tile, SplitTile>&& kGradient !=
                                          DType::fp32 &&
                                      (kMoments == MomentType::bf16 ||
-                                      !(has_moment1(kFormula) || has_moment2(kFormula)));
+                                      !(uses_moment1(kFormula) || uses_moment2(kFormula)));
 
 #if HWY_TARGET != HWY_SCALAR
 
@@ -324,19 +317,19 @@ HWY_INLINE void update_pairs(const UpdateCoefficients& c, const SplitTile& tile,
   Numbers even, odd;
   load_masters(tile, i, even.master, odd.master);
   load_pairs<kGradient>(tile.gradient, i, even.gradient, odd.gradient);
-  if constexpr (has_moment1(kFormula)) load_pairs<DType::bf16>(tile.moment1, i, even.moment1, odd.moment1);
-  if constexpr (has_moment2(kFormula)) load_pairs<DType::bf16>(tile.moment2, i, even.moment2, odd.moment2);
+  if constexpr (uses_moment1(kFormula)) load_pairs<DType::bf16>(tile.moment1, i, even.moment1, odd.moment1);
+  if constexpr (uses_moment2(kFormula)) load_pairs<DType::bf16>(tile.moment2, i, even.moment2, odd.moment2);
   apply<kFormula>(c, even);
   apply<kFormula>(c, odd);
   store_masters(even.master, odd.master, tile, i);
   note_masters(even.master, odd.master, largest);
-  if constexpr (has_moment1(kFormula)) {
+  if constexpr (uses_moment1(kFormula)) {
     const auto half = hn::Set(Words(), 0x8000u);
     store_moments<Moment::first>(even.moment1, odd.moment1, {half, half}, tile.moment1, i);
     note_moment<Moment::first>(even.moment1, largest);
     note_moment<Moment::first>(odd.moment1, largest);
   }
-  if constexpr (has_moment2(kFormula)) {
+  if constexpr (uses_moment2(kFormula)) {
     store_moments<Moment::second>(even.moment2, odd.moment2, random.at(i), tile.moment2, i);
     note_moment<Moment::second>(even.moment2, largest);
     note_moment<Moment::second>(odd.moment2, largest);
@@ -371,8 +364,8 @@ HWY_INLINE void prefetch_array(const void* elements, std::size_t i) {
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 HWY_INLINE void prefetch_block(const Tile& tile, std::size_t i) {
   prefetch_master(tile, i);
-  if constexpr (has_moment1(kFormula)) prefetch_array<kElementOf<kMoments>>(tile.moment1, i);
-  if constexpr (has_moment2(kFormula)) prefetch_array<kElementOf<kMoments>>(tile.moment2, i);
+  if constexpr (uses_moment1(kFormula)) prefetch_array<kElementOf<kMoments>>(tile.moment1, i);
+  if constexpr (uses_moment2(kFormula)) prefetch_array<kElementOf<kMoments>>(tile.moment2, i);
   prefetch_array<kGradient>(tile.gradient, i);
 }
 
@@ -441,8 +434,8 @@ HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std
     for (std::size_t j = 0; j < lanes; ++j) {
       const std::size_t i = std::min(first + j, tile.count - 1);
       copy_master(tile, i, tail, j);
-      if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment1, i, tail.moment1, j);
-      if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment2, i, tail.moment2, j);
+      if constexpr (uses_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment1, i, tail.moment1, j);
+      if constexpr (uses_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment2, i, tail.moment2, j);
       if (tile.gradient_dtype == DType::fp32) {
         copy_element<DType::fp32>(tile.gradient, i, buffer.gradient, j);
       } else {
@@ -457,8 +450,10 @@ HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std
     update_vector<kFormula, kMoments, DType::fp32>(c, tail, 0, added, largest);
     for (std::size_t j = 0; j < lanes && first + j < tile.count; ++j) {
       copy_master(tail, j, tile, first + j);
-      if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment1, j, tile.moment1, first + j);
-      if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment2, j, tile.moment2, first + j);
+      if constexpr (uses_moment1(kFormula))
+        copy_element<kElementOf<kMoments>>(tail.moment1, j, tile.moment1, first + j);
+      if constexpr (uses_moment2(kFormula))
+        copy_element<kElementOf<kMoments>>(tail.moment2, j, tile.moment2, first + j);
     }
   }
   return is_sound<kMoments, Tile>(largest);
@@ -505,7 +500,7 @@ bool update_by_gradient(const UpdateCoefficients& c, const Tile& tile) {
 
 template <Formula kFormula, class Tile>
 bool update_by_dtype(const UpdateCoefficients& c, const Tile& tile) {
-  if constexpr (has_moment1(kFormula) || has_moment2(kFormula)) {
+  if constexpr (uses_moment1(kFormula) || uses_moment2(kFormula)) {
     if (tile.moment_type == MomentType::bf16) return update_by_gradient<kFormula, MomentType::bf16>(c, tile);
   }
   return update_by_gradient<kFormula, MomentType::fp32>(c, tile);

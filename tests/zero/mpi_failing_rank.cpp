@@ -5,12 +5,12 @@
 //   mpirun -np N mpi_failing_rank read|write|sync|kernel|budget
 #include <cstdio>
 #include <string>
-#include <thread>
 
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/meeting.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -99,8 +99,8 @@ int main(int argc, char** argv) {
   fmt::print("{} on rank {}: {}\n", right ? "as expected" : "WRONG", runtime.rank(), ending.error);
   std::fflush(stdout);
   // The launcher ends the job with the first to go: none does before all have said theirs and removed their files.
-  std::this_thread::sleep_for(std::chrono::seconds(2));
+  meet("said", runtime.rank(), runtime.world_size());
   directory.reset();
-  std::this_thread::sleep_for(std::chrono::seconds(1));
+  meet("removed", runtime.rank(), runtime.world_size());
   return right ? 0 : 1;
 }
