@@ -248,8 +248,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         if not torch.is_grad_enabled():
             raise _hoist.UsageError("train_batch() under torch.no_grad()")
         if self._passes.micro_batch > 0:
-            raise _hoist.UsageError("train_batch() takes all micro-batches of a step: call it before backward(), or drop what "
-                                    "was computed so far with zero_grad()")
+            raise _hoist.UsageError("train_batch() takes all micro-batches of a step: call it before backward(), or call "
+                                    "drop_gradients() first")
         if self.config.is_vertical:
             losses = vertical.train(self._passes, self._unit_manager, self.device, taken, loss_of)
         else:
@@ -334,7 +334,13 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @takes_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients that no step() was called for. The gradients of a step whose micro-batches are not all done stay."""
         self._passes.zero_grad()
+
+    @takes_turn
+    def drop_gradients(self) -> None:
+        """Drops the gradients of all micro-batches since the last step: the next pass is the first of a step."""
+        self._passes.drop_gradients()
 
     @property
     def lr_scheduler(self) -> Any:

@@ -187,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that wait for a step; after a step there are none."""
+        """As engine.zero_grad()."""
         self._engine._passes.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Passes:
         self._may_be_divided_before = False  # as it was when the pass under way began
         self._is_called = False  # backward() of the engine is under way
         self._says_divided = True
+        self._says_kept = True
         self.left_by = ""  # what ended the last pass before its time
         self.calls: list[Call] = []  # under way, innermost last
         self.input_hooks: list[RemovableHandle] = []  # on tensors that may outlive the pass
@@ -143,8 +144,8 @@ class Passes:
                 raise _hoist.UsageError(
                     ("1 backward pass makes a step, and it is done" if self.micro_batches == 1 else
                      f"{self.micro_batches} backward passes make a step, and they are done") +
-                    ": call step(), or engine.zero_grad() to drop the gradients (gradient_accumulation_steps in the "
-                    "configuration asks for more passes)")
+                    ": call step(), or engine.drop_gradients() (gradient_accumulation_steps in the configuration asks "
+                    "for more passes)")
             if self._may_be_divided and self.micro_batch > 0 and not self._step_was_called:
                 raise _hoist.UsageError(
                     f"a step takes the mean of {self.micro_batches} micro-batches (gradient_accumulation_steps), and this loop "
@@ -487,7 +488,14 @@ class Passes:
 
     def zero_grad(self) -> None:
         """Drops gradients that wait for a step. Without any, a forward pass stays open: zero_grad() may stand between a loss and
-        its backward()."""
+        its backward(). After a step() that waits for more micro-batches, it keeps gradients: the program calls both for each."""
+        if self._step_was_called and 0 < self.micro_batch < self.micro_batches and not self._backward_seen:
+            if self._says_kept:
+                self._says_kept = False
+                _log.warning("zero_grad() keeps the gradients of micro-batch %d of %d (gradient_accumulation_steps, or "
+                             "train_batch_size): step() has not updated the weights yet. engine.drop_gradients() drops them",
+                             self.micro_batch, self.micro_batches)
+            return
         if self._backward_seen or self.due or self.micro_batch > 0:
             self.drop_gradients()
 

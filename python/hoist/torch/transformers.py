@@ -324,7 +324,7 @@ class Trainer(transformers.Trainer):
         """Trainer would add them to the next step, which has as many micro-batches as any here."""
         if (pending := self._made._passes.micro_batch) > 0:
             _log.warning("%s: the gradients of %d micro-batches are dropped", why, pending)
-            self._made.zero_grad()
+            self._made.drop_gradients()
 
     # --- checkpoints: the state is in the store, the directory has what is Trainer's own ---------------------------
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of several micro-batches, in loops that call step() and zero_grad() for each of them."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hoist
+import hoist.torch
+from models import on_device_of_tests
+
+WIDTH, STEPS, COUNT = 8, 3, 2
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def batches():
+    drawn = torch.randn(STEPS * COUNT, 2, 4, WIDTH, generator=torch.Generator().manual_seed(5), device="cpu")
+    return [tuple(pair) for pair in on_device_of_tests(drawn)]
+
+
+def reference():
+    """The weights that PyTorch ends with."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for index, (inputs, targets) in enumerate(batches()):
+        (F.mse_loss(model(inputs), targets) / COUNT).backward()
+        if index % COUNT == COUNT - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def wrapped(settings):
+    def make(**changes):
+        adamw = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+        config = settings(train_batch_size=4 * COUNT, optimizer=adamw, **changes)  # of micro-batches of 4
+        return hoist.torch.initialize(model=model_of(), config=config)[0]
+
+    return make
+
+
+def after_step(engine, loss, zero_grad):
+    loss.backward()
+    engine.optimizer.step()
+    zero_grad()
+
+
+def before_backward(engine, loss, zero_grad):
+    zero_grad()
+    engine.backward(loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("loop", [after_step, before_backward])
+@pytest.mark.parametrize("whose", ["engine", "optimizer", "module"])
+def test_zero_grad_between_micro_batches_keeps_their_gradients(wrapped, caplog, loop, whose):
+    with wrapped() as engine, caplog.at_level(logging.WARNING, logger="hoist"):
+        for inputs, targets in batches():
+            owner = engine if whose == "engine" else getattr(engine, whose)
+            loop(engine, F.mse_loss(engine(inputs), targets), owner.zero_grad)
+        assert engine.step_count == STEPS
+        for name, expected in reference().items():
+            assert torch.allclose(engine.read(name), expected, rtol=0, atol=2e-6), name
+    assert sum("zero_grad() keeps the gradients of micro-batch 1 of 2" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_zero_grad_between_micro_batches_with_fp16(wrapped):
+    with wrapped(fp16={"enabled": True, "loss_scale": 64}) as engine:
+        for inputs, targets in batches():
+            before_backward(engine, F.mse_loss(engine(inputs.half()).float(), targets), engine.optimizer.zero_grad)
+        assert engine.step_count == STEPS
+        for name, expected in reference().items():
+            assert torch.allclose(engine.read(name), expected, rtol=0, atol=2e-2), name
+
+
+def test_gradients_of_a_step_in_its_middle_can_be_dropped(wrapped):
+    with wrapped() as engine:
+        inputs, targets = batches()[-1]
+        for drop in (engine.drop_gradients, engine.zero_grad):  # zero_grad() drops what no step() was called for
+            engine.backward(F.mse_loss(engine(targets), inputs))
+            if drop == engine.drop_gradients:
+                engine.step()
+            drop()
+        for inputs, targets in batches():
+            after_step(engine, F.mse_loss(engine(inputs), targets), engine.zero_grad)
+        assert engine.step_count == STEPS
+        for name, expected in reference().items():
+            assert torch.allclose(engine.read(name), expected, rtol=0, atol=2e-6), name
