@@ -230,6 +230,43 @@ def test_a_model_is_wrapped_again_after_close(settings):
         assert losses == [step(engine) for _ in range(6)]
 
 
+# --- the model itself ------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_tied_after_wrapping_are_refused(wrapped):
+    with wrapped() as engine:
+        with pytest.raises(hoist.UsageError, match="'weight' of a Linear was set to another parameter of the model"):
+            engine.module[2].weight = engine.module[0].weight
+        engine.module[2].weight = engine.module[2].weight
+        step(engine)
+
+
+@pytest.mark.parametrize("message, change", [
+    (r"'layers\.0\.weight' was 'layers\.2\.weight' when", lambda model: nn.Sequential(model[2], model[1], model[0])),
+    (r"'layers\.2\.bias' was removed", lambda model: model[:2]),
+])
+def test_a_model_whose_layers_were_moved_is_not_saved(wrapped, tmp_path, message, change):
+    model = nn.Sequential()
+    model.layers = model_of()
+    with wrapped(model) as engine:
+        model.layers = change(layers := model.layers)
+        for save in (engine.state_dict, model.state_dict, lambda: engine.export(tmp_path / "exported")):
+            with pytest.raises(hoist.UsageError, match=message):
+                save()
+        model.layers = layers
+        assert engine.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_layer_that_another_module_contains_now_is_saved_and_loaded(wrapped):
+    with wrapped() as engine:
+        engine.module[0] = torch.compile(engine.module[0], backend="eager")
+        step(engine)
+        saved = engine.module.state_dict()
+        assert torch.equal(saved["0._orig_mod.weight"], engine.read("0.weight"))
+        engine.module.load_state_dict({name: torch.ones_like(values) for name, values in saved.items()})
+        assert all((engine.read(name) == 1).all() for name in ("0.weight", "2.bias"))
+
+
 # --- methods beside forward() ------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ written by the names that PyTorch gives them."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -239,12 +240,32 @@ class Parameters:
                                 "(groups=...) whose lr is 0 until it is to be trained")
 
     def refuse_addition(self, module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
-        """Errors: UsageError for a trainable parameter that comes into the model now that it is wrapped."""
+        """Errors: UsageError for a trainable parameter that comes into the model, or takes another one's place, now that it is
+        wrapped."""
+        replaced = module._parameters.get(name)
+        if isinstance(added, nn.Parameter) and id(added) in self.places and replaced is not None and replaced is not added:
+            raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set to another parameter of the model after the "
+                                    "model was wrapped: tie weights first and wrap it then")
         parameters = [added] if isinstance(added, nn.Parameter) else [] if added is None else added.parameters()
         if any(p.requires_grad and id(p) not in self.places for p in parameters):
             raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not "
                                     "be trained: change the model first and wrap it then. engine.write(name, values) and "
                                     "load_state_dict() change weights")
+
+    def names_in_model(self) -> dict[str, str]:
+        """The names that parameters have in the model now, and those that they were declared under. Errors: UsageError for
+        another model than the one that was wrapped, whose weights would be saved under wrong names."""
+        declared = {id(p): name for name, p in zip(self._number, self._all, strict=True)}
+        present = {name: declared[id(p)] for name, p in self._module.named_parameters(remove_duplicate=False)
+                   if id(p) in declared}
+        for name, own in itertools.chain(zip(self._number, self._number, strict=True), self._cut.aliases.items()):
+            if present.get(name, own) != own:
+                raise _hoist.UsageError(f"the model's '{name}' was '{present[name]}' when the model was wrapped: they would be "
+                                        "saved under wrong names. Change the model first and wrap it then")
+        if gone := self._number.keys() - present.values():
+            raise _hoist.UsageError(f"parameter '{min(gone)}' was removed from the model after the model was wrapped, and would "
+                                    "be saved with it: change the model first and wrap it then")
+        return present
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
@@ -328,6 +349,7 @@ class Parameters:
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         self._between_passes()
+        self.names_in_model()
         result: dict[str, torch.Tensor] = {}
         for name in self._number:
             result[name] = self._read_as_stored(name) if dtype is None else as_type(self._read(name), dtype)
@@ -366,6 +388,7 @@ class Parameters:
 
     def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
         self._between_passes()
+        self.names_in_model()
         if dtype not in initial.DTYPES:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
         return self._unit_manager.export(directory, initial.DTYPES[dtype], shard_bytes_max)
@@ -374,9 +397,9 @@ class Parameters:
         """`model.state_dict()`, as save_pretrained and others call it, would have no values."""
         def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
             self._between_passes()
-            for name in list(self._number) + list(self._cut.aliases):
+            for name, own in self.names_in_model().items():
                 if prefix + name in state_dict:
-                    state_dict[prefix + name] = self._read_as_stored(name)
+                    state_dict[prefix + name] = self._read_as_stored(own)
 
         # PyTorch would go on to copy the values into parameters whose units are not up. So what was written is taken out of
         # its (own) dictionary, and is not missing for that.
@@ -384,17 +407,15 @@ class Parameters:
 
         def load(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
             self._between_passes()
-            written.clear()
-            for name in self._number:
+            names = self.names_in_model()
+            found: dict[str, torch.Tensor] = {}
+            for name, own in sorted(names.items(), key=lambda pair: pair[0] != pair[1]):  # before a tied weight's other names
                 if prefix + name in state_dict:
-                    self._write(name, state_dict.pop(prefix + name))
-                    written.add(prefix + name)
-            for alias, name in self._cut.aliases.items():
-                if prefix + alias in state_dict:
-                    values = state_dict.pop(prefix + alias)
-                    if prefix + name not in written:
-                        self._write(alias, values)
-                    written.add(prefix + alias)
+                    found.setdefault(own, state_dict.pop(prefix + name))
+            for own, values in found.items():
+                self._write(own, values)
+            written.clear()
+            written.update(prefix + name for name, own in names.items() if own in found)
 
         def loaded(module: nn.Module, keys: Any) -> None:
             keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]

@@ -71,6 +71,7 @@ def refuse_adapters(model: Any, world_size: int) -> None:
 
 
 def _write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
+    engine._parameters.names_in_model()  # refuses another model than the one that was wrapped
     planned, parts = _plan(engine)
     buffers = dict(engine._parameters.persistent_buffers())
     with contextlib.ExitStack() as stack:
@@ -127,11 +128,12 @@ def _as_in_files(model: Any, tensors: Tensors) -> Tensors:
 def _adapters(engine: Engine) -> Tensors:
     """What PEFT may save: not the base, but for embeddings, which it saves where their size has changed."""
     model: Any = engine.module
+    names = engine._parameters.names_in_model()
     prefix = getattr(model.base_model, "prefix", None)
     embeddings = {id(p) for get in (model.get_input_embeddings, model.get_output_embeddings) if get() is not None
                   for p in get().parameters()}
-    found = {name: engine._parameters.read_as_stored(name) for name, p in model.named_parameters(remove_duplicate=False)
-             if p.requires_grad or id(p) in embeddings or (prefix and prefix in name)}
+    found = {name: engine._parameters.read_as_stored(names[name]) for name, p in model.named_parameters(remove_duplicate=False)
+             if name in names and (p.requires_grad or id(p) in embeddings or (prefix and prefix in name))}
     return found | dict(engine._parameters.persistent_buffers(remove_duplicate=False))
 
 
