@@ -138,6 +138,21 @@ def test_an_optimizer_of_pytorchs_is_taken_over(settings):
     engine.close()
 
 
+def test_moments_of_an_optimizer_that_is_taken_over_are_not_lost_in_silence(settings, caplog):
+    model = torch.nn.Linear(8, 8)
+    client = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    client.step()
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=client, config=settings())
+    assert "AdamW that was passed has moments of its own, and they are not used" in caplog.text
+    with engine:
+        groups = client.param_groups
+        with pytest.raises(hoist.UsageError, match="a state_dict that has moments: .*resume=True"):
+            client.load_state_dict(client.state_dict())
+        assert client.param_groups is groups
+    client.load_state_dict(client.state_dict())
+
+
 def test_an_optimizer_with_another_formula_is_refused(settings):
     """A class that is PyTorch's AdamW, Adam or SGD by its parent only."""
     class Other(torch.optim.AdamW):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +18,11 @@ from hoist.torch.units import Unit
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
+
+_log = logging.getLogger("hoist")
+
+_CONTINUES = ("moments of an engine are in its store. wrap(..., resume=True) or engine.restore(name) continues with them; "
+              "hoist.optim's optimizers take a state_dict")
 
 
 def refuse_schedule(schedule: Any) -> None:
@@ -35,6 +41,12 @@ def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -
         raise _hoist.UsageError(
             f"{type(schedule).__name__} sets the rates of another optimizer than this engine's: make it for engine.optimizer, "
             "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
+
+
+def refuse_moments(state_dict: dict[str, Any]) -> None:
+    """Errors: UsageError for a state_dict with moments, which would be lost."""
+    if state_dict.get("state"):
+        raise _hoist.UsageError(f"a state_dict that has moments: {_CONTINUES}")
 
 
 def without_names(parameters: Iterable[Any]) -> list[Any]:
@@ -99,13 +111,21 @@ class Optimizer(torch.optim.Optimizer):
                 theirs["lr"] = mine["lr"]
         self.param_groups = client.param_groups
         self._settled = [settled_of(group) for group in client.param_groups]
+        if client.state:
+            _log.warning("the %s that was passed has moments of its own, and they are not used: moments are in the engine's store",
+                         type(client).__name__)
         follower = weakref.ref(self)
+
+        def refuse(_: Any, state: dict[str, Any]) -> None:
+            if (mine := follower()) is not None and mine._engine._unit_manager.is_open:
+                refuse_moments(state)
 
         def follow(loaded: Any) -> None:  # load_state_dict() gives it other groups
             if (mine := follower()) is not None:
                 mine.param_groups = loaded.param_groups
 
         if hasattr(client, "register_load_state_dict_post_hook"):
+            client.register_load_state_dict_pre_hook(refuse)
             client.register_load_state_dict_post_hook(follow)
 
     def forget_rates(self) -> None:
@@ -199,11 +219,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Errors: UsageError for a state_dict of another step, or with moments, which would be lost.
         """
+        refuse_moments(state)
         now = self._engine.step_count
-        step = state.get("step", now)
-        if state.get("state") or step != now:
-            what = "that has moments" if state.get("state") else f"of step {step}, and this engine is at {now}"
-            raise _hoist.UsageError(f"a state_dict {what}: moments of an engine are in its store. wrap(..., resume=True) or "
-                                    "engine.restore(name) continues with them; hoist.optim's optimizers take a state_dict")
+        if (step := state.get("step", now)) != now:
+            raise _hoist.UsageError(f"a state_dict of step {step}, and this engine is at {now}: {_CONTINUES}")
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
