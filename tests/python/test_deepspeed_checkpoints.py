@@ -559,6 +559,10 @@ def test_load_checkpoint_says_how(checkpoints, tmp_path):
     engine, *_ = hoist.torch.initialize(model=model, config=config_at("zero2-bf16", tmp_path / "a"))
     with pytest.raises(hoist.UsageError, match="initialize\\(..., deepspeed=...\\)"):
         engine.load_checkpoint(checkpoints / "zero2-bf16")
+    (tmp_path / "universal").mkdir()
+    (tmp_path / "universal" / "latest_universal").write_text("global_step4")  # as DeepSpeed's converter leaves it
+    with pytest.raises(hoist.UsageError, match="initialize\\(..., deepspeed=...\\)"):
+        engine.load_checkpoint(tmp_path / "universal")
     engine.close()
     model = Tiny()
     engine, *_ = hoist.torch.initialize(model=model, config=config_at("zero2-bf16", tmp_path / "b"),

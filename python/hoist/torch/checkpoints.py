@@ -20,7 +20,7 @@ import glob
 import logging
 import os
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -85,6 +85,8 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     any_tag = tag is None
     if any_tag:
         latest = os.path.join(directory, "latest")
+        if not os.path.isfile(latest) and os.path.isfile(os.path.join(directory, "latest_universal")):
+            refuse_deepspeeds(directory)
         if not os.path.isfile(latest):
             _log.warning("there is no %s: nothing was loaded", latest)
             return None, None
@@ -93,9 +95,7 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     tag = str(tag)
     folder = os.path.join(directory, tag)
     if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
-        raise _hoist.UsageError(shown(
-            f"{folder} was written by DeepSpeed. Begin with it, moments and all: wrap(..., deepspeed={folder!r}) or "
-            "initialize(..., deepspeed=...), in a store that holds no run yet"))
+        refuse_deepspeeds(folder)
     known = engine.checkpoints()
     if any_tag and tag not in known:
         tag = _newest_saved(engine, known, directory, tag)
@@ -109,6 +109,12 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     client_state = torch.load(client_file, map_location="cpu", weights_only=False)
     engine.restore(tag)
     return folder, client_state
+
+
+def refuse_deepspeeds(folder: str) -> NoReturn:
+    raise _hoist.UsageError(shown(
+        f"{folder} was written by DeepSpeed. Begin with it, moments and all: wrap(..., deepspeed={folder!r}) or "
+        "initialize(..., deepspeed=...), in a store that holds no run yet"))
 
 
 def _newest_saved(engine: Engine, known: dict[str, int], directory: str, latest: str) -> str:
