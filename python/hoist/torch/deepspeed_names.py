@@ -39,6 +39,9 @@ class DeepSpeedNames:
         return self._passes.at_boundary if self._boundary is None else self._boundary
 
     def get_lr(self) -> list[float]:
+        """The rates of the next step."""
+        if not self.config.has_schedule:
+            return [float(group["lr"]) for group in self.optimizer.param_groups]
         return [self._unit_manager.learning_rate(i + self._optimizer_groups_offset)
                 for i in range(len(self.optimizer.param_groups))]
 

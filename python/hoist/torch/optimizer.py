@@ -112,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups = client.param_groups
         self._settled = [settled_of(group) for group in client.param_groups]
         if client.state:
-            _log.warning("the %s that was passed has moments of its own, and they are not used: moments are in the engine's store",
+            _log.warning("the %s that was passed has moments, and they are not used: the engine's are in its store",
                          type(client).__name__)
         follower = weakref.ref(self)
 
