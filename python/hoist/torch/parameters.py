@@ -409,13 +409,13 @@ class Parameters:
             self._between_passes()
             names = self.names_in_model()
             found: dict[str, torch.Tensor] = {}
+            written.clear()
             for name, own in sorted(names.items(), key=lambda pair: pair[0] != pair[1]):  # before a tied weight's other names
                 if prefix + name in state_dict:
                     found.setdefault(own, state_dict.pop(prefix + name))
+                    written.add(prefix + name)
             for own, values in found.items():
                 self._write(own, values)
-            written.clear()
-            written.update(prefix + name for name, own in names.items() if own in found)
 
         def loaded(module: nn.Module, keys: Any) -> None:
             keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
