@@ -307,8 +307,12 @@ class _Optimizer(torch.optim.Optimizer):
 
     @property
     def commit_state(self) -> dict[str, Any]:
-        """The program's own part of every commit: anything that JSON can hold."""
+        """The program's own part of every commit: numbers, text, lists, tuples and dictionaries."""
         return self._require_offload("commit_state").program_state
+
+    @commit_state.setter
+    def commit_state(self, state: dict[str, Any]) -> None:
+        self._require_offload("commit_state").program_state = state
 
     @property
     def lr_scheduler(self) -> Any:

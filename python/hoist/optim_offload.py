@@ -26,6 +26,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hoist import _hoist, program_end
+from hoist.commit_values import to_json
 from hoist.optim import (
     DTYPES,
     STATE_NAMES,
@@ -400,7 +401,8 @@ class Offloaded:
 
     def _commit_state(self, groups: list[dict[str, Any]], schedule_lags: bool = False) -> bytes:
         """`schedule_lags`: the schedule will be stepped for this commit's step, but has not been yet."""
-        state: dict[str, Any] = {"program": self.program_state, "groups": [_plain_entries(group) for group in groups],
+        state: dict[str, Any] = {"program": to_json(self.program_state, "commit_state"),
+                                 "groups": [_plain_entries(group) for group in groups],
                                  "first_rates": self._first_rates, "world_size": self._unit_manager.world_size}
         schedule = program_state.plain_schedule(program_state.schedule_of(self.schedule))
         if schedule is not None:
@@ -417,7 +419,7 @@ class Offloaded:
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()
         self._consolidated = None
-        self._saved = json.loads(bytes(state)) if state else {}
+        self._saved = program_state.unpack(bytes(state))
         if state:  # a program in C++ may have made the commit
             self.program_state = self._saved["program"]
             distributed.warn_of_other_world_size(self._saved, self._unit_manager.world_size, "commit_state")

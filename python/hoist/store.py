@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from hoist import _hoist
+from hoist.commit_values import from_json
 
 __all__ = ["Stored", "Steps", "open", "steps", "verify"]
 
@@ -72,7 +73,8 @@ class Stored(Mapping[str, torch.Tensor]):
     def program_state(self) -> dict[str, Any]:
         """engine.state of hoist.torch, as it was committed."""
         state = self._model.caller_state()
-        return json.loads(state).get("program", {}) if state else {}
+        program: dict[str, Any] = from_json(json.loads(state).get("program", {})) if state else {}
+        return program
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parameters)

@@ -181,12 +181,15 @@ def test_a_killed_run_continues_with_the_same_bits(tmp_path, dtype):
 def test_steps_are_kept_by_name(tmp_path, offload):
     arguments = place(offload, tmp_path) | {"directory": str(tmp_path / "store"), "keep_steps": 1}
     program = Program("AdamW", torch.bfloat16, torch.get_default_device(), **arguments).train(0, 3)
-    program.optimizer.commit_state["note"] = "three"
+    with pytest.raises(hoist.UsageError, match=r"commit_state\['note'\] has the type torch.Tensor"):
+        program.optimizer.commit_state["note"] = torch.ones(1)
+        program.optimizer.save()
+    program.optimizer.commit_state = {"note": (3, {3: "three"})}
     program.optimizer.save("three").wait()
     at_three = program.bits()
     after = program.train(3, 6).bits()
     assert program.optimizer.checkpoints() == {"three": 3}
-    assert program.optimizer.restore("three") == 3 and program.optimizer.commit_state == {"note": "three"}
+    assert program.optimizer.restore("three") == 3 and program.optimizer.commit_state == {"note": (3, {3: "three"})}
     assert_equal(program.bits(), at_three)
     program.scheduler = scheduler_of(program.optimizer, 3)
     assert_equal(program.train(3, 6).bits(), after)

@@ -3,11 +3,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -37,13 +39,13 @@ def test_a_run_goes_on_where_it_ended(settings, tmp_path):
 
     with hoist.torch.wrap(make(), settings()) as engine:
         engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=1.0)
-        engine.state["note"] = "of the program"
+        engine.state |= {"note": "of the program", "best": {3: (0.5, [1])}}
         losses = train(engine, 7)
     with pytest.raises(hoist.Error):  # not to be overwritten by accident
         hoist.torch.wrap(make(seed=5), settings())
     with hoist.torch.wrap(make(seed=5), settings(), resume=True) as engine:
         assert engine.restored and engine.step_count == 7
-        assert engine.state == {"note": "of the program"}
+        assert engine.state == {"note": "of the program", "best": {3: (0.5, [1])}}  # integer keys and tuples, too
         losses += train(engine, 5, first=7)
         assert losses == expected
         assert [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)] == digests
@@ -97,6 +99,17 @@ def test_a_schedule_goes_on_where_it_ended(settings, kind, caplog):
     assert rates == expected
     left_out = [record.getMessage() for record in caplog.records if "commits leave out" in record.getMessage()]
     assert len(left_out) == (kind == "the program's") and all("'left_out'" in text for text in left_out)
+
+
+def test_what_a_commit_cannot_hold_is_named(settings):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        for value, what in ((numpy.float32(1), "numpy.float32"), ({1: 0, "a": 0}, "keys of the types ['int', 'str']")):
+            engine.state["runs"] = [{"loss": value}]
+            name = re.escape("engine.state['runs'][0]['loss'] has ")
+            with pytest.raises(hoist.UsageError, match=f"{name}.*{re.escape(what)}"):
+                engine.save()
+        engine.state = {}
+        train(engine, 1)
 
 
 def test_a_schedule_in_a_store_that_was_written_before(settings):

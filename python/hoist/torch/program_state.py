@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from hoist import _hoist
+from hoist.commit_values import INTEGER_KEYS, from_json, to_json
 
 _log = logging.getLogger("hoist")
 
 _BUFFER_BYTES_MAX = 16 << 20
-_INTEGER_KEYS = "hoist.integer_keys"  # JSON's keys are text: the only key of a dictionary that has integer keys, with its pairs
 _NOT_PLAIN = object()
 
 
@@ -62,7 +62,7 @@ def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[f
          schedule_lags: bool, skipped_steps: int, world_size: int, first_rates: list[float] | None = None) -> bytes:
     """`schedule` has what JSON can hold written down. `schedule_lags`: its scheduler will be stepped for this commit's step,
     but has not been yet. `first_rates`: what the program asked for when the run began, or was resumed."""
-    state: dict[str, Any] = {"program": program, "rates": rates, "schedule_lags": schedule_lags,
+    state: dict[str, Any] = {"program": to_json(program, "engine.state"), "rates": rates, "schedule_lags": schedule_lags,
                              "world_size": world_size}
     if first_rates is not None:
         state["first_rates"] = first_rates
@@ -72,18 +72,13 @@ def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[f
         state["scheduler"] = plain
     if buffers:
         state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
-    try:
-        return json.dumps(state).encode()
-    except TypeError as error:
-        key = next((key for key, value in program.items() if not is_plain(value)), None)
-        raise _hoist.UsageError(f"engine.state[{key!r}] has what commits cannot hold ({error}): they hold numbers, text, lists "
-                                "and dictionaries") from error
+    return json.dumps(state).encode()
 
 
 def unpack(data: bytes) -> dict[str, Any]:
     """Returns what was packed, under the same names; nothing if the commit has none."""
     state: dict[str, Any] = json.loads(data) if data else {}
-    return state
+    return state | {"program": from_json(state["program"])} if "program" in state else state
 
 
 def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[dict[str, Any]]) -> None:
@@ -141,7 +136,7 @@ def _plain_part(value: Any, name: str | None = None) -> Any:
         return {k: v for k, v in parts.items() if v is not _NOT_PLAIN}
     if isinstance(value, dict) and all(type(k) is int for k in value):
         pairs = _plain_part([[k, v] for k, v in value.items()], name)
-        return pairs if pairs is _NOT_PLAIN else {_INTEGER_KEYS: pairs}
+        return pairs if pairs is _NOT_PLAIN else {INTEGER_KEYS: pairs}
     if isinstance(value, (list, tuple)):
         items = [inner(v, i) for i, v in enumerate(value)]
         return _NOT_PLAIN if any(v is _NOT_PLAIN for v in items) else items
@@ -161,8 +156,8 @@ def _say_left_out(name: str, kind: str) -> None:
 def _with_saved(built: Any, saved: Any) -> Any:
     """A schedule's state as it was saved. What was not plain is as it was built."""
     if isinstance(saved, dict):
-        if saved.keys() == {_INTEGER_KEYS}:
-            pairs = {k: _with_saved(None, v) for k, v in saved[_INTEGER_KEYS]}
+        if saved.keys() == {INTEGER_KEYS}:
+            pairs = {k: _with_saved(None, v) for k, v in saved[INTEGER_KEYS]}
             return Counter(pairs) if isinstance(built, Counter) else pairs
         built = built if isinstance(built, dict) else {}
         absent = {k: v for k, v in built.items() if _plain_part(v) is _NOT_PLAIN}

@@ -23,6 +23,7 @@ import torch
 import hoist.store
 import hoist.torch.checkpoints
 from hoist import _hoist
+from hoist.commit_values import from_json
 from hoist.torch.deepspeed.checkpoint import KEYS, OWN_KEYS
 from hoist.torch.deepspeed.files import shown
 
@@ -211,10 +212,10 @@ class _Export:
         shapes = OrderedDict((name, torch.Size(self._stored.parameters[name].shape)) for name in self._trained)
         # One entry for each parameter group, of which a store does not know the members. DeepSpeed does not ask.
         no_others: list[Any] = [] if self._stage == 3 else [OrderedDict() for _ in self._groups()[1:]]
-        schedule = self._program.get("scheduler") or None
+        schedule = from_json(self._program.get("scheduler")) or None
         if self._config.has_schedule:
             schedule = {"last_batch_iteration": self._stored.step - 1}
-        program: dict[str, Any] = self._program.get("program") or {}
+        program: dict[str, Any] = from_json(self._program.get("program")) or {}
         if taken := sorted(program.keys() & OWN_KEYS):
             _log.warning("%s", shown(f"the export leaves out {taken} of engine.state: DeepSpeed itself writes such entries"))
         return {
