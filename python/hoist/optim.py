@@ -10,7 +10,9 @@ among the ranks of a process group, and are updated by the CPU (optim_offload.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -200,10 +202,24 @@ class _Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's. With states that are divided among ranks: after consolidate_state_dict(), on its rank."""
-        packed: dict[str, Any] = super().state_dict()
-        if self._offloaded is not None:
-            packed["state"] = self._offloaded.states(self.param_groups)
+        if self._offloaded is None:
+            return super().state_dict()
+        with self._without_hooks("_optimizer_state_dict_post_hooks") as hooks:
+            packed: dict[str, Any] = super().state_dict()
+        packed["state"] = self._offloaded.states(self.param_groups)
+        for hook in hooks:
+            packed = hook(self, packed) or packed
         return packed
+
+    @contextlib.contextmanager
+    def _without_hooks(self, kind: str) -> Iterator[list[Any]]:
+        """The program's hooks of torch.optim.Optimizer, which its methods do not call inside of the block."""
+        hooks = getattr(self, kind)
+        setattr(self, kind, OrderedDict())
+        try:
+            yield list(hooks.values())
+        finally:
+            setattr(self, kind, hooks)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """[C] As ZeroRedundancyOptimizer's: gathers all states on one rank of `shard_over`, in its memory, for state_dict()."""
@@ -212,6 +228,16 @@ class _Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """[C] Takes what state_dict() gave, also of an optimizer with states elsewhere, or of torch.optim's."""
+        with (self._without_hooks("_optimizer_load_state_dict_pre_hooks") as before,
+              self._without_hooks("_optimizer_load_state_dict_post_hooks") as after):
+            state_dict = state_dict.copy()
+            for hook in before:
+                state_dict = hook(self, state_dict) or state_dict
+            self._load_state_dict(state_dict)
+        for hook in after:
+            hook(self)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._offloaded is not None:
             return self._offloaded.load(self.param_groups, state_dict)
         for saved_group in state_dict["param_groups"]:

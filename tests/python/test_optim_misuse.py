@@ -276,3 +276,25 @@ def test_a_state_dict_that_is_refused_changes_nothing():
     assert after["param_groups"] == before["param_groups"]
     for number, state in before["state"].items():
         assert all(torch.equal(torch.as_tensor(after["state"][number][key]), torch.as_tensor(state[key])) for key in state)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"offload": "cpu", "pinned_memory": "32MiB", "device_memory": "1MiB"}])
+def test_hooks_of_state_dicts_see_states_and_change_them(arguments):
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = hoist.optim.AdamW([parameter], lr=0.1, **arguments)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    seen = []
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "note": saved["state"][0]["exp_avg"].tolist()})
+    assert optimizer.state_dict()["note"] == pytest.approx([0.1] * 4)
+
+    def before(_, saved):
+        state = {**saved["state"][0], "exp_avg": torch.full((4,), 2.0)}
+        return {**saved, "state": {0: state}, "param_groups": [{**saved["param_groups"][0], "lr": 0.5}]}
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda its: seen.append(its.state_dict()["state"][0]["exp_avg"].tolist()))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [[2.0] * 4] and optimizer.param_groups[0]["lr"] == 0.5
+    if arguments:
+        optimizer.close()
