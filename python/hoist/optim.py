@@ -281,7 +281,11 @@ class _Optimizer(torch.optim.Optimizer):
         return self._state_of(parameter, options_of(group, self._default_options()))
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """[C] The fp32 value that is trained."""
+        """[C] The fp32 value that is trained.
+
+        In memory, a bf16 parameter that the program changes keeps its remainder: the master is the new value up to half a step
+        of bf16. set_master() writes it exactly.
+        """
         if self._offloaded is not None:
             return self._offloaded.read(parameter, _hoist.State.master)
         if parameter.dtype == torch.float32 or parameter not in self.state:

@@ -94,3 +94,14 @@ def test_gradients_of_a_step_in_its_middle_can_be_dropped(wrapped):
         assert engine.step_count == STEPS
         for name, expected in reference().items():
             assert torch.allclose(engine.read(name), expected, rtol=0, atol=2e-6), name
+
+
+def test_saving_in_the_middle_of_a_step_is_refused_with_where_it_may_stand(wrapped, tmp_path):
+    with wrapped() as engine:
+        for index, (inputs, targets) in enumerate(batches()[:2]):
+            before_backward(engine, F.mse_loss(engine(inputs), targets), engine.zero_grad)
+            for save in (engine.save, engine.sleep, lambda: engine.save_checkpoint(tmp_path / "saved")) if index == 0 else ():
+                with pytest.raises(hoist.UsageError, match=r"\(\) after the backward pass of micro-batch 1 of 2: call it after"):
+                    save()
+        assert not (tmp_path / "saved").exists()
+        engine.save_checkpoint(tmp_path / "saved")

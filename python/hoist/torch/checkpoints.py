@@ -40,6 +40,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
             "save_checkpoint() keeps steps in the store, and this configuration reserves room for none: set "
             '"hoist": {"keep_steps": N} for the last N, 12 bytes a parameter each (and nvme_path or '
             "hoist.checkpoint_path, so that there is a store)")
+    engine._passes.refuse_part_of_step("save_checkpoint()")
     step = engine.step_count
     if tag is not None and (not str(tag) or os.path.isabs(str(tag)) or ".." in str(tag).split(os.sep)):
         raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): a tag is the name of a directory below the one that is given")

@@ -450,6 +450,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         hoist.mirror, and the completion waits for that.
         """
         self._between_passes()
+        self._passes.refuse_part_of_step("save()")
         if state is not None:
             self.state = state
         return self._unit_manager.save(name, self._commit_state(schedule_lags=False), mirror)
@@ -493,6 +494,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         state is on NVMe.
         """
         self._between_passes()
+        self._passes.refuse_part_of_step("sleep()")
         self._unit_manager.sleep(self._commit_state(schedule_lags=False))
 
     @takes_turn

@@ -486,6 +486,13 @@ class Passes:
         elif self._unit_manager.current_pass is not None:
             self._unit_manager.end()
 
+    def refuse_part_of_step(self, call: str) -> None:
+        """Errors: UsageError where gradients wait for a step."""
+        if self.micro_batch > 0:
+            raise _hoist.UsageError(f"{call} after the backward pass of micro-batch {self.micro_batch} of {self.micro_batches}: "
+                                    "call it after the step() that updates the weights, which returns a report, or call "
+                                    "engine.drop_gradients() first")
+
     def zero_grad(self) -> None:
         """Drops gradients that wait for a step. Without any, a forward pass stays open: zero_grad() may stand between a loss and
         its backward(). After a step() that waits for more micro-batches, it keeps gradients: the program calls both for each."""
