@@ -39,6 +39,7 @@ from hoist.optim import (
     settled_of,
 )
 from hoist.torch import channels, distributed, program_state
+from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
 
@@ -268,13 +269,13 @@ class Offloaded:
         if self._kind == "Adam":
             optimizer["params"] = {"adam_w_mode": False}
         largest = max(sum(piece.count for piece in unit) for unit in self._units)
-        config = _hoist.Config.parse(json.dumps({
+        config = _hoist.Config.parse(as_json({
             "optimizer": optimizer, "gradient_clipping": 0.0, "hoist": settings,
             # A few units on their way at a time, and none that stays.
             "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place,
                                   "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 2 * largest,
                                   "stage3_prefetch_bucket_size": largest, "stage3_max_reuse_distance": 0},
-        }), "the optimizer's arguments")
+        }, "settings"), "the optimizer's arguments")
         for warning in config.warnings:
             _log.warning("%s", warning)
         config.gradients_are_reduced = True

@@ -3,6 +3,7 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 
@@ -124,3 +125,15 @@ def test_the_loader_drops_a_short_batch_where_the_file_says_so(settings):
         with engine:
             with torch.device("cpu"):  # PyTorch draws the order with the CPU's generator
                 assert len(list(loader)) == batches
+
+
+def test_paths_and_numbers_of_other_libraries_are_taken_in_a_dictionary(settings, tmp_path):
+    config = settings(train_micro_batch_size_per_gpu=numpy.int64(4), gradient_clipping=torch.tensor(0.5))
+    config["zero_optimization"]["offload_param"]["nvme_path"] = tmp_path
+    config["optimizer"]["params"].update(lr=numpy.float32(0.5), betas=(numpy.float64(0.5), 0.75))
+    loaded = hoist.torch.load_config(config)
+    assert loaded.setting("zero_optimization.offload_param.nvme_path") == [str(tmp_path)]
+    assert loaded.optimizer.learning_rate == loaded.optimizer.beta1 == loaded.setting("gradient_clipping") == 0.5
+    config["optimizer"]["params"]["lr"] = torch.ones(2)
+    with pytest.raises(hoist.UsageError, match=r"config: optimizer\.params\.lr is of type torch\.Tensor"):
+        hoist.torch.load_config(config)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,7 @@ from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 from hoist.torch import channels, distributed
-from hoist.torch.config_files import is_yaml, read_config
+from hoist.torch.config_files import as_json, is_yaml, read_config
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.devices import outside_of_inference_mode
 from hoist.torch.engine import Engine
@@ -51,7 +50,7 @@ def load_config(config: ConfigSource, *, trains: bool = True) -> _hoist.Config:
         return config
     if not isinstance(config, (str, os.PathLike)) or is_yaml(config):
         origin = "config" if isinstance(config, dict) else str(config)
-        return _hoist.Config.parse(json.dumps(read_config(config)), origin, trains=trains)
+        return _hoist.Config.parse(as_json(read_config(config), origin), origin, trains=trains)
     return _hoist.Config.load(os.fspath(config), trains=trains)
 
 

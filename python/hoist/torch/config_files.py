@@ -28,6 +28,26 @@ _OF_THE_LAUNCH = {"zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_
                   "deepspeed_inclusion_filter", "deepspeed_moe_layer_cls_names"}
 
 
+def as_json(config: dict[str, Any], name: str) -> str:
+    """The text of a dictionary, in which paths and numbers of NumPy or PyTorch may be. Errors: UsageError for other objects."""
+    return json.dumps(_plain(config, name, ""))
+
+
+def _plain(value: Any, name: str, key: str) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v, name, f"{key}.{k}".lstrip(".")) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, name, key) for v in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    raise _hoist.UsageError(f"{name}: {key} is of type {kind}: pass a number, text, true or false, a list or a dictionary")
+
+
 def is_yaml(source: Any) -> bool:
     return isinstance(source, (str, os.PathLike)) and os.fspath(source).endswith((".yaml", ".yml"))
 
