@@ -207,6 +207,33 @@ def test_training_data_becomes_a_loader(settings):
     engine.close()
 
 
+def test_names_of_deepspeeds_engine(settings, tmp_path):
+    parser = hoist.torch.add_config_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--deepspeed", "--deepspeed_config", "c.json"]).deepspeed_config == "c.json"
+    engine, *_ = hoist.torch.initialize(model=Gpt(), config=settings(gradient_accumulation_steps=2))
+    with engine:
+        counted = []
+        for inputs, targets in batches(3):
+            with engine.no_sync():
+                engine.backward(loss_of(engine(inputs), targets))
+            counted.append(engine.micro_steps)
+            engine.step()
+        assert counted == [0, 1, 2] and engine.micro_steps == 3 and engine.global_samples == 8
+        engine.drop_gradients()
+        assert (engine.local_rank, engine.global_rank, engine.zero_optimization_stage()) == (0, 0, 3)
+        assert engine.get_batch_info() == (8, 4, 2) and engine.gradient_clipping() == 0
+        engine.set_lr(0.25)
+        assert engine.get_lr() == [0.25]
+        assert engine.save_16bit_model(tmp_path / "saved") and (tmp_path / "saved" / "model.safetensors").exists()
+        assert engine.module_state_dict().keys() == engine.state_dict().keys()
+        with pytest.raises(AttributeError, match=r"no offload_states\(\): engine\.sleep\(\)"):
+            engine.offload_states()
+        with pytest.raises(AttributeError, match=r"zero: engine\.gathered"):
+            hoist.torch.zero.Init  # noqa: B018
+        assert not hasattr(engine, "deepspeed_io") and not hasattr(hoist.torch, "other")
+        engine.destroy()
+
+
 def test_a_last_step_of_fewer_micro_batches(settings):
     """As DeepSpeed does: the boundary is where the program says, and the loss is divided by the configured number."""
     torch.manual_seed(0)

@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # PyTorch's OpenMP threads would spin while they wait, and keep those that update and move data from running. They read
 # this when they are loaded, so it helps whoever imports hoist.torch before torch; others are told by wrap().
@@ -38,7 +39,32 @@ from hoist.torch.units import units_of
 
 ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 
-__all__ = ["Engine", "Estimate", "Optimizer", "estimate", "initialize", "load_config", "units_of", "wrap"]
+__all__ = ["Engine", "Estimate", "Optimizer", "add_config_arguments", "estimate", "initialize", "load_config", "units_of", "wrap"]
+
+
+# What the package deepspeed has besides, and what a program does here.
+_ELSEWHERE = {
+    "zero": "engine.gathered(names, modify=True) replaces zero.GatheredParameters. A model that zero.Init would divide is built "
+            "under torch.device('meta'), and wrap(..., weights=DIR) or wrap(..., initialize=...) gives it values",
+    "init_distributed": "initialize() joins the ranks that torchrun started, and torch.distributed.init_process_group() does so "
+                        "earlier",
+    "comm": "torch.distributed has these functions",
+    "init_inference": "call the wrapped model under torch.no_grad()",
+}
+
+if not TYPE_CHECKING:  # else every name would be known to type checkers
+    def __getattr__(name):
+        if name in _ELSEWHERE:
+            raise AttributeError(f"hoist.torch has no {name}: {_ELSEWHERE[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The arguments that DeepSpeed adds to a program's: --deepspeed, which has no effect, and --deepspeed_config FILE."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="no effect: hoist.torch.initialize is called")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration of hoist.torch.initialize(args=...)")
+    return parser
 
 
 def load_config(config: ConfigSource, *, trains: bool = True) -> _hoist.Config:

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
 
 from hoist import _hoist
 from hoist.torch import checkpoints
@@ -14,6 +18,19 @@ if TYPE_CHECKING:
     from hoist.torch.engine import Engine
     from hoist.torch.optimizer import Optimizer
     from hoist.torch.passes import Passes
+
+
+# What DeepSpeed's engine has besides, and what a program does here.
+ELSEWHERE = {
+    "set_gradient_accumulation_steps": "gradient_accumulation_steps of the configuration is settled when the engine is made",
+    "set_train_batch_size": "train_batch_size of the configuration is settled when the engine is made",
+    "set_train_micro_batch_size": "train_micro_batch_size_per_gpu of the configuration is settled when the engine is made",
+    "deepspeed_io": "initialize(training_data=...) returns a loader, and torch.utils.data.DataLoader makes others",
+    "offload_states": "engine.sleep() gives all memory back",
+    "reload_states": "engine.wake() takes memory again after engine.sleep()",
+    "allreduce_gradients": "gradients of all ranks are averaged in the backward pass",
+    "load_universal_checkpoint": "initialize(..., deepspeed=DIR) begins with a universal checkpoint",
+}
 
 
 class DeepSpeedNames:
@@ -79,6 +96,63 @@ class DeepSpeedNames:
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
         return self._training.train_micro_batch_size_per_gpu
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def zero_optimization_stage(self) -> int:
+        stage: Any = self.config.setting("zero_optimization.stage")
+        return 3 if stage is None else stage
+
+    @property
+    def local_rank(self) -> int:
+        """Of this process on its machine, as torchrun says."""
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def global_rank(self) -> int:
+        """In the job."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Without effect: the engine counts the micro-batches of a step itself."""
+        return contextlib.nullcontext()
+
+    def empty_partition_cache(self) -> None:
+        """Without effect: weights leave the device between their uses."""
+
+    def destroy(self) -> None:
+        cast("Engine", self).close()
+
+    def module_state_dict(self) -> dict[str, torch.Tensor]:
+        return cast("Engine", self).state_dict()
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+        """[C] As export() in the weights' type: writes model.safetensors, or shards and an index."""
+        if save_filename != "model.safetensors":
+            raise _hoist.UsageError(f"save_16bit_model() writes model.safetensors, not {save_filename}: leave the name out")
+        engine = cast("Engine", self)
+        _, _, dtype = next(engine._parameters.shapes())
+        engine.export(save_dir, dtype)
+        return True
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches, as DeepSpeed counts them: each when its step() has been called."""
+        passes = self._passes
+        waits = passes.micro_batch > 0 and not passes._step_was_called
+        return self.global_steps * passes.micro_batches + passes.micro_batch - waits
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * (self.train_batch_size() or 0)
 
     @property
     def global_steps(self) -> int:

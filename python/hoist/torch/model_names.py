@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
+from hoist.torch.deepspeed_names import ELSEWHERE
 
 _Self = TypeVar("_Self", bound="StandsForModel")
 
@@ -26,7 +27,10 @@ class StandsForModel:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.__dict__["module"], name)
+        module = self.__dict__["module"]
+        if name in ELSEWHERE and not hasattr(module, name):
+            raise AttributeError(f"hoist's engine has no {name}(): {ELSEWHERE[name]}")
+        return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What the model has and the engine has not is set in the model, as it is read from there."""
