@@ -245,6 +245,9 @@ class Offloaded:
             raise _hoist.UsageError(f"'{name}' is a {type(parameter.data).__name__}: plain tensors are trained here")
         if parameter.dtype not in DTYPES:
             raise _hoist.UsageError(f"'{name}' is {parameter.dtype}; float32, bfloat16 and float16 are trained here")
+        if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+            raise _hoist.UsageError(f"'{name}' is in another order in memory than its indices (channels_last, or transposed): "
+                                    "call contiguous() on its data. Offloaded states take contiguous parameters")
         if not parameter.is_contiguous():
             raise _hoist.UsageError(f"'{name}' is not dense: its elements do not stand one after the other. Call contiguous() on "
                                     "its data")

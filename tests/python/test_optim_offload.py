@@ -656,7 +656,8 @@ def test_arguments_that_do_not_go_together_are_refused(arguments, match):
 def test_parameters_that_cannot_be_trained_are_refused():
     for parameter, match in [
         (nn.Parameter(torch.ones(3, dtype=torch.float64)), "float64"),
-        (nn.Parameter(torch.ones(4, 3).t()), "not dense"),
+        (nn.Parameter(torch.ones(4, 6)[:, ::2]), "not dense"),
+        (nn.Parameter(torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)), "in another order.*channels_last"),
         (nn.Parameter(torch.ones(3, device="meta")), "on meta"),
         (nn.Parameter(torch.ones(3), requires_grad=False), "nothing to optimize"),
     ]:
