@@ -374,6 +374,27 @@ def test_a_schedule_that_the_program_steps_raises_no_false_warning(wrapped):
         assert engine.optimizer.param_groups[0]["lr"] == RATE / 4
 
 
+def test_a_schedule_of_the_optimizer_that_was_taken_over_raises_no_false_warning(settings):
+    model = model_of()
+    client = reference_of(model)
+    schedule = lr_scheduler.StepLR(client, 1, 0.5)
+    config = settings(hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+    with hoist.torch.initialize(model=model, optimizer=client, config=config)[0] as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(engine, 1)
+        schedule.step()
+        assert engine.get_lr() == [RATE / 2]
+
+
+def test_a_schedule_that_needs_metrics_is_refused_before_the_step(wrapped):
+    with wrapped() as engine:
+        engine.lr_scheduler = lr_scheduler.ReduceLROnPlateau(engine.optimizer)
+        with pytest.raises(hoist.UsageError, match=r'step\(\) of ReduceLROnPlateau needs more.*lr_kwargs=\{"metrics"'):
+            run(engine, 1)
+        assert engine.step_count == 0
+        assert engine.step(lr_kwargs={"metrics": 1.0}).applied and engine.step_count == 1
+
+
 # --- the optimizer's state -------------------------------------------------------------------------------------------
 
 

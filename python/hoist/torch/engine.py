@@ -293,6 +293,9 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._step_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
+        if not lr_kwargs and program_state.needs_arguments(self._lr_scheduler):
+            raise _hoist.UsageError(f"the step() of {type(self._lr_scheduler).__name__} needs more than the step, such as its "
+                                    'metrics: call engine.step(lr_kwargs={"metrics": ...})')
         report = self.optimizer.update()
         if report.applied and self._lr_scheduler is not None:
             driven = getattr(self._lr_scheduler, "optimizer", None)
@@ -311,7 +314,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
         self._passes.forget()
         self._last_step = self.step_count
-        self.optimizer._opt_called = True
+        self.optimizer.note_step()
         self._last_report = report
         self._step_applied = report.applied
         if not report.applied:

@@ -89,6 +89,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, param_groups: list[dict[str, Any]]):
         self._engine = engine
         self._is_made = False
+        self._client: Any = None  # of adopt()
         self._opt_called = False  # PyTorch's: whether a step was made, which its schedulers want to see before theirs
         super().__init__(param_groups, {})
         self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
@@ -109,6 +110,7 @@ class Optimizer(torch.optim.Optimizer):
             if "initial_lr" in mine:  # a run goes on, and this is the rate that it had come to
                 theirs.setdefault("initial_lr", mine["initial_lr"])
                 theirs["lr"] = mine["lr"]
+        self._client = client
         self.param_groups = client.param_groups
         self._settled = [settled_of(group) for group in client.param_groups]
         if client.state:
@@ -156,6 +158,12 @@ class Optimizer(torch.optim.Optimizer):
             self._rates = list(self._engine.get_lr())
             for group, rate in zip(self.param_groups, self._rates, strict=True):
                 group["lr"] = rate
+
+    def note_step(self) -> None:
+        """For schedules of the program's, which warn if no step was made before theirs."""
+        self._opt_called = True
+        if self._client is not None:
+            self._client._opt_called = True
 
     def push_rates(self) -> None:
         for index, group in enumerate(self.param_groups):

@@ -90,8 +90,7 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
     for group, rate in zip(param_groups, saved["rates"], strict=True):
         group["lr"] = rate
     if saved.get("schedule_lags", True):
-        given = inspect.signature(scheduler.step).parameters.values()
-        if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given):
+        if needs_arguments(scheduler):
             _log.warning("%s had not been told of the step that the run goes on from, and needs more than that step to be told "
                          "(its metrics): call its step() once, if the program did so after each step", type(scheduler).__name__)
             return
@@ -99,6 +98,14 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
         if driven is not None:
             driven._opt_called = True
         scheduler.step()
+
+
+def needs_arguments(scheduler: Any) -> bool:
+    """Whether its step() cannot be called without arguments, as PyTorch's ReduceLROnPlateau."""
+    if scheduler is None:
+        return False
+    given = inspect.signature(scheduler.step).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)
 
 
 def fill_buffers(saved: dict[str, list[Any]], model: nn.Module, device: torch.device) -> None:
