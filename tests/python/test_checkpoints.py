@@ -311,6 +311,13 @@ def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
     assert engine.load_checkpoint(tmp_path / "c", tag="b")[0] is not None
     assert engine.step_count == 2
     engine.close()
+    other = settings()
+    for part in ("offload_param", "offload_optimizer"):
+        other["zero_optimization"][part]["nvme_path"] = str(tmp_path / "other")
+    engine, *_ = initialize(other)
+    with pytest.raises(hoist.StoreError, match=r"other/hoist keeps no step 'a': a run begins there\. The model"):
+        engine.load_checkpoint(tmp_path / "c")
+    engine.close()
 
 
 def test_without_room_for_kept_steps_saving_is_refused(settings, tmp_path):

@@ -140,6 +140,10 @@ def refuse_unknown(engine: Engine, name: str) -> None:
 
 
 def _step_of(engine: Engine, known: dict[str, int], name: str) -> int:
+    if name not in known and engine._unit_manager.is_alive and engine.step_count == 0:
+        raise _hoist.StoreError(
+            f"{engine.config.store_directory or 'this run'} keeps no step '{name}': a run begins there. The model is in the "
+            "store of the run that saved it: name that directory in nvme_path, or copy the store with `hoist copy`")
     if name not in known:
         others = ", ".join(f"'{other}' (step {step})" for other, step in known.items()) or "none"
         raise _hoist.StoreError(
