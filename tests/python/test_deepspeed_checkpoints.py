@@ -511,13 +511,15 @@ def test_a_rate_of_two_groups_for_one(checkpoints, spoil, tmp_path, caplog):
     assert "learning rate" in refusal(path)
 
 
-def test_rates_of_a_configuration_s_schedule_begin_with_the_configuration(checkpoints, tmp_path):
+def test_rates_of_a_configuration_s_schedule_begin_with_the_configuration(checkpoints, tmp_path, caplog):
     """The first commit has the base rates, as the commits after it, and its export has the rate of the next step."""
     cell = "zero3-bf16"
     wrap(cell, tmp_path / "store", deepspeed=checkpoints / cell).close()
     back = hoist.torch.deepspeed.open(hoist.torch.deepspeed.export(tmp_path / "store", tmp_path / "out", config_of(cell)))
     there = hoist.torch.deepspeed.open(checkpoints / cell)
     assert [group["lr"] for group in back.groups] == pytest.approx([group["lr"] for group in there.groups])
+    wrap(cell, tmp_path / "again", deepspeed=back).close()
+    assert "section `scheduler`" not in caplog.text  # it had one before and after
 
 
 def test_an_optimizer_of_the_program_s_takes_the_rates(checkpoints, tmp_path):

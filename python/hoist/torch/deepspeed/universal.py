@@ -215,6 +215,7 @@ class _Export:
         schedule = from_json(self._program.get("scheduler")) or None
         if self._config.has_schedule:
             schedule = {"last_batch_iteration": self._stored.step - 1}
+        section = {"scheduler": {"type": self._config.setting("scheduler.type")}} if self._config.has_schedule else {}
         program: dict[str, Any] = from_json(self._program.get("program")) or {}
         if taken := sorted(program.keys() & OWN_KEYS):
             _log.warning("%s", shown(f"the export leaves out {taken} of engine.state: DeepSpeed itself writes such entries"))
@@ -224,6 +225,6 @@ class _Export:
             "frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None, "lr_scheduler": schedule,
             "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": set(),
             "skipped_steps": self._global_steps - self._stored.step, "global_steps": self._global_steps,
-            "dp_world_size": 1, "mp_world_size": 1, "ds_config": {}, "ds_version": _DEEPSPEED_VERSION,
+            "dp_world_size": 1, "mp_world_size": 1, "ds_config": section, "ds_version": _DEEPSPEED_VERSION,
             "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
         }
