@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hoist
+import hoist.optim
 import hoist.torch
 from models import Gpt, batches, loss_of
 
@@ -280,9 +281,11 @@ def test_what_has_another_meaning_is_refused(settings):
         hoist.torch.initialize(config=settings())
     with pytest.raises(hoist.UsageError, match="config"):
         hoist.torch.initialize(model=Gpt())
-    with pytest.raises(hoist.UsageError, match="RMSprop"):
-        model = Gpt()
-        hoist.torch.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=settings())
+    model = Gpt()
+    for optimizer, name in ((torch.optim.RMSprop, "torch.optim.rmsprop.RMSprop is"), (
+            hoist.optim.Lion, "hoist.optim.Lion is .*loops without an engine: pass torch.optim's")):
+        with pytest.raises(hoist.UsageError, match=name):
+            hoist.torch.initialize(model=model, optimizer=optimizer(model.parameters()), config=settings())
     with pytest.raises(hoist.UsageError, match="mpu"):
         hoist.torch.initialize(model=Gpt(), config=settings(), mpu=object())
     with pytest.raises(hoist.UsageError, match="compiled before it was wrapped"):

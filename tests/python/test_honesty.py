@@ -217,14 +217,16 @@ def test_what_is_wrapped_is_not_wrapped_again(settings):
     model = Stack("tensor", layers=2)
     with hoist.torch.wrap(model, settings()) as engine:
         for again in (model, model.head):
-            with pytest.raises(hoist.UsageError, match="belongs to an engine already"):
+            with pytest.raises(hoist.UsageError, match="belongs to an engine already: close.* hoist_options="):
                 hoist.torch.wrap(again, settings())
+            assert hoist.torch.engine_of(again) is engine
         with pytest.raises(hoist.UsageError, match="not a Engine"):
             hoist.torch.wrap(engine, settings())
         with pytest.raises(hoist.UsageError, match="initialize"):
             hoist.torch.wrap(nn.Linear(2, 2), settings(), optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
         train(engine, plain=True)  # and nothing has happened to the first one
         digest = engine.digest()
+    assert hoist.torch.engine_of(model) is None
     with hoist.torch.wrap(model, settings(), resume=True) as engine:
         assert engine.digest() == digest
 

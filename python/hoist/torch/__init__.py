@@ -36,10 +36,12 @@ from hoist.torch.estimates import Estimate, estimate_units, model_of
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule, without_names
 from hoist.torch.units import units_of
+from hoist.torch.wrapped import engine_of
 
 ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 
-__all__ = ["Engine", "Estimate", "Optimizer", "add_config_arguments", "estimate", "initialize", "load_config", "units_of", "wrap"]
+__all__ = ["Engine", "Estimate", "Optimizer", "add_config_arguments", "engine_of", "estimate",
+           "initialize", "load_config", "units_of", "wrap"]
 
 
 # What the package deepspeed has besides, and what a program does here.
@@ -242,8 +244,10 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
                                         f"would not be called: hoist updates by the formula of {kind}. Pass a torch.optim.{kind} "
                                         "with the same groups, if that formula is meant")
             return kind
-    raise _hoist.UsageError(f"{type(optimizer).__name__} cannot be offloaded here: pass torch.optim's AdamW, Adam, "
-                            "Adagrad or SGD, or name an optimizer in the configuration")
+    own = type(optimizer).__module__ == "hoist.optim"
+    raise _hoist.UsageError(f"{type(optimizer).__module__}.{type(optimizer).__name__} is not taken over here" +
+                            (", since hoist.optim is for loops without an engine" if own else "") + ": pass torch.optim's AdamW, "
+                            "Adam, Adagrad or SGD; or pass no optimizer, and name one in the configuration")
 
 
 class ShuffledShare(torch.utils.data.DistributedSampler[Any]):

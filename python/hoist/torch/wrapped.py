@@ -26,8 +26,9 @@ _SHARDING = ("FullyShardedDataParallel", "FSDPModule")
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
-def _open_engine_of(module: nn.Module) -> Engine | None:
-    engine = _engine_of.get(module, lambda: None)()
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that a model, or a module of it, belongs to; None if there is none, or it was closed."""
+    engine = _engine_of.get(model, lambda: None)()
     return engine if engine is not None and engine._unit_manager.is_open else None
 
 
@@ -45,9 +46,10 @@ def refuse_model(model: object) -> None:
         if any(kind.__name__ in _SHARDING and kind.__module__.startswith("torch.distributed.") for kind in type(module).__mro__):
             raise _hoist.UsageError(f"module '{name or type(module).__name__}' is divided by FSDP: hoist divides the state among "
                                     "the ranks itself. Wrap the model without FSDP")
-        if _open_engine_of(module) is not None:
-            raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it "
-                                    "first, and give the next one values (resume=True, or weights=...)")
+        if engine_of(module) is not None:
+            raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() that one "
+                                    "first (hoist.torch.engine_of(model), or trainer.engine), and give the next one values: "
+                                    "resume=True or weights=DIR, for a Trainer hoist_options={\"weights\": DIR}")
 
 
 def keep_hooks(of: nn.Module | nn.Parameter, *handles: RemovableHandle) -> None:
@@ -77,7 +79,7 @@ def claim(model: nn.Module, engine: Engine) -> None:
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
     """The engine has the gradients that the program means to drop."""
-    engine = _open_engine_of(module)
+    engine = engine_of(module)
     if engine is not None:
         engine.zero_grad()
     type(module).zero_grad(module, set_to_none)
@@ -86,7 +88,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 @functools.cache  # once in a process
 def _watch_additions() -> None:
     def added(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
-        engine = _open_engine_of(module)
+        engine = engine_of(module)
         if engine is not None:
             engine._parameters.refuse_addition(module, name, value)
 
@@ -104,7 +106,7 @@ def generate_together(model: nn.Module) -> None:
 
 
 def _generate_together(module: nn.Module, *args: Any, **settings: Any) -> Any:
-    engine = _open_engine_of(module)
+    engine = engine_of(module)
     if engine is not None and not engine._passes.gathers:  # inside of gathered(), one rank may generate alone
         settings["synced_gpus"] = True
     generate: Any = getattr(type(module), "generate")  # noqa: B009 - Module has none
