@@ -593,7 +593,8 @@ class Engine(StandsForModel, DeepSpeedNames):
             settle()
 
     def close(self) -> None:
-        """Commits the last step and gives everything back. The module's parameters stay, without values.
+        """Completes the commit of the last step, if it has one, and gives everything back. With "durability": {"every": N} a step
+        in between has none: save() makes one. The module's parameters stay, without values.
 
         On several ranks, after a pass that an exception ended: the others, who may wait in it, stop with a CommError. In a
         process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
