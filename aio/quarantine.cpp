@@ -16,11 +16,11 @@ void quarantine(const void* lost) {
 
 namespace {
 
-std::atomic<bool> given_up{false};
+std::atomic<unsigned> given_up{0};
 
 }  // namespace
 
-void note_given_up() noexcept { given_up.store(true, std::memory_order_relaxed); }
-bool a_drive_was_given_up() noexcept { return given_up.load(std::memory_order_relaxed); }
+void note_given_up() noexcept { given_up.fetch_add(1, std::memory_order_relaxed); }
+unsigned drives_given_up() noexcept { return given_up.load(std::memory_order_relaxed); }
 
 }  // namespace hoist::aio

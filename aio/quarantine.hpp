@@ -10,8 +10,9 @@ namespace hoist::aio {
 
 void quarantine(const void* lost);
 
-// Whether a queue of this process has given up its drive.
+// The times that queues of this process have given up their drives.
 void note_given_up() noexcept;
-bool a_drive_was_given_up() noexcept;
+unsigned drives_given_up() noexcept;
+inline bool a_drive_was_given_up() noexcept { return drives_given_up() > 0; }
 
 }  // namespace hoist::aio

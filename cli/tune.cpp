@@ -203,7 +203,8 @@ void warn_if_refused(TuneReport& report, const std::string& text, const std::str
   }
 }
 
-// Where the settings were written; empty: nowhere. Reads the configuration anew: it may have been edited meanwhile.
+// Writes the settings and returns the path; empty if none was named. Reads the configuration anew: it may have been
+// edited meanwhile.
 std::string write_settings(const TuneArguments& arguments, TuneReport& report) {
   const std::string target = arguments.out.empty() ? arguments.merge : arguments.out;
   if (target.empty()) return target;

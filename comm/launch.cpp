@@ -91,7 +91,8 @@ std::optional<Launch> by_torchrun(const Environment& environment) {
                 .local_size = local_size(environment("LOCAL_WORLD_SIZE"), *size),
                 .master_address = {}};
   if (const char* const address = environment("MASTER_ADDR")) launch.master_address = address;
-  // Kubernetes gives MASTER_PORT another meaning where a service is called "master": only who joins needs a port.
+  // Kubernetes gives MASTER_PORT another meaning where a service is called "master": only a process that
+  // joins needs a port.
   constexpr int kPortMax = 65535;
   if (const char* const port = environment("MASTER_PORT"))
     launch.master_port = number(port).value_or(0) <= kPortMax ? number(port).value_or(0) : 0;

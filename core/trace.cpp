@@ -141,6 +141,9 @@ void Trace::write(const std::string& path, const std::string& process) const {
   } catch (const std::system_error& error) {  // fmt's
     errno = error.code().value();
     fail("write");
+  } catch (...) {
+    if (partial != path) ::unlink(partial.c_str());
+    throw;
   }
   if (std::fflush(file.get()) != 0) fail("write");
   if (partial != path && std::rename(partial.c_str(), path.c_str()) != 0) fail("rename");

@@ -209,7 +209,7 @@ Machine this_machine(const RuntimeOptions& options) {
   comm::Launch launch;
   try {
     launch = comm::launch_of_process();
-  } catch (const CommError&) {  // a launch that cannot be joined, which a runtime that would join it says
+  } catch (const CommError&) {  // The launch is invalid. A runtime that joins it reports that.
   }
   Machine machine{.host = mappable_twice(platform::host_memory()),
                   .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,

@@ -54,8 +54,8 @@ std::unique_ptr<comm::Communicator> join_torchrun(const RuntimeOptions& options,
   }
   if (launch.master_address.empty() || launch.master_port == 0)
     throw CommError(
-        "RANK and WORLD_SIZE are in the environment, but not MASTER_ADDR and, from 1 to 65535, MASTER_PORT: start with "
-        "torchrun");
+        "RANK and WORLD_SIZE are in the environment, but MASTER_ADDR is missing or MASTER_PORT is not a port from 1 to "
+        "65535: start with torchrun");
   // torchrun's own store listens on MASTER_PORT.
   return comm::make_nccl_at(fmt::format("{}:{}", launch.master_address, launch.master_port + 1), launch.rank,
                             launch.size, comm);

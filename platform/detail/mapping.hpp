@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // platform/detail/mapping.hpp - anonymous memory from the kernel, on the largest available pages.
 //
-// Memory     Mapped and bound at construction, and touched there or by commit_up_to(); unmapped at destruction. A forked
-//            process does not have the mapping, and there the destructor does nothing.
+// Memory     Mapped and bound at construction, and touched there or by commit_up_to(); unmapped at destruction. A
+//            forked process does not have the mapping, and there the destructor does nothing.
 // Errors     BudgetError if the machine lacks the memory; a NUMA node that does not exist is a warning.
 #pragma once
 

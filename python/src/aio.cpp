@@ -128,7 +128,7 @@ class OpenFile {
 };
 
 // The files that are being written. Writes to one file that are under way at the same time may share sectors, so they
-// go through one OpenFile, which is the one of the engine that began.
+// go through one OpenFile: that of the engine whose write began first, so through its queue.
 class WrittenFiles {
  public:
   // Makes the file if it does not exist.

@@ -101,8 +101,8 @@ def test_a_write_that_fails_beside_another_leaves_the_others_length(tmp_path):
 
 def test_a_read_into_memory_that_is_not_dense_is_refused(tmp_path):
     engine = hoist._hoist.AioEngine()
-    engine.write(torch.ones(100), str(tmp_path / "t")).wait()
-    target = torch.zeros(100, 2)[:, 0]
+    engine.write(torch.ones(100, device="cpu"), str(tmp_path / "t")).wait()
+    target = torch.zeros(100, 2, device="cpu")[:, 0]
     with pytest.raises(TypeError):
         engine.read(target, str(tmp_path / "t"))
 

@@ -249,6 +249,29 @@ TEST_P(ReshardTest, MoreRoomIsMadeOnDrivesOfTheRanksOwn) {
   }
 }
 
+// Each host has the other rank's drive: the store is whole, so nothing older is continued and nothing is removed.
+TEST_P(ReshardTest, HostsThatWereSwappedLoseNothing) {
+  own_drives_ = true;
+  setup_.engine.keep_steps = 0;
+  begin_with(2, 2);
+  setup_.engine.keep_steps = 2;
+  setup_.engine.mirror.directory = directory_ / "mirror";
+  continue_with(2, 3);
+  continue_with(2, 4);
+  const auto swap = [&] {
+    std::filesystem::rename(directory_of(0), directory_ / "aside");
+    std::filesystem::rename(directory_of(1), directory_of(0));
+    std::filesystem::rename(directory_ / "aside", directory_of(1));
+  };
+  swap();
+  on_engines(2, [](int, ToyModel& model) { EXPECT_THROW(model.restore(), Error); });
+  on_engines(2, [](int, ToyModel& model) {
+    EXPECT_THROW(model.begin({.masters = model.fill(), .step = 1}), Error) << "as a run that took its state elsewhere";
+  });
+  swap();
+  continue_with(2, 5);
+}
+
 TEST_P(ReshardTest, RefusalsSayWhatToDo) {
   begin_with(2, 2);
   const auto refusal = [&](int ranks, const std::function<void(ToyModel&)>& act) {

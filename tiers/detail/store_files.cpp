@@ -569,7 +569,8 @@ std::vector<std::string> Creation::keep() {
   for (std::string path = std::filesystem::absolute(paths_.directory), parent; path != "/"; path = parent) {
     parent = parent_of(path);
     const bool made = std::ssize(to_flush) <= made_last;
-    if (!made && (device(parent) != device(path) || ::access(parent.c_str(), R_OK) != 0)) break;
+    const bool can_be_flushed = Descriptor(::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)).number >= 0;
+    if (!made && (device(parent) != device(path) || !can_be_flushed)) break;
     to_flush.push_back(parent);
   }
   return to_flush;

@@ -150,11 +150,18 @@ bool are_further(std::span<const CommitHeader> commits, std::size_t kept_count, 
          (!took_over && !commits.empty() && commits.front().step > 0);
 }
 
+bool is_further(const tiers::Store::Found& found, bool took_over) {
+  const bool unreadable = found.exists && !found.identity;
+  return unreadable || !found.abandoned.empty() || are_further(found.commits, found.checkpoints.size(), took_over);
+}
+
 RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t places, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
-  const bool unreadable = own.exists && !own.identity;
-  const bool came_further =
-      unreadable || !own.abandoned.empty() || are_further(own.commits, own.checkpoints.size(), took_over);
+  bool came_further = is_further(own, took_over);
+  if (!own.exists) {  // other ranks' files may be here: the hosts were swapped
+    for (const int other : tiers::Store::ranks_in(directory))
+      came_further = came_further || is_further(tiers::Store::look(directory, other), took_over);
+  }
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
           .checkpoints = std::move(own.checkpoints),

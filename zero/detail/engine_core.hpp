@@ -55,8 +55,8 @@ class EngineCore : public EngineParts {
   std::optional<RestoreReport> restored;
 
  private:
-  // Collectives run on threads of each engine, in the order of its calls. Those of two engines would mix in another
-  // order on each rank, so this one's begin when the others' have ended. Errors: UsageError while another has a pass.
+  // Collectives of the data plane run on a thread of each engine. Those of two engines would mix in another order on
+  // each rank, so this engine waits until the other's have ended. Errors: UsageError while the other has a pass.
   void take_turn(const char* call);
   // Runs what makes the engine; when it throws, the other ranks are told of an error that they may not have.
   template <typename Call>

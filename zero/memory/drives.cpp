@@ -66,10 +66,12 @@ Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memo
     engines_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
 }
 
-// A drive that stopped answering may still write to memory that it was given. Its engine may notice while it ends.
+// A drive that stopped answering may still write to memory that it was given. Its queue may notice while it ends.
 Drives::~Drives() {
+  const bool gave_up = std::ranges::any_of(engines_, [](const auto& engine) { return engine->gave_up(); });
+  const unsigned given_up_before = aio::drives_given_up();
   engines_.clear();
-  if (aio::a_drive_was_given_up()) memory_.quarantine();
+  if (gave_up || aio::drives_given_up() != given_up_before) memory_.quarantine();
 }
 
 std::vector<aio::DriveQueue*> Drives::engines() const {

@@ -2,7 +2,7 @@
 // zero/memory/drives.hpp - the drives of a store: one aio engine, so one thread and one queue, for each directory.
 //
 // Threading  Constant after construction; stats from any thread.
-// Memory     The engines borrow the pinned memory, which must outlive this. It is quarantined if a drive of the process was given up.
+// Memory     The engines borrow the pinned memory, which must outlive this. It is quarantined if a drive gave up.
 // Errors     As aio::DriveQueue; IoError from measuring.
 #pragma once
 

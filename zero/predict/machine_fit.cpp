@@ -69,15 +69,17 @@ std::vector<FileSystem> file_systems(const std::vector<std::string>& directories
   return all;
 }
 
-// What a store of `bytes` needs of each file system. Each directory counts alike: their shares by measured speed are
-// known only to a store that exists.
+// What a store of `bytes` needs of each file system, beside what it has. A new store gives drives shares by their
+// measured speed; here each directory counts alike.
 void add_drives(const EngineOptions& engine, std::uint64_t bytes, MachineFit& fit) {
   const std::vector<std::string> directories = engine.drive_directories();
-  for (const FileSystem& files : file_systems(directories)) {
-    const std::uint64_t share = divide_up(bytes, directories.size()) * files.directory_count;
-    if (share <= files.reserved_bytes) continue;
-    const std::uint64_t needed = share - files.reserved_bytes;
-    fit.memories.push_back({"NVMe at " + files.directory, needed, needed, files.free_bytes, kDriveRemedy});
+  const std::vector<FileSystem> all = file_systems(directories);
+  std::uint64_t reserved = 0;
+  for (const FileSystem& files : all) reserved += files.reserved_bytes;
+  if (reserved >= bytes) return;
+  for (const FileSystem& files : all) {
+    const std::uint64_t share = divide_up(bytes - reserved, directories.size()) * files.directory_count;
+    fit.memories.push_back({"NVMe at " + files.directory, share, share, files.free_bytes, kDriveRemedy});
   }
 }
 
