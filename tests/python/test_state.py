@@ -260,6 +260,20 @@ def test_a_model_on_the_meta_device_is_initialized_one_unit_at_a_time(settings, 
         assert_same(engine.state_dict(), first)
 
 
+def test_another_optimizer_or_type_than_the_stored_run_s_is_named(settings):
+    hoist.torch.wrap(make(), settings()).close()
+    frozen = make()
+    frozen.norm.bias.requires_grad_(False)
+    lion = {"type": "Lion", "params": {"lr": 1e-3}}
+    for model, changes, text in (
+            (make(), {"optimizer": lion}, r"was trained by AdamW or Adam, and this program asks for Lion \('token.weight'\)"),
+            (make(), {"bf16": {"enabled": True}}, "holds 'token.weight' in fp32, and this program has it in bf16"),
+            (frozen, {}, "holds 'norm.bias' with optimizer state, and this program has frozen it"),
+            (make(width=16), {}, r"holds another model: line 1: stored: 'token \|")):
+        with pytest.raises(hoist.StoreError, match=text):
+            hoist.torch.wrap(model, settings(**changes), resume=True)
+
+
 def test_weights_of_another_model_are_refused(settings, tmp_path):
     with hoist.torch.wrap(make(), settings()) as engine:
         engine.export(str(tmp_path / "weights"))

@@ -5,7 +5,6 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/core/first_difference.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store_format.hpp>
@@ -155,8 +154,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
   ranks.all_together("open the store it goes on from", [&] {
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())
-      throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
-                                   first_difference(layout, table.identity(), "stored", "yours")));
+      throw StoreError(fmt::format("the store in {} {}", directory, table.difference_from(layout)));
     StoredModelOptions which{.step = chosen.step,
                              .revision = static_cast<std::uint32_t>(chosen.revision),
                              .from = from,

@@ -116,6 +116,10 @@ void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::ui
   if (options.store_directory.empty()) return;
   drives = std::make_unique<Drives>(runtime.options(), options, *memory);
   if (use == StoreUse::open) {
+    const auto stored = tiers::Store::look(wanted.directory, runtime.rank()).identity;
+    if (stored && stored->world_size == wanted.identity.world_size && stored->layout != wanted.identity.layout)
+      throw StoreError(fmt::format("the store in {} {}; nothing was changed", wanted.directory,
+                                   table.difference_from(stored->layout)));
     store = tiers::Store::open(wanted, drives->engines());
     return make_spill();
   }

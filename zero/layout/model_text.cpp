@@ -9,6 +9,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/first_difference.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 
 namespace hoist::detail {
@@ -114,7 +115,66 @@ std::optional<Line> read_line(std::string_view text) {
   return line;
 }
 
+std::string_view trained_by(optim::OptimizerState state) {
+  switch (state) {
+    case optim::OptimizerState::none:
+      return "SGD";
+    case optim::OptimizerState::momentum:
+      return "SGD with momentum";
+    case optim::OptimizerState::lion:
+      return "Lion";
+    case optim::OptimizerState::adagrad:
+      return "Adagrad";
+    case optim::OptimizerState::adam:
+      return "AdamW or Adam";
+  }
+  return "";
+}
+
+std::string shown(const optim::StateForm& state) {
+  return fmt::format("{} with moments of {}{}", trained_by(state.state), moment_type_name(state.moments),
+                     state.remainder == RemainderType::int8 ? " and remainders of int8" : "");
+}
+
+// What differs of one parameter; nothing if it is another parameter.
+std::optional<std::string> difference_of(const Line& stored, const Line& mine) {
+  const ParameterSpec& a = stored.spec;
+  const ParameterSpec& b = mine.spec;
+  if (stored.unit != mine.unit || a.name != b.name || a.shape != b.shape) return std::nullopt;
+  if (a.dtype != b.dtype)
+    return fmt::format("holds '{}' in {}, and this program has it in {}", a.name, dtype_name(a.dtype),
+                       dtype_name(b.dtype));
+  if (a.trainable != b.trainable)
+    return fmt::format("holds '{}' {}, and this program {}", a.name, a.trainable ? "with optimizer state" : "frozen",
+                       b.trainable ? "trains it" : "has frozen it");
+  if (stored.state.state != mine.state.state)
+    return fmt::format("was trained by {}, and this program asks for {} ('{}')", trained_by(stored.state.state),
+                       trained_by(mine.state.state), a.name);
+  if (stored.state != mine.state)
+    return fmt::format("was trained by {}, and this program asks for {} ('{}')", shown(stored.state), shown(mine.state),
+                       a.name);
+  return std::nullopt;
+}
+
 }  // namespace
+
+std::string UnitTable::difference_from(std::string_view stored) const {
+  const std::string text = identity();
+  std::string_view theirs = stored;
+  std::string_view ours = text;
+  while (!theirs.empty() && !ours.empty()) {
+    const std::string_view a = take_until(theirs, "\n");
+    const std::string_view b = take_until(ours, "\n");
+    if (a == b) continue;
+    const std::optional<Line> one = read_line(a);
+    const std::optional<Line> other = read_line(b);
+    if (one && other) {
+      if (const auto difference = difference_of(*one, *other)) return *difference;
+    }
+    break;
+  }
+  return "holds another model: " + first_difference(stored, text, "stored", "yours");
+}
 
 UnitTable UnitTable::from_identity(std::string_view text, int world_size, std::uint64_t elements_max) {
   const auto refuse = [](std::string_view line) {

@@ -132,6 +132,9 @@ class UnitTable {
 
   // The text by which a store recognises its model: one line per parameter.
   std::string identity() const;
+  // What a store whose text is `stored` has and this table has not, for an error: "was trained by Lion, and ...". Pre:
+  // the texts differ.
+  std::string difference_from(std::string_view stored) const;
   // The table such a text describes: same parameters, segments and records. The text does not say which groups the
   // segments of a unit had and what was tied; groups are numbered by segment instead.
   // Errors: StoreError when the text is none of ours, or describes more than `elements_max` elements: nothing is made
