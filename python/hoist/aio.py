@@ -11,8 +11,8 @@ through CPU memory of its size, in the order of the current stream. `aio_handle`
 class.
 
 Drives write whole blocks of 4096 bytes. A process orders its writes that share such a block, of whatever engine: those to a file
-that is being written go through the queue of the engine whose write began first. Several processes that write parts of one file at once must divide it at
-multiples of 4096.
+that is being written go through the queue of the engine whose write began first. Several processes that write parts of one file
+at once must divide it at multiples of 4096.
 """
 
 from __future__ import annotations

@@ -46,10 +46,9 @@ bool keeps_nothing(const std::vector<CommitHeader>& commits, const std::vector<C
 }
 
 // Whether what this rank sees of the store is whole and keeps no named checkpoint: of a store of as many ranks its own
-// part, which may have been removed already, else all of it.
+// part, else all of it.
 bool is_replaced(const std::string& directory, int rank, bool same_ranks) {
   if (same_ranks) {
-    if (tiers::Store::ranks_in(directory).empty()) return true;
     const tiers::Store::Found own = tiers::Store::look(directory, rank);
     return keeps_nothing(own.commits, own.checkpoints);
   }
