@@ -330,7 +330,7 @@ def _give_memory(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
     parameter: Any
     for name, parameter in module._parameters.items():
         if prefix + name in state and _is_in_files(parameter) and not parameter.initial_values.is_replaced(parameter):
-            parameter.data = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
+            parameter.data = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=parameter.device)
 
 
 def _resize_token_embeddings(model: Any, *positional: Any, **arguments: Any) -> Any:
@@ -338,7 +338,7 @@ def _resize_token_embeddings(model: Any, *positional: Any, **arguments: Any) -> 
     for module in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
         for parameter in module.parameters():
             if _is_in_files(parameter) and not parameter.initial_values.is_replaced(parameter):
-                parameter.data = parameter.initial_values().clone()
+                parameter.data = parameter.initial_values().clone().to(parameter.device)
     return type(model).resize_token_embeddings(model, *positional, **arguments)
 
 
