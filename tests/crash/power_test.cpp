@@ -186,6 +186,8 @@ TEST_P(PowerResharding, CutAtEveryOperation) {
 TEST_P(PowerResharding, WhenTheOldStoreGoesBeforeAllHaveCommittedTheJudgeObjects) {
   if (GetParam().cut_ranks == 1) GTEST_SKIP() << "there is one rank";
   if (GetParam().cut_ranks > 2) GTEST_SKIP() << "two ranks show it, and sooner";
+  // On NVMe, a rank has committed before it comes to the removal, which all ranks agree on.
+  if (GetParam().parameters == Placement::nvme && GetParam().groups == 1) GTEST_SKIP() << "the removal waits for all";
   EXPECT_NE(found({.no_first_barrier = true, .slow_manifest = true}), "");
 }
 
