@@ -136,8 +136,7 @@ bool Power::live(const std::shared_ptr<Faults>& faults, std::uint64_t count, con
       const SkippedAgreements::Skips own = [&] { return mutation.no_adopt_barrier && has_written_manifest; };
       const SkippedAgreements::Skips of_commits = [&] {
         ++agreements;
-        return mutation.no_barrier || (agreements == 1 && mutation.no_first_barrier) ||
-               (agreements > 1 && agreements % 2 == 1 && mutation.no_keep_barrier);
+        return mutation.no_barrier || (agreements > 1 && agreements % 2 == 1 && mutation.no_keep_barrier);
       };
       const auto skipping = [&](const Runtime::MakeCommunicator& join) -> Runtime::MakeCommunicator {
         if (!join) return {};

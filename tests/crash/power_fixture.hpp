@@ -58,11 +58,10 @@ class Power : public testing::TestWithParam<PowerSetup> {
     ForgetfulBackend::Drops drops{};
     LostNames::Forgets forgets{};
     bool no_barrier = false;        // commits are not agreed
-    bool no_first_barrier = false;  // the first one is not
     bool no_keep_barrier = false;   // what is kept is not
     bool no_adopt_barrier = false;  // from its first manifest on, a rank does without the others
     bool slow_manifest = false;     // rank 1, or with several groups the second one's first, is late with its manifest
-    bool makes_up_agreements() const { return no_barrier || no_first_barrier || no_keep_barrier || no_adopt_barrier; }
+    bool makes_up_agreements() const { return no_barrier || no_keep_barrier || no_adopt_barrier; }
   };
 
   void SetUp() override;

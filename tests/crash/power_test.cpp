@@ -183,14 +183,6 @@ TEST_P(PowerResharding, CutAtEveryOperation) {
   fmt::print("{} power cuts\n", cuts);
 }
 
-TEST_P(PowerResharding, WhenTheOldStoreGoesBeforeAllHaveCommittedTheJudgeObjects) {
-  if (GetParam().cut_ranks == 1) GTEST_SKIP() << "there is one rank";
-  if (GetParam().cut_ranks > 2) GTEST_SKIP() << "two ranks show it, and sooner";
-  // On NVMe, a rank has committed before it comes to the removal, which all ranks agree on.
-  if (GetParam().parameters == Placement::nvme && GetParam().groups == 1) GTEST_SKIP() << "the removal waits for all";
-  EXPECT_NE(found({.no_first_barrier = true, .slow_manifest = true}), "");
-}
-
 INSTANTIATE_TEST_SUITE_P(
     Changes, PowerResharding,
     testing::Values(PowerSetup{.ranks = 1, .cut_ranks = 2, .judge_ranks = 2},
