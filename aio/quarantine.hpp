@@ -10,7 +10,7 @@ namespace hoist::aio {
 
 void quarantine(const void* lost);
 
-// The times that queues of this process have given up their drives.
+// How often queues of this process have given up their drives.
 void note_given_up() noexcept;
 unsigned drives_given_up() noexcept;
 inline bool a_drive_was_given_up() noexcept { return drives_given_up() > 0; }

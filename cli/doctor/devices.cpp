@@ -136,18 +136,18 @@ Finding nccl(std::size_t card_count) {
 
 Finding mpi() {
   int launched = 0;
-  std::string odd_launch;
+  std::string launch_problem;
   try {
     launched = comm::mpi_size_of_launch();
   } catch (const CommError& error) {
-    odd_launch = error.what();
+    launch_problem = error.what();
   }
   const std::string launcher = measure::find_program("mpirun");
   Finding finding{.subject = "MPI",
                   .found = fmt::format("{}; {}", comm::have_mpi() ? "in this build" : "not in this build",
                                        launcher.empty() ? "no mpirun on the PATH" : launcher)};
   if (launched > 0) finding.found += fmt::format("; started as one of {} ranks", launched);
-  if (!odd_launch.empty()) finding.found += "; " + odd_launch;
+  if (!launch_problem.empty()) finding.found += "; " + launch_problem;
   finding.data = {{"built", comm::have_mpi()}, {"mpirun", launcher}, {"ranks_launched", launched}};
   if (comm::have_mpi() && !launcher.empty()) return finding;
   finding.verdict = launched > 1 && !comm::have_mpi() ? Verdict::missing : Verdict::lacking;

@@ -86,7 +86,6 @@ class Store::Impl {
     std::vector<std::uint32_t> extents;  // of all records
   };
 
-  // Draws a transfer from now until it ends.
   void commit_loop();
   // Everything that makes a job durable, in its order; then agrees, or says that it failed.
   void land(const Job& job);
