@@ -120,6 +120,7 @@ struct SlotCheck {
   State state = State::blank;
   SlotHeader header;    // when valid
   std::string problem;  // when damaged
+  friend bool operator==(const SlotCheck&, const SlotCheck&) = default;
 };
 // Pre: `slot` is slot_bytes() long.
 SlotCheck check_slot(std::span<const std::byte> slot, const Superblock& superblock);

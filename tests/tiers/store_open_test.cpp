@@ -5,8 +5,10 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <utility>
 #include <vector>
 
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,6 +23,19 @@
 #include <hoist/tests/tiers/store_open_fixture.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/tiers/store_format.hpp>
+
+namespace {
+std::function<void()> before_the_read;  // at this offset; once
+std::int64_t offset_of_the_read = 0;
+}  // namespace
+
+// The program's own definition comes before that of the C library.
+extern "C" ssize_t pread(int descriptor, void* target, size_t bytes, off_t offset) {
+  static auto* const next = reinterpret_cast<decltype(&pread)>(::dlsym(RTLD_NEXT, "pread"));
+  if (offset == offset_of_the_read)
+    if (const auto act = std::exchange(before_the_read, nullptr)) act();
+  return next(descriptor, target, bytes, offset);
+}
 
 namespace hoist::tiers::test::store_open_test {
 namespace {
@@ -231,6 +246,22 @@ TEST_F(StoreOpenTest, AManifestOfHolesIsRefused) {
   ASSERT_EQ(found.damage.size(), 1u);
   EXPECT_THAT(found.damage[0], HasSubstr("are on disk"));
   EXPECT_THAT(refusal_to_create(), HasSubstr("not overwritten"));
+}
+
+// While the first slot is read and before the second is, step 2 is committed and step 3 half written over step 1.
+TEST_F(StoreOpenTest, ALookBesideATrainingDoesNotMissItsNewestCommit) {
+  const auto store = create();
+  for (const std::uint64_t step : {0u, 1u}) run_step(*store, options_, step, all_records(options_));
+  const Superblock superblock = *detail::view_manifest(file("manifest")).superblock;
+  offset_of_the_read = static_cast<std::int64_t>(superblock.slot_offset(1));
+  before_the_read = [&] {
+    for (const std::uint64_t step : {2u, 3u}) run_step(*store, options_, step, all_records(options_));
+    poke(file("manifest"), superblock.slot_offset(1) + 8, std::array{std::byte{1}, std::byte{2}});
+  };
+  const auto found = Store::look(options_.directory, 0);
+  EXPECT_FALSE(before_the_read) << "nobody read the second slot";
+  ASSERT_FALSE(found.commits.empty());
+  EXPECT_EQ(found.commits.front().step, 2u);
 }
 
 TEST_F(StoreOpenTest, ATornFirstCommitIsReplacedButLostCommitsAreNot) {

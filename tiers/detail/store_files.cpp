@@ -175,10 +175,21 @@ ManifestView view_manifest(const std::string& path) {
     view.superblock.reset();
     return view;
   }
-  for (std::uint32_t slot = 0; slot < view.superblock->slot_count(); ++slot) {
+  const auto read_slot = [&](std::uint32_t slot) {
     auto image = read_at(file, path, view.superblock->slot_offset(slot), view.superblock->slot_bytes());
     image.resize(view.superblock->slot_bytes());
-    view.slots.push_back(check_slot(image, *view.superblock));
+    return check_slot(image, *view.superblock);
+  };
+  for (std::uint32_t slot = 0; slot < view.superblock->slot_count(); ++slot) view.slots.push_back(read_slot(slot));
+  // A training may have committed between the readings of its two slots, and be writing over the commit in the second:
+  // then only one that is long over would be seen. A slot that has not changed since before the other was read shows
+  // that both were there at one time.
+  constexpr std::uint32_t kReadingsMax = 100;
+  for (std::uint32_t reading = 0; reading < kReadingsMax && !view.slots.empty(); ++reading) {
+    SlotCheck& before = view.slots[reading % kSlotCount];
+    SlotCheck now = read_slot(reading % kSlotCount);
+    if (now == before) break;
+    before = std::move(now);
   }
   return view;
 }

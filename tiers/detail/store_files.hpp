@@ -50,6 +50,7 @@ struct ManifestView {
   // was ever touched, the commit in the first had been flushed.
   bool ever_committed() const;
 };
+// The slots of commits as they were at one time, also while a training goes on.
 ManifestView view_manifest(const std::string& path);
 
 CommitHeader commit_header(const SlotCheck& slot);
