@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """hoist.torch.estimate(): what an engine would take, without one."""
 
+import json
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -70,3 +75,23 @@ def test_leaves_the_length_of_the_run_to_the_trainer():
 def test_says_what_it_cannot_do():
     with pytest.raises(hoist.UsageError, match="no parameters"):
         hoist.torch.estimate(torch.nn.ReLU(), plain())
+
+
+def test_a_units_file_tells_the_command_the_same(settings, tmp_path):
+    command = pathlib.Path(sys.modules["hoist"].__file__).parents[2] / "bin" / "hoist"
+    if not command.exists():
+        pytest.skip("the command was not built")
+    model = Gpt()
+    model.blocks[0].requires_grad_(False)
+    (tmp_path / "config.json").write_text(json.dumps(settings()))
+    hoist.torch.write_units(model, tmp_path / "units.json", settings())
+    subprocess.run([command, "check", tmp_path / "config.json", "--units", tmp_path / "units.json", "--json",
+                    tmp_path / "found.json"], check=True)
+    found = json.loads((tmp_path / "found.json").read_text())["prediction"]
+    estimate = hoist.torch.estimate(model, settings())
+    assert (found["parameters"], found["pinned"]["bytes"]) == (estimate.parameters, estimate.pinned_bytes)
+
+
+def test_a_units_file_of_what_cannot_be_trained(tmp_path):
+    with pytest.raises(hoist.UsageError, match="'weight' is torch.float64"):
+        hoist.torch.write_units(torch.nn.Linear(4, 4, dtype=torch.float64), tmp_path / "units.json")

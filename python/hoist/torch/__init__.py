@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,7 @@ from hoist.torch.config_files import as_json, is_yaml, read_config
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.devices import outside_of_inference_mode
 from hoist.torch.engine import Engine
-from hoist.torch.estimates import Estimate, estimate_units, model_of
+from hoist.torch.estimates import Estimate, describe_units, estimate_units, model_of
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule, without_names
 from hoist.torch.units import units_of
@@ -41,7 +42,7 @@ from hoist.torch.wrapped import engine_of
 ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 
 __all__ = ["Engine", "Estimate", "Optimizer", "add_config_arguments", "engine_of", "estimate",
-           "initialize", "load_config", "units_of", "wrap"]
+           "initialize", "load_config", "units_of", "wrap", "write_units"]
 
 
 # What the package deepspeed has besides, and what a program does here.
@@ -138,6 +139,19 @@ def estimate(model: Any, config: ConfigSource, *, world_size: int = 1,
     """
     return estimate_units(model_of(model), load_config(config, trains=False), unit_classes, world_size,
                           local_ranks or world_size)
+
+
+def write_units(model: Any, path: str | os.PathLike[str], config: ConfigSource | None = None, *,
+                unit_classes: Iterable[type[torch.nn.Module]] = ()) -> None:
+    """Describes a model unit by unit, in a file for the commands `hoist plan`, `check` and `predict`: --units PATH.
+
+    model     as for estimate()
+    config    gives the weights' type, where it names one
+    """
+    made = load_config({} if config is None else config, trains=False)
+    units = describe_units(model_of(model), made, unit_classes)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(units, file, indent=1)
 
 
 def initialize(args: Any = None, model: torch.nn.Module | None = None,

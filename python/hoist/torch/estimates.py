@@ -67,6 +67,26 @@ def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, w
     return Estimate(world_size=world_size, memories=memories, **found)
 
 
+_TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def describe_units(model: nn.Module, config: _hoist.Config, unit_classes: Any) -> dict[str, Any]:
+    """The units as a units file has them. Errors: UsageError for types that are not trained here."""
+    dtype = dtype_of(config)
+
+    def described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        if own not in _TYPE_NAMES:
+            raise _hoist.UsageError(f"parameter '{name}' is {own}; float32, bfloat16 and float16 are trained here")
+        return {"name": name, "shape": list(parameter.shape), "dtype": _TYPE_NAMES[own], "trainable": parameter.requires_grad}
+
+    units = units_of(model, unit_classes).units
+    if not units:
+        raise _hoist.UsageError("the model has no parameters")
+    return {"units": [{"name": unit.name, "parameters": [described(*named) for named in unit.parameters.items()]}
+                      for unit in units]}
+
+
 def model_of(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
     """A module: as it is, or made on the meta device by a configuration of transformers, or the directory of one."""
     if isinstance(model, nn.Module):
