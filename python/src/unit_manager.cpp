@@ -8,8 +8,10 @@
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/assert.hpp>
+#include <hoist/core/checksum.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/units.hpp>
@@ -77,6 +79,29 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   was_used_ = true;
   engine_ = Engine::create(runtime(), options_.engine, model_, state, caller_state);
   note_memory();
+}
+
+std::vector<bool> UnitManager::take_first_ranks(std::string_view what, std::span<const std::span<std::byte>> values) {
+  const EngineTurn turn(engine_mutex());
+  comm::Communicator& ranks = runtime().communicator();
+  std::vector<bool> differs(values.size());
+  const auto is_first = [](const auto& all) {
+    return std::ranges::all_of(all, [&](auto x) { return x == all.front(); });
+  };
+  if (!is_first(comm::values_of_all(ranks, checksum(std::as_bytes(std::span(what)))))) return differs;
+  std::vector<std::uint64_t> mine;
+  for (const std::span<std::byte> value : values) mine.push_back(checksum(value));
+  std::vector<std::uint64_t> all(mine.size() * static_cast<std::size_t>(ranks.size()));
+  ranks.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  constexpr std::size_t kMessageBytes = 64 * kMiB;
+  for (std::size_t v = 0; v < values.size(); ++v) {
+    for (std::size_t at = v; at < all.size(); at += values.size()) differs[v] = differs[v] || all[at] != all[v];
+    if (!differs[v]) continue;
+    for (std::span<std::byte> rest = values[v]; !rest.empty();
+         rest = rest.subspan(std::min(rest.size(), kMessageBytes)))
+      ranks.broadcast_host(rest.first(std::min(rest.size(), kMessageBytes)), 0);
+  }
+  return differs;
 }
 
 void UnitManager::note_memory() {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <tuple>
+#include <utility>
 
 #include <fmt/format.h>
 #include <nanobind/nanobind.h>
@@ -50,6 +51,14 @@ void initialize(UnitManager& unit_manager, nb::callable unit_values, const nb::b
     values.fill(parameter, first, out);
   }};
   raising([&] { unit_manager.initialize(state, bytes_of(caller_state)); }, values);
+}
+
+// `values`: (address, bytes) of each.
+std::vector<bool> take_first_ranks(UnitManager& unit_manager, const std::string& what,
+                                   const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& values) {
+  std::vector<std::span<std::byte>> spans;
+  for (const auto& [address, bytes] : values) spans.emplace_back(reinterpret_cast<std::byte*>(address), bytes);
+  return unit_manager.take_first_ranks(what, spans);
 }
 
 // Asks values(parameter, state, first_element, out) for every piece of every state, so that nothing is held here.
@@ -249,6 +258,10 @@ void bind_unit_manager(nb::module_& module) {
           },
           "name"_a, "(parameter, unit, offset in the unit's memory in bytes)")
       .def("initialize", &initialize, "unit_values"_a, "caller_state"_a = nb::bytes("", 0))
+      .def("take_first_ranks", &take_first_ranks, "what"_a, "values"_a,
+           "[C] Gives every rank the bytes of the first one, wherever another rank has others; returns where that was "
+           "so. "
+           "values: (address, bytes) of each. Nothing is compared where ranks differ in `what`.")
       .def("initialize_from", &initialize_from, "path"_a, "aliases"_a)
       .def("begin_at", &begin_at, "values"_a, "step"_a, "loss_scale"_a, "caller_state"_a,
            "Begins with what another program's training came to: values(parameter, state, first_element, out) fills a "

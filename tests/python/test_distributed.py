@@ -91,6 +91,33 @@ def test_two_ranks_are_one_process_with_two_micro_batches(settings, tmp_path, st
     assert ranks[0][1] == ranks[1][1] == ends
 
 
+def built_with(seed, device):
+    """With a parameter that is not contiguous."""
+    with torch.device(device):
+        model = make(seed)
+        model.columns = torch.nn.Parameter(torch.randn(6, 40).t())
+    return model
+
+
+def fill_at_random(module):
+    for parameter in module.parameters(recurse=False):
+        torch.nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_ranks_that_built_other_values_begin_with_those_of_rank_0(settings, tmp_path, device):
+    """As with DistributedDataParallel: a program may seed each rank differently before it builds its model."""
+    ranks = results(start(f"""
+join()
+with hoist.torch.wrap(built_with(rank, "{device}"), config, seed=7 + rank, initialize=fill_at_random) as engine:
+    print(json.dumps(digests(engine)))
+dist.destroy_process_group()
+""", tmp_path / "meet", with_room(settings)))
+    config = at(tmp_path / "alone", with_room(settings))
+    with hoist.torch.wrap(built_with(0, device), config, seed=7, initialize=fill_at_random) as engine:
+        assert ranks == [digests(engine)] * 2
+
+
 def train_and_clip(engine, rank, size):
     """As a plain loop does. Returns the norms of its steps."""
     norms = []

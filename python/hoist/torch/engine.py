@@ -192,6 +192,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if weights is not None:
             self._unit_manager.initialize_from(weights, self._cut.aliases)
         else:
+            seed = initial.take_first_ranks(self._unit_manager, self._cut.units, sources, seed)
             self._unit_manager.initialize(initial.InitialValues(
                 self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed,
                 self.device))

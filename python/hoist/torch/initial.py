@@ -5,6 +5,7 @@ it was built with; or, for one on the meta device, its module, which is given me
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from hoist import _hoist
 from hoist.torch.devices import own_random_numbers
 from hoist.torch.units import Unit
+
+_log = logging.getLogger("hoist")
 
 Initialize = Callable[[nn.Module], None]
 Source = torch.Tensor | Callable[[], torch.Tensor]  # a parameter's initial values, or what reads them
@@ -26,6 +29,31 @@ DTYPES = {
 
 def values_of(source: Source) -> torch.Tensor:
     return source if isinstance(source, torch.Tensor) else source()
+
+
+def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], sources: dict[int, Source], seed: int) -> int:
+    """[C] Where ranks have built a model with other values than rank 0 of those that divide it, they take rank 0's, as with
+    DistributedDataParallel; so they do with `seed`, which is returned. Values that are read later, from files, are not compared."""
+    if unit_manager.world_size == 1:
+        return seed
+    differing: list[str] = []
+
+    def take(named: dict[str, torch.Tensor]) -> None:
+        what = repr([(name, v.dtype, v.shape) for name, v in named.items()])
+        differs = unit_manager.take_first_ranks(what, [(v.data_ptr(), v.numel() * v.element_size()) for v in named.values()])
+        differing.extend(name for name, d in zip(named, differs, strict=True) if d)
+
+    seeds = torch.tensor([seed], dtype=torch.int64)
+    take({"seed": seeds})
+    for unit in units:
+        own = {name: source for name, p in unit.parameters.items() if isinstance(source := sources.get(id(p)), torch.Tensor)}
+        values = {name: v.detach().cpu().contiguous() for name, v in own.items()}
+        take(values)
+        sources.update((id(unit.parameters[name]), values[name]) for name in differing if name in values)
+    if differing and unit_manager.rank == 0:
+        _log.warning("%d of the initial values differed between ranks, '%s' first: all ranks begin with rank 0's", len(differing),
+                     differing[0])
+    return int(seeds.item())
 
 
 def default_initialize(module: nn.Module) -> None:
