@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -108,7 +109,9 @@ void check_counts(const EngineOptions& options) {
 // A device that carries out steps itself has kernels for state of 16 and 32 bits.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime) {
   optim::check(group);
-  const bool begins_at_0 = group.kind == optim::OptimizerKind::adagrad && group.initial_accumulator == 0;
+  // What is stored of a number below the smallest normal one is 0.
+  const bool begins_at_0 = group.kind == optim::OptimizerKind::adagrad &&
+                           static_cast<float>(group.initial_accumulator) < std::numeric_limits<float>::min();
   const bool divides = begins_at_0 || optim::state_of(group) == optim::OptimizerState::adam;
   refuse(divides && static_cast<float>(group.epsilon) == 0, "optimizer.params.eps",
          "with 0, a parameter whose gradients were all 0 would become 0/0; use 1e-8 or another positive number");

@@ -220,6 +220,21 @@ TEST_P(InitialStateTest, RanksAgreeOnAllOfTheLossScale) {
   }
 }
 
+// With such a state training would skip every step, and say nothing.
+TEST_P(InitialStateTest, RefusesALossScaleThatCannotBe) {
+  for (const LossScaler::State& scale : {LossScaler::State{.scale = 65536, .hysteresis_left = 0},
+                                         LossScaler::State{.scale = std::numeric_limits<double>::quiet_NaN()},
+                                         LossScaler::State{.scale = -1}, LossScaler::State{.scale = 0x1p65}}) {
+    EXPECT_THAT(
+        [&] {
+          begin(
+              1, [](int, ToyModel&) {}, [&](InitialState& state) { state.loss_scale = scale; });
+        },
+        testing::ThrowsMessage<UsageError>(HasSubstr("a loss scale that cannot be")))
+        << scale.scale;
+  }
+}
+
 TEST_P(InitialStateTest, RefusesMomentsThatCannotBeCommitted) {
   const auto with = [&](State wanted, float value) {
     begin(

@@ -414,6 +414,11 @@ TEST(Options, ValuesThatAreNoneAreRefusedByName) {
               testing::HasSubstr("warmup_type"));
   EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.epsilon = 0; }),
               testing::HasSubstr("optimizer.params.eps"));
+  EXPECT_THAT(refusal([](ToySetup& s) {
+                s.engine.optimizer_defaults = {
+                    .kind = optim::OptimizerKind::adagrad, .epsilon = 0, .initial_accumulator = 1e-40};
+              }),
+              testing::HasSubstr("optimizer.params.eps"));
   EXPECT_EQ(refusal([](ToySetup&) {}), "accepted");
 
   Runtime runtime(setup.runtime);

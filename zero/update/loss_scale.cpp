@@ -16,6 +16,8 @@ namespace {
 
 constexpr double kFactor = 2;
 
+bool is_possible(double scale) { return scale > 0 && scale <= kLossScaleMax; }
+
 void refuse(bool wrong, const char* key, const std::string& problem) {
   if (wrong) throw ConfigError(key, problem);
 }
@@ -23,13 +25,12 @@ void refuse(bool wrong, const char* key, const std::string& problem) {
 }  // namespace
 
 void check(const LossScaleOptions& options) {
-  const auto possible = [](double scale) { return scale > 0 && scale <= kLossScaleMax; };
-  refuse(!possible(options.scale), "fp16.loss_scale",
+  refuse(!is_possible(options.scale), "fp16.loss_scale",
          fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", options.scale));
   if (!options.dynamic) return;
   refuse(options.window < 1, "fp16.loss_scale_window", "is 0; a scale that doubles at every step has no meaning");
   refuse(options.hysteresis < 1, "fp16.hysteresis", "is 0, with which the scale would never be lowered; at least 1");
-  refuse(!possible(options.scale_min), "fp16.min_loss_scale",
+  refuse(!is_possible(options.scale_min), "fp16.min_loss_scale",
          fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", options.scale_min));
   refuse(options.scale < options.scale_min, "fp16.initial_scale_power",
          fmt::format("the first scale {} is below min_loss_scale {}", options.scale, options.scale_min));
@@ -38,6 +39,12 @@ void check(const LossScaleOptions& options) {
 LossScaler::LossScaler(const LossScaleOptions& options)
     : options_(options),
       state_{.scale = static_cast<double>(static_cast<float>(options.scale)), .hysteresis_left = options.hysteresis} {}
+
+std::string LossScaler::problem_of(const State& state) {
+  if (!is_possible(state.scale))
+    return fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", state.scale);
+  return state.hysteresis_left < 1 ? "no overflow is left until the loss scale is lowered: at least 1" : "";
+}
 
 void LossScaler::restore(const State& state) {
   if (!options_.dynamic) return;
@@ -102,10 +109,10 @@ void store_loss_scaler(const LossScaler::State& state, std::span<std::byte, kLos
 std::optional<LossScaler::State> load_loss_scaler(std::span<const std::byte, kLossScalerBytes> source) {
   Stored stored;
   std::memcpy(&stored, source.data(), sizeof(stored));
-  if (stored.mark != kMark || !(stored.scale > 0) || stored.scale > kLossScaleMax) return std::nullopt;
-  return LossScaler::State{.scale = stored.scale,
-                           .steps_without_overflow = stored.steps_without_overflow,
-                           .hysteresis_left = stored.hysteresis_left};
+  const LossScaler::State state{.scale = stored.scale,
+                                .steps_without_overflow = stored.steps_without_overflow,
+                                .hysteresis_left = stored.hysteresis_left};
+  return stored.mark == kMark && LossScaler::problem_of(state).empty() ? std::optional(state) : std::nullopt;
 }
 
 }  // namespace hoist

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 
 namespace hoist {
 
@@ -47,6 +48,8 @@ class LossScaler {
   double scale() const { return state_.scale; }
   bool is_dynamic() const { return options_.dynamic; }
   const State& state() const { return state_; }
+  // The problem with a state of the program's; nothing if update() can have made it.
+  static std::string problem_of(const State& state);
   // Goes on from what a commit holds. The configuration's window, limits and hysteresis count from here on; a fixed
   // scale is the configuration's in any case.
   void restore(const State& state);
