@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/float_environment.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/scheduler/executor.hpp>
@@ -34,6 +35,7 @@ void Executor::drain() {
 }
 
 void Executor::run() {
+  const FloatEnvironment environment;  // of what tasks compute; threads inherit that of their makers
   MutexLock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return stopping_ || !tasks_.empty(); });

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several ranks: partitioned state, equal results on every communicator, divergence that is named instead of hanging.
+#include <algorithm>
+#include <cfenv>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <limits>
 #include <map>
+#include <thread>
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -50,6 +54,62 @@ TEST_P(RanksTest, ResumesBitExactly) {
     model.losses.assign(reference.losses.begin(), reference.losses.begin() + 3);
     model.train(4, 6);
     EXPECT_EQ(digests_of(model), reference);
+  });
+}
+
+// An engine's threads inherit the rounding mode of the thread that makes it.
+TEST(RanksRounding, TheRoundingModeOfTheProgramIsItsOwn) {
+  const TempDirectory directory;
+  int run = 0;
+  const auto train = [&](UpdateMode mode, MicroBatchOrder order, int rounding) {
+    ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / fmt::format("store{}", run++));
+    setup.engine.gradient_clipping = mode == UpdateMode::backward ? 0 : 1;
+    setup.engine.update_mode = mode;
+    setup.engine.micro_batch_order = order;
+    setup.engine.micro_batches_max = 3;
+    Digests digests;
+    on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup.runtime, join);
+      ToyModel model(runtime, setup.engine);
+      model.initialize();
+      model.close();
+      std::fesetround(rounding);
+      model.restore();
+      for (std::uint64_t step = 1; step <= 3; ++step) {
+        const int passes = order == MicroBatchOrder::vertical ? 1 : 3;
+        for (int micro_batch = 0; micro_batch < passes; ++micro_batch)
+          model.pass(step, {.micro_batch = micro_batch, .micro_batches = 3});
+        model.engine().step();
+      }
+      std::fesetround(FE_TONEAREST);
+      const Digests own = digests_of(model);
+      if (rank == 0) digests = own;
+    });
+    return digests;
+  };
+  for (const MicroBatchOrder order : {MicroBatchOrder::horizontal, MicroBatchOrder::vertical})
+    for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward, UpdateMode::backward})
+      EXPECT_EQ(train(mode, order, FE_TOWARDZERO), train(mode, order, FE_TONEAREST)) << static_cast<int>(mode);
+}
+
+// Rank 1 comes late to each step, and at least once rank 0 is there on time.
+TEST(RanksWait, WhatARankWaitsForOthersIsCounted) {
+  constexpr auto kLate = std::chrono::milliseconds(30);
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
+    Nanoseconds longest{0};
+    for (std::uint64_t step = 1; step <= 5; ++step) {
+      model.pass(step);
+      comm::values_of_all(runtime.communicator(), rank);  // both have come so far
+      const Nanoseconds before = runtime.ledger().waited(WaitCause::comm);
+      if (rank == 1) std::this_thread::sleep_for(kLate);
+      model.engine().step();
+      longest = std::max(longest, runtime.ledger().waited(WaitCause::comm) - before);
+    }
+    EXPECT_TRUE(rank == 1 || longest >= kLate / 2) << to_seconds(longest);
   });
 }
 

@@ -238,7 +238,6 @@ void EngineCore::begin_pass(Pass kind, const PassOptions& pass_options) {
   pass->check_begin(kind, pass_options);
   take_turn("begin()");
   stepper->policy().require_undecided("begin()");
-  stepper->policy().pass_begins();
   last_refusal_.clear();
   pass->begin(kind, pass_options);
 }

@@ -143,7 +143,9 @@ void EngineParts::start(std::uint64_t gather_bytes) {
   executor = std::make_unique<scheduler::Executor>("hoist-submit");
   record_io = std::make_unique<RecordIo>(runtime, table, *memory, records, store.get(), spill.get());
   pipeline = std::make_unique<TilePipeline>(runtime, table, *memory, records, *record_io, store.get(), spill.get());
-  updates = std::make_unique<UpdateQueue>(*pipeline, table, update_order(options));
+  // Without a drive the rest of the time is spent on handing work to threads.
+  updates = std::make_unique<UpdateQueue>(*pipeline, table, update_order(options),
+                                          options.uses_nvme() ? WaitCause::nvme : WaitCause::optimizer);
   if (options.parameters == Placement::nvme) {
     weight_reader =
         std::make_unique<WeightReader>(*store, memory->plan().units(), records, memory->staging_buffers(), *updates);

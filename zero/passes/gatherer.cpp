@@ -189,6 +189,10 @@ void Gatherer::copy_stored_up(UnitId id, std::byte* target) {
       copy_piece(table_.unit(id), target, staged, piece, CopyKind::host_to_device);
     copied = streams_.up->record().completion();
   } catch (...) {
+    try {
+      streams_.up->synchronize();  // the first of the copies may be under way
+    } catch (...) {                // what failed first is thrown
+    }
     weight_reader_->hand_back(staged);
     throw;
   }

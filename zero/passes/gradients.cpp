@@ -8,6 +8,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/float_environment.hpp>
 #include <hoist/optim_cpu/norm.hpp>
 #include <hoist/zero/passes/gradients.hpp>
 #include <hoist/zero/passes/waits.hpp>
@@ -139,6 +140,7 @@ void Gradients::finish(UnitId id, StreamRef stream) {
 
 // Makes the mean of the micro-batches' sum, in the type that goes over the links.
 void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const {
+  const FloatEnvironment environment;  // the program may have another
   for (const Segment& segment : unit.segments) {
     if (!segment.trainable) continue;
     stream->scale_into(buffer + segment.gradient_offset, segment.dtype, buffer + segment.gradient_sum_offset,

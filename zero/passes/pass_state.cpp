@@ -127,6 +127,7 @@ void PassState::agree_on(bool of_the_pass, const std::optional<Settings>& settin
   std::uint64_t hash =
       random_bits(random_bits(scheduler::trace_hash(trace), what), static_cast<std::uint64_t>(held_micro_batches_));
   if (settings) hash = random_bits(hash, settings->hash);
+  const RankWait wait(ranks_.runtime(), ranks_.group());
   comm::agree(ranks_.group(), hash,
               fmt::format("a {} pass ({} of {} micro-batches done{}) of {} accesses{}, {}",
                           kNames[static_cast<std::size_t>(ended_)], micro_batches_done_, micro_batches_,

@@ -17,14 +17,12 @@ void count(Ledger& ledger, Nanoseconds waited, Nanoseconds updating, WaitCause r
 }  // namespace
 
 UpdateWait::UpdateWait(const UpdateQueue& updates)
-    : updates_(&updates), began_(Clock::now()), busy_before_(updates.busy()) {}
+    : updates_(updates), began_(Clock::now()), busy_before_(updates.busy()) {}
 
-Nanoseconds UpdateWait::updating() const {
-  return updates_ == nullptr ? Nanoseconds(0) : updates_->busy() - busy_before_;
-}
+Nanoseconds UpdateWait::updating() const { return updates_.busy() - busy_before_; }
 
-void UpdateWait::count_into(Ledger& ledger, Nanoseconds waited, WaitCause rest) const {
-  count(ledger, waited, updating(), rest);
+void UpdateWait::count_into(Ledger& ledger, Nanoseconds waited) const {
+  count(ledger, waited, updating(), updates_.beside_updating());
 }
 
 void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue& updates, Ledger& ledger) {
@@ -32,8 +30,9 @@ void await_submitted(const Completion& submitted, StreamRef stream, const Update
   const auto tell_idle = stream->watch_idle();
   const UpdateWait wait(updates);
   submitted.wait();
-  tell_idle(
-      [&ledger, updating = wait.updating()](Nanoseconds idle) { count(ledger, idle, updating, WaitCause::nvme); });
+  tell_idle([&ledger, updating = wait.updating(), rest = updates.beside_updating()](Nanoseconds idle) {
+    count(ledger, idle, updating, rest);
+  });
 }
 
 }  // namespace hoist::detail

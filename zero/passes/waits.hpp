@@ -19,20 +19,20 @@ namespace hoist::detail {
 class UpdateWait {
  public:
   explicit UpdateWait(const UpdateQueue& updates);
-  UpdateWait() : began_(Clock::now()) {}  // all of it is the drive's
   Nanoseconds elapsed() const { return Clock::now() - began_; }
   Nanoseconds updating() const;  // how long the update's arithmetic ran
-  // Counts so much of it: as the arithmetic as far as that ran, else as `rest`.
-  void count_into(Ledger& ledger, Nanoseconds waited, WaitCause rest = WaitCause::nvme) const;
+  // Counts so much of it: as the arithmetic as far as that ran, else as UpdateQueue::beside_updating().
+  void count_into(Ledger& ledger, Nanoseconds waited) const;
 
  private:
-  const UpdateQueue* updates_ = nullptr;
+  const UpdateQueue& updates_;
   const TimePoint began_;
-  const Nanoseconds busy_before_{0};
+  const Nanoseconds busy_before_;
 };
 
-// Until the executor has submitted something that `stream` will use. Only updates and the drive hold the executor up;
-// counted is how long the stream was idle meanwhile.
+// Until the executor has submitted something that `stream` will use. Updates and the drive hold the executor up, and
+// sums of gradients for which it lacks buffers, which count as updates; counted is how long the stream was idle
+// meanwhile.
 void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue& updates, Ledger& ledger);
 
 }  // namespace hoist::detail

@@ -146,6 +146,8 @@ WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, MutexLock& lock) {
       mutex_.unlock();
       abandoned.wait_quietly();  // the read that matters is still to come
       mutex_.lock();
+      victim->use = Use::free;
+      continue;  // it may have been read ahead meanwhile
     }
     const auto expected = std::find(expected_.begin(), expected_.end(), unit);
     if (expected != expected_.end()) expected_.erase(expected);

@@ -40,6 +40,13 @@ std::uint64_t job_part(std::uint64_t run) { return run & (~std::uint64_t{0} >> k
 
 bool are_of_one_training(std::uint64_t a, std::uint64_t b) { return ((a ^ b) & kTrainingBits) == 0; }
 
+RankWait::RankWait(Runtime& runtime, const comm::Communicator& ranks)
+    : ledger_(ranks.size() > 1 ? &runtime.ledger() : nullptr), began_(Clock::now()) {}
+
+RankWait::~RankWait() {
+  if (ledger_ != nullptr) ledger_->waited(WaitCause::comm, Clock::now() - began_);
+}
+
 std::string RankAgreement::name_in_job(int rank) const {
   return fmt::format("rank {}{}", rank, has_several_groups() ? " of the norm group" : "");
 }
@@ -53,6 +60,7 @@ void RankAgreement::run(comm::Communicator& ranks, const char* what, const std::
   }
   std::optional<comm::Problem> problem;
   try {
+    const RankWait wait(runtime_, ranks);
     problem = first_problem(ranks, error);
     if (problem && &ranks != &group()) notifier_.told_in_norm();
     if (error) notifier_.told_in_exchange();
@@ -74,6 +82,7 @@ void RankAgreement::check_together(const char* what, const std::function<void()>
   } catch (const UsageError& error) {
     refusal = error.what();
   }
+  const RankWait wait(runtime_, job());
   const auto first = comm::first_problem(job(), refusal);
   if (refusal) throw UsageError(*refusal);
   if (first) throw UsageError(fmt::format("{} could not {}: {}", name_in_job(first->rank), what, first->text));
@@ -106,10 +115,12 @@ void RankAgreement::agree_on_model(std::string_view call, const UnitTable& table
 
 void RankAgreement::agree_on_beginning(const char* call, const InitialState& state) const {
   constexpr std::uint64_t kStepMax = std::uint64_t{1} << 62;
-  const auto refuse_no_step = [&] {
+  const auto refuse = [&] {
     if (state.step > kStepMax) throw UsageError(fmt::format("{} at step {}: no run is as long", call, state.step));
+    const std::string problem = state.loss_scale ? LossScaler::problem_of(*state.loss_scale) : "";
+    if (!problem.empty()) throw UsageError(fmt::format("{} with a loss scale that cannot be: {}", call, problem));
   };
-  if (job().size() == 1) return refuse_no_step();
+  if (job().size() == 1) return refuse();
   const LossScaler::State scaler = state.loss_scale.value_or(LossScaler::State{});
   std::uint64_t hash = random_bits(state.step, state.loss_scale.has_value());
   hash = random_bits(hash, std::bit_cast<std::uint64_t>(scaler.scale));
@@ -119,7 +130,7 @@ void RankAgreement::agree_on_beginning(const char* call, const InitialState& sta
                                                            scaler.steps_without_overflow, scaler.hysteresis_left)
                                              : std::string();
   comm::agree(job(), hash, fmt::format("{} at step {}{}", call, state.step, scale));
-  refuse_no_step();
+  refuse();
 }
 
 std::uint64_t RankAgreement::agree_on_run(std::optional<std::uint64_t> former) const {

@@ -16,12 +16,26 @@
 #include <string>
 #include <string_view>
 
+#include <hoist/core/clock.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/ranks/abort_notifier.hpp>
 #include <hoist/zero/runtime.hpp>
 
 namespace hoist::detail {
+
+// While it lives, this rank waits for the others: the ledger counts the time (WaitCause::comm). Nothing with one rank.
+class RankWait {
+ public:
+  RankWait(Runtime& runtime, const comm::Communicator& ranks);
+  ~RankWait();
+  RankWait(const RankWait&) = delete;
+  RankWait& operator=(const RankWait&) = delete;
+
+ private:
+  Ledger* const ledger_;
+  const TimePoint began_;
+};
 
 class RankAgreement {
  public:

@@ -36,6 +36,7 @@ double StepRunner::global_norm(double norm_max, std::span<const std::byte> progr
                       .long_state_bytes = has_room(parts_.options, program_state) ? 0 : program_state.size()};
   std::vector<NormPart> all;
   try {
+    const RankWait wait(parts_.runtime, parts_.ranks.job());
     all = comm::values_of_all(parts_.ranks.job(), mine);
   } catch (const CommError& lost) {
     throw CommError(fmt::format("{} (the gradient norm of step {})", lost.what(), parts_.settings.step_count + 1));
@@ -137,7 +138,7 @@ void StepRunner::settle() {
 }
 
 void StepRunner::settle_together() {
-  if (policy_->defers_updates()) parts_.ranks.together("carry out the last step", [&] { parts_.updates.finish(); });
+  parts_.ranks.together("carry out the last step", [&] { parts_.updates.finish(); });
   settle();
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/float_environment.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/passes/waits.hpp>
 #include <hoist/zero/step/update_policy.hpp>
@@ -49,22 +49,23 @@ void UpdatePolicy::update_on_device(StepUpdate& update) const {
   parts_.runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
 }
 
-// While the program's kernels run nobody waits. The rest of the time is for reductions, as far as the communicator says
-// that it was busy, for updates whose gradients must make room, and for the drive that spilled gradients go to; where
-// there is neither, for the copies of the last gradients.
+// While the program's kernels run nobody waits. What is then left of the reductions is a wait for other ranks; the rest
+// is for updates whose gradients must make room, and for the drive that spilled gradients go to; where there is
+// neither, for the copies of the last gradients.
 void UpdatePolicy::await_gradients() {
   parts_.gradients.await_made();
   const UpdateWait wait(parts_.updates);
   Ledger& ledger = parts_.runtime.ledger();
-  const Nanoseconds reducing_before = ledger.totals(Link::wire).busy;
   parts_.executor.drain();
-  parts_.streams.synchronize();
-  parts_.gradients.wait();
   Nanoseconds reducing{0};
   if (parts_.table.world_size() > 1) {
-    reducing = std::min(wait.elapsed(), ledger.totals(Link::wire).busy - reducing_before);
+    const TimePoint begin = Clock::now();
+    parts_.streams.comm->synchronize();
+    reducing = Clock::now() - begin;
     ledger.waited(WaitCause::comm, reducing);
   }
+  parts_.streams.synchronize();
+  parts_.gradients.wait();
   const Nanoseconds rest = wait.elapsed() - reducing;
   if (is_decided() || parts_.memory.spills_gradients()) return wait.count_into(ledger, rest);
   ledger.waited(WaitCause::device_to_host, rest);
@@ -73,9 +74,7 @@ void UpdatePolicy::await_gradients() {
 void UpdatePolicy::await_updates() {
   const UpdateWait wait(parts_.updates);
   parts_.updates.finish();
-  // Without a drive the rest of the time is spent on handing work to threads.
-  wait.count_into(parts_.runtime.ledger(), wait.elapsed(),
-                  parts_.checkpoints.on_nvme() ? WaitCause::nvme : WaitCause::optimizer);
+  wait.count_into(parts_.runtime.ledger(), wait.elapsed());
 }
 
 UpdatePolicy::StepEnd UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> update,
@@ -103,72 +102,27 @@ namespace {
 
 constexpr auto kTrain = static_cast<std::size_t>(Pass::train);
 
-// The common part of modes `step` and `forward`: nothing is updated before step().
-class DecidedAtStep : public UpdatePolicy {
+// --- step, forward ---------------------------------------------------------------------------------------------------
+
+// Nothing is updated before step(), which waits for the updates, or leaves them to the next pass.
+class UpdateAfterNorm final : public UpdatePolicy {
  public:
-  using UpdatePolicy::UpdatePolicy;
-
- protected:
-  // Opens the step, on all ranks or none, and runs `part` within it.
-  template <typename Part>
-  void open(const Part& part) {
-    parts_.ranks.together("apply the step", [&] {
-      const UpdateWait wait;
-      parts_.checkpoints.await_last();
-      wait.count_into(parts_.runtime.ledger(), wait.elapsed());
-      ++parts_.settings.step_count;
-      parts_.checkpoints.open_step(parts_.settings.step_count);
-      part();
-    });
-  }
-};
-
-// --- step ------------------------------------------------------------------------------------------------------------
-
-class UpdateInStep final : public DecidedAtStep {
- public:
-  using DecidedAtStep::DecidedAtStep;
-
-  bool defers_updates() const override { return false; }
-  void await_inputs() override { await_gradients(); }
-
-  Completion apply(double gradient_scale, CommitState state) override {
-    open([&] {
-      const std::uint64_t step = parts_.settings.step_count;
-      const auto update = parts_.settings.make_update(step, gradient_scale);
-      update_on_device(*update);
-      const auto check = [&](std::exception_ptr error) {
-        if (!error) update->check(parts_.table);
-      };
-      parts_.updates.begin({.walk = walk(step), .work = work(update), .expected = {}, .ended = check});
-      await_updates();
-    });
-    parts_.gatherer.invalidate();
-    return parts_.checkpoints.commit(parts_.checkpoints.decide(parts_.settings.step_count, std::move(state)));
-  }
-};
-
-// --- forward ---------------------------------------------------------------------------------------------------------
-
-class UpdateUnderForward final : public DecidedAtStep {
- public:
-  using DecidedAtStep::DecidedAtStep;
-
-  void pass_begins() override { reading_ahead_ = false; }
+  UpdateAfterNorm(const StepParts& parts, bool step_waits) : UpdatePolicy(parts), step_waits_(step_waits) {}
 
   void await_inputs() override {
     await_gradients();
-    parts_.ranks.together("carry out the last step", [&] { await_updates(); });
+    if (!step_waits_) carry_out();
   }
 
   // Nothing can be updated before the norm is known, but what comes first can be read.
   void after_finish() override {
-    if (std::exchange(reading_ahead_, true) || !parts_.checkpoints.on_nvme()) return;
-    parts_.updates.read_ahead(walk(parts_.settings.step_count + 1), parts_.gatherer.expected(kTrain));
+    if (step_waits_ || std::exchange(read_ahead_in_, parts_.pass.serial()) == parts_.pass.serial()) return;
+    if (parts_.checkpoints.on_nvme())
+      parts_.updates.read_ahead(walk(parts_.settings.step_count + 1), parts_.gatherer.expected(kTrain));
   }
 
   Completion apply(double gradient_scale, CommitState state) override {
-    open([] {});
+    open();
     parts_.gatherer.invalidate();
     const std::uint64_t step = parts_.settings.step_count;
     const auto update = parts_.settings.make_update(step, gradient_scale);
@@ -178,12 +132,31 @@ class UpdateUnderForward final : public DecidedAtStep {
     auto [ended, committed] = end_of_step(update, parts_.checkpoints.decide(step, std::move(state)));
     queued.ended = std::move(ended);
     parts_.updates.begin(std::move(queued));
-    parts_.gatherer.stage_for(kTrain);
+    if (step_waits_)
+      carry_out();
+    else
+      parts_.gatherer.stage_for(kTrain);
     return committed;
   }
 
  private:
-  bool reading_ahead_ = false;  // for the step of the pass under way
+  // Opens the step, on all ranks or none.
+  void open() {
+    parts_.ranks.together("apply the step", [&] {
+      const TimePoint begin = Clock::now();
+      parts_.checkpoints.await_last();
+      parts_.runtime.ledger().waited(WaitCause::nvme, Clock::now() - begin);
+      ++parts_.settings.step_count;
+      parts_.checkpoints.open_step(parts_.settings.step_count);
+    });
+  }
+
+  void carry_out() {
+    parts_.ranks.together("carry out the last step", [&] { await_updates(); });
+  }
+
+  const bool step_waits_;
+  std::uint64_t read_ahead_in_ = 0;  // the pass, by its serial
 };
 
 // --- backward --------------------------------------------------------------------------------------------------------
@@ -256,6 +229,7 @@ class UpdateInBackward final : public UpdatePolicy {
   // Takes down what the step depends on, on the program's thread. The rest waits for the step before, which must not
   // hold up the program.
   void begin() {
+    const FloatEnvironment environment;  // of the rates and the mean; the program may have another
     const std::uint64_t step = parts_.settings.step_count + 1;
     update_ = parts_.settings.make_update(step, parts_.settings.gradient_mean(parts_.pass.micro_batches()));
     const auto open = [updates = &parts_.updates, checkpoints = &parts_.checkpoints, step, walk = walk(step),
@@ -293,16 +267,9 @@ class UpdateInBackward final : public UpdatePolicy {
 }  // namespace
 
 std::unique_ptr<UpdatePolicy> make_update_policy(const StepParts& parts) {
-  switch (update_mode(parts.options)) {
-    case UpdateMode::forward:
-      return std::make_unique<UpdateUnderForward>(parts);
-    case UpdateMode::backward:
-      return std::make_unique<UpdateInBackward>(parts);
-    case UpdateMode::step:
-    case UpdateMode::automatic:  // never chosen
-      break;
-  }
-  return std::make_unique<UpdateInStep>(parts);
+  const UpdateMode mode = update_mode(parts.options);
+  if (mode == UpdateMode::backward) return std::make_unique<UpdateInBackward>(parts);
+  return std::make_unique<UpdateAfterNorm>(parts, /*step_waits=*/mode != UpdateMode::forward);
 }
 
 }  // namespace hoist::detail

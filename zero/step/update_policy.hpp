@@ -52,14 +52,11 @@ class UpdatePolicy {
   // Around Gradients::finish() of a unit in the pass that completes a step.
   virtual void before_finish(UnitId, StreamRef) {}
   virtual void after_finish() {}
-  virtual void pass_begins() {}
 
   // Units are being updated for the step whose gradients are still being made: nothing may change or drop it any more.
   virtual bool is_decided() const { return false; }
   // UsageError, naming `call`, while is_decided().
   virtual void require_undecided(const char*) const {}
-  // Whether updates of a step may still be pending after step().
-  virtual bool defers_updates() const { return true; }
   // UsageError when the unit's weights may be changing already.
   virtual void require_gatherable(UnitId) const {}
   // Why the engine fails when a decided step is dropped because of `why`.

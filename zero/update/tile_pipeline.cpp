@@ -45,6 +45,11 @@ TilePipeline::TilePipeline(Runtime& runtime, const UnitTable& table, const Memor
 
 TilePipeline::~TilePipeline() { abandon(ahead_); }
 
+Nanoseconds TilePipeline::busy() const {
+  const MutexLock lock(busy_mutex_);
+  return busy_ + (busy_since_ ? Clock::now() - *busy_since_ : Nanoseconds(0));
+}
+
 void TilePipeline::bind_thread() const { runtime_.update_pool().bind_caller(); }
 
 std::span<const Tile> TilePipeline::tiles(const SubGroup& sub_group) const {
@@ -312,10 +317,18 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
     if (written.weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
     if (written.state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
   };
+  if (options.in_background) {
+    const MutexLock lock(busy_mutex_);
+    busy_since_ = begin;
+  }
   runtime_.update_pool().run(job_tiles.size(), std::cref(update_one));  // a reference: it is not copied to the heap
   const TimePoint end = Clock::now();
   if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);
-  busy_ns_.fetch_add((end - begin).count(), std::memory_order_relaxed);
+  {
+    const MutexLock lock(busy_mutex_);
+    busy_since_.reset();
+    busy_ += end - begin;
+  }
   if (Trace* const trace = runtime_.trace(); trace != nullptr) trace->add(TraceRow::optimizer, unit.name, begin, end);
 }
 

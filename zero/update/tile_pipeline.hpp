@@ -14,12 +14,13 @@
 // Main path  run -> for each sub-group: read -> tiles (verify, update, checksum) -> write.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <functional>
 #include <optional>
 #include <vector>
 
+#include <hoist/core/clock.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/layout/tile_access.hpp>
 #include <hoist/zero/memory/memory.hpp>
@@ -78,8 +79,8 @@ class TilePipeline {
   // Binds the calling thread, which does nothing else, to the processors that tiles are updated on.
   void bind_thread() const;
 
-  // Time spent computing in runs in the background.
-  Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
+  // Time spent computing in runs in the background, up to now.
+  Nanoseconds busy() const;
 
   // Done when those of the unit's weights that do not stay in memory have reached the store, of the last walk.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
@@ -140,9 +141,11 @@ class TilePipeline {
   std::uint64_t uses_ = 0;
   std::uint64_t written_bytes_ = 0;           // to the store, by all walks
   std::vector<std::size_t> first_sub_group_;  // by unit, and one past the last
-  std::atomic<std::int64_t> busy_ns_{0};
-  std::vector<Completion> weights_written_;               // by unit
-  std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the sub-group being updated
+  mutable Mutex busy_mutex_;
+  Nanoseconds busy_ HOIST_GUARDED_BY(busy_mutex_){0};
+  std::optional<TimePoint> busy_since_ HOIST_GUARDED_BY(busy_mutex_);  // while it computes in the background
+  std::vector<Completion> weights_written_;                            // by unit
+  std::vector<std::uint64_t> checksums_w_, checksums_s_;               // of the sub-group being updated
 };
 
 }  // namespace hoist::detail

@@ -17,8 +17,12 @@ constexpr Nanoseconds kIdleMax = std::chrono::seconds(5);
 
 }  // namespace
 
-UpdateQueue::UpdateQueue(TilePipeline& pipeline, const UnitTable& table, UpdateOrder order)
-    : pipeline_(pipeline), table_(table), order_(order), states_(table.units().size()) {
+UpdateQueue::UpdateQueue(TilePipeline& pipeline, const UnitTable& table, UpdateOrder order, WaitCause beside_updating)
+    : pipeline_(pipeline),
+      table_(table),
+      order_(order),
+      beside_updating_(beside_updating),
+      states_(table.units().size()) {
   thread_ = start_thread("hoist-update", [this] { run(); });
 }
 
@@ -117,7 +121,7 @@ void UpdateQueue::withdraw(UnitId unit, const std::exception_ptr& error) {
 void UpdateQueue::conclude(Ended ended, std::span<const UnitId> expected) {
   const MutexLock lock(mutex_);
   HOIST_ASSERT(step_ && open_, "no step is open");
-  std::ranges::stable_sort(requests_, {}, [&](const Request& request) {
+  std::ranges::stable_sort(requests_, {}, [&](const UpdateRequest& request) {
     return std::ranges::find(expected, request.unit) - expected.begin();
   });
   step_->ended = std::move(ended);
@@ -163,8 +167,9 @@ Completion UpdateQueue::hurry(UnitId unit) {
     changed_.notify_all();
   } else if (states_[unit.index].stage == Stage::announced) {
     states_[unit.index].hurried = true;
-  } else if (const auto queued = std::ranges::find(requests_, unit, &Request::unit); queued != requests_.end()) {
-    std::rotate(requests_.begin(), queued, queued + 1);  // out of the expected order
+  } else if (states_[unit.index].stage == Stage::queued) {
+    const auto queued = std::ranges::find(requests_, unit, &UpdateRequest::unit);
+    if (queued != requests_.end()) std::rotate(requests_.begin(), queued, queued + 1);  // out of the expected order
   }
   return states_[unit.index].updated;
 }
@@ -257,9 +262,9 @@ std::optional<UpdateRequest> UpdateQueue::next(bool wait) {
                                 [&]() HOIST_REQUIRES(mutex_) { return !requests_.empty() || stopping_; }))
       enqueue_rest();
   }
-  const Request request = requests_.front();
+  const UpdateRequest request = requests_.front();
   requests_.pop_front();
-  return UpdateRequest{request.unit, request.target};
+  return request;
 }
 
 void UpdateQueue::unit_updated(UnitId unit) {

@@ -33,7 +33,8 @@ namespace hoist::detail {
 
 class UpdateQueue {
  public:
-  UpdateQueue(TilePipeline& pipeline, const UnitTable& table, UpdateOrder order);
+  // `beside_updating`: what else whoever waits for updates waits for.
+  UpdateQueue(TilePipeline& pipeline, const UnitTable& table, UpdateOrder order, WaitCause beside_updating);
   ~UpdateQueue();  // drops what is pending
   UpdateQueue(const UpdateQueue&) = delete;
   UpdateQueue& operator=(const UpdateQueue&) = delete;
@@ -83,8 +84,9 @@ class UpdateQueue {
   // Drops what is pending and was not started; returns when nothing runs any more. For an engine that has failed.
   void stop() noexcept;
 
-  // Time spent updating so far, for telling apart what somebody waited for.
+  // Time spent updating so far, for telling apart what somebody waited for; and the cause of the rest.
   Nanoseconds busy() const { return pipeline_.busy(); }
+  WaitCause beside_updating() const { return beside_updating_; }
 
  private:
   enum class Stage : std::uint8_t { current, announced, pending, queued };
@@ -93,10 +95,6 @@ class UpdateQueue {
     bool hurried = false;            // while announced
     std::optional<Promise> promise;  // while not current
     Completion updated;
-  };
-  struct Request {
-    UnitId unit{};
-    std::byte* target = nullptr;
   };
   struct Ahead {
     WalkOptions walk;
@@ -114,10 +112,11 @@ class UpdateQueue {
   TilePipeline& pipeline_;
   const UnitTable& table_;
   const UpdateOrder order_;
+  const WaitCause beside_updating_;
   mutable Mutex mutex_;
   ConditionVariable changed_;
   std::vector<UnitState> states_ HOIST_GUARDED_BY(mutex_);
-  std::deque<Request> requests_ HOIST_GUARDED_BY(mutex_);
+  std::deque<UpdateRequest> requests_ HOIST_GUARDED_BY(mutex_);
   std::size_t unqueued_ HOIST_GUARDED_BY(mutex_) = 0;    // pending units that nobody has asked for
   std::optional<Step> step_ HOIST_GUARDED_BY(mutex_);    // under way
   bool open_ HOIST_GUARDED_BY(mutex_) = false;           // more may be offered
