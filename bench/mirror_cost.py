@@ -23,9 +23,9 @@ from median_interval import interval
 from update_modes import CELLS, CONFIG
 
 
-def run(args, cell, directory, mirrored):
+def run(args, cell, directory, mirror_parent, mirrored):
     """Seconds of a step, and how far behind the mirror was after each."""
-    store, mirror = os.path.join(directory, "store"), os.path.join(args.mirror or directory, "mirror")
+    store, mirror = os.path.join(directory, "store"), os.path.join(mirror_parent, "mirror")
     for place in (store, mirror):
         shutil.rmtree(place, ignore_errors=True)
     config = json.loads(json.dumps(CONFIG))
@@ -61,24 +61,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpt", default="build/release/bin/hoist-gpt", help="the program")
     parser.add_argument("--path", default=".", help="a directory on the store's drive")
-    parser.add_argument("--mirror", help="a directory for the mirror; beside the store by default")
+    parser.add_argument("--mirror", help="a directory in which the mirror's is made; by default that of --path")
     parser.add_argument("--rate", default="50MB", help="hoist.mirror.bytes_per_second")
     parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
     parser.add_argument("--pairs", type=int, default=31)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hoist-mirror-cost-", dir=args.path) as directory:
+    prefix = "hoist-mirror-cost-"
+    with (tempfile.TemporaryDirectory(prefix=prefix, dir=args.path) as directory,
+          tempfile.TemporaryDirectory(prefix=prefix, dir=args.mirror or args.path) as mirror_parent):
         for cell in args.cells:
             ratios, control, lags = [], [], []
             for pair in range(args.pairs):
                 seconds = {}
                 for mirrored in (False, True) if pair % 2 == 0 else (True, False):
-                    seconds[mirrored], lag = run(args, cell, directory, mirrored)
+                    seconds[mirrored], lag = run(args, cell, directory, mirror_parent, mirrored)
                     lags += lag
                 ratios.append(seconds[True] / seconds[False])
                 if pair % 2 == 1:
-                    first, second = (run(args, cell, directory, mirrored=False)[0] for _ in range(2))
+                    first, second = (run(args, cell, directory, mirror_parent, mirrored=False)[0] for _ in range(2))
                     control.append(first / second)
             low, high = interval(ratios)
             print("{}: with / without {:.3f} [{:.3f}, {:.3f}], control {:.3f} [{:.3f}, {:.3f}]; lag {} steps, at most {}".format(
