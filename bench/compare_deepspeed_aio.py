@@ -6,9 +6,9 @@
 
 DeepSpeed moves one tensor to or from one file in a single call (1 MiB blocks, 32 deep, overlap_events, one thread: its
 tuned setting); hoist moves as many bytes of its own file with the same block size and depth. Both files are of the same
-size, on the same drive and written in full. Legs alternate (A B, B A); each time is that of the transfer alone, as each
-side measures it. Needs a Python with torch and deepspeed whose async_io operator builds (libaio-dev); where it does not,
-the script says why and ends with 77, which CTest shows as skipped.
+size, on the same drive, and made and written in full before each leg. Legs alternate (A B, B A); each time is that of the
+transfer alone, as each side measures it. Needs a Python with torch and deepspeed whose async_io operator builds
+(libaio-dev); where it does not, the script says why and ends with 77, which CTest shows as skipped.
 """
 import argparse
 import json
@@ -43,10 +43,16 @@ class DeepSpeed:
         self.bytes = bytes_count
         self.tensor = self.handle.new_cpu_locked_tensor(bytes_count, self.torch.empty(0, dtype=self.torch.uint8))
         self.tensor.random_(0, 256)
-        self.run("write")
-        os.sync()
 
     def run(self, op):
+        # `hoist bench io` makes its file anew for each leg, too.
+        if os.path.exists(self.path):
+            os.remove(self.path)
+        self.transfer("write")
+        os.sync()
+        return self.transfer(op)
+
+    def transfer(self, op):
         transfer = self.handle.sync_pread if op == "read" else self.handle.sync_pwrite
         begin = time.perf_counter()
         done = transfer(self.tensor, self.path, 0)
@@ -90,8 +96,9 @@ def main():
             pairs.append((a, b))
     ratios = [a / b for a, b in pairs]
     speeds = [statistics.median(column) / 1e9 for column in zip(*pairs, strict=True)]
-    print(f"{args.op}: hoist / DeepSpeed {text_of(ratios)}, control {text_of(control or [1.0])}, {len(ratios)} pairs of "
-          f"{args.mib} MiB; {speeds[0]:.2f} and {speeds[1]:.2f} GB/s")
+    noise = text_of(control) if control else "none"
+    print(f"{args.op}: hoist / DeepSpeed {text_of(ratios)}, control {noise}, {len(ratios)} pairs of {args.mib} MiB; "
+          f"{speeds[0]:.2f} and {speeds[1]:.2f} GB/s")
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"op": args.op, "ratios": ratios, "control_ratios": control, "gb_per_s": speeds}, file, indent=1)
