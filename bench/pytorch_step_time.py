@@ -74,7 +74,7 @@ def configuration(cell, directory):
     if optimizer != "none":
         hoist_section["update_mode"] = mode
     return {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero, "hoist": hoist_section,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 1.0 if mode == "step" else 0.0}
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 0.0}
 
 
 class InMemory:
