@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the header of an exchange costs (docs/decisions/0044): two ranks over gloo, alternating with and without it, and
-without it again as a control.
+"""What the header of an exchange costs (docs/decisions/0044): two ranks over gloo, with it, without it, and without it
+again as a control, in an order that rotates from round to round.
 
     PYTHONPATH=build/dev/python OMP_WAIT_POLICY=PASSIVE bench/header_cost.py [--rounds N]
 """
@@ -31,8 +31,9 @@ def run(rank, rounds, meeting_point):
     for size in (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20):
         mine, theirs = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         seconds = {"with": [], "without": [], "control": []}
-        for _ in range(rounds):
-            for name, exchange in (("with", channel.exchange), ("without", without_header), ("control", without_header)):
+        legs = [("with", channel.exchange), ("without", without_header), ("control", without_header)]
+        for turn in range(rounds):
+            for name, exchange in legs[turn % len(legs):] + legs[:turn % len(legs)]:
                 begin = time.perf_counter()
                 exchange(f"all_gather of 'blocks.3' {size} bytes", [(1 - rank, mine)], [(1 - rank, theirs)])
                 seconds[name].append(time.perf_counter() - begin)
