@@ -101,6 +101,9 @@ def main():
                 with open(args.json, "w") as file:
                     json.dump(results, file, indent=1)
     results = {cell: results[cell] for cell in CELLS if cell in results}
+    if not results:
+        print("skipped: no cell could be measured")
+        return SKIPPED
     print_table(results)
     if args.smoke:
         return 0
