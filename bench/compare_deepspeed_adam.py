@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The update kernels beside PyTorch's and DeepSpeed's, on the same arrays.
 
-  compare_deepspeed_adam.py --shim build/dev/lib/libhoist_optimizer_shim.so [--check-only | --smoke] [--json FILE]
+  compare_deepspeed_adam.py --shim build/dev/bench/libhoist_optimizer_shim.so [--check-only | --smoke] [--json FILE]
 
 First that they compute the same: 1000 steps on the gradients of a small model that is being trained, every optimizer
 beside torch.optim's, in the units of rounding said below; and the split master against the whole one, bit by bit. Then
