@@ -36,6 +36,8 @@ while [ $# -gt 0 ]; do
     *) sed -n '3,20p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
   esac
 done
+python=$(command -v "$python" || echo "$python")
+[[ $python != */* || $python = /* ]] || python=$PWD/$python # CMake ignores a relative one
 
 # --- is there anything to report on? ---------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ else
   generator=()
   if command -v ninja >/dev/null; then generator=(-G Ninja); fi
   step configure cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DHOIST_WITH_CUDA=ON \
-    -DHOIST_WITH_NCCL=AUTO -DHOIST_WARNINGS_AS_ERRORS=OFF -DPython_EXECUTABLE="$(command -v "$python" || echo "$python")"
+    -DHOIST_WITH_NCCL=AUTO -DHOIST_WARNINGS_AS_ERRORS=OFF -DPython_EXECUTABLE="$python"
   step build cmake --build "$build" --parallel "$jobs"
 fi
 

@@ -15,6 +15,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 target=${1:?the folder to pack into is missing}
 python=$(command -v "${2:-python3}") || { echo "there is no ${2:-python3}" >&2; exit 2; }
+[[ $python = /* ]] || python=$PWD/$python # CMake ignores a relative one
 if [ -e "$target" ] && [ -n "$(ls -A "$target")" ] && [ ! -e "$target/commit" ]; then
   echo "$target holds something else: name a new folder" >&2
   exit 2

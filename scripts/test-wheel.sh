@@ -9,7 +9,8 @@
 # Where PYTHON has torch and pytest, the tutorial is run with what was installed. Ends with 77 where PyPI cannot be reached.
 set -euo pipefail
 
-python=${1:-python3}
+python=$(command -v "${1:-python3}") || { echo "there is no ${1:-python3}" >&2; exit 2; }
+[[ $python = /* ]] || python=$PWD/$python # this script changes its folder
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d "${TMPDIR:-/tmp}/hoist-wheel-XXXXXX")
 trap 'rm -rf "$work"' EXIT
