@@ -2,13 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Installs what is missing, builds a preset, runs its tests and says which were skipped, and why.
 #
-#   scripts/test.sh [PRESET] [CTEST ARGUMENT...]      PRESET: dev (default), asan, tsan, cuda
+#   scripts/test.sh [PRESET] [CTEST ARGUMENT...]      PRESET: dev (default), asan, tsan (needs clang++), cuda
+#
+# The Python package is built and tested if CMake finds nanobind: CONTRIBUTING.md says how.
 set -euo pipefail
 
 preset=${1:-dev}
 shift || true
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ "$preset" = tsan ] && ! command -v clang++ >/dev/null; then
+  echo "The preset tsan is built with clang++, which is MISSING: apt-get install clang, or dnf install clang" >&2
+  exit 1
+fi
 scripts/install-deps.sh
 cmake --preset "$preset"
 NINJA_STATUS='[%f of %t, %e s] ' cmake --build --preset "$preset"
