@@ -6,16 +6,19 @@
 #   scripts/coverage.sh [CTEST ARGUMENT...]
 #
 # Processes that a test kills write no counters, so what only they run (half of a commit, say) counts as not reached. The
-# command line, the benchmarks, the examples and the Python package are not counted.
+# command line, the benchmarks, the examples and the Python package are not counted. Without gcovr 8 it is installed into
+# build/gcovr, which needs the module venv (Debian: python3-venv).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+scripts/install-deps.sh
 export PATH=$PWD/build/gcovr/bin:$PATH
 if ! command -v gcovr >/dev/null; then
+  python3 -c 'import ensurepip' 2>/dev/null ||
+    { echo "gcovr and Python's module venv are MISSING: apt-get install python3-venv" >&2; exit 1; }
   python3 -m venv build/gcovr
   build/gcovr/bin/pip install --quiet --disable-pip-version-check 'gcovr>=8,<9'
 fi
-scripts/install-deps.sh
 cmake --preset coverage
 NINJA_STATUS='[%f of %t, %e s] ' cmake --build --preset coverage
 find build/coverage -name '*.gcda' -delete
