@@ -22,7 +22,12 @@ packages=(g++-aarch64-linux-gnu qemu-user)
 for library in liburing hwloc tbb hwy xxhash fmt spdlog gtest gmock; do
   packages+=("lib${library#lib}-dev:arm64")
 done
-if [ "$(id -u)" -eq 0 ] && ! dpkg-query --show "${packages[@]}" >/dev/null 2>&1; then
+if ! dpkg-query --show "${packages[@]}" >/dev/null 2>&1; then
+  if [ "$(id -u)" -ne 0 ]; then
+    echo "Packages are missing, and installing them needs root. Run this script as root once, or:" >&2
+    echo "  dpkg --add-architecture arm64 && apt-get update && apt-get install ${packages[*]}" >&2
+    exit 1
+  fi
   dpkg --add-architecture arm64
   apt-get update --quiet=2
   apt-get install --yes --quiet=2 --no-install-recommends "${packages[@]}" >/dev/null

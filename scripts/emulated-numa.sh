@@ -9,7 +9,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=build/${1:-dev}/bin
 
 packages=(qemu-system-x86 busybox-static linux-image-cloud-amd64 cpio)
-if [ "$(id -u)" -eq 0 ] && ! dpkg-query --show "${packages[@]}" >/dev/null 2>&1; then
+if ! dpkg-query --show "${packages[@]}" >/dev/null 2>&1; then
+  if [ "$(id -u)" -ne 0 ]; then
+    echo "Packages are missing, and installing them needs root. Run this script as root once, or:" >&2
+    echo "  apt-get update && apt-get install ${packages[*]}" >&2
+    exit 1
+  fi
+  apt-get update --quiet=2
   apt-get install --yes --quiet=2 --no-install-recommends "${packages[@]}" >/dev/null
 fi
 kernels=(/boot/vmlinuz-*-cloud-amd64)
