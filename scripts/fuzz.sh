@@ -18,7 +18,7 @@ export grown
 trap 'rm -rf "$grown"' EXIT
 mkdir -p build/fuzz/found
 
-# fuzz NAME CORPUS: prints what came of it; 1 when something was found.
+# fuzz NAME CORPUS: prints the result; returns 1 if it found something.
 fuzz() {
   local name=$1 corpus=$2 log="$grown/$1.log" status=0
   mkdir "$grown/$name"  # new inputs go to the first directory

@@ -3,7 +3,7 @@
 # The whole suite under a sanitizer, slow tests left out: builds everything first, which takes a while.
 #
 #   scripts/sanitize.sh asan    address and undefined behaviour; jobs of MPI included
-#   scripts/sanitize.sh tsan    threads; without MPI, which is not built with it and is reported for its own doings
+#   scripts/sanitize.sh tsan    threads; without MPI: it is not built with the sanitizer, which would report races inside MPI
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
