@@ -17,7 +17,8 @@ constexpr std::string_view kMup =
     "learning rates that muP gives";
 constexpr std::string_view kOneKernel = "there is one kernel, the same on every instruction set";
 constexpr std::string_view kOneReduction =
-    "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";
+    "gradients travel and are averaged in their own type; on the CPU they are added in fp32 (NCCL adds in their type); "
+    "leave this key out";
 constexpr std::string_view kOneMean =
     "every order gives the mean; hoist adds in fp32 and rounds once (NCCL adds in the gradients' own type, after a "
     "division by a power of two, so that sums of fp16 do not overflow)";
