@@ -107,7 +107,7 @@ hoist_optional(MPI _mpi_found "MPI ${MPI_CXX_VERSION}" "install libopenmpi-dev")
 # looks for it, not one that embeds hoist.
 set(_python_found OFF)
 if(PROJECT_IS_TOP_LEVEL AND NOT HOIST_WITH_PYTHON STREQUAL "OFF")
-  find_package(Python 3.9 QUIET COMPONENTS Interpreter Development.Module)
+  find_package(Python 3.10 QUIET COMPONENTS Interpreter Development.Module)
   if(Python_FOUND)
     execute_process(COMMAND ${Python_EXECUTABLE} -m nanobind --cmake_dir
       OUTPUT_VARIABLE nanobind_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
