@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 
-from median_interval import interval
+from median_interval import text_of
 from update_modes import CELLS, CONFIG
 
 
@@ -82,9 +82,8 @@ def main():
                 if pair % 2 == 1:
                     first, second = (run(args, cell, directory, mirror_parent, mirrored=False)[0] for _ in range(2))
                     control.append(first / second)
-            low, high = interval(ratios)
-            print("{}: with / without {:.3f} [{:.3f}, {:.3f}], control {:.3f} [{:.3f}, {:.3f}]; lag {} steps, at most {}".format(
-                cell, statistics.median(ratios), low, high, statistics.median(control), *interval(control),
+            print("{}: with / without {}, control {}; lag {} steps, at most {}".format(
+                cell, text_of(ratios), text_of(control) if control else "none",
                 statistics.median(lags) if lags else "-", max(lags, default="-")), flush=True)
 
 
