@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // bench/bench_checksum.cpp - verifying bytes, and verifying and copying them, beside memcpy of as many bytes.
 //
-//   bench_checksum [--size MIB] [--pairs N] [--threads N] [--json FILE] [--smoke]
+//   bench_checksum [--size BYTES] [--pairs N] [--threads N] [--json FILE] [--smoke]
 //
 // Each round verifies all tiles of an array, copies the array with verification, tile by tile, and runs memcpy of the
 // same tiles twice, in an order that changes from round to round, on every processor. A ratio is memcpy's time over
@@ -11,7 +11,6 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,7 +35,7 @@ using namespace hoist;
 constexpr std::size_t kTileBytes = 160 << 10;  // the states of AdamW in a tile of 16384 parameters
 
 struct Arguments {
-  std::size_t bytes = 512 << 20;
+  std::size_t bytes = 512 * kMiB;
   unsigned pairs = 31;
   unsigned threads = 0;
   std::string json;
@@ -46,9 +45,9 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  arguments.bytes = options.number("--size", smoke ? 8 : 512) << 20;
+  arguments.bytes = options.bytes("--size", smoke ? 8 * kMiB : 512 * kMiB);
   arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : 31));
-  arguments.threads = static_cast<unsigned>(options.number("--threads", 0));
+  arguments.threads = static_cast<unsigned>(options.number("--threads", 0, 0));
   arguments.json = options.text("--json");
   options.end();
   return arguments;
@@ -104,7 +103,7 @@ int main(int argc, char** argv) try {
   const Arguments arguments = parse(argc, argv);
   Legs work(arguments);
   nlohmann::ordered_json json = nlohmann::ordered_json::array();
-  fmt::print("memcpy's time over ours: {} MiB, {} rounds, {} threads\n", arguments.bytes >> 20, arguments.pairs,
+  fmt::print("memcpy's time over ours: {}, {} rounds, {} threads\n", format_bytes(arguments.bytes), arguments.pairs,
              work.threads());
   for (const std::string& name : optim::supported_instruction_sets()) {
     optim::force_instruction_set(name);
@@ -130,7 +129,7 @@ int main(int argc, char** argv) try {
                     {"threads", work.threads()}});
   }
   optim::force_instruction_set("");
-  if (!arguments.json.empty()) std::ofstream(arguments.json) << json.dump(2) << '\n';
+  bench::write_json(arguments.json, json.dump(2));
   return 0;
 } catch (const std::exception& error) {
   fmt::print(stderr, "bench_checksum: {}\n", error.what());

@@ -13,11 +13,9 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,7 +55,7 @@ Arguments parse(int argc, char** argv) {
   arguments.smoke = smoke;
   arguments.bytes = round_up(options.bytes("--bytes", smoke ? 64 * kMiB : 4 * kGiB), kBlockAlignment);
   arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : 31));
-  arguments.drives = static_cast<unsigned>(options.number("--drives", 1));
+  arguments.drives = static_cast<unsigned>(options.number("--drives", 1, 0));
   arguments.json = options.text("--json");
   options.end();
   return arguments;
@@ -190,16 +188,14 @@ void print(const Result& result, const std::string& about) {
   std::fflush(stdout);
 }
 
-void write_json(const Arguments& arguments, const std::vector<Result>& results, double warm) {
-  std::ofstream file(arguments.json);
-  file << fmt::format(R"({{"bytes":{},"drives":{},"touched_memory_gb_per_s":{})", arguments.bytes, arguments.drives,
-                      warm);
+std::string json_of(const Arguments& arguments, const std::vector<Result>& results, double warm) {
+  std::string json =
+      fmt::format(R"({{"bytes":{},"drives":{},"touched_memory_gb_per_s":{})", arguments.bytes, arguments.drives, warm);
   for (const Result& result : results)
-    file << fmt::format(R"(,"{}":{{"ratio":{},"interval":[{},{}],"gb_per_s":{},"memset_gb_per_s":{}}})", result.name,
+    json += fmt::format(R"(,"{}":{{"ratio":{},"interval":[{},{}],"gb_per_s":{},"memset_gb_per_s":{}}})", result.name,
                         measure::median(result.ratios), result.interval().low, result.interval().high, result.gb_per_s,
                         result.memset_gb_per_s);
-  file << "}\n";
-  if (!file.good()) throw std::runtime_error(arguments.json + " cannot be written");
+  return json + "}";
 }
 
 int run(const Arguments& arguments) {
@@ -224,7 +220,7 @@ int run(const Arguments& arguments) {
     seconds.push_back(seconds_of([&] { fill(touched.bytes()); }));
   const double warm = static_cast<double>(arguments.bytes) / 1e9 / measure::median(seconds);
   fmt::print("memset of memory that was touched before: {:.2f} GB/s\n", warm);
-  if (!arguments.json.empty()) write_json(arguments, results, warm);
+  bench::write_json(arguments.json, json_of(arguments, results, warm));
   const double widening = std::max(1.0, results.front().interval().high);
   const auto is_contradicted = [&](const Result& result) { return result.interval().high * widening < kLeastRatio; };
   return !arguments.smoke && std::ranges::any_of(results, is_contradicted) ? 1 : 0;

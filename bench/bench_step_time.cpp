@@ -5,7 +5,7 @@
 //   a step takes within 10 % of the expected time
 //   at least 99 % of its time is a kernel's, or a wait's with a cause
 //
-//   bench_step_time --path DIR [--smoke]      --smoke: one cell, whose time is not judged
+//   bench_step_time --path DIR [--json FILE] [--smoke]      --smoke: one cell, whose time is not judged
 #include <cstdio>
 #include <filesystem>
 #include <string>
@@ -37,9 +37,11 @@ int main(int argc, char** argv) try {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   const std::filesystem::path path = options.text("--path", ".");
+  const std::string json_path = options.text("--json");
   options.end();
   constexpr int kWindows = 20;
   int failed = 0;
+  std::string json;
   const double flush = flush_seconds(path);
   fmt::print("a flush of the drive takes {:.1f} ms\n", flush * 1e3);
   fmt::print("{:<18} {:>10} {:>10} {:>7} {:>10}\n", "cell", "step", "expected", "ratio", "explained");
@@ -55,9 +57,12 @@ int main(int argc, char** argv) try {
     fmt::print("{:<18} {:>8.1f}ms {:>8.1f}ms {:>7.2f} {:>9.2f}%{}\n", cell.name, timed.seconds * 1e3, expected * 1e3,
                timed.seconds / expected, timed.explained * 100, holds || smoke ? "" : "  DOES NOT HOLD");
     std::fflush(stdout);
+    json += fmt::format(R"({}{{"cell":"{}","seconds":{},"expected_seconds":{},"explained":{}}})",
+                        json.empty() ? "" : ",", cell.name, timed.seconds, expected, timed.explained);
+    if (smoke) break;
     if (!holds) failed = 1;
-    if (smoke) return 0;
   }
+  bench::write_json(json_path, fmt::format(R"({{"flush_seconds":{},"cells":[{}]}})", flush, json));
   return failed;
 } catch (const std::exception& error) {
   fmt::print(stderr, "bench_step_time: {}\n", error.what());

@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/options.hpp - the command line of a bench: options that have a value, and flags.
+// bench/options.hpp - the command line of a bench: options that have a value, and flags; and the file
+// that --json names.
 //
 //   Options options(argc, argv);
 //   const bool smoke = options.flag("--smoke");
 //   const std::uint64_t pairs = options.number("--pairs", smoke ? 2 : 31);
 //   options.end();
 //
-// Errors     UsageError for an option without its value, for a value that is no number, and, in end(), for a word that
-//            nothing has asked for.
+// Errors     UsageError for an option without its value, for a value that is no number or too small, and, in end(), for
+//            a word that nothing has asked for. IoError for a file that cannot be written.
 #pragma once
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
+#include <fstream>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -43,13 +46,14 @@ class Options {
     return otherwise;
   }
 
-  std::uint64_t number(std::string_view name, std::uint64_t otherwise) {
+  std::uint64_t number(std::string_view name, std::uint64_t otherwise, std::uint64_t least = 1) {
     const std::string value = text(name);
     if (value.empty()) return otherwise;
     std::uint64_t number = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
     if (error != std::errc() || end != value.data() + value.size())
       throw UsageError(fmt::format("{} {}: this is not a number", name, value));
+    if (number < least) throw UsageError(fmt::format("{} {}: must be at least {}", name, value, least));
     return number;
   }
 
@@ -61,7 +65,8 @@ class Options {
     for (std::size_t first = 0; first <= value.size();) {
       const std::size_t end = std::min(value.find(',', first), value.size());
       const auto bytes = parse_bytes(std::string_view(value).substr(first, end - first));
-      if (!bytes) throw UsageError(fmt::format("{} {}: a number of bytes is written as 64MiB", name, value));
+      if (!bytes || *bytes == 0)
+        throw UsageError(fmt::format("{} {}: must be a number of bytes above 0, such as 64MiB", name, value));
       counts.push_back(*bytes);
       first = end + 1;
     }
@@ -77,5 +82,15 @@ class Options {
  private:
   std::vector<std::string> words_;  // that nothing has asked for yet
 };
+
+// Without a path it writes nothing.
+inline void write_json(const std::string& path, std::string_view json) {
+  if (path.empty()) return;
+  errno = 0;
+  std::ofstream file(path);
+  file << json << '\n';
+  file.close();
+  if (!file) throw IoError({"write", path, 0, json.size(), errno}, "name another file with --json");
+}
 
 }  // namespace hoist::bench
