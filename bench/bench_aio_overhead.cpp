@@ -8,18 +8,17 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <fstream>
+#include <filesystem>
 #include <string>
 #include <vector>
 
 #include <fmt/format.h>
-#include <stdlib.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <hoist/aio/drive_queue.hpp>
 
 #include "options.hpp"
+#include "temporary_directory.hpp"
 
 namespace {
 
@@ -117,20 +116,13 @@ Arguments parse(int argc, char** argv) {
   return arguments;
 }
 
-// Any file does: it is never read.
-aio::File some_file() {
-  std::string path = "hoist-bench-XXXXXX";
-  ::close(::mkstemp(path.data()));
-  aio::File file(path, {.direct = false});
-  ::unlink(path.c_str());
-  return file;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) try {
   const Arguments arguments = parse(argc, argv);
-  const aio::File file = some_file();
+  const bench::TemporaryDirectory directory(std::filesystem::temp_directory_path(), "hoist-bench-aio");
+  // Any file does: it is never read.
+  const aio::File file(directory.path() + "/file", {.mode = aio::OpenMode::create, .direct = false});
   aio::DriveQueue engine({.backend = aio::BackendKind::null, .block_bytes = kBlock, .queue_depth = 32});
   Bench bench(engine, file);
   bool holds = true;
@@ -149,8 +141,7 @@ int main(int argc, char** argv) try {
     json += fmt::format("{}{{\"shape\":\"{}\",\"ns_per_block\":{:.1f},\"lowest\":{:.1f},\"highest\":{:.1f}}}",
                         json.empty() ? "" : ",", shape.name, result.median_ns, result.lowest_ns, result.highest_ns);
   }
-  if (!arguments.json.empty())
-    std::ofstream(arguments.json) << fmt::format("{{\"limit_ns\":{},\"results\":[{}]}}\n", arguments.limit_ns, json);
+  bench::write_json(arguments.json, fmt::format("{{\"limit_ns\":{},\"results\":[{}]}}", arguments.limit_ns, json));
   return holds ? 0 : 1;
 } catch (const std::exception& error) {
   fmt::print(stderr, "bench_aio_overhead: {}\n", error.what());

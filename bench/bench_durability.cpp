@@ -16,30 +16,28 @@
 //    first computation costs as much as the second one adds. Beside it the processor time of a tile's in cache, as a
 //    share of such a step on the processors the update uses.
 //
-// With --compute-ms each pass takes at least so long on the device, a third of it forward: 2 alone is then measured,
-// while training goes on, from the end of a step to the end of the last of the turn, so that flushes can hide under the
-// passes. With --flush-ms each flush takes so much longer.
+// With --compute-ms each pass takes at least so long on the device, a third of it forward, and flushes can hide under
+// the passes. Then only measurement 2 runs, while training continues: the clock starts at the end of one step and stops
+// at the end of the turn's last step. With --flush-ms each flush takes so much longer.
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <hoist/core/checksum.hpp>
-#include <hoist/core/error.hpp>
 #include <hoist/measure/statistics.hpp>
+#include <hoist/platform/free_memory.hpp>
 #include <hoist/tiers/record_layout.hpp>
 #include <hoist/zero/engine.hpp>
 
 #include "checksum_twice.hpp"
 #include "held_backend.hpp"
 #include "options.hpp"
+#include "temporary_directory.hpp"
 
 namespace {
 
@@ -137,7 +135,7 @@ class Training {
   }
 
   // Seconds of a step whose writes are all done, committed or not.
-  double landed_step() {
+  double written_step() {
     const TimePoint begin = Clock::now();
     step();
     engine_.settle();  // waits for the writes of a step that is not committed, too
@@ -181,10 +179,10 @@ Ratios with_and_without_commit(const Arguments& arguments, const std::string& st
   constexpr unsigned kCycle = 4;
   Training training(arguments, store, tiers::Durability::step, kCycle);
   Ratios ratios;
-  training.landed_step();
+  training.written_step();
   for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
-    const double second = training.landed_step(), third = training.landed_step(), committed = training.landed_step();
-    const double next = training.landed_step();  // the first of the next cycle
+    const double second = training.written_step(), third = training.written_step(), committed = training.written_step();
+    const double next = training.written_step();  // the first of the next cycle
     const bool even = pair % 2 == 0;
     ratios.cost.push_back(committed / (even ? third : next));
     ratios.control.push_back(even ? second / third : third / second);
@@ -196,13 +194,13 @@ Ratios with_and_without_commit(const Arguments& arguments, const std::string& st
 Ratios with_checksums_twice(const Arguments& arguments, const std::string& store) {
   Training training(arguments, store, tiers::Durability::none);
   Ratios ratios;
-  training.landed_step();
+  training.written_step();
   for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
-    const double before = training.landed_step();
+    const double before = training.written_step();
     bench::set_checksum_twice(true);
-    const double twice = training.landed_step();
+    const double twice = training.written_step();
     bench::set_checksum_twice(false);
-    const double after = training.landed_step();
+    const double after = training.written_step();
     const bool even = pair % 2 == 0;
     ratios.cost.push_back(twice / (even ? before : after));
     ratios.control.push_back(even ? before / after : after / before);
@@ -226,29 +224,24 @@ double checksum_ns_per_byte() {
 }
 
 int run(const Arguments& arguments) {
-  std::string pattern = arguments.path + "/hoist-durability-XXXXXX";
-  if (::mkdtemp(pattern.data()) == nullptr) throw IoError({"mkdtemp", pattern, 0, 0, errno}, "");
-  struct Removal {
-    const std::string& path;
-    ~Removal() { std::filesystem::remove_all(path); }
-  } const removal{pattern};
+  const bench::TemporaryDirectory directory(arguments.path, "hoist-durability");
 
   Ratios one_store, checksums;
   if (arguments.flush_ms == 0 && arguments.compute_ms == 0) {
-    one_store = with_and_without_commit(arguments, pattern + "/one");
+    one_store = with_and_without_commit(arguments, directory.path() + "/one");
     one_store.print("a step with its commit / without, one store");
-    std::filesystem::remove_all(pattern + "/one");
-    checksums = with_checksums_twice(arguments, pattern + "/twice");
+    std::filesystem::remove_all(directory.path() + "/one");
+    checksums = with_checksums_twice(arguments, directory.path() + "/twice");
     checksums.print("a step with every checksum computed twice / once, one store");
-    std::filesystem::remove_all(pattern + "/twice");
+    std::filesystem::remove_all(directory.path() + "/twice");
   }
 
   Ratios ratios;
   std::vector<double> seconds;
   double per_step_bytes = 0;
   {
-    Training step(arguments, pattern + "/step", tiers::Durability::step);
-    Training none(arguments, pattern + "/none", tiers::Durability::none);
+    Training step(arguments, directory.path() + "/step", tiers::Durability::step);
+    Training none(arguments, directory.path() + "/none", tiers::Durability::none);
     const unsigned steps = arguments.steps_per_turn;
     const std::uint64_t before = none.moved_bytes(), before_step = step.moved_bytes();
     for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
@@ -278,25 +271,23 @@ int run(const Arguments& arguments) {
   const double ns = checksum_ns_per_byte();
   fmt::print("a step of none: {:.1f} ms, {:.2f} GB/s\n", 1e3 * measure::median(seconds),
              1e-9 * per_step_bytes / measure::median(seconds));
-  const double threads = static_cast<double>(std::max(1u, std::thread::hardware_concurrency()));
+  const double threads = static_cast<double>(platform::processor_count());
   const double share = ns * 1e-9 * per_step_bytes / threads / measure::median(seconds);
   fmt::print("checksums: {:.4f} ns a byte; {:.2f} % of the time of a step on {:.0f} processors\n", ns, 100 * share,
              threads);
-  if (!arguments.json.empty()) {
-    std::ofstream(arguments.json) << fmt::format(
-        "{{\"one_store\": {}, \"step_to_none\": {}, \"flush_ms\": {}, \"compute_ms\": {}, "
-        "\"checksums_twice\": {}, \"checksum_ns_per_byte\": {}, \"checksum_share\": {}}}\n",
-        one_store.cost.empty() ? "null" : one_store.json(), ratios.json(), arguments.flush_ms, arguments.compute_ms,
-        checksums.cost.empty() ? "null" : checksums.json(), ns, share);
-  }
+  bench::write_json(arguments.json,
+                    fmt::format("{{\"one_store\": {}, \"step_to_none\": {}, \"flush_ms\": {}, \"compute_ms\": {}, "
+                                "\"checksums_twice\": {}, \"checksum_ns_per_byte\": {}, \"checksum_share\": {}}}",
+                                one_store.cost.empty() ? "null" : one_store.json(), ratios.json(), arguments.flush_ms,
+                                arguments.compute_ms, checksums.cost.empty() ? "null" : checksums.json(), ns, share));
   return 0;
 }
 
 Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
-  const auto number = [&](std::string_view name, unsigned otherwise) {
-    return static_cast<unsigned>(options.number(name, otherwise));
+  const auto number = [&](std::string_view name, unsigned otherwise, unsigned least = 1) {
+    return static_cast<unsigned>(options.number(name, otherwise, least));
   };
   Arguments arguments;
   arguments.path = options.text("--path", arguments.path);
@@ -306,8 +297,8 @@ Arguments parse(int argc, char** argv) {
   const auto elements = static_cast<std::uint64_t>(smoke ? 1 << 17 : arguments.elements);
   arguments.elements = static_cast<std::int64_t>(options.number("--elements", elements));
   arguments.steps_per_turn = number("--steps-per-turn", arguments.steps_per_turn);
-  arguments.compute_ms = number("--compute-ms", arguments.compute_ms);
-  arguments.flush_ms = number("--flush-ms", arguments.flush_ms);
+  arguments.compute_ms = number("--compute-ms", arguments.compute_ms, 0);
+  arguments.flush_ms = number("--flush-ms", arguments.flush_ms, 0);
   options.end();
   return arguments;
 }

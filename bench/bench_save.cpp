@@ -7,10 +7,8 @@
 // and for state in memory it prints the call's median, 99th percentile and maximum, how long a save takes until it is
 // durable, and the ratio of step times with and without a save before them, with its interval.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -21,6 +19,7 @@
 #include <hoist/zero/engine.hpp>
 
 #include "options.hpp"
+#include "temporary_directory.hpp"
 
 namespace {
 
@@ -57,18 +56,20 @@ Arguments parse(int argc, char** argv) {
 
 double milliseconds(Nanoseconds time) { return 1e3 * to_seconds(time); }
 
+// The nearest rank.
 double quantile(std::vector<double> values, double share) {
   std::ranges::sort(values);
-  return values[std::min(values.size() - 1, static_cast<std::size_t>(share * static_cast<double>(values.size())))];
+  const double rank = std::ceil(share * static_cast<double>(values.size()));
+  return values[static_cast<std::size_t>(std::max(1.0, rank)) - 1];
 }
 
 class Program {
  public:
-  Program(const Arguments& arguments, Placement placement)
+  Program(const Arguments& arguments, Placement placement, const std::string& directory)
       : arguments_(arguments),
         runtime_(runtime_options(arguments)),
         engine_(
-            Engine::create(runtime_, options(arguments, placement), uniform_model(arguments.parameters, kUnits),
+            Engine::create(runtime_, options(placement, directory), uniform_model(arguments.parameters, kUnits),
                            [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); })) {
     for (std::uint32_t u = 0; u < kUnits; ++u) units_.push_back(UnitId{u});
   }
@@ -103,10 +104,10 @@ class Program {
     return options;
   }
 
-  static EngineOptions options(const Arguments& arguments, Placement placement) {
+  static EngineOptions options(Placement placement, const std::string& directory) {
     EngineOptions options;
     options.parameters = options.optimizer = placement;
-    options.store_directory = arguments.path + "/hoist-bench-save";
+    options.store_directory = directory;
     options.keep_steps = 2;
     return options;
   }
@@ -135,12 +136,8 @@ class Program {
 };
 
 Figures measured(const Arguments& arguments, Placement placement, const char* name) {
-  Figures figures;
-  {
-    Program program(arguments, placement);
-    figures = program.measure();
-  }
-  std::filesystem::remove_all(arguments.path + "/hoist-bench-save");
+  const bench::TemporaryDirectory directory(arguments.path, "hoist-bench-save");
+  Figures figures = Program(arguments, placement, directory.path()).measure();
   figures.placement = name;
   fmt::print("{:8}  {:8.2f} {:8.2f} {:8.2f}  {:10.1f}  {:6.3f} [{:.3f}, {:.3f}]\n", name, figures.call_median_ms,
              figures.call_p99_ms, figures.call_max_ms, figures.durable_median_ms, figures.step_ratio,
@@ -153,7 +150,7 @@ Figures measured(const Arguments& arguments, Placement placement, const char* na
 
 int main(int argc, char** argv) try {
   const Arguments arguments = parse(argc, argv);
-  if (arguments.path.empty() || arguments.saves == 0) {
+  if (arguments.path.empty()) {
     fmt::print(stderr, "usage: bench_save --path DIR [--parameters N] [--saves N] [--json FILE] [--smoke]\n");
     return 2;
   }
@@ -164,16 +161,14 @@ int main(int argc, char** argv) try {
   std::vector<Figures> all;
   all.push_back(measured(arguments, Placement::nvme, "nvme"));
   all.push_back(measured(arguments, Placement::pinned, "pinned"));
-  if (arguments.json.empty()) return 0;
-  std::ofstream file(arguments.json);
-  file << "[";
+  std::string json;
   for (const Figures& f : all)
-    file << fmt::format(R"({}{{"placement":"{}","call_ms":{{"median":{},"p99":{},"max":{}}},"durable_ms":{},)"
+    json += fmt::format(R"({}{{"placement":"{}","call_ms":{{"median":{},"p99":{},"max":{}}},"durable_ms":{},)"
                         R"("step_ratio":{},"interval":[{},{}]}})",
-                        &f == &all.front() ? "" : ",", f.placement, f.call_median_ms, f.call_p99_ms, f.call_max_ms,
+                        json.empty() ? "" : ",", f.placement, f.call_median_ms, f.call_p99_ms, f.call_max_ms,
                         f.durable_median_ms, f.step_ratio, f.step_interval.low, f.step_interval.high);
-  file << "]\n";
-  return file.good() ? 0 : 1;
+  bench::write_json(arguments.json, fmt::format("[{}]", json));
+  return 0;
 } catch (const std::exception& error) {
   fmt::print(stderr, "bench_save: {}\n", error.what());
   return 2;
