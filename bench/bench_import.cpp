@@ -8,13 +8,10 @@
 // and writes 12. It is timed from Runtime's construction until the first commit is durable. The drive's leg has the
 // same block size and queue depth, in a file with reserved space that was never written, as a new store has it, and
 // ends with a flush. The files are dropped from the page cache before each leg. Legs alternate; the control compares
-// the drive with itself. "start-up" is the import of a model whose files have been read already: it makes its values.
+// the drive with itself. "start-up" reads no file: an initializer makes the values, and its drive's leg only writes.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
-#include <deque>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -44,6 +41,8 @@ namespace fs = std::filesystem;
 
 constexpr std::uint64_t kReadBytes = 2, kWrittenBytes = 12;  // a parameter
 constexpr unsigned kUnits = 16;
+
+enum class Moves : std::uint8_t { reads_and_writes, writes };
 
 struct Arguments {
   std::string path;
@@ -82,7 +81,10 @@ class Bench {
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
 
-  double gigabytes() const { return static_cast<double>((kReadBytes + kWrittenBytes) * arguments_.parameters) / 1e9; }
+  double gigabytes(Moves moves) const {
+    const std::uint64_t bytes = kWrittenBytes + (moves == Moves::writes ? 0 : kReadBytes);
+    return static_cast<double>(bytes * arguments_.parameters) / 1e9;
+  }
 
   double import() {
     drop_cache();
@@ -96,9 +98,9 @@ class Bench {
   // Median of the imports since the last call.
   double processor_seconds_of_imports() { return measure::median(std::exchange(processor_seconds_, {})); }
 
-  double drive() {
+  double drive(Moves moves) {
     drop_cache();
-    const double seconds = seconds_of([&] { move_bytes(); });
+    const double seconds = seconds_of([&] { move_bytes(moves); });
     clear();
     return seconds;
   }
@@ -163,8 +165,8 @@ class Bench {
     }
   }
 
-  // Reads and writes of one block each, both directions in proportion, in as many buffers as the engine has in flight.
-  void move_bytes() {
+  // Transfers of one block each, both directions in proportion, in as many buffers as the engine has in flight.
+  void move_bytes(Moves moves) {
     const RuntimeOptions defaults;
     const std::uint64_t block = defaults.aio_block_bytes;
     const unsigned depth = 2 * defaults.aio_queue_depth;
@@ -172,8 +174,10 @@ class Bench {
     aio::DriveQueue queue(
         {.block_bytes = block, .queue_depth = defaults.aio_queue_depth, .registered_memory = memory.slices()});
     std::vector<aio::File> sources;
-    for (const std::string& file : files_)
-      sources.emplace_back(file, aio::FileOptions{.mode = aio::OpenMode::read_only});
+    if (moves == Moves::reads_and_writes) {
+      for (const std::string& file : files_)
+        sources.emplace_back(file, aio::FileOptions{.mode = aio::OpenMode::read_only});
+    }
     fs::create_directories(work_);
     const std::uint64_t to_write = round_up(kWrittenBytes * arguments_.parameters, block);
     aio::File target(work_ + "/target", {.mode = aio::OpenMode::create, .reserve_bytes = to_write});
@@ -220,13 +224,14 @@ struct Result {
   double seconds = 0, drive_seconds = 0, processor_seconds = 0;
 };
 
-Result compare(const std::string& name, const Arguments& arguments, Bench& bench, const std::function<double()>& leg) {
+Result compare(const std::string& name, const Arguments& arguments, Bench& bench, Moves moves,
+               const std::function<double()>& leg) {
   Result result{.name = name};
   std::vector<double> ours, theirs;
   for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
     double our = 0;
     if (pair % 2 == 0) our = leg();
-    const double their = bench.drive();
+    const double their = bench.drive(moves);
     if (pair % 2 != 0) our = leg();
     ours.push_back(our);
     theirs.push_back(their);
@@ -237,7 +242,7 @@ Result compare(const std::string& name, const Arguments& arguments, Bench& bench
   const measure::Interval interval = measure::median_interval(result.ratios);
   fmt::print("{:<9} {:.3f} [{:.3f}, {:.3f}]  {:.3f} s, drive {:.3f} s ({:.2f} GB/s)", name,
              measure::median(result.ratios), interval.low, interval.high, result.seconds, result.drive_seconds,
-             bench.gigabytes() / result.drive_seconds);
+             bench.gigabytes(moves) / result.drive_seconds);
   result.processor_seconds = bench.processor_seconds_of_imports();
   if (result.processor_seconds > 0) fmt::print(", {:.3f} s of processors", result.processor_seconds);
   fmt::print("\n");
@@ -247,30 +252,30 @@ Result compare(const std::string& name, const Arguments& arguments, Bench& bench
 
 int run(const Arguments& arguments) {
   Bench bench(arguments);
+  constexpr Moves kBoth = Moves::reads_and_writes;
   fmt::print("{} parameters, {} pairs: {:.2f} GB read and written\nspeed beside the drive's: median [95 %]\n",
-             arguments.parameters, arguments.pairs, bench.gigabytes());
-  const std::vector<Result> results{compare("control", arguments, bench, [&] { return bench.drive(); }),
-                                    compare("import", arguments, bench, [&] { return bench.import(); }),
-                                    compare("start-up", arguments, bench, [&] { return bench.start_up(); })};
-  if (arguments.json.empty()) return 0;
-  std::ofstream file(arguments.json);
-  file << fmt::format(R"({{"parameters":{})", arguments.parameters);
+             arguments.parameters, arguments.pairs, bench.gigabytes(kBoth));
+  const std::vector<Result> results{
+      compare("control", arguments, bench, kBoth, [&] { return bench.drive(kBoth); }),
+      compare("import", arguments, bench, kBoth, [&] { return bench.import(); }),
+      compare("start-up", arguments, bench, Moves::writes, [&] { return bench.start_up(); })};
+  std::string json = fmt::format(R"({{"parameters":{})", arguments.parameters);
   for (const Result& result : results) {
     const measure::Interval interval = measure::median_interval(result.ratios);
-    file << fmt::format(R"(,"{}":{{"ratio":{},"interval":[{},{}],"seconds":{},"drive_seconds":{},)"
+    json += fmt::format(R"(,"{}":{{"ratio":{},"interval":[{},{}],"seconds":{},"drive_seconds":{},)"
                         R"("processor_seconds":{}}})",
                         result.name, measure::median(result.ratios), interval.low, interval.high, result.seconds,
                         result.drive_seconds, result.processor_seconds);
   }
-  file << "}\n";
-  return file.good() ? 0 : 1;
+  bench::write_json(arguments.json, json + "}");
+  return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) try {
   const Arguments arguments = parse(argc, argv);
-  if (arguments.path.empty() || arguments.pairs == 0) {
+  if (arguments.path.empty()) {
     fmt::print(stderr, "usage: bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]\n");
     return 2;
   }
