@@ -81,85 +81,57 @@ struct WordPair {
   WordVector even, odd;
 };
 
-// at(i) returns rounding_word of two vectors' worth of elements from element i of a tile on: the even and the odd ones.
-class RoundingWords {
- public:
-  HWY_INLINE explicit RoundingWords(const Rounding& rounding)
-      : key_(rounding.key + 0x9E3779B9u), first_(rounding.first), low_bits_(first_ % kCount == 0 ? 0xFFFFu : 0) {
-    begin(first_);
-  }
-  HWY_INLINE WordPair at(std::size_t i) {
-    const auto first = static_cast<std::uint32_t>(first_ + i);
-    if (HWY_UNLIKELY((first & low_bits_) == 0)) {
-      if (low_bits_ == 0) {
-        const Words words;
-        const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
-        return {mixed(key_, even), mixed(key_, hn::Add(even, hn::Set(words, 1u)))};
-      }
-      begin(first);
-    }
-    const auto all = products_.of_all(first);
-    return {mixed_product(hn::Add(lanes_.even, all)), mixed_product(hn::Add(lanes_.odd, all))};
-  }
-
- private:
-  static constexpr std::uint32_t kCount = 2 * kLanesMax;
-
-  HWY_INLINE void begin(std::uint32_t first) {
-    const auto even = lane_numbers<2>();
-    products_ = FirstProducts<kCount>(key_, first);
-    lanes_ = {products_.of_lanes(even), products_.of_lanes(hn::Add(even, hn::Set(Words(), 1u)))};
-  }
-
-  std::uint32_t key_, first_;
-  std::uint32_t low_bits_;  // products begin anew at an index without these bits; 0: no products, the whole mixer
-  FirstProducts<kCount> products_;
-  WordPair lanes_;
-};
+// Random bits of elements, by number: rounding_word, or rounding_bits where kShift is 1: two neighbours have the halves
+// of one word.
+template <int kShift>
+HWY_INLINE WordVector random_bits(std::uint32_t key, WordVector number) {
+  const auto word = mixed(key, hn::ShiftRight<kShift>(number));
+  if constexpr (kShift == 0) return word;
+  const Words words;
+  const auto is_odd = hn::TestBit(number, hn::Set(words, 1u));
+  return hn::IfThenElse(is_odd, hn::ShiftRight<16>(word), hn::And(word, hn::Set(words, 0xFFFFu)));
+}
 
 // rounding_bits of a vector's worth of elements from `first` on.
 HWY_INLINE WordVector rounding_halves(std::uint32_t key, std::uint32_t first) {
-  const Words words;
-  const auto index = hn::Add(hn::Set(words, first), lane_numbers<1>());
-  const auto x = mixed(key, hn::ShiftRight<1>(index));
-  const auto is_odd = hn::TestBit(index, hn::Set(words, 1u));
-  return hn::IfThenElse(is_odd, hn::ShiftRight<16>(x), hn::And(x, hn::Set(words, 0xFFFFu)));
+  return random_bits<1>(key, hn::Add(hn::Set(Words(), first), lane_numbers<1>()));
 }
 
-// Like RoundingWords, for rounding_bits. Two neighbours have the two halves of one word.
-class RoundingHalves {
+// random_bits of two vectors' worth of elements from element i of a tile on.
+template <int kShift>
+class RandomBits {
  public:
-  HWY_INLINE explicit RoundingHalves(const Rounding& rounding)
-      : key_(rounding.key), first_(rounding.first), low_bits_(first_ % (2 * kPairs) == 0 ? 0x1FFFFu : 0) {
-    begin(first_ >> 1);
+  HWY_INLINE explicit RandomBits(const Rounding& rounding)
+      : key_(rounding.key + (kShift == 0 ? 0x9E3779B9u : 0)),
+        first_(rounding.first),
+        low_bits_(first_ % (2 * kLanesMax) == 0 ? (0x10000u << kShift) - 1 : 0) {
+    begin(first_);
   }
   // The even elements and the odd ones.
   HWY_INLINE WordPair at(std::size_t i) {
     const Words words;
-    const auto low_half = hn::Set(words, 0xFFFFu);
     const auto first = static_cast<std::uint32_t>(first_ + i);
     if (HWY_UNLIKELY((first & low_bits_) == 0)) {
       if (low_bits_ == 0) {
         const auto even = hn::Add(hn::Set(words, first), lane_numbers<2>());
-        const auto random = mixed(key_, hn::ShiftRight<1>(even));
-        if (first % 2 == 0) return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
-        const auto next = mixed(key_, hn::ShiftRight<1>(hn::Add(even, hn::Set(words, 1u))));
-        return {hn::ShiftRight<16>(random), hn::And(next, low_half)};
+        return {random_bits<kShift>(key_, even), random_bits<kShift>(key_, hn::Add(even, hn::Set(words, 1u)))};
       }
-      begin(first >> 1);
+      begin(first);
     }
-    const auto random = pairs(first >> 1);
-    return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
+    const auto even = word_of(lanes_.even, first);
+    if constexpr (kShift == 0) return {even, word_of(lanes_.odd, first)};
+    return {hn::And(even, hn::Set(words, 0xFFFFu)), hn::ShiftRight<16>(even)};
   }
   // The first vector's and the second's.
   HWY_INLINE WordPair in_order(std::size_t i) {
+    static_assert(kShift == 1);
     const auto first = static_cast<std::uint32_t>(first_ + i);
 #if HWY_TARGET != HWY_SCALAR
     if (HWY_LIKELY(low_bits_ != 0)) {
-      if (HWY_UNLIKELY((first & low_bits_) == 0)) begin(first >> 1);
+      if (HWY_UNLIKELY((first & low_bits_) == 0)) begin(first);
       const Words words;
       const hn::Rebind<std::uint16_t, Words> some;
-      const auto halves = hn::BitCast(hn::Repartition<std::uint16_t, Words>(), pairs(first >> 1));
+      const auto halves = hn::BitCast(hn::Repartition<std::uint16_t, Words>(), word_of(lanes_.even, first));
       return {hn::PromoteTo(words, hn::LowerHalf(some, halves)), hn::PromoteTo(words, hn::UpperHalf(some, halves))};
     }
 #endif
@@ -168,21 +140,22 @@ class RoundingHalves {
   }
 
  private:
-  static constexpr std::uint32_t kPairs = kLanesMax;
-
-  HWY_INLINE void begin(std::uint32_t first_pair) {
-    products_ = FirstProducts<kPairs>(key_, first_pair);
-    lanes_ = products_.of_lanes(lane_numbers<1>());
+  HWY_INLINE void begin(std::uint32_t first) {
+    const auto even = lane_numbers<2>(), odd = hn::Add(even, hn::Set(Words(), 1u));
+    products_ = decltype(products_)(key_, first >> kShift);
+    lanes_ = {products_.of_lanes(hn::ShiftRight<kShift>(even)), products_.of_lanes(hn::ShiftRight<kShift>(odd))};
   }
-  HWY_INLINE WordVector pairs(std::uint32_t first_pair) const {
-    return mixed_product(hn::Add(lanes_, products_.of_all(first_pair)));
+  HWY_INLINE WordVector word_of(WordVector lanes, std::uint32_t first) const {
+    return mixed_product(hn::Add(lanes, products_.of_all(first >> kShift)));
   }
 
   std::uint32_t key_, first_;
-  std::uint32_t low_bits_;  // as above
-  FirstProducts<kPairs> products_;
-  WordVector lanes_;
+  std::uint32_t low_bits_;  // products begin anew at an index without these bits; 0: no products, the whole mixer
+  FirstProducts<(2 * kLanesMax >> kShift)> products_;
+  WordPair lanes_;
 };
+using RoundingWords = RandomBits<0>;
+using RoundingHalves = RandomBits<1>;
 
 }  // namespace hoist::optim::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
