@@ -9,6 +9,21 @@
 namespace hoist::scheduler {
 namespace {
 
+// Moves `place` up to the first range that is clear of the obstacles' places.
+template <class PlaceOf>
+Place first_clear(Place place, std::span<const Item> obstacles, const PlaceOf& place_of) {
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (const Item obstacle : obstacles) {
+      const Place other = place_of(obstacle);
+      if (!place.overlaps(other)) continue;
+      place.begin = other.end();
+      moved = true;
+    }
+  }
+  return place;
+}
+
 // Companions are items that others stand beside. They are stacked down from the end of the memory, only as deep as
 // those that may be pinned together require: so the memory before them stays in one piece.
 class CompanionStack {
@@ -34,19 +49,10 @@ class CompanionStack {
  private:
   // At the least depth where nothing lies that may be pinned together with it.
   void stack(Item item, const std::vector<Item>& together) {
-    std::uint64_t above = 0;
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (const Item other : together) {
-        if (!depth_[other]) continue;
-        const std::uint64_t other_above = *depth_[other] - items_[other].bytes;
-        if (above < *depth_[other] && other_above < above + items_[item].bytes) {
-          above = *depth_[other];
-          moved = true;
-        }
-      }
-    }
-    depth_[item] = above + items_[item].bytes;
+    const auto from_end = [&](Item other) {
+      return depth_[other] ? Place{*depth_[other] - items_[other].bytes, items_[other].bytes} : Place{};
+    };
+    depth_[item] = first_clear({0, items_[item].bytes}, together, from_end).end();
   }
 
   std::span<const ItemRoom> items_;
@@ -106,32 +112,17 @@ class Homes {
  private:
   // Moves the item to the first range from `begin` on that is clear of its companions.
   bool fits(Item item, std::uint64_t begin) {
-    Place& place = places_[item];
-    place.begin = begin;
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (const Item companion : items_[item].beside) {
-        if (!place.overlaps(places_[companion])) continue;
-        place.begin = places_[companion].end();
-        moved = true;
-      }
-    }
-    return place.end() <= total_bytes_;
+    const auto place_of = [&](Item companion) { return places_[companion]; };
+    places_[item] = first_clear({begin, items_[item].bytes}, items_[item].beside, place_of);
+    return places_[item].end() <= total_bytes_;
   }
 
   void push_to_end(Item item) {
-    Place place = places_[item];
-    place.begin = total_bytes_ - place.bytes;
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (const Item companion : items_[item].beside) {
-        if (!place.overlaps(places_[companion])) continue;
-        if (places_[companion].begin < place.bytes) return;
-        place.begin = places_[companion].begin - place.bytes;
-        moved = true;
-      }
-    }
-    places_[item] = place;
+    const auto from_end = [&](Item companion) {
+      return Place{total_bytes_ - places_[companion].end(), places_[companion].bytes};
+    };
+    const Place place = first_clear({0, items_[item].bytes}, items_[item].beside, from_end);
+    if (place.end() <= total_bytes_) places_[item].begin = total_bytes_ - place.end();
   }
 
   std::span<const ItemRoom> items_;
