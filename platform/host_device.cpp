@@ -33,10 +33,7 @@ namespace {
 constexpr int kNaNByte = 0xFF;  // all bits set is a NaN in bf16, fp16, fp32 and fp64
 
 MappingOptions mapping_options(const DeviceOptions& options) {
-  return {.bytes = options.memory_bytes,
-          .largest_pages = PageKind::huge_transparent,
-          .numa_nodes = options.numa_nodes,
-          .touch_cpus = options.touch_cpus,
+  return {.memory = {.bytes = options.memory_bytes, .numa_nodes = options.numa_nodes, .touch_cpus = options.touch_cpus},
           .touch = false,
           .tier = "device",
           .key = "the device memory budget"};

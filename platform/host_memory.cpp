@@ -11,11 +11,8 @@ namespace hoist::platform {
 
 HostMemory::HostMemory(const HostMemoryOptions& options)
     : mapping_(std::make_unique<detail::Mapping>(
-          detail::MappingOptions{.bytes = options.bytes,
+          detail::MappingOptions{.memory = options,
                                  .largest_pages = options.huge_pages ? PageKind::huge_reserved : PageKind::normal,
-                                 .numa_nodes = options.numa_nodes,
-                                 .touch_cpus = options.touch_cpus,
-                                 .parts = options.parts,
                                  .tier = "pinned",
                                  .key = "the pinned memory budget"})) {}
 

@@ -113,7 +113,7 @@ bool has_transparent_pages(const std::byte* address, std::uint64_t bytes) {
 
 }  // namespace
 
-Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(options.bytes) {
+Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(options.memory.bytes) {
   if (bytes_ == 0) return;
   if (options.largest_pages == PageKind::huge_reserved && try_map(PageKind::huge_reserved, options)) return;
   // Reserved pages are already set apart; the kinds below compete for the rest.
@@ -140,9 +140,10 @@ std::vector<Mapping::Piece> Mapping::pieces(std::span<std::byte> whole, PageKind
   std::vector<Piece> all;
   std::uint64_t done = 0;
   const auto add_rest = [&](std::uint64_t end) {
-    if (end > done) all.push_back({whole.subspan(done, end - done), options_.numa_nodes, options_.touch_cpus});
+    if (end > done)
+      all.push_back({whole.subspan(done, end - done), options_.memory.numa_nodes, options_.memory.touch_cpus});
   };
-  for (const HostMemoryPart& part : options_.parts) {
+  for (const HostMemoryPart& part : options_.memory.parts) {
     const std::uint64_t begin = round_up(part.offset, page), end = round_down(part.offset + part.bytes, page);
     HOIST_ASSERT(part.offset >= done && part.offset + part.bytes <= bytes_, "{} bytes at {} of {}, behind {}",
                  part.bytes, part.offset, bytes_, done);
@@ -167,7 +168,7 @@ void Mapping::commit_up_to(std::uint64_t end, std::optional<std::byte> value) {
   const std::uint64_t available = host_memory().free_bytes;
   constexpr const char* kWhat = "what is taken of the budget now";
   if (fresh.size() > available) refuse(fresh.size(), available, kWhat);
-  failure_ = touch({fresh, options_.numa_nodes, options_.touch_cpus}, PageKind::normal, value);
+  failure_ = touch({fresh, options_.memory.numa_nodes, options_.memory.touch_cpus}, PageKind::normal, value);
   if (failure_ != 0) refuse(fresh.size(), available, kWhat);
   committed_bytes_ = end;
 }

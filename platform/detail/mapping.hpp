@@ -19,11 +19,8 @@
 namespace hoist::platform::detail {
 
 struct MappingOptions {
-  std::uint64_t bytes = 0;
+  HostMemoryOptions memory{};                           // `largest_pages` replaces its huge_pages
   PageKind largest_pages = PageKind::huge_transparent;  // the first kind tried; falls back towards `normal`
-  std::vector<int> numa_nodes{};                        // as HostMemoryOptions::numa_nodes
-  std::vector<int> touch_cpus{};                        // as HostMemoryOptions::touch_cpus
-  std::vector<HostMemoryPart> parts{};                  // as HostMemoryOptions::parts
   bool touch = true;                                    // false: commit_up_to() does
   // For the BudgetError: "device" or "pinned", and the setting to lower.
   std::string tier;
