@@ -19,19 +19,6 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-// One unit's pointers, by role. Regions on NVMe have none.
-constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{&UnitMemory::weights,
-                                                                             nullptr,  // stored weights
-                                                                             &UnitMemory::state,
-                                                                             nullptr,  // stored state
-                                                                             &UnitMemory::gradient,
-                                                                             nullptr,  // spilled gradient
-                                                                             nullptr,  // its checksums
-                                                                             &UnitMemory::secondary_shard,
-                                                                             &UnitMemory::device_shard,
-                                                                             &UnitMemory::gathered,
-                                                                             &UnitMemory::own_gradient};
-
 // The bytes of a budget that are neither held nor needed for the store's tables.
 std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory_bytes) {
   return budget.free_bytes() > store_memory_bytes ? budget.free_bytes() - store_memory_bytes : 0;
@@ -139,22 +126,29 @@ void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t s
 }
 
 void Memory::point_to_regions() {
+  std::vector<std::array<std::byte*, kUnitRoleCount>> regions(units_.size());  // of each unit, by role
   for (const MemoryRegion& region : plan_.regions()) {
     if (region.tier == MemoryTier::nvme) continue;
     const std::span<std::byte> tier = region.tier == MemoryTier::device ? device_block_.bytes() : pinned();
     const std::span<std::byte> bytes = tier.subspan(region.offset, region.bytes);
     const auto role = static_cast<std::size_t>(region.role);
-    if (region.role == MemoryRole::gradient_checksums) {
-      units_[region.unit->index].gradient_checksums = reinterpret_cast<std::uint64_t*>(bytes.data());
-    } else if (region.unit) {
-      units_[region.unit->index].*kUnitMembers[role] = bytes.data();
+    if (region.unit) {
+      regions[region.unit->index][role] = bytes.data();
     } else {
       buffers_[role].push_back(bytes);
     }
   }
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
-    if (const auto role = placement(UnitId{u}).weights)
-      units_[u].weights = units_[u].*kUnitMembers[static_cast<std::size_t>(*role)];
+    const auto at = [&](MemoryRole role) { return regions[u][static_cast<std::size_t>(role)]; };
+    const std::optional<MemoryRole> weights = placement(UnitId{u}).weights;
+    units_[u] = {.weights = weights ? at(*weights) : nullptr,
+                 .state = at(MemoryRole::state),
+                 .gradient = at(MemoryRole::gradient),
+                 .gradient_checksums = reinterpret_cast<std::uint64_t*>(at(MemoryRole::gradient_checksums)),
+                 .secondary_shard = at(MemoryRole::secondary_shard),
+                 .device_shard = at(MemoryRole::device_shard),
+                 .gathered = at(MemoryRole::gathered),
+                 .own_gradient = at(MemoryRole::own_gradient)};
   }
 }
 
