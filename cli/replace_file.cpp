@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "replace_file.hpp"
 
-#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -159,15 +158,7 @@ std::string read_file(const std::string& path, const std::string& remedy) {
     throw IoError({.operation = "open", .path = path, .code = code}, kind.empty() ? remedy : kind + "; " + remedy);
   }
   std::string text;
-  std::array<char, 65536> buffer;
-  ssize_t length = 0;
-  int code = 0;
-  while (code == 0 && (length = ::read(descriptor, buffer.data(), buffer.size())) != 0) {
-    if (length > 0) text.append(buffer.data(), static_cast<std::size_t>(length));
-    if (length < 0 && errno != EINTR) code = errno;
-    if (text.size() > kReadBytesMax) code = EFBIG;
-  }
-  ::close(descriptor);
+  const int code = read_and_close(descriptor, kReadBytesMax, text);
   if (code != 0) throw IoError({.operation = "read", .path = path, .code = code}, remedy);
   return text;
 }

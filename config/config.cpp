@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <limits>
-#include <memory>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -49,19 +47,8 @@ constexpr std::size_t kFileBytesMax = 64u << 20;
 std::string read_file(const std::string& path) {
   const int descriptor = open_input_file(path);
   if (descriptor < 0) unreadable("open", path, errno);
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(::fdopen(descriptor, "rb"), std::fclose);
-  if (!file) unreadable("open", path, ENOMEM);
   std::string text;
-  std::size_t count = 1;
-  while (count > 0 && text.size() <= kFileBytesMax) {
-    const std::size_t before = text.size();
-    text.resize(before + 65536);
-    errno = 0;
-    count = std::fread(text.data() + before, 1, 65536, file.get());
-    if (std::ferror(file.get()) != 0) unreadable("read", path, errno);
-    text.resize(before + count);
-  }
-  if (text.size() > kFileBytesMax) unreadable("read", path, EFBIG);
+  if (const int code = read_and_close(descriptor, kFileBytesMax, text); code != 0) unreadable("read", path, code);
   return text;
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <cerrno>
 #include <exception>
 #include <filesystem>
@@ -78,6 +79,19 @@ int open_input_file(const std::string& path) noexcept {
   if (descriptor < 0) return descriptor;
   if (!is_nameless_pipe(descriptor)) return failed(descriptor, EINVAL);
   return waiting_from_here_on(descriptor);
+}
+
+int read_and_close(int descriptor, std::size_t bytes_max, std::string& text) {
+  std::array<char, 65536> buffer;
+  ssize_t length = 0;
+  int code = 0;
+  while (code == 0 && (length = ::read(descriptor, buffer.data(), buffer.size())) != 0) {
+    if (length > 0) text.append(buffer.data(), static_cast<std::size_t>(length));
+    if (length < 0 && errno != EINTR) code = errno;
+    if (text.size() > bytes_max) code = EFBIG;
+  }
+  ::close(descriptor);
+  return code;
 }
 
 std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept {

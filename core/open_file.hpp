@@ -9,6 +9,7 @@
 //            return.
 #pragma once
 
+#include <cstddef>
 #include <cstdio>
 #include <string>
 #include <system_error>
@@ -24,6 +25,8 @@ int open_regular_file(const std::string& path, int flags, mode_t mode = 0) noexc
 // For reading a file that a person named: a regular file, or a pipe that this process received with its other end open,
 // such as /dev/stdin and a shell's <(...).
 int open_input_file(const std::string& path) noexcept;
+// Reads `descriptor` to its end and closes it. Returns 0 or the errno: EFBIG for more than `bytes_max` bytes.
+int read_and_close(int descriptor, std::size_t bytes_max, std::string& text);
 
 enum class OutputMode { replace, append };
 // For writing to a file that a person named: anything writable. A named pipe without a reader is ENXIO. Returns null
