@@ -14,7 +14,6 @@ namespace {
 using Json = nlohmann::ordered_json;
 using measure::ComparisonResult;
 using measure::DriveResult;
-using measure::Interval;
 using measure::LatencyHistogram;
 
 double microseconds(Nanoseconds duration) { return static_cast<double>(duration.count()) / 1e3; }
@@ -46,8 +45,6 @@ Json drive_json(const BenchIoReport& report, std::size_t index) {
   return json;
 }
 
-Json interval_json(const Interval& interval) { return Json::array({interval.low, interval.high}); }
-
 Json comparison_json(const ComparisonResult& comparison) {
   const bool has_control = !comparison.control_ratios.empty();
   return {{"tool", comparison.tool},
@@ -55,11 +52,10 @@ Json comparison_json(const ComparisonResult& comparison) {
           {"leg_bytes", comparison.leg_bytes},
           {"ratios", comparison.ratios},
           {"ratio_median", measure::median(comparison.ratios)},
-          {"ratio_interval", interval_json(measure::median_interval(comparison.ratios))},
+          {"ratio_interval", interval_json(comparison.ratios)},
           {"control_ratios", comparison.control_ratios},
           {"control_median", has_control ? Json(measure::median(comparison.control_ratios)) : Json(nullptr)},
-          {"control_interval",
-           has_control ? interval_json(measure::median_interval(comparison.control_ratios)) : Json(nullptr)},
+          {"control_interval", has_control ? interval_json(comparison.control_ratios) : Json(nullptr)},
           {"gb_per_s", measure::median(comparison.our_bytes_per_second) / 1e9},
           {"tool_gb_per_s", measure::median(comparison.their_bytes_per_second) / 1e9},
           {"cpu_seconds_per_gb", measure::median(comparison.our_processor_seconds_per_gb)},
@@ -96,11 +92,6 @@ std::string table(const BenchIoReport& report) {
   return columns(rows);
 }
 
-std::string percent_range(const std::vector<double>& ratios) {
-  const Interval interval = measure::median_interval(ratios);
-  return fmt::format("{:.3f} [{:.3f}, {:.3f}]", measure::median(ratios), interval.low, interval.high);
-}
-
 std::string comparison_text(const ComparisonResult& comparison) {
   std::string text = fmt::format("\nhoist / {}, {} alternating pairs of {} each\n", comparison.tool,
                                  comparison.ratios.size(), format_bytes(comparison.leg_bytes));
@@ -109,9 +100,9 @@ std::string comparison_text(const ComparisonResult& comparison) {
     ratios += fmt::format("{}{:.3f}", i % 10 == 0 ? "\n   " : " ", comparison.ratios[i]);
   text += "  ratio of each pair:" + ratios + "\n";
   std::vector<std::vector<std::string>> rows{
-      {"median [95 % interval]", percent_range(comparison.ratios)},
+      {"median [95 % interval]", median_text(comparison.ratios)},
       {"control, hoist / hoist",
-       comparison.control_ratios.empty() ? "none (one pair)" : percent_range(comparison.control_ratios)},
+       comparison.control_ratios.empty() ? "none (one pair)" : median_text(comparison.control_ratios)},
       {"GB/s, hoist and " + comparison.tool,
        fmt::format("{:.2f} and {:.2f}", measure::median(comparison.our_bytes_per_second) / 1e9,
                    measure::median(comparison.their_bytes_per_second) / 1e9)},

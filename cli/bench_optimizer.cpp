@@ -239,11 +239,6 @@ void measure_step(const BenchOptimizerArguments& arguments, const measure::StopF
                                                 .progress = [&](unsigned done) { progress.update(done); }});
 }
 
-Json interval_json(const std::vector<double>& values) {
-  const Interval interval = measure::median_interval(values);
-  return Json::array({interval.low, interval.high});
-}
-
 // Whether the interval, widened by the control's noise, reaches the target.
 bool reaches(const KernelResult& result, double target) {
   const Interval interval = measure::median_interval(result.ratios);
@@ -349,11 +344,6 @@ Json to_json(const BenchOptimizerReport& report) {
   return json;
 }
 
-std::string range_text(const std::vector<double>& ratios) {
-  const Interval interval = measure::median_interval(ratios);
-  return fmt::format("{:.3f} [{:.3f}, {:.3f}]", measure::median(ratios), interval.low, interval.high);
-}
-
 std::string to_text(const BenchOptimizerReport& report) {
   std::string text;
   if (!report.kernels.empty()) {
@@ -363,7 +353,7 @@ std::string to_text(const BenchOptimizerReport& report) {
       const KernelResult& result = report.results[i];
       const double target = report.kernels[i].target;
       const Interval control = measure::median_interval(result.control_ratios);
-      rows.push_back({title(report.kernels[i].what), range_text(result.ratios),
+      rows.push_back({title(report.kernels[i].what), median_text(result.ratios),
                       fmt::format("[{:.3f}, {:.3f}]", control.low, control.high),
                       fmt::format("{:.2f}", result.in_cache_ratio),
                       result.division_ratio == 0 ? "" : fmt::format("{:.2f}", result.division_ratio), result.limit(),
@@ -383,8 +373,8 @@ std::string to_text(const BenchOptimizerReport& report) {
                         text.empty() ? "" : "\n", step.parameters, format_bytes(step.mixed_block_bytes),
                         step.mixed_queue_depth, step.ratios.size());
     text += columns(
-        {{"time of a step / of the bytes", range_text(step.ratios)},
-         {"control, bytes / bytes", range_text(step.control_ratios)},
+        {{"time of a step / of the bytes", median_text(step.ratios)},
+         {"control, bytes / bytes", median_text(step.control_ratios)},
          {"bytes a parameter", fmt::format("{:.3f} read, {:.3f} written", step.bytes_read_per_parameter(),
                                            step.bytes_written_per_parameter())},
          {"seconds of a step", fmt::format("{:.3f}, {:.3f} of them updating", measure::median(step.step_seconds),

@@ -12,6 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/printable.hpp>
+#include <hoist/measure/statistics.hpp>
 
 #include "commands.hpp"
 #include "replace_file.hpp"
@@ -109,6 +110,16 @@ std::string columns(const std::vector<std::vector<std::string>>& given_rows, std
     text += '\n';
   }
   return text;
+}
+
+std::string median_text(const std::vector<double>& ratios) {
+  const auto [low, high] = measure::median_interval(ratios);
+  return fmt::format("{:.3f} [{:.3f}, {:.3f}]", measure::median(ratios), low, high);
+}
+
+nlohmann::ordered_json interval_json(const std::vector<double>& ratios) {
+  const auto [low, high] = measure::median_interval(ratios);
+  return nlohmann::ordered_json::array({low, high});
 }
 
 }  // namespace hoist::cli
