@@ -1,9 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cerrno>
-
-#include <fmt/format.h>
-#include <unistd.h>
-
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
@@ -14,32 +9,17 @@ namespace hoist::tiers {
 
 namespace {
 
-BudgetError no_space(const std::string& path, std::uint64_t have_bytes, std::uint64_t need_bytes) {
-  const std::string directory = path.substr(0, path.find_last_of('/'));
-  BudgetError::Need need;
-  need.tier = "nvme";
-  need.have_bytes = have_bytes;
-  need.need_bytes = need_bytes;
-  need.key =
-      fmt::format("the free space of the file system of {} (the offload path), or hoist.pinned_memory", directory);
-  need.detail = fmt::format("gradients that do not fit pinned memory (hoist.gradient_spill), in {}", directory);
-  return BudgetError(std::move(need));
-}
-
 // A crash before the name is gone leaves an empty file behind, which the next start removes.
 aio::File make_file(const std::string& path, std::uint64_t bytes) {
   detail::remove_file(path);
   aio::File file(path, {.mode = aio::OpenMode::create});
   detail::remove_file(path);
   const std::string directory = path.substr(0, path.find_last_of('/'));
-  if (const std::uint64_t free = detail::free_bytes(directory); free < bytes) throw no_space(path, free, bytes);
-  try {
-    file.start_over(bytes);
-  } catch (const IoError& error) {
-    const std::uint64_t free = detail::free_bytes(directory);
-    if (error.where.code == ENOSPC && free < bytes) throw no_space(path, free, bytes);
-    throw;
-  }
+  const detail::SpaceNeed need{directory, bytes, "gradients that do not fit pinned memory (hoist.gradient_spill),",
+                               ", or hoist.pinned_memory"};
+  if (const auto free_bytes = detail::free_bytes(directory); free_bytes < bytes)
+    throw detail::too_little_space(need, free_bytes);
+  detail::reserve(file, bytes, need);
   return file;
 }
 

@@ -207,7 +207,11 @@ class NewFiles {
     }
     for (const auto& creation : creations_) creation->clear();
     std::vector<aio::StripeDrive> files;
-    for (unsigned d = 0; d < layout_.drive_count(); ++d) files.push_back({engines[d], make_drive(d)});
+    const std::vector<std::uint64_t> need_bytes = drive_needs(layout_, superblock_);
+    for (unsigned d = 0; d < layout_.drive_count(); ++d) {
+      const std::uint64_t bytes = layout_.drive_bytes(d, superblock_.data_bytes);
+      files.push_back({engines[d], std::move(*creations_[d]->make_data(bytes, need_bytes[d]))});
+    }
     detail::remove_file(drives_.front().label);  // it was a further drive of a store that is being replaced
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
   }
@@ -250,18 +254,6 @@ class NewFiles {
  private:
   detail::DriveLabel label(unsigned drive) const {
     return {superblock_.store_number, drive, layout_.drive_count(), drives_.front().directory};
-  }
-
-  aio::File make_drive(unsigned drive) {
-    try {
-      return std::move(*creations_[drive]->make_data(layout_.drive_bytes(drive, superblock_.data_bytes)));
-    } catch (const IoError& error) {
-      const std::uint64_t need_bytes = drive_needs(layout_, superblock_)[drive];
-      const std::uint64_t have_bytes = detail::free_bytes(drives_[drive].directory);
-      if (error.where.code == ENOSPC && have_bytes < need_bytes)
-        throw detail::too_little_space(drives_[drive].directory, have_bytes, need_bytes);
-      throw;
-    }
   }
 
   const std::vector<StorePaths> drives_;

@@ -222,7 +222,7 @@ void require_space(std::span<const StorePaths> drives, std::span<const std::uint
   }
   for (const auto& [device, system] : systems) {
     if (system.have_bytes < system.need_bytes)
-      throw too_little_space(system.directory, system.have_bytes, system.need_bytes);
+      throw too_little_space({system.directory, system.need_bytes}, system.have_bytes);
   }
 }
 

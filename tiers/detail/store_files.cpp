@@ -365,14 +365,23 @@ std::uint64_t free_bytes(const std::string& directory) {
   return std::uint64_t{status.f_bavail} * status.f_frsize;
 }
 
-BudgetError too_little_space(const std::string& directory, std::uint64_t have_bytes, std::uint64_t need_bytes) {
-  BudgetError::Need need;
-  need.tier = "nvme";
-  need.have_bytes = have_bytes;
-  need.need_bytes = need_bytes;
-  need.key = fmt::format("the free space of the file system of {} (the offload path)", directory);
-  need.detail = fmt::format("the store in {}", directory);
-  return BudgetError(std::move(need));
+BudgetError too_little_space(const SpaceNeed& need, std::uint64_t have_bytes) {
+  return BudgetError({.tier = "nvme",
+                      .have_bytes = have_bytes,
+                      .need_bytes = need.bytes,
+                      .key = fmt::format("the free space of the file system of {} (the offload path){}", need.directory,
+                                         need.other_remedy),
+                      .detail = fmt::format("{} in {}", need.purpose, need.directory)});
+}
+
+void reserve(aio::File& file, std::uint64_t bytes, const SpaceNeed& need) {
+  try {
+    file.start_over(bytes);
+  } catch (const IoError& error) {
+    const std::uint64_t have_bytes = free_bytes(need.directory);
+    if (error.where.code == ENOSPC && have_bytes < need.bytes) throw too_little_space(need, have_bytes);
+    throw;
+  }
 }
 
 namespace {
@@ -542,8 +551,8 @@ void Creation::clear() {
   aio::sync_directory(paths_.directory);
 }
 
-std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes) {
-  data_->start_over(bytes);
+std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes, std::uint64_t need_bytes) {
+  reserve(*data_, bytes, {paths_.directory, need_bytes});
   return std::move(data_);
 }
 

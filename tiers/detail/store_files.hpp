@@ -73,7 +73,16 @@ std::optional<std::string> holder(const StorePaths& paths);
 void write_lock_info(const StorePaths& paths) noexcept;  // information only: errors are ignored
 
 std::uint64_t free_bytes(const std::string& directory);
-BudgetError too_little_space(const std::string& directory, std::uint64_t have_bytes, std::uint64_t need_bytes);
+// What the file system of `directory` needs free.
+struct SpaceNeed {
+  std::string directory;
+  std::uint64_t bytes = 0;
+  std::string purpose = "the store";
+  std::string other_remedy{};  // beside more space
+};
+BudgetError too_little_space(const SpaceNeed& need, std::uint64_t have_bytes);
+// Makes `file` one of `bytes` bytes. BudgetError if that fails for lack of space and less than `need` is free.
+void reserve(aio::File& file, std::uint64_t bytes, const SpaceNeed& need);
 
 // Creates a rank's files on one drive. Only the holder of the lock of the data file, by its name, may change them. That
 // file therefore exists, empty, before anything is decided, and is never replaced by another of its name. The
@@ -93,8 +102,8 @@ class Creation {
   // Takes the manifest of the store that is being replaced away from its data, durably, and removes its lock's text.
   // Until make_new_manifest() it stays as manifest_new, which says of the data that they may be overwritten.
   void clear();
-  // Drops the content of the data file and reserves its space.
-  std::unique_ptr<aio::File> make_data(std::uint64_t bytes);
+  // Drops the content of the data file and reserves its space. `need_bytes`: what all files of this drive need.
+  std::unique_ptr<aio::File> make_data(std::uint64_t bytes, std::uint64_t need_bytes);
   std::unique_ptr<aio::File> make_new_manifest(std::uint64_t bytes);
   // Registers a file beside the data that other code has just written.
   void remember_label();
