@@ -85,10 +85,11 @@ std::vector<bool> UnitManager::take_first_ranks(std::string_view what, std::span
   const EngineTurn turn(engine_mutex());
   comm::Communicator& ranks = runtime().communicator();
   std::vector<bool> differs(values.size());
-  const auto is_first = [](const auto& all) {
+  const auto all_equal = [](const auto& all) {
     return std::ranges::all_of(all, [&](auto x) { return x == all.front(); });
   };
-  if (!is_first(comm::values_of_all(ranks, checksum(std::as_bytes(std::span(what)))))) return differs;
+  if (!all_equal(comm::values_of_all(ranks, checksum(std::as_bytes(std::span(what))))) || values.empty())
+    return differs;
   std::vector<std::uint64_t> mine;
   for (const std::span<std::byte> value : values) mine.push_back(checksum(value));
   std::vector<std::uint64_t> all(mine.size() * static_cast<std::size_t>(ranks.size()));
