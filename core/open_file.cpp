@@ -82,7 +82,7 @@ int open_input_file(const std::string& path) noexcept {
 }
 
 int read_and_close(int descriptor, std::size_t bytes_max, std::string& text) {
-  std::array<char, 65536> buffer;
+  std::array<char, 8192> buffer;
   ssize_t length = 0;
   int code = 0;
   while (code == 0 && (length = ::read(descriptor, buffer.data(), buffer.size())) != 0) {

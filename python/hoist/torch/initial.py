@@ -33,7 +33,8 @@ def values_of(source: Source) -> torch.Tensor:
 
 def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], sources: dict[int, Source], seed: int) -> int:
     """[C] Where ranks have built a model with other values than rank 0 of those that divide it, they take rank 0's, as with
-    DistributedDataParallel; so they do with `seed`, which is returned. Values that are read later, from files, are not compared."""
+    DistributedDataParallel; so they do with `seed`, which is returned. Values that are read later, from files, are not
+    compared."""
     if unit_manager.world_size == 1:
         return seed
     differing: list[str] = []
