@@ -81,15 +81,17 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   note_memory();
 }
 
-std::vector<bool> UnitManager::take_first_ranks(std::string_view what, std::span<const std::span<std::byte>> values) {
+bool UnitManager::same_on_all(std::string_view text) {
+  const EngineTurn turn(engine_mutex());
+  const auto all = comm::values_of_all(runtime().communicator(), checksum(std::as_bytes(std::span(text))));
+  return std::ranges::all_of(all, [&](std::uint64_t other) { return other == all.front(); });
+}
+
+std::vector<bool> UnitManager::take_first_ranks(std::span<const std::span<std::byte>> values) {
   const EngineTurn turn(engine_mutex());
   comm::Communicator& ranks = runtime().communicator();
   std::vector<bool> differs(values.size());
-  const auto all_equal = [](const auto& all) {
-    return std::ranges::all_of(all, [&](auto x) { return x == all.front(); });
-  };
-  if (!all_equal(comm::values_of_all(ranks, checksum(std::as_bytes(std::span(what))))) || values.empty())
-    return differs;
+  if (values.empty()) return differs;
   std::vector<std::uint64_t> mine;
   for (const std::span<std::byte> value : values) mine.push_back(checksum(value));
   std::vector<std::uint64_t> all(mine.size() * static_cast<std::size_t>(ranks.size()));

@@ -114,9 +114,10 @@ class UnitManager {
   // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or
   // named checkpoint; whatever made the old one fail is left behind with it.
   void initialize(const InitialState& state, std::span<const std::byte> caller_state = {});
+  bool same_on_all(std::string_view text);  // [C] whether every rank passes the same
   // [C] Gives every rank the bytes of the first one, wherever another rank has others. Returns where that was so.
-  // `what`: names and lengths of the values; where ranks differ in that, nothing is compared, and initialize() says so.
-  std::vector<bool> take_first_ranks(std::string_view what, std::span<const std::span<std::byte>> values);
+  // Pre: as many values of the same lengths on each rank.
+  std::vector<bool> take_first_ranks(std::span<const std::span<std::byte>> values);
   RestoreReport restore(const std::string& from);
   // [C] Commits the present state, with `caller_state`, and gives back memory, threads and the store; restore() or
   // wake() makes them anew. Until then other calls are UsageErrors. Pre: as of Engine::save(). Errors: those of it, and

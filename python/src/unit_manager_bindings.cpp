@@ -54,11 +54,11 @@ void initialize(UnitManager& unit_manager, nb::callable unit_values, const nb::b
 }
 
 // `values`: (address, bytes) of each.
-std::vector<bool> take_first_ranks(UnitManager& unit_manager, const std::string& what,
+std::vector<bool> take_first_ranks(UnitManager& unit_manager,
                                    const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& values) {
   std::vector<std::span<std::byte>> spans;
   for (const auto& [address, bytes] : values) spans.emplace_back(reinterpret_cast<std::byte*>(address), bytes);
-  return unit_manager.take_first_ranks(what, spans);
+  return unit_manager.take_first_ranks(spans);
 }
 
 // Asks values(parameter, state, first_element, out) for every piece of every state, so that nothing is held here.
@@ -258,10 +258,14 @@ void bind_unit_manager(nb::module_& module) {
           },
           "name"_a, "(parameter, unit, offset in the unit's memory in bytes)")
       .def("initialize", &initialize, "unit_values"_a, "caller_state"_a = nb::bytes("", 0))
-      .def("take_first_ranks", &take_first_ranks, "what"_a, "values"_a,
+      .def(
+          "same_on_all",
+          [](UnitManager& unit_manager, const std::string& text) { return unit_manager.same_on_all(text); }, "text"_a,
+          "[C] Whether every rank passes the same.")
+      .def("take_first_ranks", &take_first_ranks, "values"_a,
            "[C] Gives every rank the bytes of the first one, wherever another rank has others; returns where that was "
            "so. "
-           "values: (address, bytes) of each. Nothing is compared where ranks differ in `what`.")
+           "values: (address, bytes) of each, as many of the same lengths on each rank.")
       .def("initialize_from", &initialize_from, "path"_a, "aliases"_a)
       .def("begin_at", &begin_at, "values"_a, "step"_a, "loss_scale"_a, "caller_state"_a,
            "Begins with what another program's training came to: values(parameter, state, first_element, out) fills a "

@@ -118,6 +118,21 @@ dist.destroy_process_group()
         assert ranks == [digests(engine)] * 2
 
 
+def test_ranks_that_built_different_parameters_are_refused(settings, tmp_path):
+    """As programs do whose rank 0 alone reads the weights."""
+    for text in texts_of("""
+        hoist.torch.wrap(built_with(0, "cpu" if rank == 0 else "meta"), config, initialize=fill_at_random)
+    """, tmp_path / "meet", with_room(settings)):
+        assert text.startswith("UsageError: the ranks have built different parameters")
+
+
+def test_ranks_whose_models_differ_are_told_where(settings, tmp_path):
+    for text in texts_of("""
+        hoist.torch.wrap(Experts([128] * (2 + rank)), config)
+    """, tmp_path / "meet", with_room(settings)):
+        assert text.startswith("CommError") and "experts.2" in text, text
+
+
 def train_and_clip(engine, rank, size):
     """As a plain loop does. Returns the norms of its steps."""
     norms = []

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <utility>
 
 #include <fmt/format.h>
@@ -49,19 +50,22 @@ void UpdatePolicy::update_on_device(StepUpdate& update) const {
   parts_.runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
 }
 
-// While the program's kernels run nobody waits. What is then left of the reductions is a wait for other ranks; the rest
+// While the program's kernels run nobody waits. What is then left of the reductions is a wait for other ranks, and so
+// is what went on while the executor lacked room for sums, as far as the communicator tells (NCCL does not). The rest
 // is for updates whose gradients must make room, and for the drive that spilled gradients go to; where there is
 // neither, for the copies of the last gradients.
 void UpdatePolicy::await_gradients() {
   parts_.gradients.await_made();
   const UpdateWait wait(parts_.updates);
   Ledger& ledger = parts_.runtime.ledger();
+  const Nanoseconds busy_before = ledger.totals(Link::wire).busy;
   parts_.executor.drain();
   Nanoseconds reducing{0};
   if (parts_.table.world_size() > 1) {
     const TimePoint begin = Clock::now();
     parts_.streams.comm->synchronize();
-    reducing = Clock::now() - begin;
+    const Nanoseconds told = ledger.totals(Link::wire).busy - busy_before;
+    reducing = std::max(Clock::now() - begin, std::min(wait.elapsed(), told));
     ledger.waited(WaitCause::comm, reducing);
   }
   parts_.streams.synchronize();
@@ -111,7 +115,7 @@ class UpdateAfterNorm final : public UpdatePolicy {
 
   void await_inputs() override {
     await_gradients();
-    if (!step_waits_) carry_out();
+    if (!step_waits_) carry_out("carry out the last step");
   }
 
   // Nothing can be updated before the norm is known, but what comes first can be read.
@@ -133,7 +137,7 @@ class UpdateAfterNorm final : public UpdatePolicy {
     queued.ended = std::move(ended);
     parts_.updates.begin(std::move(queued));
     if (step_waits_)
-      carry_out();
+      carry_out("apply the step");
     else
       parts_.gatherer.stage_for(kTrain);
     return committed;
@@ -151,8 +155,8 @@ class UpdateAfterNorm final : public UpdatePolicy {
     });
   }
 
-  void carry_out() {
-    parts_.ranks.together("carry out the last step", [&] { await_updates(); });
+  void carry_out(const char* what) {
+    parts_.ranks.together(what, [&] { await_updates(); });
   }
 
   const bool step_waits_;

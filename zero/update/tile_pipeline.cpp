@@ -321,14 +321,21 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
     const MutexLock lock(busy_mutex_);
     busy_since_ = begin;
   }
-  runtime_.update_pool().run(job_tiles.size(), std::cref(update_one));  // a reference: it is not copied to the heap
-  const TimePoint end = Clock::now();
-  if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);
-  {
+  const auto ended = [&] {
     const MutexLock lock(busy_mutex_);
+    const TimePoint end = Clock::now();  // under the mutex: what busy() has said is never taken back
+    if (busy_since_) busy_ += end - *busy_since_;
     busy_since_.reset();
-    busy_ += end - begin;
+    return end;
+  };
+  try {
+    runtime_.update_pool().run(job_tiles.size(), std::cref(update_one));  // a reference: it is not copied to the heap
+  } catch (...) {
+    ended();
+    throw;
   }
+  const TimePoint end = ended();
+  if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);
   if (Trace* const trace = runtime_.trace(); trace != nullptr) trace->add(TraceRow::optimizer, unit.name, begin, end);
 }
 

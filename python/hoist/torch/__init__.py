@@ -143,10 +143,10 @@ def estimate(model: Any, config: ConfigSource, *, world_size: int = 1,
 
 def write_units(model: Any, path: str | os.PathLike[str], config: ConfigSource | None = None, *,
                 unit_classes: Iterable[type[torch.nn.Module]] = ()) -> None:
-    """Describes a model unit by unit, in a file for the commands `hoist plan`, `check` and `predict`: --units PATH.
+    """Describes a model unit by unit, in a file for the commands `hoist plan` and `check`: --units PATH.
 
     model     as for estimate()
-    config    gives the weights' type, where it names one
+    config    names the weights' type, where they are trained in another one than they were built in
     """
     made = load_config({} if config is None else config, trains=False)
     units = describe_units(model_of(model), made, unit_classes)

@@ -31,30 +31,42 @@ def values_of(source: Source) -> torch.Tensor:
     return source if isinstance(source, torch.Tensor) else source()
 
 
+def _origin(source: Source | None) -> str:
+    if source is None:
+        return "to be made"
+    return str(source.dtype) if isinstance(source, torch.Tensor) else "to be read"
+
+
 def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], sources: dict[int, Source], seed: int) -> int:
     """[C] Where ranks have built a model with other values than rank 0 of those that divide it, they take rank 0's, as with
-    DistributedDataParallel; so they do with `seed`, which is returned. Values that are read later, from files, are not
-    compared."""
+    DistributedDataParallel. Returns the seed of what is to be initialized: rank 0's. Values that are read later, from files, are
+    not compared. Errors: UsageError on all ranks where they have built different parameters."""
     if unit_manager.world_size == 1:
         return seed
+    named = [(name, p) for unit in units for name, p in unit.parameters.items()]
+    if not unit_manager.same_on_all(repr([(name, list(p.shape)) for name, p in named])):
+        return seed  # initialize() names the difference
+    origins = [_origin(sources.get(id(p))) for _, p in named]
+    if not unit_manager.same_on_all(repr(origins)):
+        raise _hoist.UsageError("the ranks have built different parameters of the model, or of different types, and left others "
+                                "to the meta device or to files: build it in the same way on every rank")
+    if "to be made" in origins:
+        bits = torch.tensor(list((int(seed) % 2**64).to_bytes(8, "little")), dtype=torch.uint8)
+        if any(unit_manager.take_first_ranks([(bits.data_ptr(), 8)])):
+            seed = int.from_bytes(bytes(bits.tolist()), "little", signed=True)  # a negative one is the one above it by 2^64
     differing: list[str] = []
-
-    def take(named: dict[str, torch.Tensor]) -> None:
-        what = repr([(name, v.dtype, v.shape) for name, v in named.items()])
-        differs = unit_manager.take_first_ranks(what, [(v.data_ptr(), v.numel() * v.element_size()) for v in named.values()])
-        differing.extend(name for name, d in zip(named, differs, strict=True) if d)
-
-    seeds = torch.tensor([seed], dtype=torch.int64)
-    take({"seed": seeds})
     for unit in units:
-        own = {name: source for name, p in unit.parameters.items() if isinstance(source := sources.get(id(p)), torch.Tensor)}
-        values = {name: v.detach().cpu().contiguous() for name, v in own.items()}
-        take(values)
-        sources.update((id(unit.parameters[name]), values[name]) for name in differing if name in values)
+        own = {name: s.detach() for name, p in unit.parameters.items() if isinstance(s := sources.get(id(p)), torch.Tensor)}
+        values = {name: v.cpu().contiguous() for name, v in own.items()}  # the parameters' own memory where that is possible
+        differs = unit_manager.take_first_ranks([(v.data_ptr(), v.numel() * v.element_size()) for v in values.values()])
+        for name in (name for name, d in zip(values, differs, strict=True) if d):
+            differing.append(name)
+            if values[name].data_ptr() != own[name].data_ptr():
+                own[name].copy_(values[name])
     if differing and unit_manager.rank == 0:
-        _log.warning("%d of the initial values differed between ranks, '%s' first: all ranks begin with rank 0's", len(differing),
-                     differing[0])
-    return int(seeds.item())
+        _log.warning("%d parameters had other initial values on other ranks, '%s' first: all ranks begin with rank 0's",
+                     len(differing), differing[0])
+    return seed
 
 
 def default_initialize(module: nn.Module) -> None:
