@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import tempfile
@@ -114,3 +115,19 @@ def results(processes, timeout=240):
         for process in processes:
             process.kill()
     return ended
+
+
+def texts_of(program, directory, config, size=2):
+    """The errors of all ranks."""
+    return results(start("join()\ntext = 'no error'\ntry:\n" + textwrap.indent(textwrap.dedent(program), "    ") + """
+except hoist.Error as error:
+    text = f"{type(error).__name__}: {error}"
+print(json.dumps(text), flush=True)
+os._exit(0)
+""", directory, config, size))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

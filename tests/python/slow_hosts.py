@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from test_distributed import free_port
+from ranks import free_port
 
 HERE = pathlib.Path(__file__).parent
 GPT = pathlib.Path(sys.modules["hoist"].__file__).parents[2] / "bin" / "hoist-gpt"

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that die, fail, or do something else than the others: every rank gets an error that says which one, and why."""
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+
+import hoist
+import hoist.torch
+from ranks import free_port, results, start, texts_of
+from test_distributed import train_share, with_room
+from training import make
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_rank_that_dies_is_an_error_on_the_other(settings, tmp_path, how):
+    """Killed: its connections end. Stopped: nothing comes for as long as the configuration allows."""
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 5.0
+    processes = start(f"""
+        join()
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 2)
+        if rank == 1:
+            print("ready", flush=True)
+            os.kill(os.getpid(), {int(signal.SIGKILL if how == "killed" else signal.SIGSTOP)})
+        began = time.monotonic()
+        try:
+            train_share(engine, rank, size, 50, first=2)
+        except hoist.Error as error:
+            print(json.dumps([type(error).__name__, str(error), time.monotonic() - began]), flush=True)
+            os._exit(0)
+    """, tmp_path / "meet", config)
+    try:
+        out, error = processes[0].communicate(timeout=120)
+        assert processes[0].returncode == 0, error
+        kind, text, seconds = json.loads(out.splitlines()[-1])
+        assert kind == "CommError", text
+        assert "torch.distributed" in text and "on rank 0 of 2" in text
+        assert seconds < 30
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def broken():
+    raise LookupError("no such token")
+
+
+def fail_in_forward(engine, steps):
+    engine.module.blocks[1].up.register_forward_pre_hook(lambda *_: broken())
+    train_share(engine, 1, 3, 1, first=steps)
+
+
+def fail_between_steps(engine, steps):
+    engine.settle()
+    broken()
+
+
+def fail_in_with(engine, steps):
+    with engine:
+        broken()
+
+
+def fail_and_close(engine, steps):
+    try:
+        fail_in_forward(engine, steps)
+    finally:
+        engine.close()
+        time.sleep(1000)  # its process, and with it the connections, would not end by themselves
+
+
+# Where they find each other, and the reason, is in the process of rank 0.
+@pytest.mark.parametrize("how, failing", [(fail_in_forward, 0), (fail_in_forward, 1), (fail_between_steps, 0),
+                                          (fail_in_with, 1), (fail_and_close, 2)])
+def test_a_rank_that_raises_names_itself_to_the_others(settings, tmp_path, how, failing):
+    """Within seconds, where the time-out is ten minutes, and whoever they wait for just then. The last step is not lost."""
+    processes = start(f"""
+        from test_rank_failures import {how.__name__}
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{free_port()}"
+        dist.init_process_group("gloo")
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 2)
+        if rank == {failing}:
+            {how.__name__}(engine, 2)
+        began = time.monotonic()
+        try:
+            train_share(engine, rank, size, 50, first=2)
+        except hoist.CommError as error:
+            print(json.dumps([str(error), time.monotonic() - began]), flush=True)
+    """, tmp_path / "meet", with_room(settings), size=3)
+    try:
+        for rank, process in enumerate(processes):
+            if rank == failing:
+                continue
+            out, error = process.communicate(timeout=120)
+            assert process.returncode == 0, error
+            text, seconds = json.loads(out.splitlines()[-1])
+            assert f"rank {failing} failed: LookupError: no such token" in text and f"on rank {rank} of 3" in text
+            assert seconds < 40
+        if how is not fail_and_close:
+            out, error = processes[failing].communicate(timeout=60)
+            assert processes[failing].returncode == 1 and "LookupError: no such token" in error
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    with hoist.torch.wrap(make(), with_room(settings), resume=True) as engine:
+        assert engine.step_count == 2
+
+
+def test_what_fails_on_one_rank_is_an_error_on_the_other(settings, tmp_path):
+    """Wrong bytes on rank 1's drive: rank 0 learns of which unit, and both go back once the bytes are right again."""
+    config = with_room(settings)
+    config["hoist"] |= {"keep_steps": 1}
+    ranks = results(start("""
+        from test_checkpoints import write
+        import pathlib
+        join()
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 2)
+        engine.save("two").wait()
+        expected = train_share(engine, rank, size, 2, first=2)
+        engine.restore("two")
+        dist.barrier()
+        if rank == 1:
+            store = pathlib.Path(config["zero_optimization"]["offload_param"]["nvme_path"])
+            files = [f for f in store.rglob("*") if f.name == "rank-00001.data"]
+            whole = [f.read_bytes() for f in files]
+            for file, content in zip(files, whole, strict=True):
+                write(file, bytes(byte ^ 0x5A for byte in content))
+            assert len(files) == 1
+        dist.barrier()
+        began = time.monotonic()
+        try:
+            train_share(engine, rank, size, 2, first=2)
+            text = "nothing happened"
+        except hoist.Error as error:
+            text = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
+        dist.barrier()
+        if rank == 1:
+            for file, content in zip(files, whole, strict=True):
+                write(file, content)
+        dist.barrier()
+        assert engine.restore("two") == 2
+        print(json.dumps([text, seconds, train_share(engine, rank, size, 2, first=2) == expected]))
+        engine.close()
+    """, tmp_path / "meet", config))
+    (first, seconds, same), (second, _, same_there) = ranks
+    assert second.startswith("CorruptionError") and same and same_there
+    assert first.startswith("CommError") and "rank 1 failed" in first and "unit '" in first, first
+    assert seconds < 40
+
+
+class Experts(torch.nn.Module):
+    """Each rank uses an expert of its own."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.token = torch.nn.Embedding(97, 32)
+        self.experts = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(32, w), torch.nn.Linear(w, 32)) for w in widths)
+
+    def forward(self, tokens, expert):
+        return self.experts[expert](self.token(tokens))
+
+
+@pytest.mark.parametrize("widths", [(128, 128), (128, 64)])
+@pytest.mark.parametrize("trains", [False, True])
+def test_ranks_that_use_different_layers_do_not_get_each_others_bytes(settings, tmp_path, widths, trains):
+    texts = texts_of(f"""
+        from test_rank_failures import Experts
+        torch.manual_seed(0)
+        engine = hoist.torch.wrap(Experts({widths}), config)
+        with torch.set_grad_enabled({trains}):
+            engine(torch.zeros(2, 8, dtype=torch.long), rank)
+    """, tmp_path / "meet", with_room(settings))
+    for text in texts:
+        assert text.startswith("CommError") and "have diverged" in text
+        assert "rank 0 is at all_gather of 'experts.0'" in text and "rank 1 is at all_gather of 'experts.1'" in text
+        assert "forward() after step 0" in text
+
+
+def test_a_rank_that_ended_early_says_so(settings, tmp_path):
+    texts = texts_of("""
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 2)
+        if rank == 1:
+            engine.close()
+            time.sleep(20)
+        train_share(engine, rank, size, 1, first=2)
+    """, tmp_path / "meet", with_room(settings))
+    assert texts[0].startswith("CommError") and "rank 1 has closed its engine, or ended" in texts[0]
+    assert "rank 0 was at all_gather of 'token'" in texts[0]
+
+
+def test_a_call_of_one_rank_alone_is_named(settings, tmp_path):
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 4.0
+    texts = texts_of("""
+        engine = hoist.torch.wrap(make(), config)
+        engine.state_dict() if rank == 0 else train_share(engine, rank, size, 1)
+    """, tmp_path / "meet", config)
+    for text in texts:
+        assert text.startswith("CommError") and "state_dict() after step 0" in text and "forward() after step 0" in text
+        assert "Every rank must make the same calls" in text
+
+
+@pytest.mark.parametrize("failing", ['config["hoist"]["device_memory"] = "1KiB"', "model = 1"])
+def test_an_error_in_wrap_is_told_to_ranks_that_wait(settings, tmp_path, failing):
+    texts = texts_of(f"""
+        model = make()
+        if rank == 1:
+            {failing}
+        hoist.torch.wrap(model, config)
+    """, tmp_path / "meet", with_room(settings))
+    error = texts[1].partition(":")[0]
+    assert error in ("ConfigError", "UsageError")
+    assert texts[0].startswith("CommError") and f"rank 1 failed: hoist.{error}" in texts[0]
+
+
+def test_ranks_meet_again_after_a_construction_that_failed_on_one(settings, tmp_path):
+    texts = texts_of("""
+        for attempt in range(2):
+            try:
+                engine = hoist.torch.wrap(1 if attempt == rank == 0 else make(), config)
+            except hoist.Error as error:
+                text = type(error).__name__
+        train_share(engine, rank, size, 1)
+        engine.close()
+        dist.barrier()
+    """, tmp_path / "meet", with_room(settings))
+    assert texts == ["UsageError", "CommError"]
+
+
+def test_ranks_that_built_different_parameters_are_refused(settings, tmp_path):
+    """As programs do whose rank 0 alone reads the weights."""
+    for text in texts_of("""
+        hoist.torch.wrap(built_with(0, "cpu" if rank == 0 else "meta"), config, initialize=fill_at_random)
+    """, tmp_path / "meet", with_room(settings)):
+        assert text.startswith("UsageError: the ranks have built different parameters")
+
+
+def test_ranks_whose_models_differ_are_told_where(settings, tmp_path):
+    for text in texts_of("""
+        from test_rank_failures import Experts
+        hoist.torch.wrap(Experts([128] * (2 + rank)), config)
+    """, tmp_path / "meet", with_room(settings)):
+        assert text.startswith("CommError") and "experts.2" in text, text
