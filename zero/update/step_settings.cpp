@@ -67,9 +67,7 @@ std::uint64_t StepSettings::hash(double gradient_norm_max) const {
   };
   for (const GroupOptions& own : groups_) {
     const GroupOptions group = scheduled(own, step_count);
-    // Rates as the update uses them: processors differ in the last bit of what the schedules' functions return.
-    add(group.kind), add(static_cast<double>(static_cast<float>(group.learning_rate))), add(group.beta1),
-        add(group.beta2), add(group.epsilon);
+    add(group.kind), add(group.learning_rate), add(group.beta1), add(group.beta2), add(group.epsilon);
     add(group.weight_decay), add(group.bias_correction), add(group.momentum), add(group.dampening);
     add(group.nesterov), add(group.learning_rate_decay), add(group.rounding_seed);
   }
