@@ -206,7 +206,7 @@ std::string json_of(const Figure& figure) {
 void print(const Figure& figure) {
   const measure::Interval interval = measure::median_interval(figure.ratios);
   const measure::Interval control = measure::median_interval(figure.control);
-  const bool reached = interval.high * std::max(1.0, control.high) >= figure.aim;
+  const bool reached = measure::is_at_least(figure.aim, figure.ratios, figure.control);
   fmt::print(
       "{:15} {:7.2f} GB/s   {:.3f} [{:.3f}, {:.3f}] of {}   aim {:.2f}: {}   (plain against itself [{:.3f}, {:.3f}])\n",
       figure.name, measure::median(figure.gigabytes_per_second), measure::median(figure.ratios), interval.low,

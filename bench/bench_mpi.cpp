@@ -187,7 +187,7 @@ class Bench {
 void print(const Figure& figure) {
   const measure::Interval interval = measure::median_interval(figure.ratios);
   const measure::Interval control = measure::median_interval(figure.control);
-  const bool reached = interval.low * std::min(1.0, control.low) <= kRatioAim;
+  const bool reached = measure::is_at_most(kRatioAim, figure.ratios, figure.control);
   fmt::print(
       "{:<14} {:>8}  {:6.2f} GB/s   {:.2f} [{:.2f}, {:.2f}] of the blocking call's time, itself [{:.2f}, {:.2f}]{}\n",
       figure.operation, format_bytes(figure.unit_bytes), measure::median(figure.gigabytes_per_second),

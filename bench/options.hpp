@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/options.hpp - the command line of a bench: options that have a value, and flags; and the file
-// that --json names.
+// bench/options.hpp - a bench's command line (options with a value, and flags), and the file that --json names.
 //
 //   Options options(argc, argv);
 //   const bool smoke = options.flag("--smoke");

@@ -239,11 +239,8 @@ void measure_step(const BenchOptimizerArguments& arguments, const measure::StopF
                                                 .progress = [&](unsigned done) { progress.update(done); }});
 }
 
-// Whether the interval, widened by the control's noise, reaches the target.
 bool reaches(const KernelResult& result, double target) {
-  const Interval interval = measure::median_interval(result.ratios);
-  const Interval control = measure::median_interval(result.control_ratios);
-  return interval.high + (control.high - control.low) / 2 >= target;
+  return measure::is_at_least(target, result.ratios, result.control_ratios);
 }
 
 Json kernel_json(const Kernel& kernel, const KernelResult& result) {
@@ -273,15 +270,13 @@ Json kernel_json(const Kernel& kernel, const KernelResult& result) {
 }
 
 Json step_json(const StreamedStepResult& step, double target) {
-  const Interval interval = measure::median_interval(step.ratios);
-  const Interval control = measure::median_interval(step.control_ratios);
   return {{"ratio_to_mixed_io", measure::median(step.ratios)},
           {"interval", interval_json(step.ratios)},
           {"bytes_read_per_parameter", step.bytes_read_per_parameter()},
           {"bytes_written_per_parameter", step.bytes_written_per_parameter()},
           {"control_interval", interval_json(step.control_ratios)},
           {"target", target},
-          {"holds", interval.low - (control.high - control.low) / 2 <= target},
+          {"holds", measure::is_at_most(target, step.ratios, step.control_ratios)},
           {"parameters", step.parameters},
           {"mixed", {{"block_size", step.mixed_block_bytes}, {"queue_depth", step.mixed_queue_depth}}},
           {"pairs", step.ratios.size()},

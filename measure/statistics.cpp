@@ -37,4 +37,21 @@ Interval median_interval(std::vector<double> values) {
   return {values[left_out], values[count - 1 - left_out]};
 }
 
+namespace {
+
+double noise_of(const std::vector<double>& control) {
+  const Interval interval = median_interval(control);
+  return (interval.high - interval.low) / 2;
+}
+
+}  // namespace
+
+bool is_at_least(double limit, const std::vector<double>& ratios, const std::vector<double>& control) {
+  return median_interval(ratios).high + noise_of(control) >= limit;
+}
+
+bool is_at_most(double limit, const std::vector<double>& ratios, const std::vector<double>& control) {
+  return median_interval(ratios).low - noise_of(control) <= limit;
+}
+
 }  // namespace hoist::measure

@@ -17,4 +17,9 @@ double median(std::vector<double> values);
 // six values it is their whole range.
 Interval median_interval(std::vector<double> values);
 
+// Whether a claim about the median holds: unless its interval, widened by half the width of the control's, is wholly on
+// the other side of the limit.
+bool is_at_least(double limit, const std::vector<double>& ratios, const std::vector<double>& control);
+bool is_at_most(double limit, const std::vector<double>& ratios, const std::vector<double>& control);
+
 }  // namespace hoist::measure

@@ -109,7 +109,7 @@ void check_counts(const EngineOptions& options) {
 // A device that carries out steps itself has kernels for state of 16 and 32 bits.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime) {
   optim::check(group);
-  // What is stored of a number below the smallest normal one is 0.
+  // The update stores an accumulator below the smallest normal float as 0.
   const bool begins_at_0 = group.kind == optim::OptimizerKind::adagrad &&
                            static_cast<float>(group.initial_accumulator) < std::numeric_limits<float>::min();
   const bool divides = begins_at_0 || optim::state_of(group) == optim::OptimizerState::adam;

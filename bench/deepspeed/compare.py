@@ -10,10 +10,10 @@ learnt. PyTorch with the same model in memory is the measure of both:
     overhead       a step's time less the model's own: forward and backward in memory
     practicality   a step in memory, with torch.optim.AdamW over fp32 masters, divided by a step with offloading; 1 is ideal
 
-OpenMP's threads wait asleep in both (OMP_WAIT_POLICY=PASSIVE, unless the caller has set it): awake, they take the
-processors from whoever moves data. Every pair also has a second run of hoist for the control, which is the first run's time over
-the second's, and a program that moves the bytes of hoist's step and computes nothing (drive.py). At the end a run of
-each is killed after a step, and started again.
+OpenMP's threads sleep while they wait, in both (OMP_WAIT_POLICY=PASSIVE, unless the caller has set it). If they spun, they
+would take the processors from the threads that move data. Each pair also runs hoist a second time: the control is the first
+run's time divided by the second's. And it runs drive.py, which moves the bytes of hoist's step and computes nothing. At the
+end a run of each is killed after a step, and started again.
 
     --keep-activations      without torch.utils.checkpoint
     --bf16-products         for processors that have them (train.py)

@@ -210,7 +210,9 @@ void bind_unit_manager(nb::module_& module) {
                 ManagedUnit{std::move(name), std::move(parameters), shared, std::move(beside), own_gradient_memory};
           },
           "name"_a, "parameters"_a, "shared"_a = false, "beside"_a = std::vector<std::uint32_t>(),
-          "own_gradient_memory"_a = false);
+          "own_gradient_memory"_a = false)
+      .def_ro("name", &ManagedUnit::name)
+      .def_ro("parameters", &ManagedUnit::parameters);
 
   nb::class_<UnitManager>(module, "UnitManager", nb::is_weak_referenceable(),
                           "The units of a PyTorch module, brought up and down as its hooks say.")

@@ -44,5 +44,17 @@ TEST(Statistics, IntervalsOfManyValuesAreNoPoints) {
   }
 }
 
+TEST(Statistics, AClaimHoldsUnlessItsIntervalWidenedByTheControlsIsBeyondTheLimit) {
+  const std::vector<double> ratios{0.80, 0.84, 0.88}, quiet{1.0, 1.0, 1.0}, noisy{0.95, 1.0, 1.05};
+  EXPECT_TRUE(is_at_least(0.88, ratios, quiet));
+  EXPECT_FALSE(is_at_least(0.89, ratios, quiet));
+  EXPECT_TRUE(is_at_least(0.92, ratios, noisy));
+  EXPECT_FALSE(is_at_least(0.94, ratios, noisy));
+  EXPECT_TRUE(is_at_most(0.80, ratios, quiet));
+  EXPECT_FALSE(is_at_most(0.79, ratios, quiet));
+  EXPECT_TRUE(is_at_most(0.76, ratios, noisy));
+  EXPECT_FALSE(is_at_most(0.74, ratios, noisy));
+}
+
 }  // namespace
 }  // namespace hoist::measure::statistics_test

@@ -50,10 +50,10 @@ void UpdatePolicy::update_on_device(StepUpdate& update) const {
   parts_.runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
 }
 
-// While the program's kernels run nobody waits. What is then left of the reductions is a wait for other ranks, and so
-// is what went on while the executor lacked room for sums, as far as the communicator tells (NCCL does not). The rest
-// is for updates whose gradients must make room, and for the drive that spilled gradients go to; where there is
-// neither, for the copies of the last gradients.
+// Time in which the program's kernels run is no wait. After that, four things may be waited for. Reductions that still
+// run wait for other ranks, and so did those that held up the executor, as far as the communicator reports their time
+// (NCCL reports none). The rest is for updates that must make room for gradients, and for the drive that gradients
+// spill to; without either, for the copies of the last gradients.
 void UpdatePolicy::await_gradients() {
   parts_.gradients.await_made();
   const UpdateWait wait(parts_.updates);

@@ -16,7 +16,10 @@ namespace {
 
 constexpr double kFactor = 2;
 
-bool is_possible(double scale) { return scale > 0 && scale <= kLossScaleMax; }
+std::string problem_of_scale(double scale) {
+  if (scale > 0 && scale <= kLossScaleMax) return {};
+  return fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", scale);
+}
 
 void refuse(bool wrong, const char* key, const std::string& problem) {
   if (wrong) throw ConfigError(key, problem);
@@ -25,13 +28,15 @@ void refuse(bool wrong, const char* key, const std::string& problem) {
 }  // namespace
 
 void check(const LossScaleOptions& options) {
-  refuse(!is_possible(options.scale), "fp16.loss_scale",
-         fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", options.scale));
+  const auto refuse_scale = [](const char* key, double scale) {
+    const std::string problem = problem_of_scale(scale);
+    refuse(!problem.empty(), key, problem);
+  };
+  refuse_scale("fp16.loss_scale", options.scale);
   if (!options.dynamic) return;
   refuse(options.window < 1, "fp16.loss_scale_window", "is 0; a scale that doubles at every step has no meaning");
   refuse(options.hysteresis < 1, "fp16.hysteresis", "is 0, with which the scale would never be lowered; at least 1");
-  refuse(!is_possible(options.scale_min), "fp16.min_loss_scale",
-         fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", options.scale_min));
+  refuse_scale("fp16.min_loss_scale", options.scale_min);
   refuse(options.scale < options.scale_min, "fp16.initial_scale_power",
          fmt::format("the first scale {} is below min_loss_scale {}", options.scale, options.scale_min));
 }
@@ -41,8 +46,7 @@ LossScaler::LossScaler(const LossScaleOptions& options)
       state_{.scale = static_cast<double>(static_cast<float>(options.scale)), .hysteresis_left = options.hysteresis} {}
 
 std::string LossScaler::problem_of(const State& state) {
-  if (!is_possible(state.scale))
-    return fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", state.scale);
+  if (std::string problem = problem_of_scale(state.scale); !problem.empty()) return problem;
   return state.hysteresis_left < 1 ? "no overflow is left until the loss scale is lowered: at least 1" : "";
 }
 

@@ -33,7 +33,7 @@ namespace hoist::detail {
 
 class UpdateQueue {
  public:
-  // `beside_updating`: what else whoever waits for updates waits for.
+  // `beside_updating`: the cause of a wait for an update while no update's arithmetic runs.
   UpdateQueue(TilePipeline& pipeline, const UnitTable& table, UpdateOrder order, WaitCause beside_updating);
   ~UpdateQueue();  // drops what is pending
   UpdateQueue(const UpdateQueue&) = delete;
@@ -84,7 +84,7 @@ class UpdateQueue {
   // Drops what is pending and was not started; returns when nothing runs any more. For an engine that has failed.
   void stop() noexcept;
 
-  // Time spent updating so far, for telling apart what somebody waited for; and the cause of the rest.
+  // How long arithmetic of updates has run so far: so much of a wait is for that, the rest for beside_updating().
   Nanoseconds busy() const { return pipeline_.busy(); }
   WaitCause beside_updating() const { return beside_updating_; }
 

@@ -52,39 +52,31 @@ class Estimate:
         return "\n".join([*lines, "fits this machine" if self.fits else "does not fit this machine"])
 
 
+def _declared(model: nn.Module, config: _hoist.Config, unit_classes: Any) -> list[_hoist.ManagedUnit]:
+    cut = units_of(model, unit_classes)
+    if not cut.units:
+        raise _hoist.UsageError("the model has no parameters")
+    return Parameters(model, cut, dtype_of(config), device_of(config, None), lambda: None).declare({}, config.is_vertical)
+
+
 def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, world_size: int,
                    local_ranks: int) -> Estimate:
     """Predicts for a model, which may be on the meta device. Changes neither the model nor the configuration."""
     config = config.copy()
-    cut = units_of(model, unit_classes)
-    if not cut.units:
-        raise _hoist.UsageError("the model has no parameters")
-    units = Parameters(model, cut, dtype_of(config), device_of(config, None), lambda: None).declare(
-        {}, config.is_vertical)
+    units = _declared(model, config, unit_classes)
     config.micro_batches_max = max(config.micro_batches_max, config.micro_batches(world_size))
     found = _hoist.estimate(config, units, world_size, local_ranks)
     memories = [Memory(*memory) for memory in found.pop("memories")]
     return Estimate(world_size=world_size, memories=memories, **found)
 
 
-_TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
 def describe_units(model: nn.Module, config: _hoist.Config, unit_classes: Any) -> dict[str, Any]:
-    """The units as a units file has them. Errors: UsageError for types that are not trained here."""
-    dtype = dtype_of(config)
-
-    def described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-        own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        if own not in _TYPE_NAMES:
-            raise _hoist.UsageError(f"parameter '{name}' is {own}; float32, bfloat16 and float16 are trained here")
-        return {"name": name, "shape": list(parameter.shape), "dtype": _TYPE_NAMES[own], "trainable": parameter.requires_grad}
-
-    units = units_of(model, unit_classes).units
-    if not units:
-        raise _hoist.UsageError("the model has no parameters")
-    return {"units": [{"name": unit.name, "parameters": [described(*named) for named in unit.parameters.items()]}
-                      for unit in units]}
+    """The units as a units file has them."""
+    return {"units": [
+        {"name": unit.name,
+         "parameters": [{"name": p.name, "shape": p.shape, "dtype": p.dtype.name, "trainable": p.trainable}
+                        for p in unit.parameters]}
+        for unit in _declared(model, config, unit_classes)]}
 
 
 def model_of(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
