@@ -25,8 +25,9 @@ constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // e
 constexpr const char* kStoreDirectory = "/local_nvme";
 
 bool is_given(const Config& config, std::string_view key) {
-  return std::ranges::any_of(
-      config.settings(), [&](const ConfigSetting& setting) { return setting.row->path == key && setting.line != 0; });
+  return std::ranges::any_of(config.settings(), [&](const ConfigSetting& setting) {
+    return setting.row->path == key && setting.source == ConfigSetting::Source::file;  // not "auto"
+  });
 }
 
 bool needs_store(const EngineOptions& engine) {
@@ -311,10 +312,11 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   for (const char* const key : kPathKeys)  // state on NVMe is in one place, which the configuration may name anywhere
     for (const ConfigSetting& setting : question.config.settings())
       if (setting.row->path == key && setting.line != 0) paths = nlohmann::ordered_json::parse(to_text(setting.value));
+  const bool has_checkpoint_path = is_given(question.config, kPathKeys.back());  // then state on NVMe goes there, too
   for (const auto& [section, placement, key] : {std::tuple("offload_param", row.engine.parameters, kPathKeys[0]),
                                                 std::tuple("offload_optimizer", row.engine.optimizer, kPathKeys[1])}) {
     set({"zero_optimization", section, "device"}, device_of(placement));
-    if (placement == Placement::nvme && !is_given(question.config, key))
+    if (placement == Placement::nvme && (has_checkpoint_path || !is_given(question.config, key)))
       set({"zero_optimization", section, "nvme_path"}, paths);
   }
   if (engine.update_buffer_count != given.update_buffer_count)

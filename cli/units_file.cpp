@@ -158,6 +158,19 @@ bool is_trained(interchange::TensorType type) {
   return type == TensorType::f32 || type == TensorType::bf16 || type == TensorType::f16;
 }
 
+// Buffers, such as masks and positions, if they are the smaller part of a model: otherwise packed weights.
+bool may_be_buffer(interchange::TensorType type) {
+  using interchange::TensorType;
+  return type <= TensorType::i64 || type == TensorType::f64 || type == TensorType::c64;
+}
+
+[[noreturn]] void refuse_type(const std::string& path, const interchange::TensorInfo& tensor) {
+  throw UsageError(
+      fmt::format("{}: tensor '{}' is {}, and weights are trained as bf16, fp16 or fp32; give the model "
+                  "as it was before it was quantized, or its units with --units",
+                  path, tensor.name, interchange::tensor_type_name(tensor.type)));
+}
+
 // "model.layers.12.mlp.up.weight" -> "model.layers.12"; without a number, "lm_head.weight" -> "lm_head".
 std::string unit_of_tensor(std::string_view name) {
   std::size_t end = 0;
@@ -176,9 +189,20 @@ NamedModel read_weights(const std::string& path, DType dtype) {
   const interchange::SafetensorsModel weights(path);
   std::vector<std::string> order;
   std::map<std::string, std::vector<ParameterSpec>> units;
+  const interchange::TensorInfo* largest_buffer = nullptr;
+  std::uint64_t buffer_bytes = 0, trained_bytes = 0;
   for (const auto& file : weights.files()) {
     for (const interchange::TensorInfo& tensor : file->header().tensors) {
-      if (!is_trained(tensor.type) || tensor.bytes() == 0) continue;
+      const auto* const named = weights.find(tensor.name);
+      if (named == nullptr || named->info != &tensor) continue;  // the index takes it from another file, or not at all
+      if (may_be_buffer(tensor.type)) {
+        buffer_bytes += tensor.bytes();
+        if (largest_buffer == nullptr || tensor.bytes() > largest_buffer->bytes()) largest_buffer = &tensor;
+        continue;
+      }
+      if (!is_trained(tensor.type)) refuse_type(file->path(), tensor);
+      if (tensor.bytes() == 0) continue;
+      trained_bytes += tensor.bytes();
       const std::string name = unit_of_tensor(tensor.name);
       auto [unit, is_new] = units.try_emplace(name);
       if (is_new) order.push_back(name);
@@ -186,6 +210,7 @@ NamedModel read_weights(const std::string& path, DType dtype) {
           {.name = tensor.name, .shape = {tensor.shape.begin(), tensor.shape.end()}, .dtype = dtype});
     }
   }
+  if (buffer_bytes > trained_bytes) refuse_type(path, *largest_buffer);
   if (order.empty()) throw UsageError(fmt::format("{} has no weights of bf16, fp16 or fp32", path));
   NamedModel named;
   for (const std::string& name : order) named.model.add_unit(name, units[name]);

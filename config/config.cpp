@@ -141,6 +141,11 @@ TrainingOptions Config::check_world_size(int world_size) const {
   const std::uint64_t accumulation = micro_batches(world_size);
   result.gradient_accumulation_steps = accumulation;
   const std::uint64_t per_micro_batch = accumulation * world;
+  if (result.train_batch_size && !training.gradient_accumulation_steps && micro_batch &&
+      *result.train_batch_size % (*micro_batch * world) != 0) {
+    refuse("train_batch_size", fmt::format("{} is not a multiple of train_micro_batch_size_per_gpu {} times {} ranks",
+                                           *result.train_batch_size, *micro_batch, world));
+  }
   if (result.train_batch_size && *result.train_batch_size % per_micro_batch != 0) {
     refuse("train_batch_size", fmt::format("{} is not a multiple of {} ranks times {} accumulation steps",
                                            *result.train_batch_size, world, accumulation));

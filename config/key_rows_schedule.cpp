@@ -58,7 +58,8 @@ std::vector<KeyRow> warmup_rows() {
        .type = ValueType::integer,
        .default_value = "1000",
        .range = {.min = 0},
-       .meaning = "Steps of the warm-up; 0 and 1 count as 2, as in DeepSpeed. WarmupLR, WarmupDecayLR, WarmupCosineLR.",
+       .meaning = "Steps of the warm-up; 1 counts as 2, as in DeepSpeed, and so does 0. WarmupLR, WarmupDecayLR, "
+                  "WarmupCosineLR.",
        .apply =
            [](Draft& d, const Value& v) {
              d.schedule.warmup.steps = as_count(v);

@@ -164,10 +164,13 @@ std::string allowed_text(const KeyRow& row) {
   }
 }
 
-// A third of the letters may be wrong.
-std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name) {
+namespace {
+
+// The most similar name, if at most `wrong_letters_max` letters of it are wrong; else empty.
+std::string_view nearest_within(const std::vector<std::string_view>& names, std::string_view name,
+                                std::size_t wrong_letters_max) {
   std::string_view best;
-  std::size_t best_distance = std::max<std::size_t>(1, name.size() / 3) + 1;
+  std::size_t best_distance = wrong_letters_max + 1;
   for (const std::string_view candidate : names) {
     // Names of very different lengths cannot be near; skip the computation.
     const std::size_t apart =
@@ -181,7 +184,14 @@ std::string_view nearest_name(const std::vector<std::string_view>& names, std::s
   return best;
 }
 
-namespace {
+std::vector<std::string_view> names_of_members(std::string_view section_path) {
+  std::vector<std::string_view> names;
+  for (const KeyRow* row : members_of(section_path)) {
+    names.push_back(last_part(row->path));
+    names.insert(names.end(), row->aliases.begin(), row->aliases.end());
+  }
+  return names;
+}
 
 // "pipeline" of "pipeline_read".
 bool is_start_of(std::string_view name, std::string_view longer) {
@@ -213,14 +223,30 @@ std::vector<std::string_view> sections_with(std::string_view section_path, std::
   return sections;
 }
 
+// A third of the letters may be wrong.
+std::size_t wrong_letters_max(std::string_view name) { return std::max<std::size_t>(1, name.size() / 3); }
+
 }  // namespace
 
+std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name) {
+  return nearest_within(names, name, wrong_letters_max(name));
+}
+
+bool has_only_hints(std::string_view section_path) {
+  return !section_path.empty() && std::ranges::all_of(members_of(section_path),
+                                                      [](const KeyRow* row) { return row->status == KeyStatus::hint; });
+}
+
+bool is_slip_at_top_level(std::string_view name) {
+  if (!nearest_within(names_of_members({}), name, std::min<std::size_t>(2, wrong_letters_max(name))).empty()) return true;
+  // Learning rates and steps have their names in many programs.
+  return std::ranges::any_of(sections_with({}, name), [](std::string_view section) {
+    return !section.starts_with("optimizer") && !section.starts_with("scheduler") && !has_only_hints(section);
+  });
+}
+
 std::string suggestion(std::string_view section_path, std::string_view name) {
-  std::vector<std::string_view> names;
-  for (const KeyRow* row : members_of(section_path)) {
-    names.push_back(last_part(row->path));
-    names.insert(names.end(), row->aliases.begin(), row->aliases.end());
-  }
+  std::vector<std::string_view> names = names_of_members(section_path);
   if (const std::string_view near = nearest_name(names, name); !near.empty()) {
     return fmt::format("did you mean \"{}\"?", near);
   }

@@ -105,6 +105,14 @@ std::string allowed_text(const KeyRow& row);
 // The most similar of some names, if it is similar enough for a typing error; else empty.
 std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name);
 
+// Whether an unknown key at the top level is meant for DeepSpeed: misspelled by a letter or two, or the name of a key
+// that belongs in a section. Other unknown keys there are those of the program that wrote the file, which may be
+// similar.
+bool is_slip_at_top_level(std::string_view name);
+
+// Whether every member of a section is a hint.
+bool has_only_hints(std::string_view section_path);
+
 // For an unknown member: "did you mean ...?", or the section that has a key of that name, or kNoSuggestion.
 inline constexpr std::string_view kNoSuggestion = "`hoist check --print-keys` lists all keys";
 std::string suggestion(std::string_view section_path, std::string_view name);

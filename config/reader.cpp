@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <map>
+#include <ranges>
 #include <set>
 #include <utility>
 
@@ -48,17 +49,19 @@ class Reader {
   }
 
   // DeepSpeed reads its keys by name and ignores others at the top level, such as those of the project that wrote the
-  // file. A file without any key of DeepSpeed's is something else.
+  // file, and in sections about the program. A file without any key of DeepSpeed's is something else.
   void note_strangers() {
     if (strangers_.empty()) return;
     if (!knows_a_key_) {
-      problem("", "no key of DeepSpeed is in this file: is it the right one?", strangers_.front().second);
+      problem("", "no key of DeepSpeed is in this file: is it the right one?", strangers_.front().offset);
       return;
     }
-    std::vector<std::string_view> names;
+    std::vector<std::string> names;
     constexpr std::size_t kNamesMax = 20;
-    for (const auto& [shown, offset] : strangers_)
-      if (names.size() < kNamesMax) names.push_back(shown);
+    for (const Stranger& stranger : strangers_ | std::views::take(kNamesMax)) {
+      const std::string advice = suggestion(stranger.section_path, stranger.key);
+      names.push_back(advice == kNoSuggestion ? stranger.shown : fmt::format("{} ({})", stranger.shown, advice));
+    }
     result_.warnings.push_back(fmt::format("not used, since neither hoist nor DeepSpeed 0.19 knows such keys: {}{}",
                                            fmt::join(names, ", "),
                                            strangers_.size() > kNamesMax ? ", and others" : ""));
@@ -87,6 +90,14 @@ class Reader {
   }
 
  private:
+  // A key that neither hoist nor DeepSpeed reads, where DeepSpeed ignores such keys.
+  struct Stranger {
+    std::string shown;
+    std::string_view section_path;
+    std::string_view key;
+    std::size_t offset = 0;
+  };
+
   // Counts a problem beyond the limit instead of storing it: line and column of each cost a walk over the text.
   bool is_full() {
     if (result_.problems.size() < kProblemsMax) return false;
@@ -96,13 +107,14 @@ class Reader {
 
   void unknown_key(std::string_view section_path, const JsonMember& member, const std::string& shown) {
     if (is_comment(member.key)) return note_comment(member, shown);
-    if (strangers_.size() >= kProblemsMax && is_full()) return;
-    const std::string advice = suggestion(section_path, member.key);
-    if (section_path.empty() && advice == kNoSuggestion) {
+    const bool is_ignored = section_path.empty()
+                                ? strangers_.size() >= kProblemsMax || !is_slip_at_top_level(member.key)
+                                : has_only_hints(section_path);
+    if (is_ignored) {
       refuse_duplicates(member.value, shown);
-      strangers_.emplace_back(shown, member.key_offset);
-    } else {
-      problem(shown, std::string(kUnknownKey) + advice, member.key_offset);
+      strangers_.push_back({shown, section_path, member.key, member.key_offset});
+    } else if (!is_full()) {
+      problem(shown, std::string(kUnknownKey) + suggestion(section_path, member.key), member.key_offset);
     }
   }
 
@@ -263,7 +275,7 @@ class Reader {
   std::string_view text_;
   ReadResult& result_;
   std::map<const KeyRow*, ConfigSetting> given_;
-  std::vector<std::pair<std::string, std::size_t>> strangers_;  // unlike any key, at the top level, with their offsets
+  std::vector<Stranger> strangers_;
   bool knows_a_key_ = false;
 };
 

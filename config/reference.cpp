@@ -18,8 +18,9 @@ check --print-keys` prints this page from the table that the parser uses; do not
 `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
 - An unknown key in a section is an error, unless it begins with `_` or `//` or is `comment`. So is one at the top level
-  that resembles a key, since it may be a typing error. DeepSpeed ignores others there, and so does hoist, with a
-  warning. A key given twice is an error, and so is a file that has keys, but none of DeepSpeed's or hoist's.
+  that is at most two letters from a key, or is the name of a key that belongs in a section. DeepSpeed ignores others
+  there and in sections about the program (`flops_profiler`), and so does hoist, with a warning. A key given twice is an
+  error, and so is a file that has keys, but none of DeepSpeed's or hoist's.
 - Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are accepted, as in
   DeepSpeed.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at its

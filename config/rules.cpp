@@ -354,10 +354,12 @@ class Rules {
       problem("hoist.keep_steps", "durability \"none\" keeps no checkpoints; use \"step\" or {\"every\": N}");
     }
     if (!uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
-      problem(
-          "hoist.durability",
-          "\"step\" needs optimizer state or weights on NVMe; with both in memory set hoist.checkpoint_path and save "
-          "with Engine::save");
+      const ConfigSetting* const cadence = setting("hoist.durability");
+      problem("hoist.durability",
+              fmt::format("{} needs optimizer state or weights on NVMe; with both in memory, {} and save with "
+                          "Engine::save",
+                          cadence != nullptr ? to_text(cadence->value) : "\"step\"",
+                          draft_.checkpoint_path.empty() ? "set hoist.checkpoint_path instead" : "leave this key out"));
     }
     draft_.engine.durability = draft_.durability.value_or(uses_nvme() ? Durability::step : Durability::none);
   }
@@ -375,16 +377,21 @@ class Rules {
   // Checks that hold for every world size; Config::check_world_size does the rest.
   void batch() {
     const TrainingOptions& training = draft_.training;
-    if (!training.train_batch_size || !training.train_micro_batch_size_per_gpu) return;
-    if (*training.train_batch_size % *training.train_micro_batch_size_per_gpu == 0) return;
-    problem("train_batch_size",
-            fmt::format("{} is not a multiple of train_micro_batch_size_per_gpu {}, so no number of ranks fits",
-                        *training.train_batch_size, *training.train_micro_batch_size_per_gpu));
+    const auto &all = training.train_batch_size, &one = training.train_micro_batch_size_per_gpu;
+    const auto& accumulation = training.gradient_accumulation_steps;
+    if (!all || (one.value_or(1) <= *all && *all % one.value_or(1) == 0 &&
+                 *all / one.value_or(1) % accumulation.value_or(1) == 0))
+      return;
+    const std::string micro_batch = one ? fmt::format("train_micro_batch_size_per_gpu {}", *one) : "";
+    const std::string steps = accumulation ? fmt::format("gradient_accumulation_steps {}", *accumulation) : "";
+    problem("train_batch_size", fmt::format("{} is not a multiple of {}{}{}, so no number of ranks fits", *all,
+                                            micro_batch, one && accumulation ? " times " : "", steps));
   }
 
   void formats() {
     if (!draft_.fp16.enabled) {
       if (in_file("bf16.enabled")) draft_.engine.weights_dtype = says_true("bf16.enabled") ? DType::bf16 : DType::fp32;
+      if (draft_.engine.weights_dtype == DType::fp32) own_type_only("fp32");
       return without_fp16();
     }
     if (in_file("bf16.enabled") && says_true("bf16.enabled")) {
@@ -392,16 +399,21 @@ class Rules {
     }
     if (ConfigSetting* bf16 = setting("bf16.enabled"); bf16 != nullptr && !in_file("bf16.enabled")) bf16->value = false;
     draft_.engine.weights_dtype = DType::fp16;
-    own_type_only("communication_data_type", "gradients travel in their own type, which is fp16 in this configuration");
-    own_type_only("data_types.param_dtype", "parameters are fp16 in this configuration");
+    own_type_only("fp16");
     loss_scale();
   }
 
-  // The table's neutral value is bf16.
-  void own_type_only(std::string_view key, std::string_view why) {
-    std::erase_if(read_.problems,
-                  [&](const ConfigProblem& p) { return p.key == key && p.problem.starts_with("\"fp16\" is refused"); });
-    if (in_file(key)) problem(key, fmt::format("\"bf16\" is refused: {}; leave this key out", why));
+  // Gradients travel in the type of the weights. The table's neutral value is bf16; here it is `own`.
+  void own_type_only(std::string_view own) {
+    const std::string refusal_of_own = fmt::format("\"{}\" is refused", own);
+    for (const auto& [key, what] :
+         {std::pair("communication_data_type", "gradients travel in their own type, which is"),
+          std::pair("data_types.param_dtype", "parameters are")}) {
+      std::erase_if(read_.problems,
+                    [&](const ConfigProblem& p) { return p.key == key && p.problem.starts_with(refusal_of_own); });
+      if (in_file(key))
+        problem(key, fmt::format("\"bf16\" is refused: {} {} in this configuration; leave this key out", what, own));
+    }
   }
 
   void loss_scale() {

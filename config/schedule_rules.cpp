@@ -160,7 +160,8 @@ class ScheduleRules {
 
   void remarks(std::string_view type) {
     const ScheduleDraft& s = draft_.schedule;
-    if (s.total_steps && *s.total_steps < s.warmup.steps && (type == "WarmupDecayLR" || type == "WarmupCosineLR")) {
+    const bool has_both = s.total_steps && !is_automatic("warmup_num_steps");
+    if (has_both && *s.total_steps < s.warmup.steps && (type == "WarmupDecayLR" || type == "WarmupCosineLR")) {
       notes_.warnings.push_back(
           fmt::format("scheduler.params.total_num_steps {} ends before the warm-up of {} steps; the rate then drops at "
                       "once, as in DeepSpeed",

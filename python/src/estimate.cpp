@@ -21,9 +21,11 @@ nb::dict estimate(const Config& config, const std::vector<ManagedUnit>& units, i
   RuntimeOptions given = config.runtime;
   given.local_ranks = local_ranks;
   const Machine machine = this_machine(given);
-  const ChosenOptions chosen = choose(given, machine);
+  ChosenOptions chosen = choose(given, machine);
   check(config.engine, chosen.runtime, world_size);
   const Prediction prediction = predict(chosen.runtime, config.engine, model_of(units, {}), world_size);
+  if (chosen.runtime.device == platform::DeviceKind::cuda)  // what wrap() takes
+    chosen.runtime.device_arena_bytes = std::max(prediction.device.bytes, kBlockAlignment);
   const MachineFit fit = machine_fit(prediction, chosen.runtime, config.engine, machine);
 
   nb::dict result;

@@ -263,17 +263,48 @@ TEST_F(Check, WithoutAGpuACudaConfigurationDoesNotFit) {
   EXPECT_THAT(result.output, HasSubstr("there is no GPU"));
 }
 
-TEST_F(Check, ReadsAModelFromTheHeadersOfItsWeights) {
-  write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})");
-  std::string header = R"({"model.embed_tokens.weight":{"dtype":"BF16","shape":[64,32],"data_offsets":[0,4096]},)"
-                       R"("model.layers.0.up.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[4096,6144]},)"
-                       R"("model.layers.0.down.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[6144,8192]},)"
-                       R"("model.layers.1.up.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[8192,10240]},)"
-                       R"("positions":{"dtype":"I64","shape":[8],"data_offsets":[10240,10304]}})";
+// A file of safetensors with this header and `data_bytes` zeros.
+std::string safetensors(std::string header, std::size_t data_bytes) {
   header.resize(round_up(header.size(), 8), ' ');
   const std::uint64_t length = header.size();
-  std::string file(reinterpret_cast<const char*>(&length), sizeof length);
-  write("model.safetensors", file + header + std::string(10304, '\0'));
+  return std::string(reinterpret_cast<const char*>(&length), sizeof length) + header + std::string(data_bytes, '\0');
+}
+
+TEST_F(Check, RefusesAModelWhoseWeightsAreQuantized) {
+  write("plain.json", "{}");
+  write("fp8.safetensors", safetensors(R"({"w":{"dtype":"F8_E4M3","shape":[16,16],"data_offsets":[0,256]},)"
+                                       R"("scale":{"dtype":"F32","shape":[1],"data_offsets":[256,260]}})",
+                                       260));
+  write("packed.safetensors", safetensors(R"({"blocks":{"dtype":"U8","shape":[8,16],"data_offsets":[0,128]},)"
+                                          R"("bias":{"dtype":"BF16","shape":[16],"data_offsets":[128,160]}})",
+                                          160));
+  for (const char* const name : {"fp8", "packed"}) {
+    const auto result = run(fmt::format("check plain.json --model {}.safetensors", name));
+    EXPECT_EQ(result.exit_code, 2) << name;
+    EXPECT_THAT(result.errors, HasSubstr("before it was quantized")) << name;
+  }
+}
+
+// A shard may hold tensors that the index takes from another one.
+TEST_F(Check, CountsOnlyTheTensorsOfAnIndex) {
+  write("plain.json", "{}");
+  const std::string x = R"("x":{"dtype":"BF16","shape":[16,16],"data_offsets":[0,512]})";
+  write("a.safetensors", safetensors("{" + x + "}", 512));
+  write("b.safetensors", safetensors("{" + x + R"(,"y":{"dtype":"BF16","shape":[16],"data_offsets":[512,544]}})", 544));
+  write("model.safetensors.index.json", R"({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})");
+  const auto result = run("check plain.json --model model.safetensors.index.json");
+  EXPECT_THAT(result.output, HasSubstr("272 parameters")) << result.errors;
+}
+
+TEST_F(Check, ReadsAModelFromTheHeadersOfItsWeights) {
+  write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})");
+  const std::string header =
+      R"({"model.embed_tokens.weight":{"dtype":"BF16","shape":[64,32],"data_offsets":[0,4096]},)"
+      R"("model.layers.0.up.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[4096,6144]},)"
+      R"("model.layers.0.down.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[6144,8192]},)"
+      R"("model.layers.1.up.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[8192,10240]},)"
+      R"("positions":{"dtype":"I64","shape":[8],"data_offsets":[10240,10304]}})";
+  write("model.safetensors", safetensors(header, 10304));
   const auto result = run("check plain.json --model model.safetensors --json report.json");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_THAT(result.output, HasSubstr("5120 parameters (3 units of model.safetensors)"));

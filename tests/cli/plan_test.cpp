@@ -247,6 +247,21 @@ TEST_F(Plan, FollowsAConfiguration) {
   EXPECT_EQ(json_of("check.json")["prediction"]["step"]["nvme_write"], configured["step"]["nvme_write"]);
 }
 
+// "auto" leaves a setting to the plan, as its absence does.
+TEST_F(Plan, ChoosesWhatSaysAuto) {
+  const std::string head = R"({"zero_optimization": {"stage": 3)";
+  write("absent.json", head + "}}");
+  write("auto.json", head + R"(, "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": "auto",
+            "sub_group_size": "auto"}})");
+  const auto seconds = [&](const std::string& file) {
+    const auto result = run("plan " + file + " --parameters 7e9 --tokens 2048 --json plan.json --machine " +
+                            HOIST_SOURCE_DIR + "/machines/h100-8.json");
+    EXPECT_EQ(result.exit_code, 0) << result.errors;
+    return best(json_of("plan.json"))["seconds"]["expected"].get<double>();
+  };
+  EXPECT_DOUBLE_EQ(seconds("auto.json"), seconds("absent.json"));
+}
+
 // A file that does not ask for it gets no scratch space from the engine, so none in the plan. Without a file it is
 // open.
 TEST_F(Plan, SpillsGradientsWhereTheConfigurationSays) {
@@ -501,6 +516,8 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
        {R"({"zero_optimization": {"stage": 3, "offload_optimizer": {)" + offload + "}}",
         R"({"zero_optimization": {"stage": 3, "offload_param": {)" + offload + "}}",
         std::string(R"({"hoist": {"checkpoint_path": "/mine"}})"),
+        std::string(R"({"hoist": {"checkpoint_path": "/mine"},
+                        "zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "/other"}}})"),
         std::string(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})")}) {
     write("own.json", text);
     const auto planned =
@@ -662,7 +679,7 @@ TEST_F(Plan, RefusesWhatItCannotUse) {
   EXPECT_THAT(refusal(""), HasSubstr("--parameters"));
   EXPECT_THAT(refusal("--parameters 1e9 --device-memory 0"), HasSubstr("less than 4 KiB"));
   write("seven.json", R"({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 7})");
-  EXPECT_THAT(refusal("seven.json --world 2 --parameters 1e8"), HasSubstr("not a multiple of 2 ranks"));
+  EXPECT_THAT(refusal("seven.json --world 2 --parameters 1e8"), HasSubstr("times 2 ranks"));
   EXPECT_THAT(refusal("--parameters many"), HasSubstr("is not a count"));
   EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"),
               HasSubstr("--device-memory lots is not a number of bytes"));

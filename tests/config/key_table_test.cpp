@@ -195,7 +195,8 @@ const Probe kProbes[] = {
     {"[null]", [](ValueType) { return false; }},
     {"[[1]]", [](ValueType) { return false; }},
     {"{}", [](ValueType t) { return t == ValueType::section || t == ValueType::opaque; }},
-    {"{\"x\": 1}", [](ValueType t) { return t == ValueType::opaque; }},
+    // In a section about the program, it is ignored, as DeepSpeed does.
+    {"{\"x\": 1}", [](ValueType t) { return t == ValueType::opaque || t == ValueType::section; }},
 };
 
 TEST(KeyTable, WrongTypesAreRefusedByNameAndPlace) {
@@ -252,7 +253,7 @@ TEST(KeyTable, RefusedKeysAreRefusedWithTheirReason) {
     EXPECT_THAT(message, HasSubstr(std::string(row.note))) << row.path;
     ++tried;
   }
-  EXPECT_GE(tried, 38);
+  EXPECT_GE(tried, 37);
 }
 
 TEST(KeyTable, ListedRefusalsAreGivenTheirReason) {

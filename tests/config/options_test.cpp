@@ -405,7 +405,14 @@ TEST(Options, AnUnusedPathIsSaid) {
 TEST(Options, KeysUnlikeAnyAreIgnoredAtTheTopLevelAndSaid) {
   const Config config = parse(R"({"train_batch_size": 8, "cuda_visible_devices": null, "log": {"file": "x"}})");
   EXPECT_THAT(config.warnings, Contains(HasSubstr("DeepSpeed 0.19 knows such keys: cuda_visible_devices, log")));
+  const Config similar = parse(R"({"train_batch_size": 8, "eval_batch_size": 8, "weight_decay": 0.1})");
+  EXPECT_THAT(similar.warnings, Contains(HasSubstr(R"(eval_batch_size (did you mean "train_batch_size"?))")));
+  EXPECT_THAT(similar.warnings,
+              Contains(HasSubstr(R"(weight_decay (did you mean "weight_decay" in "optimizer.params"?))")));
+  const Config profiled = parse(R"({"train_batch_size": 8, "flops_profiler": {"enabled": true, "start_step": 5}})");
+  EXPECT_THAT(profiled.warnings, Contains(HasSubstr("flops_profiler.start_step")));
   EXPECT_THROW(parse(R"({"train_batch_size": 8, "train_batchsize": 8})"), ConfigError) << "a typing error";
+  EXPECT_THROW(parse(R"({"train_batch_size": 8, "offload_optimizer": {"device": "cpu"}})"), ConfigError);
   EXPECT_THROW(parse(R"({"train_batch_size": 8, "device": "cpu"})"), ConfigError) << "belongs into a section";
   EXPECT_THROW(parse(R"({"train_batch_size": 8, "hoist": {"log": 1}})"), ConfigError);
   EXPECT_THROW(parse(R"({"train_batch_size": 8, "log": {"a": 1, "a": 2}})"), ConfigError) << "given twice";

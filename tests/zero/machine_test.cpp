@@ -120,6 +120,40 @@ TEST(MachineChoice, OfAnIntegratedGpuAndOfTheHostTheFitIsOneMemory) {
   EXPECT_FALSE(fit.fits()) << "52 GiB are not enough for 30 and 30";
 }
 
+// Each remedy is about the memory that is short, and leads to the next one until nothing more can leave it.
+TEST(MachineFit, TheRemedyMovesStateOutOfTheMemoryThatIsShort) {
+  using enum Placement;
+  const auto remedy = [](const Machine& machine, EngineOptions engine) {
+    Prediction prediction;
+    (machine.gpu_count > 0 ? prediction.device : prediction.pinned).least_bytes = 500 * kGiB;
+    const std::vector<std::string> problems =
+        machine_fit(prediction, choose({}, machine).runtime, engine, machine).problems;
+    return problems.empty() ? "" : problems.front();
+  };
+  EngineOptions engine;
+  EXPECT_THAT(remedy(with_gpu(), engine), HasSubstr(R"(offload_optimizer with device "cpu" or "nvme")"));
+  EXPECT_THAT(remedy(workstation(), engine), HasSubstr(R"(offload_optimizer with device "nvme")"));
+  engine.optimizer = nvme;
+  EXPECT_THAT(remedy(with_gpu(), engine), HasSubstr(R"(; offload_param with device "cpu" or "nvme")"));
+  EXPECT_THAT(remedy(workstation(), engine), HasSubstr(R"(; offload_param with device "nvme")"));
+  engine.stage = 2;
+  EXPECT_THAT(remedy(with_gpu(), engine), HasSubstr("stage 3 with offload_param"));
+  engine.stage = 3;
+  engine.parameters = pinned;
+  EXPECT_THAT(remedy(with_gpu(), engine), HasSubstr("more ranks"));
+  EXPECT_THAT(remedy(workstation(), engine), HasSubstr(R"(; offload_param with device "nvme")"));
+}
+
+TEST(MachineFit, ABudgetThatIsTakenAtTheStartMustBeThere) {
+  const Machine machine = with_gpu();
+  RuntimeOptions runtime = choose({}, machine).runtime;
+  EXPECT_TRUE(machine_fit({}, runtime, {}, machine).fits());
+  runtime.device_memory_bytes = machine.gpu.free_bytes + kBlockAlignment;
+  EXPECT_THAT(machine_fit({}, runtime, {}, machine).problems, ::testing::ElementsAre(HasSubstr("taken at the start")));
+  runtime.device_arena_bytes = kGiB;  // less is taken
+  EXPECT_TRUE(machine_fit({}, runtime, {}, machine).fits());
+}
+
 // A store takes as much of each drive; one that is nearly full limits it.
 TEST(MachineFit, EachDriveMustHaveRoomForItsShare) {
   const TempDirectory on_disk, in_memory(scratch_in_memory());

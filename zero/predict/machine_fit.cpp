@@ -83,12 +83,38 @@ void add_drives(const EngineOptions& engine, std::uint64_t bytes, MachineFit& fi
   }
 }
 
-std::string placement_remedy(const EngineOptions& engine) {
+constexpr const char* kMoreRanks = "more ranks on more machines need less each";
+
+// What leaves the memory of a GPU for another.
+std::string remedy_on_gpu(const EngineOptions& engine) {
   if (engine.optimizer == Placement::device) return "offload_optimizer with device \"cpu\" or \"nvme\" needs less";
-  if (engine.optimizer == Placement::pinned) return "offload_optimizer with device \"nvme\" needs less";
-  if (engine.parameters == Placement::pinned) return "offload_param with device \"nvme\" needs less";
+  if (engine.parameters != Placement::device) return kMoreRanks;
+  if (engine.stage < 3) return "stage 3 with offload_param needs less";
+  return "offload_param with device \"cpu\" or \"nvme\" needs less";
+}
+
+// What leaves the host's memory for the drives. `without_gpu`: state on the device is there, too.
+std::string remedy_on_host(const EngineOptions& engine, bool without_gpu) {
+  const auto is_here = [&](Placement placement) {
+    return placement == Placement::pinned || (without_gpu && placement == Placement::device);
+  };
+  if (is_here(engine.optimizer)) return "offload_optimizer with device \"nvme\" needs less";
+  if (is_here(engine.parameters))
+    return engine.stage < 3 ? "stage 3 with offload_param and device \"nvme\" needs less"
+                            : "offload_param with device \"nvme\" needs less";
   if (detail::may_spill_gradients(engine)) return "hoist.gradient_spill needs less";
-  return "more ranks on more machines need less each";
+  return kMoreRanks;
+}
+
+// All of this budget is taken when a runtime is created, however little of it the model needs.
+void add_start_problem(const RuntimeOptions& runtime, std::uint64_t ranks, const MachineFit::Memory& memory,
+                       MachineFit& fit) {
+  if (runtime.device_arena_bytes != 0 || ranks * runtime.device_memory_bytes <= memory.free_bytes) return;
+  const std::string each = ranks == 1 ? "" : fmt::format(" for each of {} ranks", ranks);
+  fit.problems.push_back(
+      fmt::format("{}: hoist.device_memory is {}{}, all of it taken at the start, and {} is free; "
+                  "lower it, or leave it out",
+                  memory.name, format_bytes(runtime.device_memory_bytes), each, format_bytes(memory.free_bytes)));
 }
 
 void add_budget_problem(const char* key, const Prediction::Tier& tier, MachineFit& fit) {
@@ -107,15 +133,17 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   const bool has_own_memory = on_gpu && machine.gpu_memory != platform::GpuMemory::integrated;
   const std::uint64_t device_part = has_own_memory ? 0 : 1;
   if (on_gpu && machine.gpu_count == 0) fit.problems.emplace_back("hoist.device is \"cuda\", and there is no GPU");
+  const std::uint64_t per_gpu = divide_up(ranks, static_cast<std::uint64_t>(std::max(machine.gpu_count, 1)));
+  const std::string host_remedy = remedy_on_host(engine, !has_own_memory);
   if (has_own_memory && machine.gpu.total_bytes > 0) {
-    const std::uint64_t per_gpu = divide_up(ranks, static_cast<std::uint64_t>(std::max(machine.gpu_count, 1)));
     fit.memories.push_back({"memory of a GPU", per_gpu * p.device.least_bytes, per_gpu * p.device.bytes,
-                            machine.gpu.free_bytes, placement_remedy(engine)});
+                            machine.gpu.free_bytes, remedy_on_gpu(engine)});
   }
   fit.memories.push_back({on_gpu && !has_own_memory ? "memory of GPU and processors" : "host memory",
                           ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
-                          placement_remedy(engine)});
+                          host_remedy});
+  const MachineFit::Memory device_memory = fit.memories.front();
   if (p.nvme_bytes > 0) {
     const std::uint64_t bytes = ranks * p.nvme_bytes;
     if (drive_bytes) {
@@ -130,12 +158,14 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
                                        format_bytes(memory.free_bytes), memory.remedy));
   }
   if (!fit.problems.empty()) return fit;
+  if (!has_own_memory || machine.gpu.total_bytes > 0)
+    add_start_problem(runtime, has_own_memory ? per_gpu : ranks, device_memory, fit);
   add_budget_problem("hoist.device_memory", p.device, fit);
   add_budget_problem("hoist.pinned_memory", p.pinned, fit);
   if (fit.problems.empty() && !p.fits()) {
     fit.problems.push_back(fmt::format("host memory: {} needed by a rank, {} left beside the reserve; {}",
                                        format_bytes(p.device.least_bytes + p.pinned.least_bytes),
-                                       format_bytes(p.host_budget_bytes), placement_remedy(engine)));
+                                       format_bytes(p.host_budget_bytes), host_remedy));
   }
   return fit;
 }
