@@ -325,6 +325,9 @@ void Store::Impl::make_durable(const SlotHeader& header) {
   for (const std::string& directory : directories_to_flush_) aio::sync_directory(directory);
   directories_to_flush_.clear();
   const TraceSpan span(trace_, TraceRow::commit, "manifest");
+  // The first commit goes to both slots, one after the other. Slot 0 therefore stays blank until it is durable in slot
+  // 1, and damage to one of them leaves the other.
+  if (!committed_step_) write_slot(slot_, header);
   write_slot(1 - slot_, header);
 }
 

@@ -115,13 +115,16 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
 
 // Whether nothing but the initial state was ever committed, by a run of this model on as many ranks.
 bool holds_only_first_commit(const detail::ManifestView& view, const Superblock& mine) {
-  const SlotHeader first{.incarnation = 1};
+  using State = SlotCheck::State;
+  const auto is_first = [](const SlotCheck& slot) {
+    return slot.state == State::valid && slot.header.incarnation == 1 && slot.header.step == 0 &&
+           slot.header.revision == 0;
+  };
+  // It was written to slot 0 after it was durable in slot 1.
+  const bool torn = view.slots[0].state == State::damaged && is_first(view.slots[1]);
   return view.superblock->layout == mine.layout && view.superblock->world_size == mine.world_size &&
-         std::ranges::all_of(view.slots, [&](const SlotCheck& slot) {
-           if (slot.state == SlotCheck::State::blank) return true;
-           return slot.state == SlotCheck::State::valid && slot.header.step == first.step &&
-                  slot.header.incarnation == first.incarnation && slot.header.revision == first.revision;
-         });
+         std::ranges::all_of(std::span(view.slots).subspan(torn ? 1 : 0),
+                             [&](const SlotCheck& slot) { return slot.state == State::blank || is_first(slot); });
 }
 
 // Refuses to replace files that hold, or may hold, a training run.

@@ -264,21 +264,56 @@ TEST_F(StoreOpenTest, ALookBesideATrainingDoesNotMissItsNewestCommit) {
   EXPECT_EQ(found.commits.front().step, 2u);
 }
 
-TEST_F(StoreOpenTest, ATornFirstCommitIsReplacedButLostCommitsAreNot) {
+// Damages slots of the manifest, or blanks them.
+class StoreSlotTest : public StoreOpenTest {
+ protected:
+  std::uint64_t slot_bytes() const { return (fs::file_size(file("manifest")) - 4096) / 2; }
+  void damage(std::uint64_t slot) {
+    poke(file("manifest"), 4096 + slot * slot_bytes() + 8, std::array{std::byte{1}, std::byte{2}});
+  }
+  void blank(std::uint64_t slot) {
+    poke(file("manifest"), 4096 + slot * slot_bytes(), std::vector<std::byte>(slot_bytes()));
+  }
+};
+
+TEST_F(StoreSlotTest, TheFirstCommitIsInBothSlotsAndOutlivesTheDamageOfOne) {
+  for (const std::uint64_t slot : {0u, 1u}) {
+    make_committed(0);
+    EXPECT_EQ(Store::look(options_.directory, 0).commits.size(), 1u);
+    damage(slot);
+    EXPECT_THAT(refusal_to_create(), HasSubstr("holds step 0 of this model"));
+    EXPECT_EQ(reopen_and_compare(options_, {{0, Writers(options_.records.size(), 0)}}), 0u);
+    fs::remove_all(options_.directory);
+  }
+}
+
+TEST_F(StoreSlotTest, AFirstCommitThatWasNeverFinishedIsReplaced) {
   make_committed(0);
-  const auto slot_bytes = (fs::file_size(file("manifest")) - 4096) / 2;
-  const std::array garbage{std::byte{1}, std::byte{2}};
-  poke(file("manifest"), 4096 + 8, garbage);
+  blank(0);  // it is written after the other
+  damage(1);
   const auto found = Store::look(options_.directory, 0);
   EXPECT_TRUE(found.commits.empty());
   ASSERT_EQ(found.damage.size(), 1u);
-  EXPECT_THAT(found.damage[0], HasSubstr("commit slot 0"));
-  make_committed(1);
-  poke(file("manifest"), 4096 + 8, garbage);
-  poke(file("manifest"), 4096 + slot_bytes + 8, garbage);
-  const auto before = contents();
-  EXPECT_THAT(refusal_to_create(), AllOf(HasSubstr("none can be read any more"), HasSubstr("remove it")));
-  EXPECT_EQ(contents(), before);
+  EXPECT_THAT(found.damage[0], HasSubstr("commit slot 1"));
+  make_committed(0);
+}
+
+TEST_F(StoreSlotTest, CommitsThatCannotBeReadAnyMoreAreNotReplaced) {
+  const auto refuses = [&] {
+    const auto before = contents();
+    EXPECT_THAT(refusal_to_create(), AllOf(HasSubstr("none can be read any more"), HasSubstr("remove it")));
+    EXPECT_EQ(contents(), before);
+    fs::remove_all(options_.directory);
+  };
+  for (const std::uint64_t last_step : {0u, 1u}) {
+    make_committed(last_step);
+    for (const std::uint64_t slot : {0u, 1u}) damage(slot);
+    refuses();
+  }
+  make_committed(0);  // as early programs wrote it: to slot 0 alone
+  damage(0);
+  blank(1);
+  refuses();
 }
 
 TEST_F(StoreOpenTest, ADamagedManifestIsNeitherOpenedNorOverwritten) {

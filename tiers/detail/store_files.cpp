@@ -101,7 +101,7 @@ bool ManifestView::ever_committed() const {
   if (slots.empty()) return false;
   const bool any_valid =
       std::any_of(slots.begin(), slots.end(), [](const SlotCheck& s) { return s.state == SlotCheck::State::valid; });
-  return any_valid || slots[1].state != SlotCheck::State::blank;
+  return any_valid || slots[0].state != SlotCheck::State::blank;
 }
 
 namespace {
@@ -219,6 +219,7 @@ std::vector<CommitHeader> valid_commits(std::span<const SlotCheck> slots) {
   std::sort(commits.begin(), commits.end(), [](const CommitHeader& a, const CommitHeader& b) {
     return std::tie(a.incarnation, a.step, a.revision) > std::tie(b.incarnation, b.step, b.revision);
   });
+  commits.erase(std::unique(commits.begin(), commits.end()), commits.end());  // the first one is in both slots
   return commits;
 }
 

@@ -46,8 +46,8 @@ struct ManifestView {
   std::string damage;                    // why the superblock cannot be used; empty when it can
   std::optional<Superblock> superblock;  // when it exists and is not damaged
   std::vector<SlotCheck> slots;          // of commits, then of named checkpoints; with the superblock
-  // Whether a commit was ever made here, readable or not. Commits alternate between the slots, so if the second slot
-  // was ever touched, the commit in the first had been flushed.
+  // Whether a commit was ever made here, readable or not. The first one is written to slot 1, flushed, and written to
+  // slot 0: if slot 0 is blank, it was never finished.
   bool ever_committed() const;
 };
 // The slots of commits as they were at one time, also while a training goes on.
