@@ -92,13 +92,24 @@ class StoreReader;
 
 class Store {
  public:
+  // The commits in a rank's manifest.
+  struct Commits {
+    std::vector<CommitHeader> commits;      // valid ones, newest first, without abandoned ones
+    std::vector<CommitHeader> abandoned;    // see Store::abandoned()
+    std::vector<CommitHeader> checkpoints;  // named checkpoints, oldest first
+    // Whether there is or was a commit, readable or not. Otherwise create() replaces the files.
+    bool ever_committed = false;
+    // Whether there was more than the commit that a store begins with: of step 0 or, where the store `took_over` from
+    // another, of any step.
+    bool came_further(bool took_over) const;
+  };
   // Describes what `directory` holds for this rank, without changing or locking anything; for people and for early
   // refusals. The commit to adopt is chosen from commits() of the opened store instead, because a process that still
   // runs, or whose last writes are still in flight, may commit in between. A manifest whose superblock cannot be read
   // counts as existing: what it held is unknown, so nothing may silently overwrite it. `damage` then says what is
   // wrong, and names commit slots that hold something unusable (after a crash that is normal: the commit it
   // interrupted).
-  struct Found {
+  struct Found : Commits {
     bool exists = false;                    // a manifest is there
     std::optional<StoreIdentity> identity;  // its owner, if the superblock can be read
     Durability durability = Durability::step;
@@ -106,9 +117,6 @@ class Store {
     std::uint64_t data_bytes = 0;                   // reserved on disk, over all drives
     std::uint64_t tile_count = 0;                   // of all records
     std::vector<std::string> stripe_directories{};  // further drives, at their locations when the store was made
-    std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones
-    std::vector<CommitHeader> abandoned;            // see Store::abandoned()
-    std::vector<CommitHeader> checkpoints;          // named checkpoints, oldest first
     std::uint32_t checkpoints_max = 0;
     std::vector<std::string> damage;
   };

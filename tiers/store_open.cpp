@@ -293,6 +293,12 @@ std::unique_ptr<aio::StripedFile> open_data(const StoreOptions& options, Store::
 
 }  // namespace
 
+bool Store::Commits::came_further(bool took_over) const {
+  const bool is_at_first = commits.size() == 1 && abandoned.empty() && checkpoints.empty() &&
+                           commits.front().incarnation == 1 && (took_over || commits.front().step == 0);
+  return ever_committed && !is_at_first;
+}
+
 Store::Found Store::look(const std::string& directory, int rank) {
   const StorePaths paths(directory, rank);
   const detail::ManifestView view = detail::view_manifest(paths.manifest);
@@ -317,6 +323,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
   found.commits = detail::usable_commits(view.slots);
   found.abandoned = detail::abandoned_commits(view.slots);
   found.checkpoints = detail::named_checkpoints(view.slots);
+  found.ever_committed = view.ever_committed();
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
     found.damage.push_back(std::move(problem));
   return found;

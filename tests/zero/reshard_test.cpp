@@ -2,6 +2,7 @@
 // A run resumes with another number of ranks: the engine redistributes the state, bit by bit, into a new store, and
 // removes the old store only when the new one is committed.
 #include <filesystem>
+#include <fstream>
 #include <map>
 
 #include <gmock/gmock.h>
@@ -87,6 +88,15 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
 
   std::vector<detail::StoreDirectory> places() const {
     return detail::store_directories(setup_.engine.store_directory);
+  }
+
+  // Damages a commit slot of a rank's manifest, or makes it one that was never written.
+  static void spoil(const std::string& store, int rank, std::uint32_t slot, bool blank = false) {
+    const std::string manifest = tiers::detail::StorePaths(store, rank).manifest;
+    const tiers::Superblock superblock = *tiers::detail::view_manifest(manifest).superblock;
+    std::fstream file(manifest, std::ios::binary | std::ios::in | std::ios::out);
+    file.seekp(static_cast<std::streamoff>(superblock.slot_offset(slot)));
+    file << std::string(blank ? superblock.slot_bytes() : 1, '\0');
   }
 
   TempDirectory directory_;
@@ -208,6 +218,41 @@ TEST_P(ReshardTest, APlaceThatAnotherProcessIsMakingIsLeftAlone) {
     EXPECT_TRUE(std::filesystem::exists(theirs + "/rank-00000.data"));
   }
   continue_with(3, 4);
+}
+
+// A process that was killed in its first commit left nothing, for any number of ranks.
+TEST_P(ReshardTest, ATornFirstCommitIsReplacedByAnotherNumberOfRanks) {
+  if (!on_nvme()) GTEST_SKIP() << "without NVMe the first commit is a save";
+  on_engines(2, [](int, ToyModel& model) { model.initialize(); });
+  for (const int rank : {0, 1}) {
+    spoil(setup_.engine.store_directory, rank, 0, /*blank=*/true);
+    spoil(setup_.engine.store_directory, rank, 1);
+  }
+  begin_with(3, 2);
+  continue_with(3, 3);
+}
+
+// No slot of it can be read. It must not be taken for a store that was only being made, and removed.
+TEST_P(ReshardTest, ANewerStoreWithoutAReadableCommitStays) {
+  setup_.engine.keep_steps = 0;
+  begin_with(2, 3);
+  std::filesystem::copy(setup_.engine.store_directory, directory_ / "old");
+  continue_with(1, 4);
+  std::filesystem::copy(directory_ / "old", setup_.engine.store_directory,
+                        std::filesystem::copy_options::overwrite_existing);
+  const std::string newer = setup_.engine.store_directory + "/" + places()[0].name;
+  for (const std::uint32_t slot : {0u, 1u}) spoil(newer, 0, slot);
+  for (const int ranks : {1, 2}) {
+    on_engines(ranks, [](int, ToyModel& model) {
+      try {
+        model.restore();
+        ADD_FAILURE() << "restored";
+      } catch (const StoreError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("holds a training, but no commit that every rank has"));
+      }
+    });
+  }
+  EXPECT_TRUE(std::filesystem::exists(newer + "/rank-00000.data"));
 }
 
 // The new store's ranks died when only some of them had made their first commit.

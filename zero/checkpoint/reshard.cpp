@@ -33,9 +33,7 @@ bool is_a_failed_start(const std::string& directory, int world_size) {
   for (const int rank : tiers::Store::ranks_in(directory)) {
     const tiers::Store::Found found = tiers::Store::look(directory, rank);
     if (!found.exists) continue;  // another rank is removing it
-    if (!found.identity || !found.damage.empty() || !found.commits.empty() || !found.abandoned.empty() ||
-        !found.checkpoints.empty())
-      return false;
+    if (found.ever_committed) return false;
     of_others = of_others || found.identity->world_size != world_size;
   }
   return of_others;

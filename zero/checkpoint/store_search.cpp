@@ -143,24 +143,12 @@ struct RankView {
   Answers answers;
 };
 
-// Whether these are more than the commit that a store begins with: of step 0, or, in one that took over from another,
-// of any step.
-bool are_further(std::span<const CommitHeader> commits, std::size_t kept_count, bool took_over) {
-  return commits.size() + 2 * kept_count > 1 || was_resumed(commits) ||
-         (!took_over && !commits.empty() && commits.front().step > 0);
-}
-
-bool is_further(const tiers::Store::Found& found, bool took_over) {
-  const bool unreadable = found.exists && !found.identity;
-  return unreadable || !found.abandoned.empty() || are_further(found.commits, found.checkpoints.size(), took_over);
-}
-
 RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t places, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
-  bool came_further = is_further(own, took_over);
+  bool came_further = own.came_further(took_over);
   if (!own.exists) {  // other ranks' files may be here: the hosts were swapped
     for (const int other : tiers::Store::ranks_in(directory))
-      came_further = came_further || is_further(tiers::Store::look(directory, other), took_over);
+      came_further = came_further || tiers::Store::look(directory, other).came_further(took_over);
   }
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
@@ -173,10 +161,8 @@ RankView look_at_all_ranks(const std::string& directory, int rank, bool took_ove
   RankView view{.answers = {.other_ranks = true}};
   if (tiers::Store::ranks_in(directory).empty()) return view;
   StoreSummary summary = look_at_one_store(directory);
-  for (const StoreSummary::Rank& of : summary.ranks) {
-    const bool unreadable = of.commits.empty() && !of.damage.empty();
-    if (unreadable || are_further(of.commits, of.checkpoints.size(), took_over)) view.answers.came_further = true;
-  }
+  for (const StoreSummary::Rank& of : summary.ranks)
+    if (of.came_further(took_over)) view.answers.came_further = true;
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
   view.checkpoints = std::move(summary.checkpoints);

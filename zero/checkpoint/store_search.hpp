@@ -7,7 +7,6 @@
 // rank. Main path  find -> directories -> look at each, newest first -> commits that all ranks list.
 #pragma once
 
-#include <algorithm>
 #include <compare>
 #include <cstdint>
 #include <optional>
@@ -100,10 +99,5 @@ class StoreSearch {
   const RankAgreement& ranks_;
   const EngineOptions& options_;
 };
-
-// Whether a restore has continued from one of these: each restore begins a new incarnation.
-inline bool was_resumed(std::span<const tiers::CommitHeader> commits) {
-  return std::ranges::any_of(commits, [](const tiers::CommitHeader& commit) { return commit.incarnation > 1; });
-}
 
 }  // namespace hoist::detail

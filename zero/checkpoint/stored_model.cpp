@@ -75,8 +75,7 @@ StoreSummary look_at_one_store(const std::string& directory) {
     if (found.identity && found.identity->rank != rank)
       throw StoreError(fmt::format("a file of rank {} in {} was written by rank {}: restore its own name", rank,
                                    directory, found.identity->rank));
-    summary.ranks.push_back(
-        {rank, std::move(found.commits), std::move(found.checkpoints), std::move(found.damage), found.data_bytes});
+    summary.ranks.push_back({static_cast<Store::Commits&&>(found), rank, std::move(found.damage), found.data_bytes});
     summary.checkpoints_max = found.checkpoints_max;
     if (!found.identity) continue;
     const std::uint64_t run = found.store_number - static_cast<std::uint64_t>(rank);

@@ -39,12 +39,10 @@ struct StoredParameter {
 
 // The facts that are found without locking or reading records, also for a store in use.
 struct StoreSummary {
-  struct Rank {
+  struct Rank : tiers::Store::Commits {
     int rank = 0;
-    std::vector<tiers::CommitHeader> commits;      // newest first
-    std::vector<tiers::CommitHeader> checkpoints;  // named checkpoints, oldest first
-    std::vector<std::string> damage;               // what of its manifest cannot be used
-    std::uint64_t data_bytes = 0;                  // reserved on disk
+    std::vector<std::string> damage;  // what of its manifest cannot be used
+    std::uint64_t data_bytes = 0;     // reserved on disk
   };
   std::string directory;
   std::uint64_t run = 0;          // what the store numbers of all ranks have in common
