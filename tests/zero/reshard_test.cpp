@@ -220,6 +220,26 @@ TEST_P(ReshardTest, APlaceThatAnotherProcessIsMakingIsLeftAlone) {
   continue_with(3, 4);
 }
 
+// The same with as many ranks: the second process has waited for the old store until the first had read it.
+TEST_P(ReshardTest, AStoreThatAnotherProcessTakesOverFromIsNotContinuedInPlace) {
+  begin_with(2, 3);
+  {
+    tiers::detail::Creation other(
+        tiers::detail::StorePaths(setup_.engine.store_directory + "/reshard-0001-ranks-3", 2));
+    other.claim({});
+    setup_.engine.lock_timeout = std::chrono::milliseconds(100);
+    on_engines(2, [&](int, ToyModel& model) {
+      try {
+        model.restore();
+        ADD_FAILURE() << "restored";
+      } catch (const StoreError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("another process goes on from the store in"));
+      }
+    });
+  }
+  continue_with(2, 4);
+}
+
 // A process that was killed in its first commit left nothing, for any number of ranks.
 TEST_P(ReshardTest, ATornFirstCommitIsReplacedByAnotherNumberOfRanks) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe the first commit is a save";

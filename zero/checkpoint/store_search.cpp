@@ -4,9 +4,11 @@
 #include <compare>
 #include <filesystem>
 #include <system_error>
+#include <thread>
 
 #include <fmt/format.h>
 
+#include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store_format.hpp>
@@ -289,6 +291,28 @@ void StoreSearch::refuse_others() const {
 
 void StoreSearch::refuse_any() const {
   if (const auto source = find(std::nullopt)) throw used_store(*source);
+}
+
+void StoreSearch::refuse_newer(const StoreDirectory& opened) const {
+  for (const StoreDirectory& newer : directories()) {
+    if (newer.order <= opened.order) return;
+    const std::string directory = newer.in(options_.store_directory);
+    bool is_held = false;
+    ranks_.all_together("look for newer stores", [&] {
+      Deadline deadline(options_.lock_timeout);
+      do {  // the last transfers of a process that was killed hold its lock for a moment
+        if (is_held) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        is_held = false;
+        for (int rank = 0; rank < newer.world_size && !is_held; ++rank)
+          is_held = tiers::Store::holder(directory, rank).has_value();
+      } while (is_held && !deadline.is_over());
+    });
+    if (ranks_.all(!is_held) && look(newer).commits.empty()) continue;
+    throw CommonStoreError(
+        fmt::format("another process goes on from the store in {}, in a new store in {}: wait for that process to end, "
+                    "and start again; nothing was changed",
+                    opened.in(options_.store_directory), directory));
+  }
 }
 
 CommonStoreError StoreSearch::used_store(const RestoreSource& source) const {

@@ -75,6 +75,9 @@ class StoreSearch {
   void refuse_others() const;
   // [J] The same where a fresh start would make a store of its own: CommonStoreError when there is a commit.
   void refuse_any() const;
+  // [J] CommonStoreError if the run goes on, or may go on, in a newer store than the one that was opened: a process
+  // took over from that one while this one waited for its lock.
+  void refuse_newer(const StoreDirectory& opened) const;
   // [J] The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
   // them.
   std::vector<CommonCommit> common(std::span<const tiers::CommitHeader> commits, std::uint64_t store_number) const;

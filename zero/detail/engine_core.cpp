@@ -160,6 +160,7 @@ void EngineCore::use_state(CommitState state, std::uint64_t step) {
 
 StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const std::string& from) {
   make_parts(plan.source.directory, StoreUse::open);
+  StoreSearch(ranks, options).refuse_newer(plan.source.directory);
   const std::uint64_t step = adopt_commit(ranks, options, *store, from);
   ranks.all_together("read the commit", [&] {
     try {
