@@ -436,12 +436,23 @@ TEST_P(ReshardTest, ACrashBetweenRanksGoingBackLeavesTheLastCommit) {
     engine.save("two", std::as_bytes(std::span(state))).wait();
     go_on(rank, model, 2, 6, before_);
   });
-  ranks_before_ = 2;
+  const Digests at_six = before_;
   const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
   std::filesystem::copy(manifest, directory_ / "before");
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore({.from = "two"}).step, 2u); });
   std::filesystem::rename(directory_ / "before", manifest);
-  continue_with(2, 7);  // expects the state of step 6
+  std::filesystem::copy(setup_.engine.store_directory, directory_ / "store-between");
+  const auto continue_at_six = [&](int ranks, std::uint32_t keep_steps) {
+    std::filesystem::remove_all(setup_.engine.store_directory);
+    std::filesystem::copy(directory_ / "store-between", setup_.engine.store_directory);
+    setup_.engine.keep_steps = keep_steps;
+    before_ = at_six;
+    ranks_before_ = 2;
+    continue_with(ranks, 7);  // expects the state of step 6
+  };
+  continue_at_six(2, 1);
+  continue_at_six(2, 2);  // into a new store
+  continue_at_six(3, 1);
 }
 
 std::string placement_names(const testing::TestParamInfo<std::pair<Placement, Placement>>& cell) {

@@ -167,6 +167,7 @@ RankView look_at_all_ranks(const std::string& directory, int rank, bool took_ove
     if (of.came_further(took_over)) view.answers.came_further = true;
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
+  view.abandoned = std::move(summary.all_commits);
   view.checkpoints = std::move(summary.checkpoints);
   return view;
 }

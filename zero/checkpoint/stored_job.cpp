@@ -17,16 +17,6 @@ using tiers::CommitHeader;
 
 namespace {
 
-std::vector<CommitHeader> common(std::span<const StoreSummary> groups, std::vector<CommitHeader> StoreSummary::*list) {
-  std::vector<CommitHeader> found = groups.front().*list;
-  std::erase_if(found, [&](const CommitHeader& candidate) {
-    return !std::ranges::all_of(groups, [&](const StoreSummary& group) {
-      return std::ranges::any_of(group.*list, [&](const CommitHeader& c) { return c.same_commit(candidate); });
-    });
-  });
-  return found;
-}
-
 // Why these are not a job's groups; empty when they are.
 std::string objection(std::span<const StoreSummary> groups) {
   for (std::size_t b = 1; b < groups.size(); ++b) {
@@ -67,8 +57,9 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   for (const std::uint64_t order : orders) {
     std::vector<StoreSummary> groups = at_place(directories, order);
     if (groups.empty() || !objection(groups).empty()) continue;
-    StoredJob job{.commits = common(groups, &StoreSummary::commits),
-                  .checkpoints = common(groups, &StoreSummary::checkpoints)};
+    StoredJob job{
+        .commits = detail::common_commits(std::span<const StoreSummary>(groups), &StoreSummary::commits),
+        .checkpoints = detail::common_commits(std::span<const StoreSummary>(groups), &StoreSummary::checkpoints)};
     if (job.commits.empty()) continue;
     job.groups = std::move(groups);
     return job;
@@ -76,7 +67,7 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   StoredJob job;
   for (const std::string& directory : directories) job.groups.push_back(look_at_store(directory));
   if (const std::string problem = objection(job.groups); !problem.empty()) throw UsageError(problem);
-  job.checkpoints = common(job.groups, &StoreSummary::checkpoints);
+  job.checkpoints = detail::common_commits(std::span<const StoreSummary>(job.groups), &StoreSummary::checkpoints);
   return job;
 }
 

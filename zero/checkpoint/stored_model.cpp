@@ -26,17 +26,18 @@ using tiers::Store;
 
 namespace {
 
-// The entries that all ranks have in their `list`, in the order of the first one's.
-std::vector<CommitHeader> common_commits(std::span<const StoreSummary::Rank> ranks,
-                                         std::vector<CommitHeader> StoreSummary::Rank::*list) {
-  std::vector<CommitHeader> common;
-  for (const CommitHeader& candidate : ranks.front().*list) {
-    const bool everywhere = std::ranges::all_of(ranks, [&](const StoreSummary::Rank& rank) {
-      return std::ranges::any_of(rank.*list, [&](const CommitHeader& c) { return c.same_commit(candidate); });
-    });
-    if (everywhere) common.push_back(candidate);
-  }
-  return common;
+std::vector<CommitHeader> with_abandoned(const StoreSummary::Rank& rank) {
+  std::vector<CommitHeader> all = rank.commits;
+  all.insert(all.end(), rank.abandoned.begin(), rank.abandoned.end());
+  return all;
+}
+
+// The entries that all ranks have.
+void find_common(StoreSummary& summary) {
+  const std::span<const StoreSummary::Rank> ranks(summary.ranks);
+  summary.commits = detail::common_commits(ranks, &StoreSummary::Rank::commits);
+  summary.all_commits = detail::common_commits(ranks, with_abandoned);
+  summary.checkpoints = detail::common_commits(ranks, &StoreSummary::Rank::checkpoints);
 }
 
 std::vector<StoredParameter> describe(const detail::UnitTable& table) {
@@ -99,10 +100,7 @@ StoreSummary look_at_one_store(const std::string& directory) {
   const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size, largest_model);
   summary.parameters = describe(table);
   summary.unit_count = table.units().size();
-  if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size)) {
-    summary.commits = common_commits(summary.ranks, &StoreSummary::Rank::commits);
-    summary.checkpoints = common_commits(summary.ranks, &StoreSummary::Rank::checkpoints);
-  }
+  if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size)) find_common(summary);
   return summary;
 }
 
@@ -127,7 +125,7 @@ class StoredModel::Impl {
         table_(detail::UnitTable::from_identity(summary_.layout, *summary_.world_size)),
         records_(table_) {
     for (const StoreSummary::Rank& rank : summary_.ranks) {
-      const std::vector<CommitHeader>& commits = commit_.name.empty() ? rank.commits : rank.checkpoints;
+      const std::vector<CommitHeader> commits = commit_.name.empty() ? with_abandoned(rank) : rank.checkpoints;
       const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return c.same_commit(commit_); });
       readers_.push_back(
           std::make_unique<tiers::StoreReader>(summary_.directory, rank.rank, records_.records(), *commit, io_));
@@ -237,8 +235,7 @@ class StoredModel::Impl {
     if (only) {
       std::erase_if(summary.ranks, [&](const StoreSummary::Rank& rank) { return rank.rank != *only; });
       if (summary.ranks.empty()) throw StoreError(fmt::format("no file of rank {} is in {}", *only, directory));
-      summary.commits = summary.ranks.front().commits;
-      summary.checkpoints = summary.ranks.front().checkpoints;
+      find_common(summary);
     } else if (summary.ranks.size() != static_cast<std::size_t>(*summary.world_size))
       throw StoreError(
           fmt::format("the store in {} is one of {} ranks, and the files of {} are here: bring them together",
@@ -259,7 +256,7 @@ class StoredModel::Impl {
 
   static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
     if (!options.from.empty()) return choose_checkpoint(summary, options);
-    for (const CommitHeader& commit : summary.commits) {
+    for (const CommitHeader& commit : options.revision ? summary.all_commits : summary.commits) {
       const bool other_revision = options.revision && commit.revision != *options.revision;
       if (!options.step || (commit.step == *options.step && !other_revision)) return commit;
     }

@@ -12,6 +12,7 @@
 // Main path  StoredModel(directory) -> parameters() -> read(parameter, state, range).
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -54,6 +55,7 @@ struct StoreSummary {
   tiers::Durability durability = tiers::Durability::step;
   // Commits that every rank has, newest first. Empty when a rank is missing.
   std::vector<tiers::CommitHeader> commits;
+  std::vector<tiers::CommitHeader> all_commits;  // likewise, abandoned ones included
   std::vector<tiers::CommitHeader> checkpoints;  // likewise, oldest first
   std::uint32_t checkpoints_max = 0;
 };
@@ -65,12 +67,30 @@ bool has_store(const std::string& directory);
 // The same of the store whose files are in `directory` itself.
 StoreSummary look_at_one_store(const std::string& directory);
 
+namespace detail {
+
+// The entries that all parts have in their `list`, in the order of the first one's.
+template <typename Part, typename List>
+std::vector<tiers::CommitHeader> common_commits(std::span<const Part> parts, const List& list) {
+  std::vector<tiers::CommitHeader> common = std::invoke(list, parts.front());
+  std::erase_if(common, [&](const tiers::CommitHeader& candidate) {
+    return !std::ranges::all_of(parts, [&](const Part& part) {
+      return std::ranges::any_of(std::invoke(list, part),
+                                 [&](const tiers::CommitHeader& c) { return c.same_commit(candidate); });
+    });
+  });
+  return common;
+}
+
+}  // namespace detail
+
 struct StoredModelOptions {
-  std::optional<std::uint64_t> step;        // the newest commit that all ranks have when absent
-  std::optional<std::uint32_t> revision{};  // with `step`: that one of the step's; else the newest of them
-  std::string from{};                       // the name of a named checkpoint, instead
-  std::optional<std::uint64_t> serial{};    // with `from`: that one of the name's; else the newest of them
-  bool below = true;  // the store that continues the run, if it is a newer one below the directory
+  std::optional<std::uint64_t> step;  // the newest commit that all ranks have when absent
+  // With `step`: that one of the step's, which may be abandoned; else the newest of them.
+  std::optional<std::uint32_t> revision{};
+  std::string from{};                     // the name of a named checkpoint, instead
+  std::optional<std::uint64_t> serial{};  // with `from`: that one of the name's; else the newest of them
+  bool below = true;                      // the store that continues the run, if it is a newer one below the directory
   // Opens only this rank's part of the store in `directory` itself (`below` is false), for which the rank's own files
   // suffice. Its commits are then the rank's, and a read of another rank's shard is a UsageError.
   std::optional<int> rank{};
