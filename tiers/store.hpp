@@ -127,8 +127,8 @@ class Store {
   // lock for a moment, shared; a trainer that starts in that moment tries again.
   static std::optional<std::string> holder(const std::string& directory, int rank);
 
-  // Whether the store in the directory was being removed or replaced, and has no manifest left: nothing of it is of
-  // use.
+  // Whether the store in the directory was being made, removed or replaced, and a rank's manifest is not there: nothing
+  // of the store is of use.
   static bool is_half_removed(const std::string& directory);
   // Removes the files of all ranks of a store from the directories of its drives, manifests first. Takes all their
   // locks first; if one is not available within `lock_timeout`, removes nothing. Returns whether the store was removed.

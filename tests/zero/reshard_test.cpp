@@ -98,6 +98,12 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
     file.seekp(static_cast<std::streamoff>(superblock.slot_offset(slot)));
     file << std::string(blank ? superblock.slot_bytes() : 1, '\0');
   }
+  // Removes a store as a process that was killed after it had renamed the manifest of rank 0.
+  void put_back_half_removed(const std::filesystem::path& copy, const std::string& store) {
+    std::filesystem::copy(copy, store);
+    std::filesystem::rename(store + "/rank-00000.manifest", store + "/rank-00000.manifest-new");
+    EXPECT_TRUE(tiers::Store::is_half_removed(store));
+  }
 
   TempDirectory directory_;
   ToySetup setup_ = toy_setup(GetParam().first, GetParam().second);
@@ -397,6 +403,25 @@ TEST_P(ReshardTest, ARemovalThatWasKilledIsEndedByTheNextStart) {
   continue_with(2, 5);
   EXPECT_FALSE(std::filesystem::exists(data));
   EXPECT_FALSE(std::filesystem::exists(manifest + "-new"));
+}
+
+// Some ranks' manifests have other names, and some have theirs.
+TEST_P(ReshardTest, ARemovalThatWasKilledBetweenTwoRanksIsEndedByTheNextStart) {
+  setup_.engine.keep_steps = 0;
+  const std::string first = setup_.engine.store_directory, second = first + "/reshard-0001-ranks-3";
+  begin_with(2, 2);
+  std::filesystem::copy(first, directory_ / "first");
+  continue_with(3, 3);
+  continue_with(3, 4);  // removes it
+  std::filesystem::copy(second, directory_ / "second");
+  put_back_half_removed(directory_ / "first", first);
+  continue_with(3, 5);
+  EXPECT_FALSE(std::filesystem::exists(first + "/rank-00001.data"));
+  continue_with(2, 6);
+  continue_with(2, 7);
+  put_back_half_removed(directory_ / "second", second);
+  continue_with(2, 8);
+  EXPECT_FALSE(std::filesystem::exists(second));
 }
 
 TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {

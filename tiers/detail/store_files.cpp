@@ -137,8 +137,11 @@ std::vector<int> ranks_in(const std::string& directory) {
 }
 
 bool is_half_removed(const std::string& directory) {
-  const auto has_new = [](const std::string& name) { return rank_of(name, ".manifest-new").has_value(); };
-  return ranks_in(directory).empty() && std::ranges::any_of(names_in(directory), has_new);
+  const std::vector<int> whole = ranks_in(directory);
+  return std::ranges::any_of(names_in(directory), [&](const std::string& name) {
+    const auto rank = rank_of(name, ".manifest-new");
+    return rank && std::ranges::find(whole, *rank) == whole.end();
+  });
 }
 
 // A manifest's length, at most: this and so many times what is stored of it.

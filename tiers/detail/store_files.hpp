@@ -37,7 +37,7 @@ std::string scratch_path(const std::string& data_path);
 std::vector<std::string> names_in(const std::string& directory);
 // The ranks whose manifests are in `directory`, by their names, ascending.
 std::vector<int> ranks_in(const std::string& directory);
-// Whether all manifests there have the other name, which says that their data may be overwritten.
+// Whether a rank's manifest has the other name, which says that its data may be overwritten.
 bool is_half_removed(const std::string& directory);
 
 // A manifest on disk, read without a lock and without an engine.

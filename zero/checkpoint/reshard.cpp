@@ -92,24 +92,26 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
   constexpr Nanoseconds kNow{0};
   const StoreSearch search(ranks, options);
   std::vector<StoreDirectory> useless;
-  for (const StoreDirectory& other : search.directories()) {
+  std::vector<StoreDirectory> stores = search.directories();
+  if (stores.empty() || stores.back().order > 0) stores.push_back({});  // it may have no manifest left
+  for (const StoreDirectory& other : stores) {
     if (other.order == present.order) continue;
     const RestoreSource store = search.look(other);
     bool remove = !other.name.empty() && is_unfinished(store);
     if (!remove && other.order < present.order) {
+      bool half_removed = false;  // by a process that was killed
       ranks.together("look at the store it took over from", [&] {
-        remove = is_replaced(other.in(options.store_directory), ranks.group().rank(),
-                             store.world_size == ranks.group().size());
+        const std::string directory = other.in(options.store_directory);
+        half_removed = tiers::Store::is_half_removed(directory);
+        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size());
       });
-      remove = ranks.smallest(remove ? 1 : 0) == 1;
+      remove = ranks.smallest(remove ? 1 : 0) == 1 || ranks.smallest(half_removed ? 0 : 1) == 0;
     }
     if (remove) useless.push_back(other);
   }
-  if (useless.empty() && present.order == 0) return;
+  if (useless.empty()) return;
   on_every_rank(ranks, "remove the store it took over from", [&] {
     for (const StoreDirectory& store : useless) remove_store(options.drive_directories(), store, kNow);
-    if (present.order > 0 && tiers::Store::is_half_removed(options.store_directory))
-      remove_store(options.drive_directories(), {}, kNow);
   });
 }
 
