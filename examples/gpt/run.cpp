@@ -205,8 +205,8 @@ void Training::prepare() {
     step_ = state.step;
     say(fmt::format("resuming at step {}", step_));
   } else {
-    if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
     engine_ = Engine::create(runtime_, engine_options_, gpt_.model(), initial_values(), encode(state_at(0)));
+    if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
   }
   gpt_.attach(*engine_);
   introduce();

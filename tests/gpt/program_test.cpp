@@ -168,6 +168,16 @@ TEST_F(Program, ResumesBitExactly) {
   }
 }
 
+// Its manifest is gone: that there is nothing to resume would be untrue.
+TEST_F(Program, AStoreThatCannotBeResumedIsNotCalledEmpty) {
+  ASSERT_EQ(run(usual(1)).code, 0);
+  ASSERT_EQ(std::remove(path("store/hoist/rank-00000.manifest").c_str()), 0);
+  const Outcome refused = run(usual(2, {"--resume"}));
+  EXPECT_NE(refused.code, 0);
+  EXPECT_THAT(refused.error, HasSubstr("bring the manifest back"));
+  EXPECT_THAT(refused.out, testing::Not(HasSubstr("nothing to resume")));
+}
+
 TEST_F(Program, ARunThatIsDoneOnlyReports) {
   const json whole = report_of(usual(3));
   const json again = report_of(usual(3, {"--resume"}));
