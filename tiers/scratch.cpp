@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <hoist/core/error.hpp>
-#include <hoist/core/log.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/tiers/detail/transfers.hpp>
 #include <hoist/tiers/scratch.hpp>
@@ -23,8 +22,6 @@ aio::File make_file(const std::string& path, std::uint64_t bytes) {
   return file;
 }
 
-constexpr Nanoseconds kDrainTimeout = std::chrono::seconds(30);  // as a store's
-
 }  // namespace
 
 Scratch::Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const> engines)
@@ -35,13 +32,7 @@ Scratch::Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const
   file_ = std::make_unique<aio::StripedFile>(options.layout, std::move(files));
 }
 
-Scratch::~Scratch() {
-  if (transfers_->wait_for_all(kDrainTimeout)) return;
-  log_error("the drive of {} has not finished its transfers after {:.0f} s; the file stays open", file_->file(0).path(),
-            to_seconds(kDrainTimeout));
-  [[maybe_unused]] const auto* transfers = transfers_.release();
-  [[maybe_unused]] const auto* file = file_.release();
-}
+Scratch::~Scratch() { detail::drain_or_leak(transfers_, file_->file(0).path(), file_); }
 
 Completion Scratch::read(std::uint64_t offset_bytes, std::span<std::byte> target, aio::Priority priority,
                          const std::string& name) {

@@ -7,7 +7,6 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/detail/held_commit.hpp>
@@ -17,13 +16,6 @@
 #include <hoist/tiers/store_reader.hpp>
 
 namespace hoist::tiers {
-
-namespace {
-
-// How long a destructor waits for transfers; an engine gives up on a drive after the same time.
-constexpr Nanoseconds kDrainTimeout = std::chrono::seconds(30);
-
-}  // namespace
 
 Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& engine)
     : engine_(engine),
@@ -44,17 +36,9 @@ Store::Impl::~Impl() {
     wake_.notify_all();
   }
   if (thread_.joinable()) thread_.join();  // after a commit that was started
-  if (transfers_->wait_for_all(kDrainTimeout)) {
-    if (!files_.data) return;
-    ::unlink(paths_.lock_info.c_str());
-    for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
-    return;
-  }
-  log_error("the drive of {} has not finished its transfers after {:.0f} s; its files stay open and locked",
-            paths_.directory, to_seconds(kDrainTimeout));
-  [[maybe_unused]] const auto* transfers = transfers_.release();
-  [[maybe_unused]] const auto* data = files_.data.release();
-  [[maybe_unused]] const auto* manifest = files_.manifest.release();
+  if (!detail::drain_or_leak(transfers_, paths_.directory, files_.data, files_.manifest) || !files_.data) return;
+  ::unlink(paths_.lock_info.c_str());
+  for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
 }
 
 std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Superblock& superblock) {

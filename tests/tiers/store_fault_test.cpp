@@ -2,6 +2,7 @@
 // Wrong bytes are reported and never handed out; a commit that fails leaves the one before it.
 #include <array>
 #include <set>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,6 +11,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
+#include <hoist/tiers/detail/transfers.hpp>
 
 namespace hoist::tiers::test::store_fault_test {
 namespace {
@@ -251,6 +253,25 @@ TEST_F(StoreFaultTest, AFlippedBitInACommitTakesTheOneBefore) {
     store_.reset();
     poke(path, at, std::array{whole[at]});
   }
+}
+
+// A drive that works, but takes longer for all that is queued than it may be silent.
+TEST(Transfers, AreWaitedForAsLongAsSomeEnd) {
+  detail::Transfers transfers;
+  std::vector<Promise> promises(4);
+  for (Promise& promise : promises) (void)transfers.write([&] { return promise.completion(); });
+  std::thread drive([&] {
+    for (Promise& promise : promises) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      promise.complete();
+    }
+  });
+  EXPECT_TRUE(transfers.drain(std::chrono::seconds(1)));
+  drive.join();
+  Promise silent;
+  (void)transfers.read([&] { return silent.completion(); });
+  EXPECT_FALSE(transfers.drain(std::chrono::milliseconds(10)));
+  silent.complete();
 }
 
 // Delays and bursts of refusals change the order of everything, and nothing else.

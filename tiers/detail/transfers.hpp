@@ -7,11 +7,14 @@
 
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/completion.hpp>
+#include <hoist/core/deadline.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/trace.hpp>
 
@@ -46,10 +49,15 @@ class Transfers {
     if (write_error_) std::rethrow_exception(write_error_);
   }
 
-  // False when the time-out passes first.
-  [[nodiscard]] bool wait_for_all(Nanoseconds timeout) {
+  // Waits until no transfer is in flight. False when none of them ends for so long. Pre: no more are started.
+  [[nodiscard]] bool drain(Nanoseconds silence_max) {
     MutexLock lock(mutex_);
-    return changed_.wait_for(lock, timeout, [&]() HOIST_REQUIRES(mutex_) { return writes_ == 0 && reads_ == 0; });
+    Deadline deadline(silence_max);
+    for (std::uint64_t seen = reads_ + writes_; reads_ + writes_ > 0 && !deadline.is_over();) {
+      changed_.wait_for(lock, deadline.next_look());
+      if (const std::uint64_t before = std::exchange(seen, reads_ + writes_); seen < before) deadline.restart();
+    }
+    return reads_ + writes_ == 0;
   }
 
  private:
@@ -82,5 +90,19 @@ class Transfers {
   std::uint64_t writes_ HOIST_GUARDED_BY(mutex_) = 0;
   std::exception_ptr write_error_ HOIST_GUARDED_BY(mutex_);
 };
+
+// For a destructor: waits for the transfers in flight, as patiently as an engine that ends. If the drive does not
+// answer, says so and leaks them with `used`, the files that the kernel may still use; returns false then.
+template <typename... Used>
+bool drain_or_leak(std::unique_ptr<Transfers>& transfers, const std::string& path, std::unique_ptr<Used>&... used) {
+  constexpr Nanoseconds kSilenceMax = std::chrono::seconds(30);
+  if (transfers->drain(kSilenceMax)) return true;
+  log_error("the drive of {} has finished none of its transfers for {:.0f} s; its files stay open and locked", path,
+            to_seconds(kSilenceMax));
+  const auto leak = [](auto& owner) { [[maybe_unused]] const auto* leaked = owner.release(); };
+  leak(transfers);
+  (leak(used), ...);
+  return false;
+}
 
 }  // namespace hoist::tiers::detail
