@@ -49,10 +49,10 @@ class ExtentPool {
   void hold(std::span<const std::uint32_t> used);
 
   // Makes exactly the extents `used` (one for each record; kNoExtent where the record has no bytes) taken and all
-  // others free. Returns what check() says; unless that is nothing, the pool is unchanged.
+  // others free. Returns what check() says; unless that is empty, the pool is unchanged.
   [[nodiscard]] std::string adopt(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes);
-  // The problem with them as the extents of all records, or nullopt: an unknown extent, one used twice, another
-  // length than the record's.
+  // The problem with them as the extents of all records: an unknown extent, one used twice, or one of another length
+  // than the record's. Empty if there is none.
   std::string check(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes) const;
 
  private:

@@ -125,7 +125,7 @@ struct SlotCheck {
 // Pre: `slot` is slot_bytes() long.
 SlotCheck check_slot(std::span<const std::byte> slot, const Superblock& superblock);
 
-// The problem with a checkpoint's name, or nullopt: 1 to kStepNameBytesMax bytes, none of them a control character.
+// The problem with a checkpoint's name; empty for 1 to kStepNameBytesMax bytes, none of them a control character.
 std::string wrong_step_name(std::string_view name);
 
 }  // namespace hoist::tiers

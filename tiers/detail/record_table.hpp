@@ -73,14 +73,14 @@ class RecordTable {
   std::uint64_t start_write(RecordId id, Region region, std::uint32_t first, std::uint32_t count,
                             std::span<const std::uint64_t> checksums);
 
-  // The reason why the current step cannot be committed, or nullopt.
+  // The reason why the current step cannot be committed; empty if it can.
   std::string incomplete() const;
   // Enters the records as they will be once the current step is committed.
   void fill(SlotImage& image) const;
   // The current step is committed: next locations become the committed ones, and the previous ones are free.
   void publish();
-  // Replaces everything by a commit's content; returns the problem with it, or nullopt. Named checkpoints then hold no
-  // extents.
+  // Replaces everything by a commit's content; returns the problem with it, or an empty text. Named checkpoints then
+  // hold no extents.
   [[nodiscard]] std::string load(const SlotImage& image);
 
   // A record as it was committed: where it is, when it was written, and its checksums.

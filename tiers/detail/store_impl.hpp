@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/detail/store_impl.hpp - the state of an open store: tables, transfers in flight, and the commit thread.
 //
-// store.cpp holds what happens to an open store, store_checkpoints.cpp what of it is about named checkpoints and held
-// commits, store_open.cpp how one is made, opened and refused.
+// store.cpp reads, writes and commits, store_checkpoints.cpp makes named checkpoints and holds commits, store_open.cpp
+// makes, opens and refuses stores.
 #pragma once
 
 #include <atomic>

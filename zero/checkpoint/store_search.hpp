@@ -3,8 +3,8 @@
 // from: the newest that all ranks have.
 //
 // Threading  The program's thread.
-// Errors     IoError and StoreError of one rank become CommErrors of the others; CommonStoreError is thrown by every
-// rank. Main path  find -> directories -> look at each, newest first -> commits that all ranks list.
+// Errors     IoError and StoreError of one rank become CommErrors of the others; every rank throws CommonStoreError.
+// Main path  find -> directories -> look at each, newest first -> commits that all ranks list.
 #pragma once
 
 #include <compare>
