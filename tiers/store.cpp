@@ -83,12 +83,10 @@ void Store::Impl::start_existing(Files files) {
     if (slots_[slot].state != SlotCheck::State::valid) continue;
     incarnation_ = std::max(incarnation_, slots_[slot].header.incarnation);
     if (slot >= kSlotCount && slots_[slot].header.checkpoint_serial != 0)
-      checkpoints_.push_back(
-          {detail::commit_header(slots_[slot]), slot, SlotImage(image_.span(), superblock_).extents()});
+      checkpoints_.push_back({slots_[slot].header, slot, SlotImage(image_.span(), superblock_).extents()});
   }
   list_checkpoints();
-  commits_ = detail::usable_commits(slots_);
-  abandoned_ = detail::abandoned_commits(slots_);
+  found_ = detail::commits_in(slots_);
   damage_ = detail::damaged_slots(slots_, paths_.manifest);
   thread_ = start_thread("hoist-commit", [this] { commit_loop(); });
 }
@@ -129,7 +127,7 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(!adopted_, "the store in {} has a current state already", paths_.directory);
   const auto is_commit = [&](const SlotCheck& slot) {
-    return slot.state == SlotCheck::State::valid && detail::commit_header(slot) == commit;
+    return slot.state == SlotCheck::State::valid && slot.header == commit;
   };
   const auto found = std::find_if(slots_.begin(), slots_.end(), is_commit);
   if (found == slots_.end())
@@ -139,15 +137,16 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   load_slot(slot);
   hold_checkpoint();
   // Does not overwrite the newest commit until this one is durable.
-  const bool newest_in_0 = !commits_.empty() && slots_[0].state == SlotCheck::State::valid &&
-                           detail::commit_header(slots_[0]) == commits_.front();
+  const bool newest_in_0 = !found_.commits.empty() && slots_[0].state == SlotCheck::State::valid &&
+                           slots_[0].header == found_.commits.front();
   const std::uint32_t other = slot < kSlotCount ? 1 - slot : (newest_in_0 ? 1 : 0);
   try {
     // The previous process may have died between writing this manifest and flushing it. It must be durable before the
     // other slot, until then the only one that certainly is, is overwritten. (Its data is durable: it was flushed
     // before the manifest was written.)
     engine_.sync(*files_.manifest).wait();
-    write_slot(other, {incarnation_ + 1, commit.step, caller_state_.size(), commit.revision});
+    write_slot(other, {{.step = commit.step, .incarnation = incarnation_ + 1, .revision = commit.revision},
+                       caller_state_.size()});
   } catch (...) {
     failed_ = std::current_exception();
     throw;
@@ -249,7 +248,8 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
   const MutexLock lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(step_open_, "no step is under way");
-  Job job{{incarnation_, step_, 0, revision_}, std::move(agree), {}};
+  const CommitHeader header{.step = step_, .incarnation = incarnation_, .revision = revision_};
+  Job job{{header, caller_state.size()}, std::move(agree), {}};
   const Completion completion = job.promise.completion();
   if (durability_ == Durability::step) {
     // A promise may not be dropped; these exceptions come before any code can see it.
@@ -264,7 +264,6 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
       refuse(StoreError(fmt::format("step {} cannot be committed: {}", step_, problem)));
     SlotImage image(image_.span(), superblock_);
     std::copy(caller_state.begin(), caller_state.end(), image.caller_state_area().begin());
-    job.header.caller_state_bytes = caller_state.size();
   }
   step_open_ = false;
   committing_ = true;

@@ -24,6 +24,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/strong_id.hpp>
 #include <hoist/core/trace.hpp>
+#include <hoist/tiers/commit_header.hpp>
 #include <hoist/tiers/durability.hpp>
 #include <hoist/tiers/record_layout.hpp>
 
@@ -69,22 +70,6 @@ struct StoreOptions {
   // create(): also replaces a store of this model and world size that holds only its first commit. For a caller that
   // knows that another rank never reached its first commit, so that no rank can have continued from there.
   bool replace_first_commit = false;
-};
-
-// Identifies a commit.
-struct CommitHeader {
-  std::uint64_t step = 0;
-  std::uint32_t incarnation = 0;  // how often the store had been reopened
-  std::uint32_t revision = 0;     // commits of the same step before this one
-  std::string name{};             // of a named checkpoint; empty for the last commits
-  std::uint64_t checkpoint_serial =
-      0;  // its number among the named checkpoints of this store, from 1; 0 for the last commits
-  friend bool operator==(const CommitHeader&, const CommitHeader&) = default;
-  // Whether two ranks mean the same commit: incarnations are each rank's own.
-  bool same_commit(const CommitHeader& other) const {
-    return step == other.step && revision == other.revision && name == other.name &&
-           checkpoint_serial == other.checkpoint_serial;
-  }
 };
 
 class Scratch;

@@ -64,7 +64,7 @@ Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const 
   if (caller_state.size() > superblock_.caller_state_bytes_max)
     throw UsageError(fmt::format("the caller state is {} bytes long, and the store has room for {}",
                                  caller_state.size(), superblock_.caller_state_bytes_max));
-  SlotHeader header{.incarnation = incarnation_, .caller_state_bytes = caller_state.size(), .name = name};
+  const SlotHeader header{{.incarnation = incarnation_, .name = name}, caller_state.size()};
   jobs_.push_back({header, std::move(agree), {}, true, {caller_state.begin(), caller_state.end()}});
   const Completion completion = jobs_.back().promise.completion();
   committing_ = true;
@@ -112,9 +112,7 @@ void Store::Impl::write_checkpoint(const Job& job) {
   const std::uint32_t slot = free_checkpoint_slot();
   std::copy(job.state.begin(), job.state.end(), SlotImage(image_.span(), superblock_).caller_state_area().begin());
   write_slot(slot, header);
-  SlotCheck written;
-  written.header = header;
-  checkpoints_.push_back({detail::commit_header(written), slot, table_.committed_extents()});
+  checkpoints_.push_back({header, slot, table_.committed_extents()});
   const std::string problem = table_.hold(checkpoints_.back().extents);
   HOIST_ASSERT(problem.empty(), "{}", problem);
 }

@@ -275,10 +275,12 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
       wrong_checksum(bytes.subspan(kCoveredFrom, used_bytes - kCoveredFrom), get<std::uint64_t>(bytes, kChecksumAt));
   if (!check.problem.empty()) return check;
   const std::string_view name(reinterpret_cast<const char*>(bytes.data()) + slot::name, kStepNameBytesMax);
-  check.header = {
-      get<std::uint32_t>(bytes, slot::incarnation),        get<std::uint64_t>(bytes, slot::step),
-      get<std::uint64_t>(bytes, slot::caller_state_bytes), get<std::uint32_t>(bytes, slot::revision),
-      std::string(name.substr(0, name.find('\0'))),        get<std::uint64_t>(bytes, slot::checkpoint_serial)};
+  check.header = {{.step = get<std::uint64_t>(bytes, slot::step),
+                   .incarnation = get<std::uint32_t>(bytes, slot::incarnation),
+                   .revision = get<std::uint32_t>(bytes, slot::revision),
+                   .name = std::string(name.substr(0, name.find('\0'))),
+                   .checkpoint_serial = get<std::uint64_t>(bytes, slot::checkpoint_serial)},
+                  get<std::uint64_t>(bytes, slot::caller_state_bytes)};
   if (get<std::uint64_t>(bytes, slot::store_number) != s.store_number)
     check.problem = "it belongs to another store";
   else if (get<std::uint32_t>(bytes, slot::record_count) != s.record_count ||

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include <hoist/core/units.hpp>
+#include <hoist/tiers/commit_header.hpp>
 
 namespace hoist::tiers {
 
@@ -79,13 +80,8 @@ struct RecordEntry {
   std::uint64_t generation = 0;  // the step that wrote the record
 };
 
-struct SlotHeader {
-  std::uint32_t incarnation = 0;
-  std::uint64_t step = 0;
+struct SlotHeader : CommitHeader {
   std::uint64_t caller_state_bytes = 0;
-  std::uint32_t revision = 0;           // commits of the same step before this one
-  std::string name{};                   // of a named checkpoint; empty in the slots of commits
-  std::uint64_t checkpoint_serial = 0;  // named checkpoints are counted from 1, in the order in which they were made
   friend bool operator==(const SlotHeader&, const SlotHeader&) = default;
 };
 

@@ -131,20 +131,21 @@ bool holds_only_first_commit(const detail::ManifestView& view, const Superblock&
 void refuse_if_committed(const detail::ManifestView& view, const Superblock& mine, const StorePaths& paths,
                          bool replace_first_commit) {
   if (!view.damage.empty()) throw_unreadable(paths, view.damage);
-  if (!view.ever_committed()) return;
+  const Store::Commits found = detail::commits_in(view.slots);
+  if (!found.ever_committed) return;
   if (replace_first_commit && holds_only_first_commit(view, mine)) return;
-  const auto commits = detail::usable_commits(view.slots);
-  if (commits.empty()) {
+  if (found.commits.empty()) {
     std::string why = "it held commits and none can be read any more";
     for (const std::string& problem : detail::damaged_slots(view.slots, paths.manifest)) why += "; " + problem;
     throw_unreadable(paths, why);
   }
   const bool same = view.superblock->layout == mine.layout;
-  throw StoreError(fmt::format(
-      "the store in {} holds step {} of {} model; {}", paths.directory, commits.front().step, same ? "this" : "another",
-      same ? "continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or remove the "
-             "directory"
-           : "use another directory, or remove this one"));
+  throw StoreError(
+      fmt::format("the store in {} holds step {} of {} model; {}", paths.directory, found.commits.front().step,
+                  same ? "this" : "another",
+                  same ? "continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or remove the "
+                         "directory"
+                       : "use another directory, or remove this one"));
 }
 
 void write_superblock(aio::DriveQueue& engine, const aio::File& manifest, const Superblock& superblock) {
@@ -302,8 +303,8 @@ bool Store::Commits::came_further(bool took_over) const {
 Store::Found Store::look(const std::string& directory, int rank) {
   const StorePaths paths(directory, rank);
   const detail::ManifestView view = detail::view_manifest(paths.manifest);
-  Found found;
-  found.exists = view.exists;
+  Found found{detail::commits_in(view.slots), view.exists};
+  if (!view.damage.empty()) found.ever_committed = true;  // or not: that cannot be known
   if (!view.damage.empty()) found.damage.push_back(fmt::format("{} cannot be used: {}", paths.manifest, view.damage));
   if (view.superblock) {
     found.identity = {.layout = view.superblock->layout,
@@ -320,10 +321,6 @@ Store::Found Store::look(const std::string& directory, int rank) {
     found.store_number = view.superblock->store_number;
     found.checkpoints_max = view.superblock->checkpoints_max;
   }
-  found.commits = detail::usable_commits(view.slots);
-  found.abandoned = detail::abandoned_commits(view.slots);
-  found.checkpoints = detail::named_checkpoints(view.slots);
-  found.ever_committed = view.ever_committed();
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
     found.damage.push_back(std::move(problem));
   return found;

@@ -127,7 +127,7 @@ class StoreReader::Impl {
       engine_.read(manifest, superblock_.slot_offset(slot), bytes.span(), aio::Priority::foreground).wait();
       bytes_read_ += bytes.span().size();
       const SlotCheck check = check_slot(bytes.span(), superblock_);
-      const bool wanted = check.state == SlotCheck::State::valid && detail::commit_header(check) == commit;
+      const bool wanted = check.state == SlotCheck::State::valid && check.header == commit;
       if (!wanted) continue;
       const SlotImage image(bytes.span(), superblock_);
       if (const std::string problem = table_.load(image); !problem.empty())

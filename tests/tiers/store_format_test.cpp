@@ -118,7 +118,7 @@ TEST(StoreFormat, RoomForNamedCheckpointsComesBack) {
 
 TEST(StoreFormat, ACheckpointSlotHasItsNameAndNumber) {
   const Superblock s = example();
-  const SlotHeader header{.incarnation = 2, .step = 9, .name = std::string(47, 'n'), .checkpoint_serial = 3};
+  const SlotHeader header{{.step = 9, .incarnation = 2, .name = std::string(47, 'n'), .checkpoint_serial = 3}};
   const SlotCheck check = check_slot(sealed_slot(s, header), s);
   ASSERT_EQ(check.state, SlotCheck::State::valid) << check.problem;
   EXPECT_EQ(check.header, header);
@@ -139,7 +139,7 @@ TEST(StoreFormat, GarbageIsNoSuperblock) {
 TEST(StoreFormat, SlotComesBack) {
   const Superblock s = example();
   for (const std::uint64_t state_bytes : {0u, 1u, 100u}) {
-    Bytes bytes = sealed_slot(s, {3, 9, state_bytes});
+    Bytes bytes = sealed_slot(s, {{.step = 9, .incarnation = 3}, state_bytes});
     const SlotCheck check = check_slot(bytes, s);
     ASSERT_EQ(check.state, SlotCheck::State::valid) << check.problem;
     EXPECT_EQ(check.header.incarnation, 3u);
@@ -161,7 +161,7 @@ TEST(StoreFormat, SlotComesBack) {
 
 TEST(StoreFormat, EveryFlippedBitOfACommitIsNoticed) {
   const Superblock s = example();
-  Bytes bytes = sealed_slot(s, {1, 7, 33});
+  Bytes bytes = sealed_slot(s, {{.step = 7, .incarnation = 1}, 33});
   const std::size_t used = kSlotHeaderBytes + 2 * kRecordEntryBytes + 6 * 8 + 33;
   for (std::size_t bit = 0; bit < 8 * used; ++bit) {
     bytes[bit / 8] ^= std::byte{1} << (bit % 8);
@@ -174,7 +174,7 @@ TEST(StoreFormat, EveryFlippedBitOfACommitIsNoticed) {
 TEST(StoreFormat, TornSlotsAreDamagedAndUntouchedOnesBlank) {
   Superblock s = example();
   s.caller_state_bytes_max = 20000;
-  const Bytes whole = sealed_slot(s, {1, 7, 20000});
+  const Bytes whole = sealed_slot(s, {{.step = 7, .incarnation = 1}, 20000});
   ASSERT_GE(whole.size(), 5 * kBlockAlignment);
   EXPECT_EQ(check_slot(Bytes(s.slot_bytes()), s).state, SlotCheck::State::blank);
   const std::size_t blocks = whole.size() / kBlockAlignment;
@@ -191,7 +191,7 @@ TEST(StoreFormat, ACommitOfAnotherStoreIsNotTaken) {
   const Superblock s = example();
   Superblock other = s;
   other.store_number ^= 1;
-  EXPECT_EQ(check_slot(sealed_slot(other, {1, 7, 0}), s).problem, "it belongs to another store");
+  EXPECT_EQ(check_slot(sealed_slot(other, {{.step = 7, .incarnation = 1}}), s).problem, "it belongs to another store");
 }
 
 TEST(StoreFormat, DurabilityNoneHasNoSlots) {

@@ -492,7 +492,7 @@ TEST_F(StoreOpenTest, AnOlderIncarnationsLaterStepIsNotListed) {
   ASSERT_TRUE(superblock) << problem;
   const auto slot = std::span(manifest).subspan(superblock->slot_offset(1), superblock->slot_bytes());
   ASSERT_EQ(check_slot(slot, *superblock).header.step, 5u);
-  SlotImage(slot, *superblock).seal({2, 5, 1});
+  SlotImage(slot, *superblock).seal({{.step = 5, .incarnation = 2}, 1});
   write_file(file("manifest"), manifest);
   const auto found = Store::look(options_.directory, 0);
   ASSERT_EQ(found.commits.size(), 1u);

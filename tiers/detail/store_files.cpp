@@ -96,14 +96,6 @@ std::string scratch_path(const std::string& data_path) {
   return data_path.substr(0, data_path.size() - kSuffix.size()) + ".scratch";
 }
 
-bool ManifestView::ever_committed() const {
-  if (!damage.empty()) return true;  // unknowable
-  if (slots.empty()) return false;
-  const bool any_valid =
-      std::any_of(slots.begin(), slots.end(), [](const SlotCheck& s) { return s.state == SlotCheck::State::valid; });
-  return any_valid || slots[0].state != SlotCheck::State::blank;
-}
-
 namespace {
 
 // The rank whose file of this kind has this name; nullopt for other names, such as copies.
@@ -197,54 +189,28 @@ ManifestView view_manifest(const std::string& path) {
   return view;
 }
 
-CommitHeader commit_header(const SlotCheck& slot) {
-  const SlotHeader& h = slot.header;
-  return {h.step, h.incarnation, h.revision, h.name, h.checkpoint_serial};
-}
-
-std::vector<CommitHeader> named_checkpoints(std::span<const SlotCheck> slots) {
-  std::vector<CommitHeader> checkpoints;
-  for (const SlotCheck& slot : slots.subspan(std::min<std::size_t>(slots.size(), kSlotCount)))
-    if (slot.state == SlotCheck::State::valid && slot.header.checkpoint_serial != 0)
-      checkpoints.push_back(commit_header(slot));
-  std::ranges::sort(checkpoints, {}, &CommitHeader::checkpoint_serial);
-  return checkpoints;
-}
-
-namespace {
-
-// Newest first, including abandoned ones.
-std::vector<CommitHeader> valid_commits(std::span<const SlotCheck> slots) {
-  std::vector<CommitHeader> commits;
-  for (const SlotCheck& slot : slots.first(std::min<std::size_t>(slots.size(), kSlotCount)))
-    if (slot.state == SlotCheck::State::valid && slot.header.checkpoint_serial == 0)
-      commits.push_back(commit_header(slot));
-  std::sort(commits.begin(), commits.end(), [](const CommitHeader& a, const CommitHeader& b) {
-    return std::tie(a.incarnation, a.step, a.revision) > std::tie(b.incarnation, b.step, b.revision);
+Store::Commits commits_in(std::span<const SlotCheck> slots) {
+  Store::Commits found;
+  for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+    if (slots[slot].state != SlotCheck::State::valid) continue;
+    found.ever_committed = true;
+    const CommitHeader& commit = slots[slot].header;
+    if (slot < kSlotCount && commit.checkpoint_serial == 0) found.commits.push_back(commit);
+    if (slot >= kSlotCount && commit.checkpoint_serial != 0) found.checkpoints.push_back(commit);
+  }
+  if (!slots.empty() && slots[0].state != SlotCheck::State::blank) found.ever_committed = true;
+  std::ranges::sort(found.checkpoints, {}, &CommitHeader::checkpoint_serial);
+  std::ranges::sort(found.commits, std::greater{}, [](const CommitHeader& commit) {
+    return std::tuple(commit.incarnation, commit.step, commit.revision);
   });
+  auto& commits = found.commits;
   commits.erase(std::unique(commits.begin(), commits.end()), commits.end());  // the first one is in both slots
-  return commits;
-}
-
-bool is_abandoned(const CommitHeader& commit, const CommitHeader& newest) {
-  return commit.incarnation < newest.incarnation &&
-         std::tie(commit.step, commit.revision) > std::tie(newest.step, newest.revision);
-}
-
-}  // namespace
-
-std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots) {
-  std::vector<CommitHeader> commits = valid_commits(slots);
-  if (commits.empty()) return commits;
-  std::erase_if(commits, [newest = commits.front()](const CommitHeader& c) { return is_abandoned(c, newest); });
-  return commits;
-}
-
-std::vector<CommitHeader> abandoned_commits(std::span<const SlotCheck> slots) {
-  std::vector<CommitHeader> commits = valid_commits(slots);
-  if (commits.empty()) return commits;
-  std::erase_if(commits, [newest = commits.front()](const CommitHeader& c) { return !is_abandoned(c, newest); });
-  return commits;
+  if (commits.size() < 2 || commits[1].incarnation == commits[0].incarnation ||
+      std::tie(commits[1].step, commits[1].revision) <= std::tie(commits[0].step, commits[0].revision))
+    return found;
+  found.abandoned.push_back(commits[1]);
+  commits.pop_back();
+  return found;
 }
 
 std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path) {

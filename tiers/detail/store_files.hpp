@@ -46,21 +46,15 @@ struct ManifestView {
   std::string damage;                    // why the superblock cannot be used; empty when it can
   std::optional<Superblock> superblock;  // when it exists and is not damaged
   std::vector<SlotCheck> slots;          // of commits, then of named checkpoints; with the superblock
-  // Whether a commit was ever made here, readable or not. The first one is written to slot 1, flushed, and written to
-  // slot 0: if slot 0 is blank, it was never finished.
-  bool ever_committed() const;
 };
 // The slots of commits as they were at one time, also while a training goes on.
 ManifestView view_manifest(const std::string& path);
 
-CommitHeader commit_header(const SlotCheck& slot);
-// The slots a store can be continued from, newest first: by incarnation, then by step. A commit of an older
-// incarnation whose step lies beyond the newest incarnation's was abandoned and is left out.
-std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots);
-// The abandoned ones: ranks return to them if a crash between their adoptions left them without a common commit.
-std::vector<CommitHeader> abandoned_commits(std::span<const SlotCheck> slots);
-// Named checkpoints, oldest first.
-std::vector<CommitHeader> named_checkpoints(std::span<const SlotCheck> slots);
+// What a store can be continued from. Commits are sorted by incarnation, then by step and revision, newest first. One
+// of an older incarnation that lies beyond the newest incarnation's was abandoned: ranks return to it if a crash
+// between their adoptions left them without a common commit. The first commit of a store is written to slot 1, flushed,
+// and written to slot 0: if slot 0 is blank and no slot is valid, no commit was ever finished.
+Store::Commits commits_in(std::span<const SlotCheck> slots);
 std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
 
 // Opens the data file and takes its lock. Null if there is no such file. Throws StoreError naming the holder.

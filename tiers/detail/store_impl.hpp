@@ -62,8 +62,8 @@ class Store::Impl {
   std::unique_ptr<StoreReader> hold();
   std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Engines engines) const;
 
-  std::span<const CommitHeader> commits() const { return commits_; }
-  std::span<const CommitHeader> abandoned() const { return abandoned_; }
+  std::span<const CommitHeader> commits() const { return found_.commits; }
+  std::span<const CommitHeader> abandoned() const { return found_.abandoned; }
   std::vector<CommitHeader> checkpoints() const;
   std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
   std::uint32_t checkpoints_max() const { return superblock_.checkpoints_max - held_max_; }
@@ -118,8 +118,8 @@ class Store::Impl {
   aio::TransferMemory image_;  // one slot; the commit thread's during a commit
   std::unique_ptr<detail::Transfers> transfers_ = std::make_unique<detail::Transfers>();
   std::vector<std::byte> caller_state_;
-  std::vector<SlotCheck> slots_;  // as they were found
-  std::vector<CommitHeader> commits_, abandoned_;
+  std::vector<SlotCheck> slots_;         // as they were found
+  Commits found_;                        // in them
   std::vector<Checkpoint> checkpoints_;  // oldest first; the commit thread's during a job
   std::vector<Checkpoint> listed_;       // for checkpoints(): without what a job has not finished
   std::vector<std::string> damage_;
