@@ -6,9 +6,10 @@
 
 namespace hoist::tiers {
 
+// The numbers are those in a superblock.
 enum class Durability : std::uint8_t {
-  step,  // steps are committed; records alternate between extents
-  none,  // records are rewritten in place; nothing is ever committed and the store cannot be reopened
+  step = 0,  // steps are committed; records alternate between extents
+  none = 1,  // records are rewritten in place; nothing is ever committed and the store cannot be reopened
 };
 
 }  // namespace hoist::tiers

@@ -86,7 +86,7 @@ std::uint64_t caller_state_at(const Superblock& s) {
 }  // namespace
 
 std::uint64_t Superblock::slot_bytes() const {
-  if (durability == kDurabilityNone) return 0;
+  if (durability == Durability::none) return 0;
   return round_up(caller_state_at(*this) + caller_state_bytes_max, kBlockAlignment);
 }
 
@@ -95,7 +95,7 @@ void encode_superblock(const Superblock& s, std::span<std::byte> target) {
   std::fill(target.begin(), target.end(), std::byte{0});
   std::memcpy(target.data(), kSuperblockMagic, kMagicBytes);
   put(target, super::version, kStoreFormatVersion);
-  put(target, super::durability, s.durability);
+  put(target, super::durability, static_cast<std::uint32_t>(s.durability));
   put(target, super::store_number, s.store_number);
   put(target, super::rank, s.rank);
   put(target, super::world_size, s.world_size);
@@ -143,7 +143,6 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
   s.store_number = get<std::uint64_t>(bytes, super::store_number);
   s.rank = get<std::uint32_t>(bytes, super::rank);
   s.world_size = get<std::uint32_t>(bytes, super::world_size);
-  s.durability = get<std::uint32_t>(bytes, super::durability);
   s.extents_per_record = get<std::uint32_t>(bytes, super::extents_per_record);
   s.tile_elements = get<std::uint64_t>(bytes, super::tile_elements);
   s.data_bytes = get<std::uint64_t>(bytes, super::data_bytes);
@@ -168,11 +167,13 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
   s.stripes.assign(text + layout_bytes, stripes_bytes);
   constexpr std::uint64_t kSane = 1ull << 52;  // no product below overflows, nor the length of all slots together
   constexpr std::uint32_t kRanksMax = 1u << 24;
-  if (s.world_size < 1 || s.world_size > kRanksMax || s.rank >= s.world_size || s.durability > kDurabilityNone) {
-    problem = fmt::format("it names rank {} of {} and durability {}", s.rank, s.world_size, s.durability);
+  const auto durability = get<std::uint32_t>(bytes, super::durability);
+  if (s.world_size < 1 || s.world_size > kRanksMax || s.rank >= s.world_size || durability > 1) {
+    problem = fmt::format("it names rank {} of {} and durability {}", s.rank, s.world_size, durability);
     return std::nullopt;
   }
-  const std::uint32_t extents = s.durability == kDurabilityNone ? 1 : 2 + s.checkpoints_max;
+  s.durability = static_cast<Durability>(durability);
+  const std::uint32_t extents = s.durability == Durability::none ? 1 : 2 + s.checkpoints_max;
   if (s.checkpoints_max > kCheckpointsMax || s.extents_per_record != extents) {
     problem =
         fmt::format("it names {} checkpoints and {} extents for each record", s.checkpoints_max, s.extents_per_record);

@@ -18,6 +18,7 @@
 
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/commit_header.hpp>
+#include <hoist/tiers/durability.hpp>
 
 namespace hoist::tiers {
 
@@ -28,15 +29,13 @@ inline constexpr std::uint64_t kRecordEntryBytes = 40;
 inline constexpr std::uint32_t kSlotCount = 2;  // that commits alternate between; those of named checkpoints follow
 inline constexpr std::uint32_t kCheckpointsMax = 64;  // each costs another extent for every record
 inline constexpr std::size_t kStepNameBytesMax = 47;  // and a zero behind it
-inline constexpr std::uint32_t kDurabilityStep = 0;   // as tiers::Durability
-inline constexpr std::uint32_t kDurabilityNone = 1;
 
 // Written once, before the file gets its name; constant for the life of the store.
 struct Superblock {
   std::uint64_t store_number = 0;
   std::uint32_t rank = 0;
   std::uint32_t world_size = 1;
-  std::uint32_t durability = kDurabilityStep;
+  Durability durability = Durability::step;
   std::uint32_t extents_per_record = 2;
   std::uint64_t tile_elements = 0;
   std::uint64_t data_bytes = 0;  // length of the data file

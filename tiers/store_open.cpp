@@ -48,7 +48,7 @@ Superblock superblock_for(const StoreOptions& options) {
   Superblock s;
   s.rank = static_cast<std::uint32_t>(identity.rank);
   s.world_size = static_cast<std::uint32_t>(identity.world_size);
-  s.durability = options.durability == Durability::step ? kDurabilityStep : kDurabilityNone;
+  s.durability = options.durability;
   s.checkpoints_max = options.durability == Durability::step ? options.checkpoints_max + options.held_commits_max : 0;
   if (s.checkpoints_max > kCheckpointsMax)
     throw UsageError(fmt::format("{} checkpoints cannot be kept; at most {}", s.checkpoints_max, kCheckpointsMax));
@@ -67,7 +67,7 @@ Superblock superblock_for(const StoreOptions& options) {
   return s;
 }
 
-const char* durability_name(std::uint32_t durability) { return durability == kDurabilityNone ? "none" : "step"; }
+const char* durability_name(Durability durability) { return durability == Durability::none ? "none" : "step"; }
 
 // Refuses a stored superblock that is not what `options` describe.
 void check_same_model(const Superblock& stored, const Superblock& mine, const StorePaths& paths) {
@@ -88,7 +88,7 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
         fmt::format("holds the same parameters in other records: stored: {} records of {} tiles / yours: {} records "
                     "of {} tiles",
                     stored.record_count, stored.tile_count, mine.record_count, mine.tile_count));
-  if (stored.durability == kDurabilityNone)
+  if (stored.durability == Durability::none)
     refuse("was made with durability 'none' and can hold no commit: remove the directory to start anew");
   if (stored.durability != mine.durability)
     refuse(fmt::format("was made with durability '{}' and cannot be continued with '{}'",
@@ -310,7 +310,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
     found.identity = {.layout = view.superblock->layout,
                       .rank = static_cast<int>(view.superblock->rank),
                       .world_size = static_cast<int>(view.superblock->world_size)};
-    found.durability = view.superblock->durability == kDurabilityNone ? Durability::none : Durability::step;
+    found.durability = view.superblock->durability;
     found.data_bytes = view.superblock->data_bytes;
     found.tile_count = view.superblock->tile_count;
     try {

@@ -27,7 +27,7 @@ Superblock superblock_of(const detail::StorePaths& paths, int rank, std::span<co
   if (superblock.rank != static_cast<std::uint32_t>(rank))
     throw StoreError(fmt::format("{} was written by rank {}, and has the name of rank {}'s: rename the file back",
                                  paths.manifest, superblock.rank, rank));
-  if (superblock.durability == kDurabilityNone)
+  if (superblock.durability == Durability::none)
     throw StoreError(
         fmt::format("the store in {} was made with durability 'none' and holds no commit", paths.directory));
   if (superblock.record_count != records.size() || superblock.geometry_checksum != detail::geometry_checksum(records))

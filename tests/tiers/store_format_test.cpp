@@ -196,7 +196,7 @@ TEST(StoreFormat, ACommitOfAnotherStoreIsNotTaken) {
 
 TEST(StoreFormat, DurabilityNoneHasNoSlots) {
   Superblock s = example();
-  s.durability = kDurabilityNone;
+  s.durability = Durability::none;
   EXPECT_EQ(s.slot_bytes(), 0u);
   EXPECT_EQ(s.manifest_bytes(), s.superblock_bytes());
   EXPECT_EQ(check_slot({}, s).state, SlotCheck::State::blank);

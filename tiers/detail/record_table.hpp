@@ -38,7 +38,6 @@ class RecordTable {
   std::span<const StoreRecord> records() const { return records_; }
   const StoreRecord& record(RecordId id) const { return records_[id.index]; }
   std::uint64_t data_bytes() const { return pool_.data_bytes(); }
-  std::uint64_t tile_count() const { return tile_count_; }
   static std::uint64_t memory_bytes(std::span<const StoreRecord> records, Durability durability,
                                     std::uint32_t extents_per_record);
 
