@@ -250,6 +250,46 @@ TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 6u); });
 }
 
+// What a restore that ended early has left on the new drive, even the new store's first commit, is not the rank's
+// training. (With nothing on NVMe a restore commits nothing, and leaves a store without a commit whenever it ends.)
+TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
+  own_drives_ = true;
+  const auto states = undisturbed(4);
+  train_and_mirror(2, 4);
+  fs::remove_all(setup_.engine.store_directory + "1");
+  for (const int failing : {0, 1}) {
+    for (const char* const file : {".data", ".manifest"}) {
+      SCOPED_TRACE("rank " + std::to_string(failing) + ", " + file);
+      const auto faults = std::make_shared<Faults>(1);
+      faults->add({.operation = aio::Operation::write,
+                   .path_contains = of_rank(failing).engine.store_directory + "/reshard-0001-ranks-2/rank-0000" +
+                                    std::to_string(failing) + file,
+                   .first = file == std::string(".manifest") ? 1u : 0u});  // after the superblock
+      on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+        ToySetup setup = of_rank(rank);
+        setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) {
+          return make_faulty_backend(io, faults);
+        };
+        Runtime runtime(setup.runtime, join);
+        ToyModel model(runtime, setup.engine);
+        model.equal_gradients = true;
+        if (on_nvme())
+          EXPECT_THROW(model.restore(), Error);
+        else
+          EXPECT_EQ(model.restore().step, 4u);
+      });
+      EXPECT_TRUE(fs::exists(setup_.engine.store_directory + "1/reshard-0001-ranks-2"));
+    }
+  }
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().mirror, setup_.engine.mirror.directory);
+    EXPECT_EQ(state_of(model), states.at(4));
+    model.engine().save("", bytes_of("step 4")).wait();
+  });
+  // It is the rank's training now, of which the mirror holds an older commit.
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
+}
+
 TEST_P(MirrorTest, RelativePathsOutliveAChangeOfDirectory) {
   const fs::path before = fs::current_path();
   fs::current_path(directory_ / "");

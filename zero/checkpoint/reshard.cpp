@@ -58,15 +58,13 @@ bool is_replaced(const std::string& directory, int rank, bool same_ranks) {
          });
 }
 
-bool is_unfinished(const RestoreSource& store) { return store.commits.empty() && !store.came_further; }
-
 }  // namespace
 
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after) {
   const StoreSearch search(ranks, options);
   std::vector<StoreDirectory> unfinished;
   for (const StoreDirectory& store : search.directories())
-    if (store.order > after && is_unfinished(search.look(store))) unfinished.push_back(store);
+    if (store.order > after && search.look(store).is_unfinished()) unfinished.push_back(store);
   if (unfinished.empty()) return;
   on_every_rank(ranks, "remove what an earlier attempt left", [&] {
     for (const StoreDirectory& store : unfinished) {
@@ -97,7 +95,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
   for (const StoreDirectory& other : stores) {
     if (other.order == present.order) continue;
     const RestoreSource store = search.look(other);
-    bool remove = !other.name.empty() && is_unfinished(store);
+    bool remove = !other.name.empty() && store.is_unfinished();
     if (!remove && other.order < present.order) {
       bool half_removed = false;  // by a process that was killed
       ranks.together("look at the store it took over from", [&] {

@@ -233,18 +233,31 @@ CommonStoreError StoreSearch::incomplete_store(const StoreDirectory& where) cons
       where.in(options_.store_directory), where.name.empty() ? "start anew" : "go back to the store before it"));
 }
 
+namespace {
+
+// Whether the drive's directory is absent, or holds nothing but these stores.
+bool holds_nothing_but(const std::vector<StoreDirectory>& stores, const std::string& drive) {
+  std::error_code failed;
+  for (std::filesystem::directory_iterator entry(drive, failed), end; !failed && entry != end; entry.increment(failed))
+    if (std::ranges::find(stores, entry->path().filename().string(), &StoreDirectory::name) == stores.end())
+      return false;
+  if (failed && !is_absent(failed))
+    throw IoError({"list", drive, 0, 0, failed.value()}, "what is in it cannot be known");
+  return true;
+}
+
+}  // namespace
+
 bool StoreSearch::has_lost_drives() const {
-  bool holds_something = false;
+  std::vector<StoreDirectory> unfinished = directories();
+  std::erase_if(unfinished,
+                [&](const StoreDirectory& where) { return where.name.empty() || !look(where).is_unfinished(); });
+  bool lost = false;
   ranks_.all_together("look at its drives", [&] {
-    for (const std::string& drive : options_.drive_directories()) {
-      std::error_code failed;
-      const bool empty = std::filesystem::is_empty(drive, failed);
-      const bool absent = is_absent(failed);
-      if (failed && !absent) throw IoError({"list", drive, 0, 0, failed.value()}, "what is in it cannot be known");
-      holds_something = holds_something || !(absent || empty);
-    }
+    lost = std::ranges::all_of(options_.drive_directories(),
+                               [&](const std::string& drive) { return holds_nothing_but(unfinished, drive); });
   });
-  return !ranks_.all(holds_something);
+  return !ranks_.all(!lost);
 }
 
 bool StoreSearch::came_further() const {

@@ -51,6 +51,8 @@ struct RestoreSource {
   bool same_ranks = false;    // every group has as many ranks as made its store
   bool has_room = false;      // every store has room for the checkpoints that are to stay
   bool came_further = false;  // some rank holds more than the commit that a new store begins with
+  // An attempt that ended before all ranks had the store's first commit; nothing of it is of use.
+  bool is_unfinished() const { return commits.empty() && !came_further; }
 };
 
 class StoreSearch {
@@ -87,7 +89,8 @@ class StoreSearch {
   CommonStoreError nothing_to_restore(const std::string& from) const;  // [J]
   // Whether the commit is of the run whose store on this rank has that number.
   bool is_of_run(const CommonCommit& commit, std::uint64_t store_number) const;
-  // [J] Whether a rank's drives are all new: its directories are empty, or not there.
+  // [J] Whether a rank's drives are all new: its directories are absent, or hold at most what an unfinished restore
+  // left there.
   bool has_lost_drives() const;
   // [J] Whether any rank holds more than the commit that a new store begins with.
   bool came_further() const;
