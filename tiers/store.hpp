@@ -112,6 +112,10 @@ class Store {
   // lock for a moment, shared; a trainer that starts in that moment tries again.
   static std::optional<std::string> holder(const std::string& directory, int rank);
 
+  // Whether a further drive of this rank's store is lost, or not mounted: no label of it is where it was when the store
+  // was made, nor in one of `elsewhere`.
+  static bool lacks_a_drive(const std::string& directory, int rank, std::span<const std::string> elsewhere);
+
   // Whether the store in the directory was being made, removed or replaced, and a rank's manifest is not there: nothing
   // of the store is of use.
   static bool is_half_removed(const std::string& directory);

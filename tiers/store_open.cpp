@@ -332,6 +332,16 @@ std::optional<std::string> Store::holder(const std::string& directory, int rank)
   return detail::holder(StorePaths(directory, rank));
 }
 
+bool Store::lacks_a_drive(const std::string& directory, int rank, std::span<const std::string> elsewhere) {
+  const Found found = look(directory, rank);
+  const auto drive_count = static_cast<unsigned>(found.stripe_directories.size()) + 1;
+  for (unsigned d = 1; d < drive_count; ++d)
+    if (!detail::find_drive(found.stripe_directories[d - 1], elsewhere, rank,
+                            {found.store_number, d, drive_count, directory}))
+      return true;
+  return false;
+}
+
 bool Store::is_half_removed(const std::string& directory) { return detail::is_half_removed(directory); }
 
 bool Store::remove(std::span<const std::string> directories, Nanoseconds lock_timeout) {

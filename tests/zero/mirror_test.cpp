@@ -42,10 +42,12 @@ class MirrorTest : public testing::TestWithParam<Cell> {
   }
 
   bool on_nvme() const { return GetParam().parameters == Placement::nvme || GetParam().optimizer == Placement::nvme; }
-  // A directory of one rank alone, so that each has a drive of its own.
+  // Directories of one rank alone, so that each has drives of its own.
   ToySetup of_rank(int rank) const {
     ToySetup setup = setup_;
-    if (own_drives_) setup.engine.store_directory += std::to_string(rank);
+    if (!own_drives_) return setup;
+    setup.engine.store_directory += std::to_string(rank);
+    for (std::string& further : setup.engine.stripe_directories) further += std::to_string(rank);
     return setup;
   }
 
@@ -288,6 +290,36 @@ TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
   });
   // It is the rank's training now, of which the mirror holds an older commit.
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
+}
+
+// A store is of no use without one of its drives, whichever it is. The others keep their files: a drive may come back.
+TEST_P(MirrorTest, OneOfARanksDrivesIsEnoughToLose) {
+  own_drives_ = true;
+  const auto states = undisturbed(4);
+  setup_.engine.stripe_directories = {directory_ / "further"};
+  const std::string first = of_rank(1).engine.store_directory, further = of_rank(1).engine.stripe_directories.front();
+  for (const auto& [lost, other] : {std::pair(first, further), std::pair(further, first)}) {
+    SCOPED_TRACE(lost);
+    train_and_mirror(2, 4);
+    fs::remove_all(lost);
+    for (const bool again : {false, true}) {
+      on_engines(2, [&](int, ToyModel& model) {
+        EXPECT_EQ(model.restore().mirror, again ? "" : setup_.engine.mirror.directory);
+        EXPECT_EQ(state_of(model), states.at(4));
+        model.engine().save("", bytes_of("step 4")).wait();
+      });
+      EXPECT_TRUE(fs::exists(other + "/rank-00001.data"));
+    }
+    for (const auto& entry : fs::directory_iterator(directory_ / "")) fs::remove_all(entry);
+  }
+}
+
+TEST_P(MirrorTest, AnAdditionalDriveIsNotALostOne) {
+  train_and_mirror(1, 2);
+  setup_.engine.stripe_directories = {directory_ / "further"};
+  on_engines(1, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), StoreError); });
+  setup_.engine.stripe_directories.clear();
+  on_engines(1, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
 }
 
 TEST_P(MirrorTest, RelativePathsOutliveAChangeOfDirectory) {

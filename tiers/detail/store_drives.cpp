@@ -188,6 +188,18 @@ void check_label(const StorePaths& drive, const DriveLabel& expected) {
       drive.directory, expected.drive, expected.drive_count, expected.home, expected.store_number, shown(*found)));
 }
 
+std::optional<StorePaths> find_drive(const std::string& made_in, std::span<const std::string> elsewhere, int rank,
+                                     const DriveLabel& expected) {
+  std::vector<std::string> candidates{made_in};
+  candidates.insert(candidates.end(), elsewhere.begin(), elsewhere.end());
+  for (const std::string& directory : candidates) {
+    StorePaths drive(directory, rank);
+    const auto found = read_label(drive);
+    if (found && found->starts_with(identity_lines(expected))) return drive;
+  }
+  return std::nullopt;
+}
+
 void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::optional<std::uint64_t> uncommitted) {
   const bool is_home = drive.directory == home;
   if (!is_home && exists(drive.manifest))

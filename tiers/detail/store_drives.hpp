@@ -9,6 +9,7 @@
 // Errors     StoreError naming the directory and the remedy; UsageError for contradictory options.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -44,6 +45,10 @@ struct DriveLabel {
 void write_label(const StorePaths& drive, const DriveLabel& label);
 // Refuses a further drive without a label, or with another store's.
 void check_label(const StorePaths& drive, const DriveLabel& expected);
+// Where a further drive of a store is now: in the directory where it was when the store was made, or in one of
+// `elsewhere`. nullopt if no label says so.
+std::optional<StorePaths> find_drive(const std::string& made_in, std::span<const std::string> elsewhere, int rank,
+                                     const DriveLabel& expected);
 // Refuses to make files in a directory that has data of a store that was, or may have been, committed. `home`: the
 // directory of the store that is being made; its own drive, too, may be a further one of another store. `uncommitted`:
 // the number of a store whose manifest proves that it was never committed, even if its labels say otherwise.

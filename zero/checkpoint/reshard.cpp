@@ -101,7 +101,8 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
       ranks.together("look at the store it took over from", [&] {
         const std::string directory = other.in(options.store_directory);
         half_removed = tiers::Store::is_half_removed(directory);
-        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size());
+        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size()) &&
+                 !search.lacks_a_drive(other);
       });
       remove = ranks.smallest(remove ? 1 : 0) == 1 || ranks.smallest(half_removed ? 0 : 1) == 0;
     }

@@ -61,8 +61,7 @@ std::vector<StoreDirectory> readable_stores(const std::string& directory) {
 }
 
 bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout) {
-  std::vector<std::string> drives;
-  for (const std::string& directory : directories) drives.push_back(place.in(directory));
+  const std::vector<std::string> drives = place.in(directories);
   if (!tiers::Store::remove(drives, lock_timeout)) return false;
   if (place.name.empty()) return true;
   std::error_code ignored;

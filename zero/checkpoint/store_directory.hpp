@@ -26,6 +26,10 @@ struct StoreDirectory {
   std::uint64_t order = 0;  // 0: the first one
   int world_size = 0;       // 0: not known from the name
   std::string in(const std::string& directory) const { return name.empty() ? directory : directory + "/" + name; }
+  std::vector<std::string> in(std::vector<std::string> directories) const {
+    for (std::string& directory : directories) directory = in(directory);
+    return directories;
+  }
 };
 
 // Newest first. The first one is listed when a rank's manifest is in it.

@@ -10,10 +10,8 @@ namespace hoist::detail {
 
 tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                                   int rank, const StoreDirectory& where, Trace* trace) {
-  std::vector<std::string> stripes;
-  for (const std::string& directory : options.stripe_directories) stripes.push_back(where.in(directory));
   return {.directory = where.in(options.store_directory),
-          .stripe_directories = std::move(stripes),
+          .stripe_directories = where.in(options.stripe_directories),
           .identity = {.layout = table.identity(), .rank = rank, .world_size = table.world_size()},
           .records = records.records(),
           // With nothing on NVMe commits are explicit saves.

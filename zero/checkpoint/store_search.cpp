@@ -249,15 +249,26 @@ bool holds_nothing_but(const std::vector<StoreDirectory>& stores, const std::str
 }  // namespace
 
 bool StoreSearch::has_lost_drives() const {
-  std::vector<StoreDirectory> unfinished = directories();
-  std::erase_if(unfinished,
-                [&](const StoreDirectory& where) { return where.name.empty() || !look(where).is_unfinished(); });
+  std::vector<StoreDirectory> unfinished, others;
+  for (const StoreDirectory& where : directories())
+    (!where.name.empty() && look(where).is_unfinished() ? unfinished : others).push_back(where);
   bool lost = false;
   ranks_.all_together("look at its drives", [&] {
-    lost = std::ranges::all_of(options_.drive_directories(),
-                               [&](const std::string& drive) { return holds_nothing_but(unfinished, drive); });
+    const auto is_new = [&](const std::string& drive) { return holds_nothing_but(unfinished, drive); };
+    if (std::ranges::none_of(options_.drive_directories(), is_new)) return;
+    lost = is_new(options_.store_directory) || (!others.empty() && lacks_a_drive(others.front()));
   });
   return !ranks_.all(!lost);
+}
+
+bool StoreSearch::lacks_a_drive(const StoreDirectory& where) const {
+  const std::string directory = where.in(options_.store_directory);
+  const std::vector<std::string> further = where.in(options_.stripe_directories);
+  const auto lacks = [&](int rank) { return tiers::Store::lacks_a_drive(directory, rank, further); };
+  const int rank = ranks_.group().rank();
+  const auto own = tiers::Store::look(directory, rank).identity;
+  if (own && own->world_size == ranks_.group().size()) return lacks(rank);
+  return std::ranges::any_of(tiers::Store::ranks_in(directory), lacks);
 }
 
 bool StoreSearch::came_further() const {

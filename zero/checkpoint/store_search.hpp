@@ -89,9 +89,11 @@ class StoreSearch {
   CommonStoreError nothing_to_restore(const std::string& from) const;  // [J]
   // Whether the commit is of the run whose store on this rank has that number.
   bool is_of_run(const CommonCommit& commit, std::uint64_t store_number) const;
-  // [J] Whether a rank's drives are all new: its directories are absent, or hold at most what an unfinished restore
-  // left there.
+  // [J] Whether a rank has lost its own directory, or a further drive of the newest store: the new drive's directory is
+  // absent, or holds at most what an unfinished restore left there.
   bool has_lost_drives() const;
+  // Whether a further drive is missing of this rank's store; of any rank's, where another number of ranks made it.
+  bool lacks_a_drive(const StoreDirectory& where) const;
   // [J] Whether any rank holds more than the commit that a new store begins with.
   bool came_further() const;
   // [J] The newest step that any rank's files have a commit of, whether or not the others have it.
