@@ -459,6 +459,10 @@ TEST_P(MirrorTest, AStepBackMakesItAnew) {
   on_engines(1, [&](int, ToyModel& model) {
     EXPECT_EQ(model.restore({.from = "two"}).step, 2u);
     EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 4u);
+  });
+  on_engines(1, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore({.from = "two"}).step, 2u);
+    EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 2u) << "the start before left one";
     take_step(model, 3);
     model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
   });
@@ -490,13 +494,13 @@ TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
 }
 
-// Runs that ended before their first copy.
+// Runs that ended before their first copy: each start removes what the one before left.
 TEST_P(MirrorTest, StoresThatNoCopyReachedAreRemoved) {
-  for (int run = 0; run < 2; ++run) {
-    on_engines(1, [](int, ToyModel& model) { model.initialize(); });
+  for (const int ranks : {1, 2, 2}) {
+    on_engines(ranks, [](int, ToyModel& model) { model.initialize(); });
     fs::remove_all(setup_.engine.store_directory);
+    EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
   }
-  EXPECT_FALSE(stores_in(setup_.engine.mirror.directory).empty());
   train_and_mirror(1, 2);
   EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);

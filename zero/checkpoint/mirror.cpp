@@ -12,6 +12,7 @@
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/mirror.hpp>
+#include <hoist/zero/checkpoint/reshard.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
@@ -64,14 +65,16 @@ std::optional<std::uint64_t> Mirror::step() const {
 
 // --- its store -------------------------------------------------------------------------------------------------------
 
-// A store that is there is of this training (refuse_foreign_mirror). One of this very run is continued. Otherwise,
+// A store that holds a copy is of this training (refuse_foreign_mirror). One of this very run is continued. Otherwise,
 // after a change of the number of ranks or a step back, a new one is made beside it, and the old one is removed once
-// the first copy is whole.
+// the first copy is whole. One that no copy reached is removed at once: else each start before a first copy would add
+// one.
 void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const StoreSearch search(ranks_, options_);
   const auto found = search.find(std::nullopt, StoreSearch::Incomplete::pass_over);
   const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
                         search.is_of_run(found->commits.front(), store_number);
+  if (!same_run) remove_unfinished_stores(ranks_, options_, /*first=*/0);
   const std::vector<StoreDirectory> directories = search.directories();
   has_others_ = !same_run && !directories.empty();
   if (same_run)
@@ -218,8 +221,7 @@ void Mirror::tell(const std::exception_ptr& problem) noexcept {
   }
 }
 
-// Other copies of this training, whole or not, and stores in which no copy of this model has ended. The first of the
-// ranks that share a directory removes them.
+// Other copies of this training, whole or not. The first of the ranks that share a directory removes them.
 void Mirror::remove_others() noexcept {
   try {
     for (const StoreDirectory& other : store_directories(options_.store_directory)) {
@@ -229,9 +231,8 @@ void Mirror::remove_others() noexcept {
       if (!ranks.empty() && store_options_.identity.rank > ranks.front()) continue;
       const auto is_useless = [&](int rank) {
         const auto found = tiers::Store::look(directory, rank);
-        if (!found.identity || found.identity->layout != table_.identity()) return false;
-        return are_of_one_training(found.store_number, store_options_.store_number) ||
-               (found.commits.empty() && found.abandoned.empty());
+        return found.identity && found.identity->layout == table_.identity() &&
+               are_of_one_training(found.store_number, store_options_.store_number);
       };
       if (std::ranges::all_of(ranks, is_useless)) remove_store({options_.store_directory}, other, /*lock_timeout=*/{});
     }

@@ -60,17 +60,18 @@ bool is_replaced(const std::string& directory, int rank, bool same_ranks) {
 
 }  // namespace
 
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after) {
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t first) {
   const StoreSearch search(ranks, options);
   std::vector<StoreDirectory> unfinished;
   for (const StoreDirectory& store : search.directories())
-    if (store.order > after && search.look(store).is_unfinished()) unfinished.push_back(store);
+    if (store.order >= first && search.look(store).is_unfinished()) unfinished.push_back(store);
   if (unfinished.empty()) return;
   on_every_rank(ranks, "remove what an earlier attempt left", [&] {
     for (const StoreDirectory& store : unfinished) {
       if (remove_store(options.drive_directories(), store, options.lock_timeout)) continue;
-      throw StoreError(fmt::format("another process is making the store in {} from this one; wait for it to end",
-                                   store.in(options.store_directory)));
+      throw StoreError(
+          fmt::format("another process uses the store in {}, which holds no commit yet; wait for it to end",
+                      store.in(options.store_directory)));
     }
   });
 }

@@ -13,9 +13,9 @@
 
 namespace hoist::detail {
 
-// [J] Removes stores newer than order `after` that an earlier attempt did not finish. Errors: StoreError when another
-// process is making one of them.
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after);
+// [J] Removes stores of order `first` and later that an earlier attempt did not finish. Errors: StoreError when another
+// process uses one of them.
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t first);
 
 // [J] Removes the store in the offload directory itself if another number of ranks made it and never committed: its
 // files would be taken for parts of the new one. Errors: StoreError when another process is making it.

@@ -95,7 +95,7 @@ StoreDirectory EngineCore::directory_for(const InitialState& state) {
     return {};
   }
   search.refuse_any();
-  remove_unfinished_stores(ranks, options, /*after=*/0);
+  remove_unfinished_stores(ranks, options, /*first=*/1);
   return new_store_directory(search.newest_order() + 1, runtime.world_size());
 }
 
@@ -186,7 +186,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
                 newest_step ? fmt::format("not all ranks have the store any more, which was at step {}", *newest_step)
                             : "what came after it is lost with the store");
   }
-  remove_unfinished_stores(ranks, options, plan.from_mirror ? 0 : plan.source.directory.order);
+  remove_unfinished_stores(ranks, options, plan.from_mirror ? 1 : plan.source.directory.order + 1);
   const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   use_state(former->commit_state(), step);
