@@ -392,6 +392,30 @@ TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
   }
 }
 
+// A rank whose copy cannot even begin tells the others where their copies end. No step waits for that.
+TEST_P(MirrorTest, ACopyThatCannotBeginHoldsNoStepUp) {
+  setup_.engine.mirror.bytes_per_second = 300 * kKiB;  // two seconds and more
+  const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
+  on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+    ToySetup setup = setup_;
+    setup.runtime.make_aio_backend = [&, rank](const aio::DriveQueueOptions& io) {
+      return make_faulty_backend(io, rank == 0 ? faults : nobodys);
+    };
+    Runtime runtime(setup.runtime, join);
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
+    take_step(model, 1);
+    if (rank == 0) faults->add({.operation = aio::Operation::read, .path_contains = "store/rank-00000.manifest"});
+    const Completion saved = model.engine().save("", bytes_of("step 1"), {.mirror = true});
+    take_step(model, 2);
+    model.engine().settle();
+    EXPECT_FALSE(saved.done()) << "the step has waited for the other rank's copy";
+    EXPECT_THROW(saved.wait(), Error);
+    model.engine().save("", bytes_of("step 2"), {.mirror = true}).wait();
+  });
+  EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
+}
+
 TEST_P(MirrorTest, AFailedEngineGivesItsCopyUp) {
   setup_.engine.mirror.bytes_per_second = 10 * kKiB;  // a minute and more
   const TimePoint begin = Clock::now();

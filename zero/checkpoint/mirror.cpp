@@ -143,23 +143,34 @@ std::unique_ptr<Promise> Mirror::take_promise() {
   return std::move(promise_);
 }
 
+// An error is told on the copy's thread too: the other ranks hear it where their copies end, and the next step waits
+// for the thread that calls this.
 void Mirror::start(tiers::Store& source) {
+  std::shared_ptr<tiers::StoreReader> commit;
+  std::exception_ptr error;
   try {
-    auto commit = std::shared_ptr<tiers::StoreReader>(source.hold());
-    auto run = [this, commit = std::move(commit)]() mutable {
-      std::exception_ptr error;
+    commit = source.hold();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  auto run = [this, commit = std::move(commit), error]() mutable {
+    if (error) {
+      tell(error);
+    } else {
       try {
         copy(*commit);
       } catch (...) {
         error = std::current_exception();
       }
-      commit.reset();  // its extents are free before anybody hears of the end
-      conclude(error);
-    };
+    }
+    commit.reset();  // its extents are free before anybody hears of the end
+    conclude(error);
+  };
+  try {
     const MutexLock lock(mutex_);
     thread_ = start_thread("hoist-mirror", std::move(run));
-  } catch (...) {  // the other ranks learn of it where their copies end
-    const std::exception_ptr error = std::current_exception();
+  } catch (...) {
+    error = std::current_exception();
     tell(error);
     conclude(error);
   }
