@@ -580,6 +580,34 @@ TEST_P(MirrorTest, ItsBytesAreBookedApart) {
   EXPECT_GT(with[2], without[2]);
 }
 
+// Neither what a copy that fails half-way has read, nor the tables of one that fails earlier, count as a step's.
+TEST_P(MirrorTest, BytesOfCopiesThatFailAreBookedApart) {
+  const auto read_by_steps = [&](bool mirrored) {
+    ToySetup setup = setup_;
+    setup.engine.store_directory = directory_ / (mirrored ? "with" : "without");
+    if (!mirrored) setup.engine.mirror = {};
+    const auto faults = std::make_shared<Faults>(1);
+    setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
+    ToyTraining training(setup);
+    training.model.initialize();
+    for (const std::uint64_t step : {1u, 2u}) {
+      take_step(training.model, step);
+      training.engine().settle();
+      // The first data of a copy; then the manifest of the store that is made anew for the next one.
+      faults->add({.operation = aio::Operation::write, .path_contains = setup_.engine.mirror.directory});
+      const Completion saved = training.engine().save("", bytes_of("a step"), {.mirror = mirrored});
+      if (mirrored)
+        EXPECT_THROW(saved.wait(), Error);
+      else
+        saved.wait();
+    }
+    take_step(training.model, 3);
+    training.engine().settle();
+    return training.runtime.ledger().totals(Link::nvme_read).bytes;
+  };
+  EXPECT_EQ(read_by_steps(true), read_by_steps(false));
+}
+
 INSTANTIATE_TEST_SUITE_P(, MirrorTest,
                          testing::Values(Cell{"nvme", Placement::nvme, Placement::nvme, UpdateMode::forward},
                                          Cell{"nvme_states", Placement::pinned, Placement::nvme, UpdateMode::backward},

@@ -150,6 +150,7 @@ void Mirror::start(tiers::Store& source) {
   std::exception_ptr error;
   try {
     commit = source.hold();
+    bytes_read_ += commit->bytes_read();
   } catch (...) {
     error = std::current_exception();
   }
@@ -177,7 +178,9 @@ void Mirror::start(tiers::Store& source) {
 }
 
 void Mirror::copy(tiers::StoreReader& commit) {
-  bool barrier_ahead = true;  // the other ranks are still to be told
+  bool barrier_ahead = true;                    // the other ranks are still to be told
+  std::uint64_t counted = commit.bytes_read();  // by start()
+  const auto count_read = [&] { bytes_read_ += commit.bytes_read() - std::exchange(counted, commit.bytes_read()); };
   try {
     reopen();
     store_->begin_step(claimed_step_);
@@ -186,11 +189,10 @@ void Mirror::copy(tiers::StoreReader& commit) {
     const auto changed = [&](tiers::RecordId record) {
       return fingerprints_[record.index] != commit.fingerprint(record);
     };
-    std::uint64_t read = 0;
     copy_records(commit, *store_, store_options_.records, changed, [&](std::uint64_t more) {
       bytes += more;
       copied_bytes_ += more;
-      bytes_read_ += commit.bytes_read() - std::exchange(read, commit.bytes_read());
+      count_read();
       keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second));
     });
     const Completion landed =
@@ -204,6 +206,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
       log_info("the mirror in {} holds step {}; {} bytes were copied in {:.1f} s", store_options_.directory,
                claimed_step_, bytes, to_seconds(Clock::now() - begun));
   } catch (...) {
+    count_read();
     if (barrier_ahead) tell(std::current_exception());
     throw;
   }
