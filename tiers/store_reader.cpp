@@ -41,19 +41,26 @@ std::unique_ptr<aio::File> open_to_read(const detail::StorePaths& paths, StoreRe
   return std::make_unique<aio::File>(paths.data, aio::FileOptions{.mode = aio::OpenMode::read_only});
 }
 
-// The data on all drives, further ones where the superblock says they were.
+// The data on all drives, further ones where the superblock says they were, or in one of `elsewhere`.
 std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& superblock,
                                             const detail::StorePaths& paths, int rank, aio::DriveQueue& engine,
-                                            StoreReader::Lock lock) {
+                                            StoreReader::Lock lock, std::span<const std::string> elsewhere) {
   const detail::Stripes stripes = detail::decode_stripes(superblock.stripes, paths.manifest);
-  const auto drives = detail::drive_paths(paths.directory, stripes.directories, rank);
+  const unsigned drive_count = stripes.layout.drive_count();
   std::vector<aio::StripeDrive> files;
   files.push_back({&engine, std::move(first)});
-  for (unsigned d = 1; d < drives.size(); ++d) {
-    detail::check_label(drives[d], {superblock.store_number, d, stripes.layout.drive_count(), paths.directory});
-    files.push_back({&engine, std::move(*open_to_read(drives[d], lock))});
+  for (unsigned d = 1; d < drive_count; ++d) {
+    const std::string& made_in = stripes.directories[d - 1];
+    const auto drive =
+        detail::find_drive(made_in, elsewhere, rank, {superblock.store_number, d, drive_count, paths.directory});
+    if (!drive)
+      throw StoreError(
+          fmt::format("drive {} of {} of the store in {} is not in {}, where it was when the store was made: mount it "
+                      "there, or make a symbolic link there to its directory",
+                      d, drive_count, paths.directory, made_in));
+    files.push_back({&engine, std::move(*open_to_read(*drive, lock))});
   }
-  for (unsigned d = 0; d < drives.size(); ++d)
+  for (unsigned d = 0; d < drive_count; ++d)
     detail::check_length(files[d].file, stripes.layout.drive_bytes(d, superblock.data_bytes));
   return std::make_unique<aio::StripedFile>(stripes.layout, std::move(files));
 }
@@ -63,12 +70,12 @@ std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& s
 class StoreReader::Impl {
  public:
   Impl(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-       aio::DriveQueue& engine, Lock lock)
+       aio::DriveQueue& engine, Lock lock, std::span<const std::string> drives)
       : engine_(engine),
         paths_(directory, rank),
         first_(open_to_read(paths_, lock)),
         superblock_(superblock_of(paths_, rank, records)),
-        own_data_(open_data(std::move(*first_), superblock_, paths_, rank, engine, lock)),
+        own_data_(open_data(std::move(*first_), superblock_, paths_, rank, engine, lock, drives)),
         data_(*own_data_),
         table_(std::move(records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
     load(commit);
@@ -156,8 +163,9 @@ class StoreReader::Impl {
 
 StoreReader::StoreReader(detail::HeldCommit commit) : impl_(std::make_unique<Impl>(std::move(commit))) {}
 StoreReader::StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records,
-                         const CommitHeader& commit, aio::DriveQueue& engine, Lock lock)
-    : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine, lock)) {}
+                         const CommitHeader& commit, aio::DriveQueue& engine, Lock lock,
+                         std::span<const std::string> drives)
+    : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine, lock, drives)) {}
 StoreReader::~StoreReader() = default;
 
 void StoreReader::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,

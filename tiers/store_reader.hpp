@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,9 +32,10 @@ class StoreReader {
     shared,  // that of the data file, with other readers, while the object lives: no trainer moves the extents under it
     none,    // the extents can be written over as soon as a newer commit has landed on all ranks
   };
-  // Nothing on disk is changed. `records` are those the store was made with (its layout text says which).
+  // Nothing on disk is changed. `records` are those the store was made with (its layout text says which). `drives`:
+  // directories of further drives, in any order, that may not be where they were when the store was made.
   StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-              aio::DriveQueue& engine, Lock lock = Lock::shared);
+              aio::DriveQueue& engine, Lock lock = Lock::shared, std::span<const std::string> drives = {});
   explicit StoreReader(detail::HeldCommit commit);  // for Store::hold()
   ~StoreReader();
   StoreReader(const StoreReader&) = delete;

@@ -2,6 +2,7 @@
 // Several drives: the same bits as one, the same bytes in all, and a store that is read and resumed like any other.
 #include <filesystem>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
@@ -82,6 +83,41 @@ TEST(Drives, FewerAtTheNextStartAreRefusedAndNothingIsLost) {
   Runtime runtime(setup.runtime);
   ToyModel model(runtime, setup.engine, kShape);
   EXPECT_EQ(model.restore().step, 1u);
+}
+
+// A new store takes over the state, from where the configuration says that the drives are now, or from where they were.
+TEST(Drives, MountedElsewhereAreFoundByAStoreThatTakesOver) {
+  const TempDirectory directory;
+  ToySetup setup = setup_on(directory, 3);
+  const Digests expected = train_once(setup, kShape, 2);
+  setup.engine.keep_steps = 1;  // the store has no room for that
+  for (const unsigned moved : {1u, 2u})
+    std::filesystem::rename(directory / ("drive" + std::to_string(moved)),
+                            directory / ("moved" + std::to_string(moved)));
+  try {
+    const StoredModel model(setup.engine.store_directory);
+    ADD_FAILURE() << "it was opened";
+  } catch (const StoreError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr(directory / "drive1/hoist"));
+    EXPECT_THAT(error.what(), testing::HasSubstr("symbolic link"));
+  }
+  std::filesystem::create_directory_symlink(directory / "moved1", directory / "drive1");
+  std::filesystem::create_directory_symlink(directory / "moved2", directory / "drive2");
+  EXPECT_TRUE(verify_job(std::vector{setup.engine.store_directory})[0].is_sound());
+  for (const char* const link : {"drive1", "drive2"}) std::filesystem::remove(directory / link);
+  const auto restores = [&] {
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine, kShape);
+    EXPECT_EQ(model.restore().step, 2u);
+    Digests state = digests_of(model);
+    state.losses = expected.losses;
+    EXPECT_EQ(state, expected);
+  };
+  setup.engine.stripe_directories = {directory / "moved1/hoist", directory / "moved2/hoist"};
+  restores();
+  setup.engine.stripe_directories = {directory / "other/hoist"};  // fewer, and another one
+  setup.engine.keep_steps = 2;
+  restores();
 }
 
 }  // namespace

@@ -159,7 +159,8 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
                              .revision = static_cast<std::uint32_t>(chosen.revision),
                              .from = from,
                              .serial = chosen.checkpoint_serial,
-                             .below = false};
+                             .below = false,
+                             .drives = source.directory.in(options.stripe_directories)};
     // Each rank's state is its own then, and each may have drives of its own.
     if (source.world_size == ranks.group().size()) which.rank = ranks.group().rank();
     stored_ = std::make_unique<StoredModel>(directory, which);

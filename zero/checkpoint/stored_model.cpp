@@ -127,8 +127,9 @@ class StoredModel::Impl {
     for (const StoreSummary::Rank& rank : summary_.ranks) {
       const std::vector<CommitHeader> commits = commit_.name.empty() ? with_abandoned(rank) : rank.checkpoints;
       const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return c.same_commit(commit_); });
-      readers_.push_back(
-          std::make_unique<tiers::StoreReader>(summary_.directory, rank.rank, records_.records(), *commit, io_));
+      readers_.push_back(std::make_unique<tiers::StoreReader>(summary_.directory, rank.rank, records_.records(),
+                                                              *commit, io_, tiers::StoreReader::Lock::shared,
+                                                              options.drives));
     }
   }
 

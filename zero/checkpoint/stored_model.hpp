@@ -94,6 +94,8 @@ struct StoredModelOptions {
   // Opens only this rank's part of the store in `directory` itself (`below` is false), for which the rank's own files
   // suffice. Its commits are then the rank's, and a read of another rank's shard is a UsageError.
   std::optional<int> rank{};
+  // Directories of further drives, in any order, where these may not be where they were when the store was made.
+  std::vector<std::string> drives{};
 };
 
 struct StoreCopyOptions {
