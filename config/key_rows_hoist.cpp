@@ -270,9 +270,11 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::number,
        .default_value = "300.0",
        .range = {.min = 0.001, .max = 1e6},
-       .meaning = "A drive that has work and does not answer for this long is given up: the run ends with an error "
-                  "(on the mirror's drive, only copies fail), the last commit is intact, and the drive's buffers are "
-                  "never used again. Time in which the process itself was stopped does not count.",
+       .meaning =
+           "A drive that has work and does not answer for this long is given up: the run ends with an error, "
+           "the last commit is intact, and the drive's buffers are never used again. The mirror's drive is given up "
+           "alone: training goes on without further copies until the program is started again. Time in which the "
+           "process itself was stopped does not count.",
        .apply = [](Draft& d, const Value& v) { d.runtime.aio_answer_timeout = milliseconds_of(v); }},
       {.path = "hoist.communicator",
        .type = ValueType::choice,

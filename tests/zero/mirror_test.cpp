@@ -416,6 +416,44 @@ TEST_P(MirrorTest, ACopyThatCannotBeginHoldsNoStepUp) {
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
 }
 
+// The mirror's drive hangs on one rank. No rank tries again while this process lives, and each says why at once.
+TEST_P(MirrorTest, ADriveThatStopsAnsweringIsGivenUp) {
+  setup_.runtime.aio_answer_timeout = std::chrono::seconds(1);
+  const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
+  on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+    ToySetup setup = setup_;
+    setup.engine.mirror.every = 1;
+    setup.runtime.make_aio_backend = [&, rank](const aio::DriveQueueOptions& io) {
+      return make_faulty_backend(io, rank == 1 ? faults : nobodys);
+    };
+    Runtime runtime(setup.runtime, join);
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
+    take_step(model, 1);
+    model.engine().save("", bytes_of("step 1"), {.mirror = true}).wait();
+    if (rank == 1)
+      faults->add({.kind = Fault::Kind::delay,
+                   .path_contains = setup_.engine.mirror.directory,
+                   .count = Faults::kForever,
+                   .delay = std::chrono::hours(9)});
+    for (std::uint64_t step = 2; step <= 4; ++step) {
+      take_step(model, step);
+      const Completion saved = model.engine().save("", bytes_of("a step"), {.mirror = true});
+      try {
+        saved.wait();
+        ADD_FAILURE() << "step " << step << " was copied";
+      } catch (const Error& error) {
+        if (step > 2) {
+          EXPECT_THAT(error.what(), HasSubstr("until the program is started again"));
+        }
+      }
+    }
+    EXPECT_EQ(model.engine().mirror().step, 1u);
+  });
+  setup_.engine.mirror = {};  // as long as this process lives, it has the lock of the mirror's file
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 4u); });
+}
+
 TEST_P(MirrorTest, AFailedEngineGivesItsCopyUp) {
   setup_.engine.mirror.bytes_per_second = 10 * kKiB;  // a minute and more
   const TimePoint begin = Clock::now();

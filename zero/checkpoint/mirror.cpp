@@ -95,6 +95,8 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
 
 // After a copy that failed, on this rank alone: back to the last copy that is whole on all.
 void Mirror::reopen() {
+  if (io_->gave_up())
+    throw Error("the mirror's drive has stopped answering; nothing is copied until the program is started again");
   if (store_) return;
   std::ranges::fill(fingerprints_, 0);
   const tiers::Store::Found found = tiers::Store::look(store_options_.directory, store_options_.identity.rank);
@@ -120,7 +122,7 @@ bool Mirror::is_due(std::uint64_t step) const {
   if (mirror_.every == 0 || step < claimed_step_ + mirror_.every) return false;
   const bool done = [&] {
     const MutexLock lock(mutex_);
-    return under_way_.done();
+    return under_way_.done() && !io_->gave_up();
   }();
   return ranks_.all(done);
 }
@@ -258,10 +260,14 @@ void Mirror::remove_others() noexcept {
 // Nothing of the mirror is in use by the copy any more, but for what the next one finds.
 void Mirror::conclude(const std::exception_ptr& error) {
   if (error) {
+    const bool was_open = store_ != nullptr;
     store_.reset();
     says_next_ = true;
     log_warning("step {} was not copied to the mirror in {}: {}", claimed_step_, store_options_.directory,
                 text_of(error));
+    if (was_open && io_->gave_up())
+      log_warning("the drive of {} has stopped answering: nothing is copied there until the program is started again",
+                  store_options_.directory);
   } else if (std::exchange(has_others_, false)) {
     remove_others();
   }

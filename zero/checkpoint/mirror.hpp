@@ -10,7 +10,8 @@
 // Memory     Two buffers of a few MiB and the tables of the mirror's store; those of the commit are the store's
 //            (Store::hold). store_cost() counts all of it.
 // Errors     An error of a copy, on any rank, fails that copy everywhere and is logged; training goes on, and the next
-//            copy opens the mirror's store anew.
+//            copy opens the mirror's store anew. A drive that stops answering is given up while the process lives,
+//            because the system may still write to the store's files, and so these stay locked.
 // Main path  claim -> (commit) -> start -> Store::hold -> copy_records -> commit -> barrier -> done.
 #pragma once
 
@@ -46,7 +47,7 @@ class Mirror {
   void end() noexcept;
 
   // [J] Whether the commit of this step is to be copied: the last copy was begun `every` steps ago, or more, and is
-  // done on every rank.
+  // done on every rank, and no rank has given up the mirror's drive.
   bool is_due(std::uint64_t step) const;
   // The copy of a commit to come; start() or drop() follows. Waits for the copy under way. Pre: start() or drop() has
   // followed the claim before.
