@@ -112,6 +112,11 @@ Campaign::Campaign(CrashSetup setup, std::string directory)
       store_(directory_ + "/" + setup.name()),
       mirror_(setup.mirrored ? store_ + ".mirror" : "") {}
 
+std::string Campaign::store_of(int group, int rank) const {
+  const std::string store = store_of_group(store_, setup_.groups, group);
+  return setup_.mirrored ? fmt::format("{}/drive-{}", store, rank) : store;
+}
+
 // In the child.
 std::string Campaign::train(const Life& life, KillSwitch& kills) const {
   WatchedSystemCalls calls(kills);
@@ -121,7 +126,7 @@ std::string Campaign::train(const Life& life, KillSwitch& kills) const {
     if (index == life.slow_rank) watched.manifest_delay = kSlowManifestDelay;
     LifeTerms terms = life.terms;
     terms.seed += static_cast<std::uint64_t>(group);
-    const std::string store = store_of_group(store_, setup_.groups, group);
+    const std::string store = store_of(group, index % setup_.ranks);
     ToySetup toy = crash_setup(setup_.parameters, setup_.update_mode, store, setup_.pinned_fraction);
     if (setup_.disturbed) toy.engine.lock_timeout = kRivalsTimeout;
     if (setup_.mirrored)
@@ -300,7 +305,7 @@ std::vector<KillPlan> Campaign::plans(std::uint64_t seed) const {
 std::vector<std::int64_t> Campaign::newest_of(int group) const {
   std::vector<std::int64_t> newest;
   for (int rank = 0; rank < setup_.ranks; ++rank) {
-    const auto commits = tiers::Store::look(store_of_group(store_, setup_.groups, group), rank).commits;
+    const auto commits = tiers::Store::look(store_of(group, rank), rank).commits;
     newest.push_back(commits.empty() ? -1 : static_cast<std::int64_t>(commits.front().step));
   }
   return newest;
@@ -349,7 +354,10 @@ std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
     life.terms.begun = std::max({life.terms.begun, witness->stepped.load(), std::int64_t{0}});
     mirrored = std::max(mirrored, witness->mirrored.load());
     if (mirrored >= 0 && random_bits(seed, 300 + i) % kLossesOneIn == 0) {
-      std::filesystem::remove_all(store_);
+      const auto group = static_cast<int>(random_bits(seed, 500 + i) % static_cast<std::uint64_t>(setup_.groups));
+      const auto rank = static_cast<int>(random_bits(seed, 600 + i) % static_cast<std::uint64_t>(setup_.ranks));
+      const bool all = random_bits(seed, 700 + i) % 2 == 0;
+      std::filesystem::remove_all(all ? store_ : store_of(group, rank));
       life.terms.promised = mirrored;
       ++tally.lost_stores;
     }

@@ -27,8 +27,8 @@ struct CrashSetup {
   int ranks = 1;
   double pinned_fraction = 0;  // of what is on NVMe
   int groups = 1;              // sharding groups of so many ranks each, with a store each
-  bool mirrored = false;       // commits are copied to a mirror, and after some kills the store is lost
-  bool disturbed = false;      // after each kill the next life begins in trouble (disturbance.hpp)
+  bool mirrored = false;   // commits are copied to a mirror, and after some kills a rank's drive is lost, or all are
+  bool disturbed = false;  // after each kill the next life begins in trouble (disturbance.hpp)
   int rank_count() const { return groups * ranks; }
   std::string name() const;
 };
@@ -76,6 +76,7 @@ class Campaign {
     int slow_rank = -1;
   };
 
+  std::string store_of(int group, int rank) const;  // with a mirror, each rank has a drive of its own
   void remove_files() const;
   std::string prepare_foreign();
   std::string disturb(std::uint64_t seed, LifeTerms& terms, CrashTally& tally);

@@ -6,9 +6,9 @@
 //
 // First N kills (1000) of whole processes, at least so many --hits (50) in each phase; then N (300) while the state is
 // dealt out to another number of ranks; then N (300) of jobs of two sharding groups, and a third as many while these
-// change their number of ranks; then N (300) with a mirror, after a tenth of which at least the store is lost; then N
-// (300) lives that begin in trouble, with other kinds of files, signals, forks or rivals; then N (100) kills of one
-// rank of an MPI job. Ends with 1 and the seed as soon as anything is wrong.
+// change their number of ranks; then N (300) with a mirror, after a tenth of which at least a rank's drive is lost, or
+// all are; then N (300) lives that begin in trouble, with other kinds of files, signals, forks or rivals; then N (100)
+// kills of one rank of an MPI job. Ends with 1 and the seed as soon as anything is wrong.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
