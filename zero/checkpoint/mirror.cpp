@@ -100,7 +100,7 @@ void Mirror::reopen() {
   if (store_) return;
   std::ranges::fill(fingerprints_, 0);
   const tiers::Store::Found found = tiers::Store::look(store_options_.directory, store_options_.identity.rank);
-  if (!found.exists || (found.commits.empty() && found.abandoned.empty() && !newest_)) {
+  if (!found.exists || (!found.ever_committed && !newest_)) {
     store_ = tiers::Store::create(store_options_, *io_);
     return;
   }
