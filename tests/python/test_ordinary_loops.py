@@ -121,6 +121,42 @@ def test_zero_grad_still_drops_what_a_backward_pass_has_made(wrapped):
     close_to(losses, expected)
 
 
+def test_gradients_from_before_wrapping_are_dropped(wrapped):
+    expected = trained(model_of())
+    model = model_of()
+    model(batches()[0][0]).sum().backward()  # as a search for the learning rate does
+    with wrapped(model) as engine:
+        assert all(p.grad is None for p in engine.parameters())
+        losses = run(engine)
+    close_to(losses, expected)
+
+
+@pytest.mark.parametrize("at", ["before forward", "before step", "in a hook of step"])
+@pytest.mark.parametrize("whose", ["engine", "optimizer", "model"])
+def test_a_grad_that_the_program_sets_is_refused_and_zero_grad_drops_it(wrapped, at, whose):
+    with wrapped() as undisturbed:
+        expected = run(undisturbed, 2)
+    with wrapped() as engine:
+        def set_grad(*_):
+            engine.module[2].weight.grad = torch.ones(WIDTH, WIDTH)
+
+        (inputs, targets), _ = batches(2)
+        if at == "before forward":
+            set_grad()
+            with pytest.raises(hoist.UsageError, match=r"'2\.weight' has a grad that the program has set"):
+                engine(inputs)
+        else:
+            engine.backward(F.mse_loss(engine(inputs), targets))
+            hook = engine.optimizer.register_step_pre_hook(set_grad) if at == "in a hook of step" else set_grad()
+            with pytest.raises(hoist.UsageError, match=r"'2\.weight' has a grad that the program has set"):
+                engine.step()
+            if hook is not None:
+                hook.remove()
+        {"engine": engine, "optimizer": engine.optimizer, "model": engine.module}[whose].zero_grad()
+        assert run(engine, 2) == expected
+        assert all(p.grad is None for p in engine.parameters())
+
+
 # --- clipping --------------------------------------------------------------------------------------------------------
 
 

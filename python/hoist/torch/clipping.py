@@ -74,7 +74,8 @@ def _clip_norm(engine: Engine, parameters: list[torch.Tensor], max_norm: float, 
     if any(id(parameter) not in ids for parameter in engine._parameters.trainable):
         raise _hoist.UsageError("clip_grad_norm_() of some parameters of a wrapped model: hoist takes the norm of all that are "
                                 "trained together")
-    if any(parameter.grad is not None for parameter in parameters):
+    own = {id(parameter) for parameter in engine._parameters.trainable}
+    if any(parameter.grad is not None for parameter in parameters if id(parameter) not in own):
         raise _hoist.UsageError("clip_grad_norm_() of a wrapped model's parameters together with others: call it for each "
                                 "by itself")
     return engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)

@@ -309,6 +309,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         """The step itself, around which the optimizer calls the program's hooks."""
         self.optimizer.refuse_changes()
         self._parameters.refuse_edits()
+        self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
         if self._takes_rates:
             self.optimizer.push_rates()

@@ -103,6 +103,8 @@ class Parameters:
                 parameter.data = data
                 parameter.__dict__.update(attributes)
             raise
+        for parameter, _, _ in former:
+            parameter.grad = None
 
     def _move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, initial.Source]:
         self._unit_manager = unit_manager
@@ -190,6 +192,19 @@ class Parameters:
         raise _hoist.UsageError(f"parameter '{name}' {how}, and the change is lost: weights lie in their memory only while they "
                                 "are used. engine.write(name, values) changes a parameter, load_state_dict() all of them, and "
                                 "engine.gathered(names, modify=True) keeps what is changed inside of it")
+
+    def drop_gradients(self) -> None:
+        """Those that the program has set; autograd's are taken as they come."""
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def refuse_gradients(self) -> None:
+        """Errors: UsageError where the program has set a parameter's grad, which the next backward pass would add to its own."""
+        for parameter in self.trainable:
+            if parameter.grad is not None:
+                name = next(n for n, p in zip(self._number, self._all, strict=True) if p is parameter)
+                raise _hoist.UsageError(f"parameter '{name}' has a grad that the program has set, and a step takes only the "
+                                        "gradients that backward passes make: put it into the loss, or let zero_grad() drop it")
 
     def watch_block(self, names: list[str], modify: bool) -> tuple[Callable[[], None], Callable[[], None]]:
         """What the program changes in these parameters, or others of their units, while the units are up. Returns what notes it

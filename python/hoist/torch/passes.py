@@ -136,6 +136,7 @@ class Passes:
         self._is_scaled = False
         self.left_by = ""
         if kind == _hoist.Pass.train:
+            self._parameters.refuse_gradients()
             if self._is_vertical and self.forward_of_all is None:
                 raise _hoist.UsageError(
                     'in vertical order ("hoist": {"micro_batch_order": "vertical"}) all micro-batches of a step pass through '
@@ -496,6 +497,7 @@ class Passes:
     def zero_grad(self) -> None:
         """Drops gradients that wait for a step. Without any, a forward pass stays open: zero_grad() may stand between a loss and
         its backward(). After a step() that waits for more micro-batches, it keeps gradients: the program calls both for each."""
+        self._parameters.drop_gradients()
         if self._step_was_called and 0 < self.micro_batch < self.micro_batches and not self._backward_seen:
             if self._says_kept:
                 self._says_kept = False
@@ -507,6 +509,7 @@ class Passes:
             self.drop_gradients()
 
     def drop_gradients(self) -> None:
+        self._parameters.drop_gradients()
         if self._unit_manager.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:
             self._unit_manager.discard()
         self.forget()
