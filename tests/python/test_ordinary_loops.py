@@ -384,15 +384,45 @@ def test_a_schedule_of_another_optimizer_is_refused(wrapped, settings):
         assert engine.get_lr() == [0.5]
 
 
-def test_rates_have_one_source(wrapped):
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 3}}
-    with wrapped(scheduler_section=schedule) as engine:
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 3}}
+
+
+@pytest.mark.parametrize("with_groups", [False, True])
+def test_rates_have_one_source(wrapped, with_groups):
+    model = model_of()
+    groups = {"groups": [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.5}]} if with_groups else {}
+    with wrapped(model, scheduler_section=WARMUP, **groups) as engine:
         with pytest.raises(hoist.UsageError, match="StepLR beside the configuration's scheduler"):
             engine.lr_scheduler = lr_scheduler.StepLR(engine.optimizer, 1)
         run(engine, 2)
+        assert [group["lr"] for group in engine.optimizer.param_groups] == engine.get_lr() and 0.5 not in engine.get_lr()
         engine.optimizer.param_groups[0]["lr"] = 0.5
         with pytest.raises(hoist.UsageError, match="'lr' of parameter group 0 was changed.*the configuration's scheduler"):
             run(engine, 1)
+
+
+def test_the_rates_of_an_optimizer_that_was_passed_give_way_to_the_configurations_scheduler(settings):
+    model = model_of()
+    client = torch.optim.AdamW(model.parameters(), lr=0.5)
+    engine, optimizer, _, _ = hoist.torch.initialize(model=model, optimizer=client, config=settings(scheduler=WARMUP))
+    with engine:
+        run(engine, 2)
+        assert client.param_groups[0]["lr"] == engine.get_lr()[0] != 0.5
+
+
+def test_a_group_with_a_rate_of_0_and_a_scheduler_that_would_train_it_are_refused(wrapped):
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+    for section in (WARMUP, cosine):
+        model = model_of()
+        groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1:].parameters()}]
+        if section is WARMUP:
+            with pytest.raises(hoist.UsageError, match="parameter group 0 has lr 0.*WarmupLR"):
+                wrapped(model, scheduler_section=section, groups=groups)
+            continue
+        with wrapped(model, scheduler_section=section, groups=groups) as engine:  # a share of each group's rate
+            before = engine.read("0.up.weight"), engine.read("1.up.weight")
+            run(engine, 3)
+            assert torch.equal(engine.read("0.up.weight"), before[0]) and not torch.equal(engine.read("1.up.weight"), before[1])
 
 
 def test_a_group_cannot_be_added_after_wrapping(wrapped):

@@ -35,7 +35,7 @@ from hoist.torch.graphs import refuse_graphs
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
 from hoist.torch.model_names import StandsForModel
-from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_schedule
+from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_rates_of_0, refuse_schedule
 from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
@@ -104,6 +104,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.device = device_of(config, device, model.parameters())
         self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
         param_groups, group_of = grouped(groups, cut.units, config.optimizer)
+        if groups is not None:
+            refuse_rates_of_0(config, param_groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
         self._sharding = sharding = distributed.sharding_group_of(mesh, tensor_parallel)
         if sharding is not None and not sharding.is_whole_job:
@@ -146,7 +148,6 @@ class Engine(StandsForModel, DeepSpeedNames):
             cast_inputs(model, torch.float16)
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
-        self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_rates()
         self._continue_schedule()
         if self._unit_manager.is_alive:  # else load_checkpoint() comes
@@ -311,7 +312,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.refuse_edits()
         self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
-        if self._takes_rates:
+        if not self.config.has_schedule:
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
         self._passes.forget()
@@ -366,7 +367,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         """After wrap(resume=True): the rates that the run had come to, unless this program asks for others than that one did.
         After wrap(deepspeed=...): those of the checkpoint."""
         rates, began = self._saved.get("rates", []), self._saved.get("first_rates")
-        if not self._takes_rates or began is None or len(rates) != len(self._first_rates):
+        if self.config.has_schedule or began is None or len(rates) != len(self._first_rates):
             return
         if began == self._first_rates:
             for group, rate, first in zip(self.optimizer.param_groups, rates, began, strict=True):

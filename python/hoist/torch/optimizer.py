@@ -43,6 +43,16 @@ def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -
             "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
 
 
+def refuse_rates_of_0(config: _hoist.Config, groups: list[dict[str, Any]]) -> None:
+    """Errors: UsageError for a group that is to be frozen, and that the configuration's scheduler would train. WarmupCosineLR gives
+    each group a share of its own rate."""
+    kind = config.setting("scheduler.type")
+    frozen = next((index for index, group in enumerate(groups) if group["lr"] == 0), None)
+    if config.has_schedule and kind != "WarmupCosineLR" and frozen is not None:
+        raise _hoist.UsageError(f"parameter group {frozen} has lr 0, and the configuration's {kind} gives every group the same rate: "
+                                "freeze its parameters before wrap() (requires_grad_(False)), or use one of PyTorch's schedules")
+
+
 def refuse_moments(state_dict: dict[str, Any]) -> None:
     """Errors: UsageError for a state_dict with moments, which would be lost."""
     if state_dict.get("state"):
@@ -113,6 +123,8 @@ class Optimizer(torch.optim.Optimizer):
         self._client = client
         self.param_groups = client.param_groups
         self._settled = [settled_of(group) for group in client.param_groups]
+        if self._engine._unit_manager.is_alive:
+            self.show_rates()
         if client.state:
             _log.warning("the %s that was passed has moments, and they are not used: the engine's are in its store",
                          type(client).__name__)
@@ -137,13 +149,13 @@ class Optimizer(torch.optim.Optimizer):
     def tell_rates_again(self) -> None:
         """A new engine that goes on where the last one ended is told what that one was."""
         for index, rate in enumerate(self._rates):
-            if rate is not None and self._engine._takes_rates:
+            if rate is not None and not self._engine.config.has_schedule:
                 self._engine._set_rate(index, rate)
 
     def refuse_changes(self) -> None:
         """Errors: UsageError where the program, or a schedule of it, has changed more than learning rates."""
         refuse_changes(self.param_groups, self._settled)
-        if self._engine._takes_rates:
+        if not self._engine.config.has_schedule:
             return
         for index, group in enumerate(self.param_groups):
             before, now = self._rates[index], float(group["lr"])
@@ -154,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def show_rates(self) -> None:
         """Where the configuration's scheduler sets the rates, groups show those of the next step, as with DeepSpeed."""
-        if not self._engine._takes_rates:
+        if self._engine.config.has_schedule:
             self._rates = list(self._engine.get_lr())
             for group, rate in zip(self.param_groups, self._rates, strict=True):
                 group["lr"] = rate

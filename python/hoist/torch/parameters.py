@@ -249,7 +249,8 @@ class Parameters:
         if trains:
             raise _hoist.UsageError(f"parameter '{name}' was frozen after the model was wrapped, and its moments and weight "
                                     "decay would go on as with a gradient of zeros. Give it a parameter group of its own "
-                                    "(groups=...), and set that group's lr to 0 while it is frozen")
+                                    "(groups=...), and set that group's lr to 0 while it is frozen; the configuration can "
+                                    "then have no scheduler")
         raise _hoist.UsageError(f"parameter '{name}' was frozen when the model was wrapped, so that it has no optimizer states, "
                                 "and requires gradients now. Wrap a model in which it does from the start, in a parameter group "
                                 "(groups=...) whose lr is 0 until it is to be trained")
