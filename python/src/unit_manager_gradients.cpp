@@ -37,6 +37,7 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
                     spec.name));
   }
   type_of_gradient(gradient, parameter);
+  gradient = gradient.attr("resolve_neg")();  // as of a conjugate's imaginary part, whose memory has the other sign
   if (!nb::cast<bool>(gradient.attr("is_contiguous")())) gradient = gradient.attr("contiguous")();
   unit.waiting.push_back({parameter, std::move(gradient), computes_on_host() ? nullptr : &*stream_of_gradients()});
   ++arrived_count_;

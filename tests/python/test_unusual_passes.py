@@ -80,6 +80,31 @@ def close_to(losses, expected):
     assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+# --- negative views: what conjugates make, whose memory has the other sign ------------------------------------------------
+
+class Phase(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase, self.linear = nn.Parameter(torch.full((1,), 0.3)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) * (torch.complex(torch.ones_like(self.phase), self.phase).conj() * (1 + 2j)).real
+
+
+@pytest.mark.cpu_tensors("it has no complex numbers")
+def test_gradients_and_values_may_be_negative_views(wrap):
+    expected = losses_in_memory(made(Phase), [batch(i) for i in range(3)])
+    model = made(Phase)
+    weight = model.linear.weight.detach().clone()
+    model.linear.weight.data = torch._neg_view(-weight)
+    with wrap(model) as engine:
+        assert torch.equal(engine.read("linear.weight"), weight)
+        engine.write("linear.weight", torch._neg_view(weight))
+        assert torch.equal(engine.read("linear.weight"), -weight)
+        engine.write("linear.weight", weight)
+        close_to([step_of(engine, batch(i)) for i in range(3)], expected)
+
+
 # --- before the first step -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("how", ["called", "gathered", "restored", "wrapped"])

@@ -117,7 +117,7 @@ class Parameters:
                 dtype = self._type_of(name, parameter)
                 absent = self.tensors.absent(index, parameter.shape, dtype)
                 parameter.__dict__.pop("__deepcopy__", None)  # of from_pretrained
-                values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data)
+                values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data.resolve_neg())
                 if parameter.is_meta or not torch._has_compatible_shallow_copy_type(parameter.data, absent):
                     parameter = self._replace(unit, name, parameter, absent)
                 else:
@@ -356,7 +356,7 @@ class Parameters:
     def _write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         name = self.own_name(name)
         self._require_shape(name, values)
-        array: Any = values.detach().to("cpu", torch.float32).contiguous().view(-1)  # as in read()
+        array: Any = values.detach().to("cpu", torch.float32).resolve_neg().contiguous().view(-1)  # as in read()
         self._unit_manager.write(self._number[name], state, 0, array)
 
     def _require_shape(self, name: str, values: torch.Tensor) -> None:
