@@ -208,6 +208,43 @@ def test_an_input_that_is_used_late(wrap, frozen):
         assert len(style._backward_hooks) <= 2, "hooks pile up on an input that is used again"
 
 
+class WithAuxiliaryLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.has_loss = nn.Linear(32, 32), nn.Linear(32, 32), False
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x)) + x
+        self.loss = self.gate(torch.tanh(self.gate(x))).pow(2).mean() if self.has_loss else None  # its backward pass comes first
+        return y
+
+
+@pytest.mark.skipif(not hoist.torch.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
+def test_an_auxiliary_loss_that_begins_later_fails_once_and_is_learned_then(wrap):
+    """A backward pass uses weights that its first one did not, in memory for a few blocks."""
+    def make():
+        return nn.Sequential(*[WithAuxiliaryLoss() for _ in range(8)], nn.Linear(32, 1))
+
+    def loss_of(model, x):
+        loss = mean_square(model, x)
+        return loss if blocks[2].loss is None else loss + blocks[2].loss
+
+    def loss_in_memory(model, x):
+        blocks[2].has_loss = next(steps) >= 2
+        return loss_of(model, x) + 0 * sum(p.sum() for p in model.parameters())  # as the engine does without a gradient
+
+    x, steps, blocks = batch(0, width=32), iter(range(5)), made(make)
+    expected = losses_in_memory(blocks, [x] * 5, loss_in_memory)
+    blocks = made(make)
+    with wrap(blocks, "92KiB") as engine:
+        losses = [step_of(engine, x, loss_of) for _ in range(2)]
+        blocks[2].has_loss = True
+        with pytest.raises(RuntimeError, match="of unit '2.*' are not loaded"):
+            step_of(engine, x, loss_of)
+        losses += [step_of(engine, x, loss_of) for _ in range(3)]
+    close_to(losses, expected)
+
+
 def test_recomputed_blocks_that_never_get_all_gradients_give_way(wrap):
     """Blocks of experts, most of which no token reaches, in memory for a few blocks."""
     class Experts(nn.Module):

@@ -365,6 +365,9 @@ class Passes:
             self._unit_manager.watch_backward("backward" not in self._watched)
             try:
                 yield
+            except BaseException:  # perhaps for a use of weights that no backward pass before had, as in _leave_pass()
+                self._watched.discard("backward")
+                raise
             finally:
                 self._unit_manager.watch_backward(False)
         if self._unit_manager.gave_way():
