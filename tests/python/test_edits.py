@@ -230,6 +230,19 @@ def test_a_model_is_wrapped_again_after_close(settings):
         assert losses == [step(engine) for _ in range(6)]
 
 
+def test_a_parameter_of_another_wrapped_model_is_refused_and_trained_there(wrapped):
+    with wrapped() as undisturbed:
+        expected = [step(undisturbed) for _ in range(2)]
+    first, second = model_of(), model_of()
+    with wrapped(first) as engine:
+        losses = [step(engine)]
+        second[2].weight = engine.module[2].weight
+        with pytest.raises(hoist.UsageError, match=r"parameter '2\.weight' belongs to an engine of another model"):
+            wrapped(second)
+        losses.append(step(engine))
+    assert losses == expected
+
+
 # --- the model itself ------------------------------------------------------------------------------------------------
 
 

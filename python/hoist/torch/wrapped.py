@@ -52,6 +52,13 @@ def refuse_model(model: object) -> None:
                                     "resume=True or weights=DIR, for a Trainer hoist_options={\"weights\": DIR}")
 
 
+    owners = {engine for of in _engine_of.values() if (engine := of()) is not None and engine._unit_manager.is_open}
+    for name, parameter in model.named_parameters():
+        if any(id(parameter) in engine._parameters.places for engine in owners):
+            raise _hoist.UsageError(f"parameter '{name}' belongs to an engine of another model: an engine trains its parameters "
+                                    "alone. Wrap one model that contains both, or give this one a copy")
+
+
 def keep_hooks(of: nn.Module | nn.Parameter, *handles: RemovableHandle) -> None:
     """Hooks of the engine that is being made, until the next one is."""
     kept: Any = _hooks_of_parameters if isinstance(of, nn.Parameter) else _hooks_of_modules
