@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from torch import nn
 from hoist import _hoist
 from hoist.torch.graphs import outside_of_graphs
 from hoist.torch.passes import Passes
-from hoist.torch.turns import FORWARD
+from hoist.torch.turns import FORWARD, modules_on_stack
 from hoist.torch.units import reads_weights_in_backward, tensors_in
 from hoist.torch.wrapped import keep_hooks
-
-_CALL = nn.Module._call_impl.__code__
 
 
 @dataclass
@@ -31,13 +28,8 @@ class Call:
 
 
 def _is_nested(module: nn.Module) -> bool:
-    """Whether the module calls itself: an outer call of it is on the stack, and was not interrupted."""
-    calls = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > 1
+    """Whether the module calls itself."""
+    return sum(each is module for each in modules_on_stack()) > 1
 
 
 class ModuleHook:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from hoist import _hoist
 
@@ -20,6 +23,16 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 FORWARD, BACKWARD = "forward()", "backward()"
+_CALL = nn.Module._call_impl.__code__
+
+
+def modules_on_stack() -> Iterator[nn.Module]:
+    """Those whose calls are under way in this thread, and were not interrupted; innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 class Turns:
@@ -56,7 +69,7 @@ class Turns:
             raise _hoist.UsageError(f"{call} after {self._interrupted}: it is unknown what that call has done. {_REMEDY}")
         with self._lock:
             may_begin = self.is_free_or_mine
-            in_forward = self._calls[-1:] == [FORWARD]  # its end was never seen
+            in_forward = self._calls[-1:] == [FORWARD]
             if may_begin and not in_forward:
                 if not self._calls:
                     self._thread = threading.current_thread()
@@ -64,8 +77,10 @@ class Turns:
                 return
         if not may_begin:
             return self._refuse_concurrent(call)
-        self.interrupt(f"{FORWARD} was interrupted")
-        raise _hoist.UsageError(f"{call} in the middle of {FORWARD}, or after {FORWARD} was interrupted. {_REMEDY}")
+        if call != FORWARD and any(True for _ in modules_on_stack()):
+            raise _hoist.UsageError(f"{call} inside of {FORWARD}: call it when {FORWARD} has returned")
+        self.interrupt(f"{FORWARD} was interrupted")  # its end was never seen
+        raise _hoist.UsageError(f"{call} after {FORWARD} was interrupted. {_REMEDY}")
 
     def end(self) -> None:
         with self._lock:
@@ -113,7 +128,7 @@ class Turns:
 
 
 _REMEDY = ("Close the engine (a `with` block does) and make a new one with resume=True, or call restore(): either continues from "
-           "the newest commit")
+           "the newest commit. Without a commit, the run begins anew")
 
 
 class _HasPasses(Protocol):
