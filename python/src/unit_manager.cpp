@@ -268,10 +268,13 @@ void UnitManager::lay_out_units() {
   for (std::uint32_t u = 0; u < model_.units().size(); ++u) {
     Unit& unit = units_.emplace_back(Unit{.id = UnitId{u}});
     unit.shared = options_.units[u].shared;
+    std::uint64_t elements = 0;
     for (const ParameterSpec& spec : options_.units[u].parameters) {
+      elements += element_count(spec);
       unit.trainable += spec.trainable ? 1 : 0;
       unit.has_frozen = unit.has_frozen || !spec.trainable;
     }
+    unit.is_small = elements <= options_.engine.persistence_elements;
   }
   has_arrived_.resize(model_.parameters().size());
 }
@@ -287,6 +290,7 @@ void UnitManager::know_types(nb::object fp32, nb::object bf16, nb::object fp16) 
 // On a stream that the unit is up for already this is a look at a list of one.
 void UnitManager::load(Unit& unit) {
   require_awake();
+  if (unit.is_up() && !unit.is_shown) show(unit);
   if (unit.is_up() && computes_on_host()) return;
   const platform::StreamRef stream = stream_of_weights();
   if (unit.is_used_on(stream)) return;
@@ -387,6 +391,16 @@ void UnitManager::hide(Unit& unit) noexcept {
   } catch (const std::exception& error) {
     log_warning("unit '{}' can still be read: {}", model_.units()[unit.id.index].name, error.what());
   }
+}
+
+void UnitManager::close_unheld() noexcept {
+  for (Unit& unit : units_)
+    if (unit.holds == 0 && !unit.is_small) hide(unit);
+}
+
+void UnitManager::open() {
+  for (Unit& unit : units_)
+    if (unit.is_up() && !unit.is_shown) show(unit);
 }
 
 void UnitManager::hold(Unit& unit) {

@@ -162,6 +162,11 @@ class UnitManager {
   // Whether every unit that was up in this pass stays there: nothing would be gained by ending it.
   bool keeps_all_up() const { return keeps_all_up_; }
 
+  // Between the calls of a pass: closes the tensors of the units that nobody holds, until open() or their next use, since
+  // what the program changed in them would be lost. Those of at most EngineOptions::persistence_elements stay open.
+  void close_unheld() noexcept;
+  void open();  // the tensors of all units that are up
+
   void enter(std::uint32_t unit);
   void leave(std::uint32_t unit);
   // Gradients of the unit may come at any time of the backward pass from now on.
@@ -232,6 +237,7 @@ class UnitManager {
     std::uint64_t loaded_at = 0;
     bool in_backward = false;
     bool has_frozen = false;
+    bool is_small = false;  // at most EngineOptions::persistence_elements
     bool shared = false;
     bool finished = false;            // all gradients of it have come; they are added up, or wait for memory
     bool in_gradient_memory = false;  // some of its gradients are, and the engine was not told yet that they are all

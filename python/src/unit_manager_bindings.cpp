@@ -318,6 +318,8 @@ void bind_unit_manager(nb::module_& module) {
       .def("watch_backward", &UnitManager::watch_backward, "watched"_a)
       .def("gave_way", &UnitManager::gave_way)
       .def("bring_back", &UnitManager::bring_back, "unit"_a)
+      .def("close_unheld", &UnitManager::close_unheld)
+      .def("open", &UnitManager::open)
       .def("enter", &UnitManager::enter, "unit"_a)
       .def("leave", &UnitManager::leave, "unit"_a)
       .def("share", &UnitManager::share, "unit"_a)

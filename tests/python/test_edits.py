@@ -145,6 +145,35 @@ def test_only_what_was_named_may_be_modified(wrapped):
         step(engine)
 
 
+@pytest.mark.skipif(not hoist.torch.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
+@pytest.mark.parametrize("evaluations", [1, 2])
+def test_weights_are_not_there_after_an_evaluation_and_cannot_be_changed_in_silence(wrapped, evaluations):
+    with wrapped() as undisturbed:
+        expected = [step(undisturbed) for _ in range(3)]
+    with wrapped() as engine:
+        losses = [step(engine)]
+        for change in (lambda p: p.data.clamp_(-0.01, 0.01), lambda p: p.data.add_(p.data)):  # as PEFT's merge_adapter() does
+            results = []
+            for _ in range(evaluations):
+                with torch.no_grad():
+                    results.append(engine(batch()[0]))
+            assert all(torch.equal(result, results[0]) for result in results)
+            for parameter in engine.module.parameters():
+                with pytest.raises(RuntimeError, match="are not loaded"):
+                    change(parameter)
+        losses += [step(engine), step(engine)]
+    assert losses == expected
+
+
+def test_small_parameters_are_there_for_the_loss_of_an_evaluation(settings):
+    config = settings()
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = WIDTH * (WIDTH + 1)
+    with hoist.torch.wrap(model_of(), config) as engine:
+        with torch.no_grad():
+            result = engine(batch()[0]) * engine.module[2].weight.mean()
+        assert torch.isfinite(result).all()
+
+
 class Revived(nn.Module):
     """Changes its weights in forward(), now and then."""
 

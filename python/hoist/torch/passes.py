@@ -2,7 +2,8 @@
 """When passes begin and end, and which micro-batch they are: what hooks say of calls and autograd of backward passes.
 
 A pass opens with the first call of a module and ends with the backward pass. Calls without gradients are passes of their
-own, which end where the next one begins: a loss may use weights that stay up. Or they take part in the pass that is open.
+own, which end where the next one begins; between their calls only small weights can be read, for a loss. Or they take part in
+the pass that is open.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class Passes:
             else:
                 if training and not self.calls:
                     self._is_scaled = False  # the loss that was scaled is another one
+                unit_manager.open()
                 return
         if unit_manager.current_pass is None:
             if training and torch._C._current_graph_task_id() != -1:
@@ -216,6 +218,8 @@ class Passes:
                 self._parameters.note_versions_of_watched_pass()
             elif not failed and not self.gathers:
                 self._refuse_edits_of_pass()
+            if self._unit_manager.current_pass == _hoist.Pass.evaluate and not self.gathers:
+                self._unit_manager.close_unheld()
         finally:
             self.turns.end()
 

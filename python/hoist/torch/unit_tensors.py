@@ -74,7 +74,9 @@ class UnitTensors:
         def calling(method: Callable[..., None]) -> Callable[..., None]:
             def call(*args: Any) -> None:
                 alive = me()
-                if alive is not None:
+                if alive is not None and CAN_REFUSE and method in (UnitTensors.open, UnitTensors.close):
+                    method(alive, *args)  # at every use of a unit; makes no tensors
+                elif alive is not None:
                     # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that
                     # call, and using them later ends the process. Those of torch.inference_mode() could never be trained.
                     with _DisableFuncTorch(), outside_of_inference_mode():
