@@ -283,6 +283,21 @@ def test_weights_that_are_tied_after_wrapping_are_refused(wrapped):
         step(engine)
 
 
+def test_weights_that_share_memory_without_being_one_parameter_are_refused(wrapped):
+    model = model_of()
+    model[2].weight.data = model[0].weight.data
+    with pytest.raises(hoist.UsageError, match=r"'0\.weight' and '2\.weight' share memory.*head.weight = embedding.weight"):
+        wrapped(model)
+    model[2].weight = model[0].weight
+    with wrapped(model) as engine:
+        step(engine)
+        assert torch.equal(engine.read("2.weight"), engine.read("0.weight"))
+    model, whole = model_of(), torch.randn(2, WIDTH, WIDTH)
+    model[0].weight.data, model[2].weight.data = whole  # parts of one tensor
+    with wrapped(model) as engine:
+        assert torch.equal(engine.read("2.weight"), whole[1].cpu())
+
+
 @pytest.mark.parametrize("message, change", [
     (r"'layers\.0\.weight' was 'layers\.2\.weight' when", lambda model: nn.Sequential(model[2], model[1], model[0])),
     (r"'layers\.2\.bias' was removed", lambda model: model[:2]),
