@@ -306,6 +306,27 @@ def test_moments_can_be_read(settings):
         torch.testing.assert_close(engine.read(name, hoist.State.moment2), optimizer.state[parameter]["exp_avg_sq"].cpu())
 
 
+@pytest.mark.cpu_tensors("it has no complex numbers and no sparse tensors")
+def test_buffers_in_unusual_forms_come_back_or_are_refused_by_name(settings):
+    views = {"conjugate": torch.polar(torch.ones(3), torch.arange(3.0)).conj(), "negative": torch._neg_view(torch.arange(3.0))}
+    for resume in (False, True):
+        model = make()
+        for name, view in views.items():
+            model.register_buffer(name, torch.zeros_like(view) if resume else view)
+        with hoist.torch.wrap(model, settings(), resume=resume) as engine:
+            train(engine, 1)
+            assert all(torch.equal(getattr(model, name), view) for name, view in views.items())
+            assert torch.equal(engine.state_dict()["negative"], views["negative"])
+    for sparse in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
+        model = make()
+        model.blocks[0].register_buffer("mask", sparse)
+        with pytest.raises(hoist.UsageError, match=r"'blocks\.0\.mask' is torch\.sparse.*persistent=False"):
+            hoist.torch.wrap(model, settings())
+        model.blocks[0].register_buffer("mask", sparse, persistent=False)
+        with hoist.torch.wrap(model, settings(), resume=True) as engine:
+            train(engine, 1)
+
+
 def test_small_buffers_come_back(settings):
     class Normed(nn.Module):
         def __init__(self):

@@ -25,7 +25,12 @@ _NOT_PLAIN = object()
 
 
 def room_for(buffers: dict[str, torch.Tensor]) -> int:
-    """Bytes that these buffers take in a commit. Errors: UsageError for more than 16 MiB: every step writes them."""
+    """Bytes that these buffers take in a commit. Errors: UsageError for more than 16 MiB: every step writes them; and for those
+    that are not dense."""
+    for name, b in buffers.items():
+        if b.layout is not torch.strided:
+            raise _hoist.UsageError(f"buffer '{name}' is {b.layout}, and commits hold dense tensors: register it with persistent=False "
+                                    "if it can be computed anew, or keep it dense")
     held = sum(b.nbytes for b in buffers.values())
     if held > _BUFFER_BYTES_MAX:
         largest = max(buffers, key=lambda name: buffers[name].nbytes)
@@ -128,7 +133,7 @@ def fill_buffers(saved: dict[str, list[Any]], model: nn.Module, device: torch.de
 
 
 def _text_of(buffer: torch.Tensor) -> list[Any]:
-    raw = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    raw = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
 
 
