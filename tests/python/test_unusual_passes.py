@@ -208,6 +208,35 @@ def test_an_input_that_is_used_late(wrap, frozen):
         assert len(style._backward_hooks) <= 2, "hooks pile up on an input that is used again"
 
 
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = model_of()
+
+    def forward(self, x):
+        self.loss = self.layers(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_model_that_returns_nothing_may_be_called_while_an_error_is_handled(wrap, evaluates):
+    def loss_of(model, x):
+        try:
+            raise KeyError("this batch is not cached")
+        except KeyError:
+            with torch.set_grad_enabled(not evaluates):
+                model(x)
+        if evaluates:
+            model(x)
+        return kept.loss
+
+    inputs = [batch(i) for i in range(3)]
+    kept = made(Keeps)
+    expected = losses_in_memory(kept, inputs, loss_of)
+    kept = made(Keeps)
+    with wrap(kept) as engine:
+        close_to([step_of(engine, x, loss_of) for x in inputs], expected)
+
+
 class WithAuxiliaryLoss(nn.Module):
     def __init__(self):
         super().__init__()

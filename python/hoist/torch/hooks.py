@@ -25,6 +25,7 @@ class Call:
     hook: ModuleHook
     entered: list[int] = field(default_factory=list)  # units
     made_before: set[Any] = field(default_factory=set)  # the graph's nodes that made what it was given
+    handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])  # around it: the call is in an except block
 
 
 def _is_nested(module: nn.Module) -> bool:
@@ -93,11 +94,11 @@ class ModuleHook:
         if not passes.calls or not passes.turns.is_free_or_mine:
             return None  # this call was refused
         forward_of_all = passes.forward_of_all
-        call = passes.calls.pop() if passes.calls[-1].hook is self else Call(self)
+        call = passes.calls.pop() if passes.calls[-1].hook is self else Call(self, handled=None)
         entered = call.entered
         outermost = not passes.calls and forward_of_all is None
         replaced = None
-        failed = output is None and sys.exc_info()[0] is not None
+        failed = output is None and sys.exc_info()[1] not in (None, call.handled)
         if torch.is_grad_enabled() and not failed:
             tensors = list(tensors_in(output))
             # An input that the module returns unchanged gets its gradient long after the call's own backward pass.
