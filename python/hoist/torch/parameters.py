@@ -75,14 +75,14 @@ class Parameters:
 
     def _refuse_shared_memory(self) -> None:
         """Errors: UsageError for parameters that share memory without being one: each would get values of its own."""
-        seen: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+        seen: dict[tuple[Any, Any], tuple[str, nn.Parameter]] = {}
         for name, p in itertools.chain.from_iterable(unit.parameters.items() for unit in self._cut.units):
             if p.numel() < 2 or not any(p.stride()):  # or one of a closed engine, without values
                 continue
             other, before = seen.setdefault((p.untyped_storage()._cdata, p.storage_offset()), (name, p))
             if before is not p and (p.requires_grad or before.requires_grad):
-                raise _hoist.UsageError(f"parameters '{other}' and '{name}' share memory (parameter.data = ...), and would be trained "
-                                        "apart: make them one parameter, as `head.weight = embedding.weight` does")
+                raise _hoist.UsageError(f"parameters '{other}' and '{name}' share memory (parameter.data = ...), and would be "
+                                        "trained apart: make them one parameter, as `head.weight = embedding.weight` does")
 
     def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):

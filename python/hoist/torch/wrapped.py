@@ -50,8 +50,6 @@ def refuse_model(model: object) -> None:
             raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() that one "
                                     "first (hoist.torch.engine_of(model), or trainer.engine), and give the next one values: "
                                     "resume=True or weights=DIR, for a Trainer hoist_options={\"weights\": DIR}")
-
-
     owners = {engine for of in _engine_of.values() if (engine := of()) is not None and engine._unit_manager.is_open}
     for name, parameter in model.named_parameters():
         if any(id(parameter) in engine._parameters.places for engine in owners):
