@@ -50,7 +50,8 @@ def refuse_rates_of_0(config: _hoist.Config, groups: list[dict[str, Any]]) -> No
     frozen = next((index for index, group in enumerate(groups) if group["lr"] == 0), None)
     if config.has_schedule and kind != "WarmupCosineLR" and frozen is not None:
         raise _hoist.UsageError(f"parameter group {frozen} has lr 0, and the configuration's {kind} gives every group the same "
-                                "rate: freeze its parameters before wrap() (requires_grad_(False)), or use one of PyTorch's schedules")
+                                "rate: freeze its parameters before wrap() (requires_grad_(False)), or use one of PyTorch's "
+                                "schedules")
 
 
 def refuse_moments(state_dict: dict[str, Any]) -> None:

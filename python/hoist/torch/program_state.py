@@ -29,8 +29,8 @@ def room_for(buffers: dict[str, torch.Tensor]) -> int:
     that are not dense."""
     for name, b in buffers.items():
         if b.layout is not torch.strided:
-            raise _hoist.UsageError(f"buffer '{name}' is {b.layout}, and commits hold dense tensors: register it with persistent=False "
-                                    "if it can be computed anew, or keep it dense")
+            raise _hoist.UsageError(f"buffer '{name}' is {b.layout}, and commits hold dense tensors: register it with "
+                                    "persistent=False if it can be computed anew, or keep it dense")
     held = sum(b.nbytes for b in buffers.values())
     if held > _BUFFER_BYTES_MAX:
         largest = max(buffers, key=lambda name: buffers[name].nbytes)
