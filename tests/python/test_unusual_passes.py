@@ -464,8 +464,20 @@ def test_clipping_of_no_parameters_is_refused(wrap):
         engine.backward(mean_square(engine, batch(0)))
         with pytest.raises(hoist.UsageError, match="engine.clip_grad_norm_"):
             clip_grad_norm_([p for p in engine.parameters() if p.grad is not None], 1.0)
+        assert clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0) == 0  # another model, which has no gradients yet
         assert engine.step().applied
     assert clip_grad_norm_([], 1.0) == 0
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.utils, "get_total_norm"), reason="this PyTorch has no get_total_norm")
+def test_the_norm_of_no_gradients_is_refused(wrap):
+    with wrap(made(model_of)) as engine:
+        engine.backward(mean_square(engine, batch(0)))
+        with pytest.raises(hoist.UsageError, match=r"^get_total_norm\(\) of no tensors.*both return the norm"):
+            torch.nn.utils.get_total_norm(p.grad for p in engine.parameters() if p.grad is not None)
+        assert torch.nn.utils.get_total_norm([torch.full((4,), 1.5)]) == 3
+        assert engine.step().applied
+    assert torch.nn.utils.get_total_norm([]) == 0
 
 
 def test_parameter_groups_stay_as_they_are(wrap):

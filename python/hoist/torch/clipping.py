@@ -34,10 +34,12 @@ def _replace_functions() -> None:
     for name in ("clip_grad_value_", "clip_grads_with_norm_"):
         if (original := getattr(torch.nn.utils, name, None)) is not None:  # the second one is newer
             replacements[original] = _refuse(name)
+    if (total := getattr(torch.nn.utils, "get_total_norm", None)) is not None:  # it takes gradients: of a wrapped model, none
+        replacements[total] = lambda _, tensors, *args, **kwargs: total(tensors, *args, **kwargs)
     others = {id(original): _for_engines(original, of_engine) for original, of_engine in replacements.items()}
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in others:
+            if id(value) in others and name != "_get_total_norm":  # PyTorch's clip_grad_norm_ calls that
                 setattr(module, name, others[id(value)])
 
 
@@ -46,9 +48,9 @@ def _for_engines(original: Callable[..., Any], of_engine: Callable[..., Any]) ->
     def clip(parameters: _Given, *args: Any, **kwargs: Any) -> Any:
         taken = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not taken and any(engine._passes.due for engine in _engines if engine._unit_manager.is_open):
-            raise _hoist.UsageError(f"{original.__name__}() of no parameters, and a wrapped model's step is due: its parameters "
-                                    "have no grad, because hoist has taken it. Pass all of the model's parameters, or call "
-                                    "engine.clip_grad_norm_(max_norm)")
+            raise _hoist.UsageError(f"{original.__name__.lstrip('_')}() of no tensors, and a wrapped model's step is due: its "
+                                    "parameters have no grad, because hoist has taken it. Call clip_grad_norm_() with all of the "
+                                    "model's parameters, or engine.clip_grad_norm_(max_norm): both return the norm")
         engine = _engine_of(taken)
         return original(taken, *args, **kwargs) if engine is None else of_engine(engine, taken, *args, **kwargs)
 
