@@ -92,16 +92,17 @@ def test_after_an_interrupted_forward_pass_the_engine_says_what_helps(settings):
         train(engine, 1, first=2)
 
 
-@pytest.mark.parametrize("call", ["read", "step", "save", "zero_grad"])
+@pytest.mark.parametrize("call", ["read", "step", "save", "zero_grad", "state_dict", "load_state_dict"])
 def test_a_call_of_the_engine_inside_of_forward_is_refused_and_no_more(settings, call):
-    arguments = ["norm.weight"] if call == "read" else []
+    arguments = {"read": ["norm.weight"], "load_state_dict": [{}, False]}.get(call, [])
     memory = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     with hoist.torch.wrap(make(), settings(zero_optimization=memory)) as undisturbed:
         train(undisturbed, 3)
         expected = digests(undisturbed)
     with hoist.torch.wrap(make(), settings(zero_optimization=memory)) as engine:
         train(engine, 2)
-        hook = engine.module.norm.register_forward_hook(lambda *_: getattr(engine, call)(*arguments) and None)
+        callee = engine.module if "state_dict" in call else engine
+        hook = engine.module.norm.register_forward_hook(lambda *_: getattr(callee, call)(*arguments) and None)
         for _ in range(2):
             with pytest.raises(hoist.UsageError, match=rf"{call}\(\) inside of forward\(\): call it when"):
                 train(engine, 1, first=2)

@@ -146,7 +146,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                         for module, units in users.items()]
         if config.setting("fp16.auto_cast") is True and dtype_of(config) is torch.float16:
             cast_inputs(model, torch.float16)
-        self._parameters.keep_state_dicts_true()
+        self._parameters.keep_state_dicts_true(self._passes.turns)
         self.optimizer = Optimizer(self, param_groups)
         self._continue_rates()
         self._continue_schedule()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from hoist.torch import initial
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
 from hoist.torch.wrapped import keep_hooks, remove_hooks
+
+if TYPE_CHECKING:
+    from hoist.torch.turns import Turns
 
 _PIECE = 1 << 20  # elements that are converted at a time
 
@@ -421,35 +424,40 @@ class Parameters:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
         return self._unit_manager.export(directory, initial.DTYPES[dtype], shard_bytes_max)
 
-    def keep_state_dicts_true(self) -> None:
+    def keep_state_dicts_true(self, turns: Turns) -> None:
         """`model.state_dict()`, as save_pretrained and others call it, would have no values."""
+        def begin(*_: Any) -> None:
+            with turns.of("state_dict()"):  # before PyTorch reads the parameters
+                self._between_passes()
+
         def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
-            self._between_passes()
-            for name, own in self.names_in_model().items():
-                if prefix + name in state_dict:
-                    state_dict[prefix + name] = self._read_as_stored(own)
+            with turns.of("state_dict()"):
+                for name, own in self.names_in_model().items():
+                    if prefix + name in state_dict:
+                        state_dict[prefix + name] = self._read_as_stored(own)
 
         # PyTorch would go on to copy the values into parameters whose units are not up. So what was written is taken out of
         # its (own) dictionary, and is not missing for that.
         written: set[str] = set()
 
         def load(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
-            self._between_passes()
-            names = self.names_in_model()
-            found: dict[str, torch.Tensor] = {}
-            written.clear()
-            for name, own in sorted(names.items(), key=lambda pair: pair[0] != pair[1]):  # before a tied weight's other names
-                if prefix + name in state_dict:
-                    found.setdefault(own, state_dict.pop(prefix + name))
-                    written.add(prefix + name)
-            for own, values in found.items():
-                self._write(own, values)
+            with turns.of("load_state_dict()"):
+                self._between_passes()
+                names = self.names_in_model()
+                found: dict[str, torch.Tensor] = {}
+                written.clear()
+                for name, own in sorted(names.items(), key=lambda pair: pair[0] != pair[1]):  # before a tied weight's other names
+                    if prefix + name in state_dict:
+                        found.setdefault(own, state_dict.pop(prefix + name))
+                        written.add(prefix + name)
+                for own, values in found.items():
+                    self._write(own, values)
 
         def loaded(module: nn.Module, keys: Any) -> None:
             keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
             written.clear()
 
-        keep_hooks(self._module, self._module.register_state_dict_post_hook(fill),
+        keep_hooks(self._module, self._module.register_state_dict_pre_hook(begin), self._module.register_state_dict_post_hook(fill),
                    self._module.register_load_state_dict_pre_hook(load), self._module.register_load_state_dict_post_hook(loaded))
 
 
