@@ -37,6 +37,7 @@ from hoist.optim import (
     problem_of_gradient,
     refuse_changes,
     settled_of,
+    warn_of_other_rates,
 )
 from hoist.torch import channels, distributed, program_state
 from hoist.torch.config_files import as_json
@@ -374,9 +375,7 @@ class Offloaded:
 
     def _push_rates(self, groups: list[dict[str, Any]]) -> None:
         rates = rates_of(groups)
-        if self._resumed_rates not in (None, rates):
-            _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule "
-                         "continues if optimizer.lr_scheduler is set to it in both runs", self._resumed_rates, rates)
+        warn_of_other_rates(self._resumed_rates, rates, "optimizer")
         self._resumed_rates, self._saved = None, {}
         for index, rate in enumerate(rates):
             if rate != self._rates[index]:

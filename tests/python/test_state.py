@@ -101,6 +101,22 @@ def test_a_schedule_goes_on_where_it_ended(settings, kind, caplog):
     assert len(left_out) == (kind == "the program's") and all("'left_out'" in text for text in left_out)
 
 
+def test_a_schedule_that_the_program_steps_and_sets_back_on_resume_is_warned_of(settings, caplog):
+    for how in ("begins", "kept", "lost"):
+        caplog.clear()
+        with hoist.torch.wrap(make(), settings(), resume=how != "begins") as engine:
+            schedule = lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5 ** step)
+            if how == "kept":
+                schedule.load_state_dict(engine.state["schedule"])
+                engine.optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
+            train(engine, 1)
+            schedule.step()
+            engine.state["schedule"] = schedule.state_dict()
+            engine.save().wait()
+        assert ("had come to [0.00025], and the program has set [0.001]" in caplog.text) == (how == "lost")
+        assert ("engine.lr_scheduler is set to it" in caplog.text) == (how == "lost")
+
+
 def test_what_a_commit_cannot_hold_is_named(settings):
     with hoist.torch.wrap(make(), settings()) as engine:
         for value, what in ((numpy.float32(1), "numpy.float32"), ({1: 0, "a": 0}, "keys of the types ['int', 'str']")):

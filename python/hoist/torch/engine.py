@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
-from hoist.optim import options_of
+from hoist.optim import options_of, warn_of_other_rates
 from hoist.torch import channels, checkpoints, distributed, initial, program_state, vertical
 from hoist.torch.casts import cast_inputs
 from hoist.torch.clipping import clip_through
@@ -83,6 +83,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.eviction_was_said = False
         self._boundary: bool | None = None
         self._lr_scheduler = scheduler
+        self._resumed_rates: list[float] | None = None  # until the first step after that
         self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
         self.state: dict[str, Any] = {}
         self.restored = False
@@ -313,6 +314,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
         if not self.config.has_schedule:
+            warn_of_other_rates(self._resumed_rates, self.get_lr(), "engine")
+            self._resumed_rates = None
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
         self._passes.forget()
@@ -374,6 +377,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                 group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
                 group["lr"] = rate
             self.optimizer.push_rates()
+            self._resumed_rates = rates
         elif rates != self._first_rates and "scheduler" not in self._saved:
             _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, "
                          "and these count", began, rates, self._first_rates)
@@ -382,6 +386,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if self._saved and self._lr_scheduler is not None:
             program_state.continue_schedule(self._saved, self._lr_scheduler, self.optimizer.param_groups)
             self._saved = {}
+            self._resumed_rates = None
 
     def _set_rate(self, group: int, rate: float) -> None:
         self._unit_manager.set_learning_rate(group + self._optimizer_groups_offset, rate)
