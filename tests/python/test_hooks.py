@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the Python calls of a step: some for each unit, none for each tensor."""
+"""Counts the Python calls of a step: some for each unit, none for each tensor; and objects that are looked into for tensors."""
 
 import json
 import pathlib
 import subprocess
 import sys
+import types
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
 
 import hoist.torch
+from hoist.torch.units import tensors_in
 from models import batches, loss_of
 
 PACKAGE = str(pathlib.Path(hoist.torch.__file__).parent.parent)
@@ -87,3 +90,34 @@ assert "torch._dynamo" not in sys.modules
     ended = subprocess.run([sys.executable, "-c", program, json.dumps(settings()), str(pathlib.Path(__file__).parent)],
                            capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_objects_that_refer_to_each_other_are_looked_into_a_few_times():
+    class Node:
+        pass
+
+    nodes = [Node() for _ in range(30)]
+    for index, node in enumerate(nodes):
+        node.neighbours, node.feature, node.module = nodes[index:] + nodes[:index], torch.ones(1), torch
+    found = list(tensors_in(((nodes[0],), {})))
+    assert {id(tensor) for tensor in found} == {id(node.feature) for node in nodes} and len(found) < 10 * len(nodes)
+
+
+def test_a_tensor_near_by_is_found_after_the_long_way_to_its_object():
+    near = types.SimpleNamespace(inner=types.SimpleNamespace(tensor=torch.ones(1)))
+    long_way = near
+    for _ in range(6):
+        long_way = [long_way]
+    assert len(list(tensors_in([long_way, near]))) == 1
+
+    class Made(Mapping):  # its values live only while they are looked into
+        def __len__(self):
+            return 9
+
+        def __iter__(self):
+            return iter(range(9))
+
+        def __getitem__(self, key):
+            return [torch.full((1,), key)]
+
+    assert [int(tensor) for tensor in tensors_in(Made())] == list(range(9))

@@ -8,6 +8,7 @@ modules use belongs to the first of them.
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -124,24 +125,27 @@ def reads_weights_in_backward(module: nn.Module) -> bool:
     return not (isinstance(module, nn.Embedding) and module.max_norm is None)
 
 
-_WITHOUT_TENSORS = (str, bytes, int, float, complex, type, type(None), nn.Module, torch.dtype, torch.device)
+_WITHOUT_TENSORS = (str, bytes, int, float, complex, type, type(None), nn.Module, torch.dtype, torch.device, types.ModuleType,
+                    types.FunctionType)
 
 
 _is_batched: Any = torch._C._functorch.is_batchedtensor
 _unwrapped: Any = torch._C._functorch.get_unwrapped
 
 
-def tensors_in(value: Any, depth: int = 8) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any, depth: int = 8, seen: dict[int, tuple[int, Any]] | None = None) -> Iterable[torch.Tensor]:
     """The tensors of what a module takes or returns: in tuples, lists, sets and mappings, and in the attributes of other objects,
-    such as dataclasses, down to `depth` levels. A tensor that is there twice comes twice. Inside of torch.func.vmap it is the
-    tensor of all samples: the one that autograd knows."""
+    such as dataclasses, down to `depth` levels. A tensor may come twice. Inside of torch.func.vmap it is the tensor of all
+    samples: the one that autograd knows. `seen`: the objects that were looked into, by id, with the depth from there."""
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         while _is_batched(value):
             value = _unwrapped(value)
         yield value
-    elif depth == 0 or isinstance(value, _WITHOUT_TENSORS):
+    elif isinstance(value, _WITHOUT_TENSORS) or seen.get(id(value), (0, None))[0] >= depth:
         return
     else:
+        seen[id(value)] = depth, value  # so that the object lives, and no other one gets its id
         if isinstance(value, Mapping):
             parts: Iterable[Any] = value.values()
         elif isinstance(value, (tuple, list, set, frozenset)):
@@ -150,4 +154,4 @@ def tensors_in(value: Any, depth: int = 8) -> Iterable[torch.Tensor]:
             slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
             parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
         for part in parts:
-            yield from tensors_in(part, depth - 1)
+            yield from tensors_in(part, depth - 1, seen)
