@@ -343,6 +343,31 @@ def test_buffers_in_unusual_forms_come_back_or_are_refused_by_name(settings):
             train(engine, 1)
 
 
+def test_state_dicts_have_the_extra_state_of_modules(settings):
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+    with hoist.torch.wrap(nn.Sequential(Counts(8, 8), nn.Tanh()), settings()) as engine:
+        engine(torch.randn(2, 8))
+        state = engine.state_dict()
+        assert state.keys() == engine.module.state_dict().keys() and state["0._extra_state"] == {"calls": 1}
+        engine(torch.randn(2, 8))
+        engine.load_state_dict(state)
+        assert engine.module[0].calls == 1
+        engine.module.load_state_dict(state | {"0._extra_state": {"calls": 5}})
+        assert engine.module[0].calls == 5
+
+
 def test_small_buffers_come_back(settings):
     class Normed(nn.Module):
         def __init__(self):

@@ -552,7 +552,8 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @takes_turn
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """All parameters and persistent buffers under PyTorch's names, in memory of their own.
+        """All parameters and persistent buffers under PyTorch's names, in memory of their own, and what get_extra_state() of
+        modules gives. Commits do not hold the last: keep it in engine.state.
 
         Parameters have their own type, or `dtype`: torch.float32 gives the masters, bit by bit.
         """
@@ -560,7 +561,7 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @takes_turn
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Replaces masters and buffers; moments stay."""
+        """Replaces masters, buffers and extra state; moments stay."""
         self._parameters.load_state_dict(state, strict)
 
     @takes_turn

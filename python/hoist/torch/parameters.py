@@ -388,7 +388,14 @@ class Parameters:
             result[alias] = result[name]
         result.update({n: p.detach().clone() for n, p in self._empty()})
         result.update({n: b.detach().clone() for n, b in self.persistent_buffers(remove_duplicate=False)})
+        result.update({name: module.get_extra_state() for name, module in self._with_extra_state()})
         return result
+
+    def _with_extra_state(self) -> Iterator[tuple[str, Any]]:
+        """Modules that have more to save than parameters and buffers, by the key of that."""
+        for prefix, module in self._module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield (f"{prefix}._extra_state" if prefix else "_extra_state"), module
 
     def _empty(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters without elements, which no unit has."""
@@ -398,7 +405,8 @@ class Parameters:
         self._between_passes()
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
-        known = set(self._number) | set(aliases) | set(buffers) | {name for name, _ in self._empty()}
+        others = dict(self._with_extra_state())
+        known = {*self._number, *aliases, *buffers, *others, *(name for name, _ in self._empty())}
         unknown = sorted(set(state) - known)
         wanted = set(self._number) | {name for name, _ in self.persistent_buffers()}
         missing = sorted(wanted - set(state) - {aliases[a] for a in aliases if a in state})
@@ -416,6 +424,8 @@ class Parameters:
             self._write(name, values)
         for name in buffers.keys() & state.keys():
             buffers[name].copy_(state[name])
+        for name in others.keys() & state.keys():
+            others[name].set_extra_state(state[name])
 
     def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
         self._between_passes()
