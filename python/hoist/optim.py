@@ -530,8 +530,8 @@ def is_setting(key: str) -> bool:
 def warn_of_other_rates(resumed: list[float] | None, rates: list[float], name: str) -> None:
     """Before the first step of a run that was resumed, and whose schedule was not continued."""
     if resumed not in (None, rates):
-        _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule continues if "
-                     "%s.lr_scheduler is set to it in both runs", resumed, rates, name)
+        _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule continues "
+                     "if %s.lr_scheduler is set to it in both runs", resumed, rates, name)
 
 
 def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) -> None:

@@ -162,8 +162,9 @@ class UnitManager {
   // Whether every unit that was up in this pass stays there: nothing would be gained by ending it.
   bool keeps_all_up() const { return keeps_all_up_; }
 
-  // Between the calls of a pass: closes the tensors of the units that nobody holds, until open() or their next use, since
-  // what the program changed in them would be lost. Those of at most EngineOptions::persistence_elements stay open.
+  // Between the calls of a pass: closes the tensors of the units that nobody holds, until open() or their next use,
+  // since what the program changed in them would be lost. Those of at most EngineOptions::persistence_elements stay
+  // open.
   void close_unheld() noexcept;
   void open();  // the tensors of all units that are up
 
