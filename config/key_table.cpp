@@ -238,7 +238,8 @@ bool has_only_hints(std::string_view section_path) {
 }
 
 bool is_slip_at_top_level(std::string_view name) {
-  if (!nearest_within(names_of_members({}), name, std::min<std::size_t>(2, wrong_letters_max(name))).empty()) return true;
+  if (!nearest_within(names_of_members({}), name, std::min<std::size_t>(2, wrong_letters_max(name))).empty())
+    return true;
   // Learning rates and steps have their names in many programs.
   return std::ranges::any_of(sections_with({}, name), [](std::string_view section) {
     return !section.starts_with("optimizer") && !section.starts_with("scheduler") && !has_only_hints(section);

@@ -467,7 +467,8 @@ class Parameters:
             keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
             written.clear()
 
-        keep_hooks(self._module, self._module.register_state_dict_pre_hook(begin), self._module.register_state_dict_post_hook(fill),
+        keep_hooks(self._module,
+                   self._module.register_state_dict_pre_hook(begin), self._module.register_state_dict_post_hook(fill),
                    self._module.register_load_state_dict_pre_hook(load), self._module.register_load_state_dict_post_hook(loaded))
 
 
