@@ -109,7 +109,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
     }
     if (remove) useless.push_back(other);
   }
-  if (useless.empty()) return;
+  if (ranks.all(useless.empty())) return;  // one group may have lost its store
   on_every_rank(ranks, "remove the store it took over from", [&] {
     for (const StoreDirectory& store : useless) remove_store(options.drive_directories(), store, kNow);
   });
