@@ -240,7 +240,7 @@ bool has_only_hints(std::string_view section_path) {
 bool is_slip_at_top_level(std::string_view name) {
   if (!nearest_within(names_of_members({}), name, std::min<std::size_t>(2, wrong_letters_max(name))).empty())
     return true;
-  // Learning rates and steps have their names in many programs.
+  // Other programs have keys such as "lr" and "warmup_num_steps", too.
   return std::ranges::any_of(sections_with({}, name), [](std::string_view section) {
     return !section.starts_with("optimizer") && !section.starts_with("scheduler") && !has_only_hints(section);
   });

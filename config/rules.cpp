@@ -379,13 +379,13 @@ class Rules {
     const TrainingOptions& training = draft_.training;
     const auto &all = training.train_batch_size, &one = training.train_micro_batch_size_per_gpu;
     const auto& accumulation = training.gradient_accumulation_steps;
-    if (!all || (one.value_or(1) <= *all && *all % one.value_or(1) == 0 &&
-                 *all / one.value_or(1) % accumulation.value_or(1) == 0))
-      return;
-    const std::string micro_batch = one ? fmt::format("train_micro_batch_size_per_gpu {}", *one) : "";
-    const std::string steps = accumulation ? fmt::format("gradient_accumulation_steps {}", *accumulation) : "";
-    problem("train_batch_size", fmt::format("{} is not a multiple of {}{}{}, so no number of ranks fits", *all,
-                                            micro_batch, one && accumulation ? " times " : "", steps));
+    const std::uint64_t micro_batch = one.value_or(1), steps = accumulation.value_or(1);
+    if (!all || (*all % micro_batch == 0 && *all / micro_batch % steps == 0)) return;
+    std::vector<std::string> factors;
+    if (one) factors.push_back(fmt::format("train_micro_batch_size_per_gpu {}", *one));
+    if (accumulation) factors.push_back(fmt::format("gradient_accumulation_steps {}", *accumulation));
+    problem("train_batch_size",
+            fmt::format("{} is not a multiple of {}, so no number of ranks fits", *all, fmt::join(factors, " times ")));
   }
 
   void formats() {

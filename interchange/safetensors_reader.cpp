@@ -123,8 +123,13 @@ nlohmann::json read_index(const std::string& path) {
     throw SafetensorsError(path, fmt::format("more than {} bytes are too many for an index", kIndexBytesMax));
   else if (code != 0)
     throw IoError({.operation = "read", .path = path, .code = code}, "check the drive that holds it");
-  // What is deeper than "weight_map" means nothing here; without it, a hostile text takes little memory.
-  const auto is_kept = [](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) { return depth <= 2; };
+  // Only "weight_map" is read, whose entries are texts. What lies deeper is dropped while it is parsed, and a text that
+  // nests further than any writer's is refused: both would take many times its length.
+  const auto is_kept = [&](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {
+    constexpr int kDepthMax = 16;
+    if (depth > kDepthMax) throw SafetensorsError(path, "the index is nested too deeply");
+    return depth <= 2;
+  };
   auto index = nlohmann::json::parse(text, is_kept, /*allow_exceptions=*/false);
   // The parser treats a zero byte as the end.
   if (index.is_discarded() || text.find('\0') != std::string::npos)

@@ -111,6 +111,7 @@ TEST(SafetensorsReader, AnIndexIsNotTrusted) {
   EXPECT_THAT(with(std::string(R"({"weight_map":{"a":"x"}})") + '\0'), HasSubstr("not JSON"));
   EXPECT_THAT(with(R"({"weight_map":{"a":{"deep":[1]}}})"), HasSubstr("not a file name"));
   EXPECT_THAT(with(std::string(40 * kMiB, '[')), HasSubstr("too many for an index"));
+  EXPECT_THAT(with(std::string(kMiB, '[')), HasSubstr("nested too deeply"));
   EXPECT_THAT(with(R"({"weight_map":[]})"), HasSubstr("no \"weight_map\""));
   EXPECT_THAT(with(R"({"weight_map":{}})"), HasSubstr("names no tensor"));
   EXPECT_THAT(with(R"({"weight_map":{"a":1}})"), HasSubstr("not a file name"));

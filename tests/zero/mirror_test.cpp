@@ -292,7 +292,7 @@ TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
 }
 
-// A store is of no use without one of its drives, whichever it is. The others keep their files: a drive may come back.
+// A store cannot be read without each of its drives. When one is lost, the others keep their files: it may come back.
 TEST_P(MirrorTest, OneOfARanksDrivesIsEnoughToLose) {
   own_drives_ = true;
   const auto states = undisturbed(4);
