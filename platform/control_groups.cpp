@@ -18,49 +18,53 @@ bool has(const std::vector<std::string>& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
 }
 
-// The mount of the v1 hierarchy with `controller`, or of v2 if `controller` is empty.
-std::optional<Mount> find_mount(const fs::path& proc, const std::string& controller) {
-  for (Mount& mount : mounts(proc)) {
-    const bool wanted = controller.empty() ? mount.type == "cgroup2"  //
-                                           : mount.type == "cgroup" && has(mount.options, controller);
-    if (wanted) return std::move(mount);
+// A hierarchy of control groups is asked for by a controller of version 1; version 2 has one, of the empty name.
+class Hierarchies {
+ public:
+  explicit Hierarchies(const fs::path& proc) : mounts_(mounts(proc)) {
+    // A line of /proc/self/cgroup: number:controllers:path.
+    std::ifstream file(proc / "self/cgroup");
+    for (std::string line; std::getline(file, line);) {
+      const auto first = line.find(':');
+      const auto second = line.find(':', first + 1);
+      if (first == std::string::npos || second == std::string::npos) continue;
+      own_groups_.push_back({split(line.substr(first + 1, second - first - 1), ','), line.substr(second + 1)});
+    }
   }
-  return std::nullopt;
-}
 
-// The process's group in that hierarchy. A line of /proc/self/cgroup: number:controllers:path.
-std::optional<std::string> own_group(const fs::path& proc, const std::string& controller) {
-  std::ifstream file(proc / "self/cgroup");
-  for (std::string line; std::getline(file, line);) {
-    const auto first = line.find(':');
-    const auto second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    if (controller.empty() ? controllers.empty() : has(split(controllers, ','), controller))
-      return line.substr(second + 1);
+  // The directories from the process's own group up to the root of what is mounted. A mount inside a container shows
+  // only the group named by its root. If the process's group is outside of it, only the mount's root is visible.
+  std::vector<fs::path> groups_upwards(const std::string& controller) const {
+    const auto mount = std::ranges::find_if(mounts_, [&](const Mount& candidate) {
+      return controller.empty() ? candidate.type == "cgroup2"
+                                : candidate.type == "cgroup" && has(candidate.options, controller);
+    });
+    const auto group = std::ranges::find_if(own_groups_, [&](const OwnGroup& candidate) {
+      return controller.empty() ? candidate.controllers.empty() : has(candidate.controllers, controller);
+    });
+    if (mount == mounts_.end() || group == own_groups_.end()) return {};
+    std::string below = group->path;
+    if (mount->root != "/" && below.starts_with(mount->root)) below.erase(0, mount->root.size());
+    std::error_code ignored;
+    fs::path own = (fs::path(mount->point) / fs::path(below).relative_path()).lexically_normal();
+    const bool is_outside = fs::path(below).relative_path().lexically_normal().string().starts_with("..");
+    if (is_outside || !fs::is_directory(own, ignored)) own = mount->point;
+    std::vector<fs::path> groups;
+    for (fs::path at = own;; at = at.parent_path()) {
+      groups.push_back(at);
+      if (at == fs::path(mount->point) || !at.has_relative_path()) break;
+    }
+    return groups;
   }
-  return std::nullopt;
-}
 
-// The directories from the process's own group up to the root of what is mounted. A mount inside a container shows only
-// the group named by its root. If the process's group is outside of it, only the mount's root is visible.
-std::vector<fs::path> groups_upwards(const fs::path& proc, const std::string& controller) {
-  const auto mount = find_mount(proc, controller);
-  const auto group = own_group(proc, controller);
-  if (!mount || !group) return {};
-  std::string below = *group;
-  if (mount->root != "/" && below.starts_with(mount->root)) below.erase(0, mount->root.size());
-  std::error_code ignored;
-  fs::path own = (fs::path(mount->point) / fs::path(below).relative_path()).lexically_normal();
-  const bool is_outside = fs::path(below).relative_path().lexically_normal().string().starts_with("..");
-  if (is_outside || !fs::is_directory(own, ignored)) own = mount->point;
-  std::vector<fs::path> groups;
-  for (fs::path at = own;; at = at.parent_path()) {
-    groups.push_back(at);
-    if (at == fs::path(mount->point) || !at.has_relative_path()) break;
-  }
-  return groups;
-}
+ private:
+  struct OwnGroup {
+    std::vector<std::string> controllers;
+    std::string path;
+  };
+  std::vector<Mount> mounts_;
+  std::vector<OwnGroup> own_groups_;
+};
 
 void keep_smaller(std::optional<Limits::Cpu>& limit, std::optional<double> count, const fs::path& file) {
   if (count && (!limit || *count < limit->count)) limit = Limits::Cpu{*count, file.string()};
@@ -120,18 +124,20 @@ std::optional<unsigned> processors_of(const std::vector<fs::path>& groups, const
 }  // namespace
 
 ControlGroupLimits control_group_limits(const fs::path& proc) {
+  const Hierarchies hierarchies(proc);
   Limits limits;
-  const std::vector<fs::path> unified = groups_upwards(proc, "");
+  const std::vector<fs::path> unified = hierarchies.groups_upwards("");
   for (const fs::path& group : unified) {
     limit_memory(limits, group, {{"memory.max", "memory.high"}, "memory.current", "inactive_file"});
     keep_smaller(limits.cpu, cpus_in(group / "cpu.max"), group / "cpu.max");
   }
-  for (const fs::path& group : groups_upwards(proc, "memory"))
+  for (const fs::path& group : hierarchies.groups_upwards("memory"))
     limit_memory(limits, group, {{"memory.limit_in_bytes"}, "memory.usage_in_bytes", "total_inactive_file"});
-  for (const fs::path& group : groups_upwards(proc, "cpu"))
+  for (const fs::path& group : hierarchies.groups_upwards("cpu"))
     keep_smaller(limits.cpu, v1_cpus_in(group), group / "cpu.cfs_quota_us");
   limits.processors = processors_of(unified, "cpuset.cpus.effective");
-  if (!limits.processors) limits.processors = processors_of(groups_upwards(proc, "cpuset"), "cpuset.effective_cpus");
+  if (!limits.processors)
+    limits.processors = processors_of(hierarchies.groups_upwards("cpuset"), "cpuset.effective_cpus");
   return limits;
 }
 

@@ -36,10 +36,9 @@ MemorySize address_space() {
   return {limit.rlim_cur, limit.rlim_cur > used ? limit.rlim_cur - used : 0};
 }
 
-MemorySize host_memory() {
+MemorySize host_memory(const ControlGroupLimits& limits) {
   const MemorySize machine{field_bytes("/proc/meminfo", "MemTotal").value_or(kUnlimited),
                            field_bytes("/proc/meminfo", "MemAvailable").value_or(kUnlimited)};
-  const ControlGroupLimits limits = control_group_limits();
   const std::uint64_t limit = limits.memory ? limits.memory->bytes : kUnlimited;
   return smaller(machine, {limit, limits.free_memory_bytes.value_or(kUnlimited)});
 }
@@ -78,9 +77,9 @@ GpuMemory gpu_memory(const GpuMemoryFacts& facts) {
   return facts.uses_host_page_tables ? GpuMemory::coherent : GpuMemory::separate;
 }
 
-unsigned processor_count() {
+unsigned processor_count(const ControlGroupLimits& limits) {
   const auto online = static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
-  return control_group_limits().processors.value_or(online);
+  return limits.processors.value_or(online);
 }
 
 }  // namespace hoist::platform

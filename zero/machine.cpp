@@ -211,12 +211,13 @@ Machine this_machine(const RuntimeOptions& options) {
     launch = comm::launch_of_process();
   } catch (const CommError&) {  // The launch is invalid. A runtime that joins it reports that.
   }
-  Machine machine{.host = mappable_twice(platform::host_memory()),
+  const platform::ControlGroupLimits limits = platform::control_group_limits();
+  Machine machine{.host = mappable_twice(platform::host_memory(limits)),
                   .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,
                   .local_rank = launch.local_rank,
-                  .cpu_count = platform::processor_count(),
+                  .cpu_count = platform::processor_count(limits),
                   .allowed_cpu_count = std::max(allowed_cpus(), 1u)};
-  if (const auto limit = platform::control_group_limits().cpu) machine.cpu_limit = limit->count;
+  if (limits.cpu) machine.cpu_limit = limits.cpu->count;
   // Reading the topology takes milliseconds: only where there is something to choose.
   std::optional<platform::Topology> topology;
   if (options.numa_placement && (machine.processes > 1 || platform::may_have_several_nodes())) {
@@ -232,7 +233,7 @@ Machine this_machine(const RuntimeOptions& options) {
   machine.gpu_ordinal = options.device_ordinal >= 0 ? options.device_ordinal : local_rank % machine.gpu_count;
   machine.gpu_memory = platform::gpu_memory(platform::cuda_memory_facts(machine.gpu_ordinal));
   if (machine.gpu_memory == platform::GpuMemory::coherent)
-    machine.host = mappable_twice(platform::memory_of_processors(platform::host_memory()));
+    machine.host = mappable_twice(platform::memory_of_processors(platform::host_memory(limits)));
   // On an integrated GPU the CUDA runtime leaves out the file cache, which the kernel would free: the host's number
   // counts.
   machine.gpu =
