@@ -2,18 +2,16 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <memory>
 #include <thread>
 
 #include <fmt/format.h>
 
 #include <hoist/aio/detail/nameless_file.hpp>
-#include <hoist/aio/quarantine.hpp>
 #include <hoist/aio/stripe_layout.hpp>
 #include <hoist/aio/stripe_weights.hpp>
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
@@ -26,24 +24,25 @@ namespace {
 constexpr double kTolerance = 0.1;
 constexpr std::uint64_t kPieceBytes = kMiB;
 constexpr std::size_t kPiecesInFlight = 16;
-constexpr Nanoseconds kSettlePollInterval = std::chrono::milliseconds(1);
 
 // One drive, driven by one thread: a ring of pieces in flight, each with its own part of the memory.
 class Meter {
  public:
   Meter(const MeasuredDrive& drive, const MeasureOptions& options)
-      : engine_(*drive.engine),
+      : queue_(*drive.queue),
         file_(detail::nameless_file(drive.directory, options.file_bytes)),
-        file_bytes_(options.file_bytes),
-        answer_timeout_(options.answer_timeout),
-        memory_(std::aligned_alloc(File::kAlignment, kPiecesInFlight * kPieceBytes), &std::free) {
-    if (memory_ == nullptr) throw std::bad_alloc();
-    auto* bytes = static_cast<std::byte*>(memory_.get());
+        file_bytes_(options.file_bytes) {
     for (std::uint64_t at = 0; at < kPiecesInFlight * kPieceBytes; at += sizeof(std::uint64_t)) {
       const std::uint64_t value = random_bits(1, at);  // a drive may compress
-      std::memcpy(bytes + at, &value, sizeof(value));
+      std::memcpy(memory_.span().data() + at, &value, sizeof(value));
     }
   }
+  // After an error, the other pieces may still be in flight.
+  ~Meter() {
+    for (const Completion& piece : in_flight_) piece.wait_quietly();
+  }
+  Meter(const Meter&) = delete;
+  Meter& operator=(const Meter&) = delete;
 
   double bytes_per_second(Nanoseconds time_limit) {
     const Nanoseconds third = time_limit / 3;
@@ -51,16 +50,6 @@ class Meter {
     const double writing = pass(Operation::write, filled_bytes_, kForever, third);
     const double reading = pass(Operation::read, filled_bytes_, kForever, third);
     return 2.0 / (1.0 / writing + 1.0 / reading);
-  }
-
-  // Call after an error. False: the drive has unanswered transfers, and the kernel may still write to this object's
-  // memory.
-  bool settle() noexcept {
-    const TimePoint deadline = Clock::now() + answer_timeout_;
-    return std::all_of(in_flight_.begin(), in_flight_.end(), [&](const Completion& piece) {
-      while (!piece.done() && Clock::now() < deadline) std::this_thread::sleep_for(kSettlePollInterval);
-      return piece.done();
-    });
   }
 
  private:
@@ -73,46 +62,29 @@ class Meter {
     std::uint64_t started = 0;
     const std::uint64_t pieces_in_span = span_bytes / kPieceBytes;
     do {
-      wait_for(started);
-      in_flight_[started % kPiecesInFlight] = start_piece(operation, started % pieces_in_span, started);
+      Completion& slot = in_flight_[started % kPiecesInFlight];
+      slot.wait();
+      slot = start_piece(operation, started % pieces_in_span, started);
       ++started;
     } while (Clock::now() - start < time_limit && started / pieces_in_span < rounds);
-    for (std::uint64_t i = 0; i < kPiecesInFlight; ++i) wait_for(started + i);
+    for (const Completion& piece : in_flight_) piece.wait();
     filled_bytes_ = std::max(filled_bytes_, std::min(started, pieces_in_span) * kPieceBytes);
     return static_cast<double>(started * kPieceBytes) / to_seconds(Clock::now() - start);
   }
 
   Completion start_piece(Operation operation, std::uint64_t place, std::uint64_t index) {
-    const std::span part(static_cast<std::byte*>(memory_.get()) + index % kPiecesInFlight * kPieceBytes, kPieceBytes);
-    if (operation == Operation::read) return engine_.read(file_, place * kPieceBytes, part, Priority::foreground);
-    return engine_.write(file_, place * kPieceBytes, part, Priority::foreground);
+    const auto part = memory_.span().subspan(index % kPiecesInFlight * kPieceBytes, kPieceBytes);
+    if (operation == Operation::read) return queue_.read(file_, place * kPieceBytes, part, Priority::foreground);
+    return queue_.write(file_, place * kPieceBytes, part, Priority::foreground);
   }
 
-  // For the piece that had this place in the ring before.
-  void wait_for(std::uint64_t index) {
-    const Completion& piece = in_flight_[index % kPiecesInFlight];
-    if (!piece.wait_for(answer_timeout_))
-      throw IoError({"measuring", file_.path(), 0, kPieceBytes, ETIMEDOUT}, "check the drive (dmesg, smartctl)");
-  }
-
-  DriveQueue& engine_;
+  DriveQueue& queue_;
   const File file_;
   const std::uint64_t file_bytes_;
-  const Nanoseconds answer_timeout_;
   std::uint64_t filled_bytes_ = 0;
-  std::unique_ptr<void, decltype(&std::free)> memory_;
+  const TransferMemory memory_{kPiecesInFlight * kPieceBytes};
   std::array<Completion, kPiecesInFlight> in_flight_;
 };
-
-double measure(const MeasuredDrive& drive, const MeasureOptions& options) {
-  auto meter = std::make_unique<Meter>(drive, options);
-  try {
-    return meter->bytes_per_second(options.time_limit);
-  } catch (...) {
-    if (!meter->settle()) quarantine(meter.release());
-    throw;
-  }
-}
 
 }  // namespace
 
@@ -143,7 +115,7 @@ StripeMeasurement measure_weights(std::span<const MeasuredDrive> drives, const M
   for (std::size_t i = 0; i < drives.size(); ++i) {
     threads.push_back(start_joining_thread("hoist-measure", [&, i](const std::stop_token&) {
       try {
-        result.bytes_per_second[i] = measure(drives[i], options);
+        result.bytes_per_second[i] = Meter(drives[i], options).bytes_per_second(options.time_limit);
       } catch (...) {
         errors[i] = std::current_exception();
       }

@@ -5,7 +5,7 @@
 // same time, as they will be used, so that shared resources (a bus, or the drive itself) count.
 //
 // Threading  One thread for each drive, for the time of the call.
-// Errors     IoError of the first drive, in their order, that failed.
+// Errors     IoError of the first drive, in their order, that failed or that its queue gave up.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,13 @@
 namespace hoist::aio {
 
 struct MeasuredDrive {
-  DriveQueue* engine = nullptr;
+  DriveQueue* queue = nullptr;
   std::string directory;
 };
 
 struct MeasureOptions {
   Nanoseconds time_limit = std::chrono::seconds(1);  // for everything; after it, waits only for the transfers in flight
   std::uint64_t file_bytes = 64 * kMiB;              // space used on each drive meanwhile; a multiple of 1 MiB
-  // For one piece of 1 MiB; then the drive is given up, and the memory it may still write to is never used again.
-  Nanoseconds answer_timeout = std::chrono::seconds(10);
 };
 
 struct StripeMeasurement {

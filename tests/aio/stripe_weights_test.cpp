@@ -56,8 +56,8 @@ TEST(StripeWeights, NoDriveGetsMoreThanItsRateSaysBeyondTheTolerance) {
 
 class Measuring : public testing::Test {
  protected:
-  std::shared_ptr<Faults> add_drive() {
-    const DriveQueueOptions options{.backend = BackendKind::threads, .drain_timeout = milliseconds(50)};
+  std::shared_ptr<Faults> add_drive(const DriveQueueOptions& options = {.backend = BackendKind::threads,
+                                                                        .drain_timeout = milliseconds(50)}) {
     auto faults = std::make_shared<Faults>(1);
     engines_.push_back(std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults)));
     directories_.push_back(std::make_unique<test::TempDirectory>());
@@ -142,11 +142,11 @@ TEST_F(Measuring, ADriveThatFailsIsNamed) {
   EXPECT_TRUE(std::filesystem::is_empty(directories_[1]->path()));
 }
 
-TEST_F(Measuring, ADriveThatNeverAnswersIsGivenUp) {
-  add_drive()->add({.kind = Fault::Kind::delay, .count = Faults::kForever, .delay = std::chrono::hours(9)});
+TEST_F(Measuring, ADriveThatNeverAnswersIsGivenUpWhenItsQueueSays) {
+  add_drive({.backend = BackendKind::threads, .drain_timeout = milliseconds(50), .answer_timeout = milliseconds(80)})
+      ->add({.kind = Fault::Kind::delay, .count = Faults::kForever, .delay = std::chrono::hours(9)});
   try {
-    static_cast<void>(measure_weights(
-        drives_, {.time_limit = milliseconds(60), .file_bytes = 8 * kMiB, .answer_timeout = milliseconds(80)}));
+    static_cast<void>(measure_weights(drives_, {.time_limit = milliseconds(60), .file_bytes = 8 * kMiB}));
     FAIL() << "a drive that never answered was given a weight";
   } catch (const IoError& error) {
     EXPECT_EQ(error.where.code, ETIMEDOUT);
