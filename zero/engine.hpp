@@ -12,7 +12,7 @@
 //            has failed: it can only be destroyed, and a new one restored. The other ranks do not wait for a failed
 //            rank: they stop at once, with a CommError that names it, the unit and its error, and unless they learned
 //            of it in an exchange, the runtimes' communicators cannot be used afterwards. The same holds for an
-//            exception that leaves a pass and then destroys the engine, and for abandon(). In a process that was
+//            exception of the program that destroys the engine on its way, and for abandon(). In a process that was
 //            forked later every call is a UsageError and the destructor does nothing.
 // Main path  gather -> (scheduler) -> store.read -> copy up -> all-gather -> lease; finish -> reduce-scatter -> copy
 //            down; step -> norm -> update -> store.write -> commit.

@@ -238,6 +238,31 @@ TEST_P(FailingProgram, OneThatGivesUpIsToldInItsWords) {
   expect_told(ended, size() - 1, HasSubstr("its program gave up: there is no more data"));
 }
 
+// A data loader fails between two steps or two micro-batches, a loss function before the step.
+TEST_P(FailingProgram, AnExceptionBetweenPassesIsToldAtOnce) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.micro_batches_max = 2;
+  for (const int passes : {0, 1, 2}) {
+    SCOPED_TRACE(passes);
+    const auto throw_after_passes = [&](ToyModel& model) {
+      for (int pass = 0; pass < passes; ++pass) model.pass(2, {.micro_batch = pass, .micro_batches = 2});
+      throw Error("there is no more data");
+    };
+    const TimePoint start = Clock::now();
+    const auto ended = run_ranks(size(), setup, [&](int rank, ToyModel& model) {
+      model.initialize();
+      model.micro_batches = 2;
+      model.train(1, 1);
+      if (rank == size() - 1) throw_after_passes(model);
+      model.train(2, kSteps);
+    });
+    EXPECT_LT(Clock::now() - start, kAtOnce);
+    EXPECT_EQ(ended.back().error, "there is no more data");
+    for (int rank = 0; rank + 1 < size(); ++rank)
+      EXPECT_THAT(ended[static_cast<std::size_t>(rank)].error, HasSubstr("its program ended the engine"));
+  }
+}
+
 // All ranks leave a pass and drop their engines alike: the step decided before is carried out and durable.
 TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
   const TempDirectory directory;

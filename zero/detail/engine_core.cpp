@@ -21,7 +21,7 @@ EngineCore::~EngineCore() {
   if (runtime.engine_at_work() == this) runtime.engine_at_work() = nullptr;
   if (!state_calls) return;  // not all parts were made: nothing is under way
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
-  const bool ended_by_exception = alive_ && !failure_ && unwinding && (pass->under_way() || pass->was_left());
+  const bool ended_by_exception = alive_ && !failure_ && unwinding;
   const auto attempt = [](const auto& call) {
     try {
       call();
@@ -37,18 +37,19 @@ EngineCore::~EngineCore() {
     if (failure_ || !alive_ || stepper->policy().is_decided()) return updates->stop();
     updates->finish();  // a step that was taken is not lost by an orderly end
   });
-  attempt([&] {
-    if (ended_by_exception) tell_of_exception();
-  });
   for (platform::Stream* stream : {streams.up.get(), streams.comm.get(), streams.down.get()})
     attempt([&] { stream->synchronize(); });
   // The program's streams may still use gathered weights and gradient buffers.
   attempt([&] { gatherer->quiesce(); });
   attempt([&] { gradients->wait(); });
+  // Now: a kernel's error, which the streams have told by themselves, says more.
+  attempt([&] {
+    if (ended_by_exception) tell_of_exception();
+  });
   checkpoints->end();
 }
 
-// The program's exception left a pass and takes the engine with it, while the others wait in that pass. They are told
+// The program's exception takes the engine with it, while the others wait in a pass or at its begin. They are told
 // after the step decided before it, which is whole on this rank and is not lost by an end of the program's.
 void EngineCore::tell_of_exception() {
   try {
@@ -56,7 +57,7 @@ void EngineCore::tell_of_exception() {
   } catch (...) {  // told where it was agreed on
   }
   const std::string refusal = last_refusal_.empty() ? "" : fmt::format("; refused in it: {}", last_refusal_);
-  notifier->notify(std::make_exception_ptr(Error("its program left a pass by an exception" + refusal)));
+  notifier->notify(std::make_exception_ptr(Error("its program ended the engine by an exception" + refusal)));
 }
 
 void EngineCore::fail(const std::exception_ptr& error) {

@@ -28,7 +28,6 @@ void PassState::begin(Pass pass, const PassOptions& wanted) {
   if (pass == Pass::train)
     gradients_.begin_pass(
         {.first = wanted.micro_batch == 0, .last = completes_step(), .micro_batches = held_micro_batches_});
-  was_left_ = false;
   began_ = Clock::now();
   ++serial_;
   gatherer_.begin_pass(static_cast<std::size_t>(pass), /*last=*/completes_step());
@@ -40,7 +39,6 @@ void PassState::end(End how) {
   if (Trace* const trace = ranks_.runtime().trace(); trace != nullptr)
     trace->add(TraceRow::program, kNames[static_cast<std::size_t>(*pass_)], began_, Clock::now());
   ended_ = *pass_;
-  was_left_ = !complete;
   const bool train = std::exchange(pass_, std::nullopt) == Pass::train;
   gatherer_.end_pass(complete);
   agreement_due_ = complete;

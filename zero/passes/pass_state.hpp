@@ -40,7 +40,6 @@ class PassState {
   bool is(Pass pass) const { return pass_ == pass; }
   bool is_serial(std::uint64_t serial) const { return pass_ && serial_ == serial; }
   std::uint64_t serial() const { return serial_; }
-  bool was_left() const { return was_left_; }  // the last pass, by an exception or discard()
 
   // --- the step that the train passes make
   int micro_batches() const { return micro_batches_; }  // train passes that make one step
@@ -75,7 +74,6 @@ class PassState {
   Gatherer& gatherer_;
   Gradients& gradients_;
   std::optional<Pass> pass_;
-  bool was_left_ = false;
   TimePoint began_{};
   std::uint64_t serial_ = 0;
   Pass ended_ = Pass::train;  // the last one
