@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <exception>
 #include <mutex>
 
 #include <fmt/format.h>
@@ -8,7 +7,6 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/processors.hpp>
-#include <hoist/platform/topology.hpp>
 
 namespace hoist::aio {
 
@@ -41,22 +39,10 @@ std::unique_ptr<Backend> make_backend(const DriveQueueOptions& options) {
 namespace detail {
 
 void enter_io_thread(const char* name, const DriveQueueOptions& options) noexcept {
-  const int numa_node = options.numa_node;
-  if (options.cpus.empty() && numa_node < 0) return;
-  try {
-    if (!options.cpus.empty()) {
-      if (!bind_current_thread(options.cpus))
-        log_warning(
-            "{}: the system refused to bind this thread to its {} processors, of which {} is the first; it "
-            "runs anywhere",
-            name, options.cpus.size(), options.cpus.front());
-      return;
-    }
-    if (!platform::bind_thread_to_node(platform::Topology::detect(), numa_node))
-      log_warning("{}: the system refused to bind this thread to NUMA node {}; it runs anywhere", name, numa_node);
-  } catch (const std::exception& error) {
-    log_warning("{}: not bound to NUMA node {}: {}", name, numa_node, error.what());
-  }
+  if (options.cpus.empty() || bind_current_thread(options.cpus)) return;
+  log_warning(
+      "{}: the system refused to bind this thread to its {} processors, of which {} is the first; it runs anywhere",
+      name, options.cpus.size(), options.cpus.front());
 }
 
 }  // namespace detail

@@ -34,8 +34,7 @@ struct DriveQueueOptions {
   std::uint64_t block_bytes = kMiB;  // a transfer is cut into blocks of this; a multiple of 4 KiB, at most 1 GiB
   unsigned queue_depth = 16;         // blocks in flight, 1 to 4096
   unsigned thread_count = 4;         // of the `threads` backend only, 1 to 256
-  int numa_node = -1;                // where the I/O thread runs; negative: anywhere
-  std::vector<int> cpus{};           // processors, OS numbers, where it runs instead; empty: as numa_node says
+  std::vector<int> cpus{};           // processors, OS numbers, where the I/O thread runs; empty: anywhere
   // Memory for transfers, registered with the kernel if it allows that; pieces of at most 1 GiB. Transfers outside of
   // it work too, slightly slower.
   std::vector<std::span<std::byte>> registered_memory{};

@@ -32,9 +32,7 @@ constexpr Nanoseconds kRetryPause = std::chrono::microseconds(100);
 constexpr unsigned kRetryDoublingsMax = 10;
 // Beyond the drain time-out, for an I/O thread that is itself stuck (in a continuation, or in a driver).
 constexpr Nanoseconds kStuckGrace = std::chrono::seconds(2);
-constexpr Nanoseconds kTimeoutMax = std::chrono::hours(24 * 365);  // what is added to more could overflow
 
-Deadline deadline(Nanoseconds timeout) { return Deadline(std::clamp(timeout, Nanoseconds(0), kTimeoutMax)); }
 Nanoseconds retry_pause(unsigned retries) { return kRetryPause * (1 << std::min(retries, kRetryDoublingsMax)); }
 
 // Asked each time, because files grow. A file whose length is unknown counts as endless.
@@ -52,8 +50,8 @@ DriveQueue::Impl::Impl(const DriveQueueOptions& options, std::unique_ptr<Backend
       records_(kTransferRecords),
       flights_(options.queue_depth),
       done_(options.queue_depth),
-      silence_(deadline(options.answer_timeout)),
-      drain_(deadline(options.drain_timeout)) {
+      silence_(options.answer_timeout),
+      drain_(options.drain_timeout) {
   for (Transfer& record : records_) unused_.push(record);
   free_flights_.reserve(flights_.size());
   retrying_.reserve(flights_.size());
@@ -106,7 +104,7 @@ bool DriveQueue::Impl::stop() noexcept {
   const bool given_up_before_stop = abandoned_;  // and said so
   stopping_ = true;
   backend_->wake_up();  // under the lock: the I/O thread cannot see `stopping_` and destroy the backend meanwhile
-  Deadline stuck = deadline(std::min(options_.drain_timeout, kTimeoutMax) + kStuckGrace);
+  Deadline stuck(std::min<Nanoseconds>(options_.drain_timeout, Deadline::kLimitMax) + kStuckGrace);
   for (std::uint64_t seen = drain_progress_; !ended_ && !stuck.is_over();) {
     ended_changed_.wait_for(lock, stuck.next_look());
     if (std::exchange(seen, drain_progress_) != drain_progress_) stuck.restart();

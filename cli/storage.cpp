@@ -77,9 +77,10 @@ StorageRig::StorageRig(const std::vector<std::string>& paths, std::uint64_t file
   const platform::Topology topology = platform::Topology::detect();
   for (const std::string& path : paths) {
     facts_.push_back(measure::drive_facts(path));
-    numa_nodes_.push_back(topology.node_of_path(path).value_or(-1));
+    const int node = topology.node_of_path(path).value_or(-1);
+    cpus_.push_back(topology.cpus_of(node));
     files_.push_back(std::make_unique<measure::ScratchFile>(path, file_bytes));
-    buffers_.push_back(std::make_unique<measure::BlockBuffers>(buffer_bytes, numa_nodes_.back()));
+    buffers_.push_back(std::make_unique<measure::BlockBuffers>(buffer_bytes, node));
   }
 }
 
@@ -96,8 +97,11 @@ void StorageRig::fill(const measure::StopFlag* stop, ProgressStyle style) {
 
 std::vector<std::unique_ptr<measure::Drive>> StorageRig::drives(const measure::DriveOptions& options) const {
   std::vector<std::unique_ptr<measure::Drive>> drives;
-  for (std::size_t i = 0; i < files_.size(); ++i)
-    drives.push_back(std::make_unique<measure::Drive>(*files_[i], *buffers_[i], options, numa_nodes_[i]));
+  for (std::size_t i = 0; i < files_.size(); ++i) {
+    measure::DriveOptions own = options;
+    own.cpus = cpus_[i];
+    drives.push_back(std::make_unique<measure::Drive>(*files_[i], *buffers_[i], own));
+  }
   return drives;
 }
 

@@ -50,7 +50,7 @@ class StorageRig {
   std::vector<std::unique_ptr<measure::ScratchFile>> files_;
   std::vector<std::unique_ptr<measure::BlockBuffers>> buffers_;
   std::vector<measure::DriveFacts> facts_;
-  std::vector<int> numa_nodes_;
+  std::vector<std::vector<int>> cpus_;  // of each path's NUMA node
 };
 
 std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure::Drive>>& drives);

@@ -16,9 +16,13 @@ namespace hoist {
 
 class Deadline {
  public:
-  // Counts from now on. Pre: limit >= 0.
+  // Beyond this a limit is none, and sums of times would overflow.
+  static constexpr std::chrono::milliseconds kLimitMax = std::chrono::hours(24 * 365);
+
+  // Counts from now on. A negative limit is 0.
   explicit Deadline(Nanoseconds limit)
-      : limit_(limit), step_max_(std::clamp<Nanoseconds>(limit / kLooksMin, Nanoseconds(1), kStepMax)) {}
+      : limit_(std::clamp<Nanoseconds>(limit, Nanoseconds(0), kLimitMax)),
+        step_max_(std::clamp<Nanoseconds>(limit_ / kLooksMin, Nanoseconds(1), kStepMax)) {}
 
   // Starts counting again, after an answer.
   void restart() {

@@ -74,4 +74,26 @@ DeviceError::DeviceError(const std::string& call, int error_code, const std::str
                         remedy)),
       code(error_code) {}
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+std::exception_ptr current_failure() {
+  try {
+    throw;
+  } catch (const UsageError& error) {
+    return std::make_exception_ptr(Error(error.what()));
+  } catch (const BudgetError& error) {
+    return std::make_exception_ptr(Error(error.what()));
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 }  // namespace hoist

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -99,5 +100,12 @@ class CommError : public Error {
  public:
   using Error::Error;
 };
+
+// what() of any exception.
+std::string text_of(const std::exception_ptr& error);
+
+// The exception that is being handled, of work that may be done in part: UsageError and BudgetError, which promise an
+// unchanged state, become an Error of the same words.
+std::exception_ptr current_failure();
 
 }  // namespace hoist

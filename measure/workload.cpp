@@ -189,7 +189,7 @@ BlockBuffers::BlockBuffers(std::uint64_t bytes, int numa_node)
   fill_random(memory_.bytes(), kBufferSeed);
 }
 
-Drive::Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOptions& options, int numa_node)
+Drive::Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOptions& options)
     : file_(file), buffers_(buffers), options_(options) {
   const std::uint64_t used_bytes = options.queue_depth * options.block_bytes;
   HOIST_ASSERT(used_bytes <= buffers.bytes().size(), "{} bytes of buffers for {}", buffers.bytes().size(), used_bytes);
@@ -197,7 +197,7 @@ Drive::Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOp
                                 .block_bytes = options.block_bytes,
                                 .queue_depth = options.queue_depth,
                                 .thread_count = options.thread_count,
-                                .numa_node = numa_node};
+                                .cpus = options.cpus};
   // Pieces of at most 1 GiB that no block straddles.
   const std::uint64_t slice_bytes = round_down(platform::HostMemory::kSliceBytes, options.block_bytes);
   for (std::uint64_t at = 0; at < used_bytes; at += slice_bytes)

@@ -39,6 +39,7 @@ struct DriveOptions {
   std::uint64_t block_bytes = kMiB;
   unsigned queue_depth = 32;
   unsigned thread_count = 4;  // of the backend `threads`
+  std::vector<int> cpus{};    // where the I/O thread runs; empty: anywhere
 };
 
 // Buffers with random content; made once for many engines in turn.
@@ -57,7 +58,7 @@ class BlockBuffers {
 class Drive {
  public:
   // Pre: `buffers` hold queue_depth blocks; file and buffers outlive the drive.
-  Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOptions& options, int numa_node = -1);
+  Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOptions& options);
 
   const ScratchFile& file() const { return file_; }
   const DriveOptions& options() const { return options_; }

@@ -14,20 +14,6 @@
 
 namespace hoist::platform::detail {
 
-namespace {
-
-std::string describe(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& exception) {
-    return exception.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
-
-}  // namespace
-
 HostStream::HostStream(HostStreamOptions options) : options_(std::move(options)) {
   if (options_.chaos_seed != 0) chaos_.emplace(options_.chaos_seed);
   worker_->thread = start_thread(options_.name, [this] { run(); });
@@ -43,7 +29,7 @@ HostStream::~HostStream() {
   worker_->changed.notify_one();
   worker_->thread.join();
   if (error_ && !error_delivered_) {
-    log_error("stream {} was destroyed after an error that was never reported: {}", options_.name, describe(error_));
+    log_error("stream {} was destroyed after an error that was never reported: {}", options_.name, text_of(error_));
   }
   options_.alive->fetch_sub(1);
 }

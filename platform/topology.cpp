@@ -12,7 +12,6 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/kernel_files.hpp>
-#include <hoist/core/processors.hpp>
 #include <hoist/platform/detail/sysfs.hpp>
 #include <hoist/platform/topology.hpp>
 
@@ -129,11 +128,9 @@ bool may_have_several_nodes() {
   return !(online >> nodes) || nodes.find_first_of("-,") != std::string::npos;
 }
 
-bool bind_thread_to_node(const Topology& topology, int node) {
-  const auto& nodes = topology.nodes();
-  const auto found = std::find_if(nodes.begin(), nodes.end(),
-                                  [&](const Topology::Node& candidate) { return candidate.os_index == node; });
-  return found != nodes.end() && bind_current_thread(found->cpus);
+std::vector<int> Topology::cpus_of(int node) const {
+  const auto found = std::ranges::find(nodes_, node, &Node::os_index);
+  return found == nodes_.end() ? std::vector<int>{} : found->cpus;
 }
 
 }  // namespace hoist::platform

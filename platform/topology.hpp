@@ -36,6 +36,8 @@ class Topology {
   std::optional<int> node_of_path(const std::string& path) const;
   // The node of a PCI device ("0000:17:00.0"); nullopt likewise.
   std::optional<int> node_of_pci(const std::string& bus_id) const;
+  // The processors of the node with that OS number; empty if there is none.
+  std::vector<int> cpus_of(int node) const;
   // The node of a block device by its number; a volume over several drives has one if they agree.
   std::optional<int> node_of_block_device(unsigned major, unsigned minor) const;
 
@@ -51,8 +53,5 @@ class Topology {
 // Whether this machine's memory may be on several nodes, for code that needs a Topology only then. True if unknown.
 // Cost: one small file of sysfs, while detect() takes milliseconds.
 bool may_have_several_nodes();
-
-// Binds the calling thread to the cpus of a node. Returns false and changes nothing if the system refuses.
-bool bind_thread_to_node(const Topology& topology, int node);
 
 }  // namespace hoist::platform

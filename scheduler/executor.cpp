@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/error.hpp>
 #include <hoist/core/float_environment.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
@@ -60,11 +61,12 @@ void Executor::execute(Task& task) {
   try {
     task.work();
   } catch (...) {
+    const std::exception_ptr error = current_failure();
     {
       MutexLock lock(mutex_);
-      error_ = std::current_exception();
+      error_ = error;
     }
-    task.promise.fail(std::current_exception());
+    task.promise.fail(error);
     return;
   }
   task.promise.complete();

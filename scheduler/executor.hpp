@@ -3,7 +3,8 @@
 // enqueued.
 //
 // Threading  One thread at a time enqueues; anyone may wait on the completions. A task may block on the disk.
-// Errors     A task that throws fails its completion and every later one with the same error; drain() rethrows it.
+// Errors     A task that throws fails its completion and every later one with the same error, which is no UsageError
+//            or BudgetError (current_failure()); drain() rethrows it.
 #pragma once
 
 #include <deque>

@@ -127,6 +127,8 @@ void check(const RuntimeOptions& options) {
   if (options.device) refuse_beyond(platform::DeviceKind::cuda, *options.device, "hoist.device");
   refuse_beyond(aio::BackendKind::null, options.aio_backend, "hoist.io_engine");
   refuse_beyond(CommunicatorKind::mpi, options.communicator, "hoist.communicator");
+  refuse(options.comm_timeout.count() <= 0, "hoist.comm_timeout_seconds", "must be positive");
+  refuse(options.aio_answer_timeout.count() <= 0, "hoist.io_answer_timeout_seconds", "must be positive");
 }
 
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {

@@ -9,6 +9,7 @@
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/launch.hpp>
+#include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
@@ -130,10 +131,12 @@ Runtime::Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone)
   Parts& parts = *parts_;
   parts.ledger->trace_to(parts.trace.get());
   // Only several ranks stage reductions, but how many there are is known after joining.
+  if (!alone && options_.comm_scratch_bytes == 0)
+    throw UsageError("several ranks need comm_scratch_bytes (hoist.comm_scratch), to reduce gradients in");
   if (!alone) parts.comm_scratch = parts.arena->allocate(options_.comm_scratch_bytes, "staging of collectives");
   comm::CommunicatorOptions comm{.scratch = parts.comm_scratch.bytes(),
                                  .ledger = parts.ledger.get(),
-                                 .timeout = options_.comm_timeout,
+                                 .timeout = std::min(options_.comm_timeout, Deadline::kLimitMax),
                                  .device_ordinal = options_.device_ordinal};
   const auto made_by = [&comm](const MakeCommunicator& join) {
     auto communicator = join(comm);

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <sstream>
 #include <system_error>
 #include <utility>
@@ -115,6 +116,9 @@ bool has_transparent_pages(const std::byte* address, std::uint64_t bytes) {
 
 Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(options.memory.bytes) {
   if (bytes_ == 0) return;
+  const char* const what = "the configured budget";
+  if (bytes_ > std::numeric_limits<std::uint64_t>::max() - kHugePageBytes)  // no number of whole pages
+    refuse(bytes_, host_memory().free_bytes, what);
   if (options.largest_pages == PageKind::huge_reserved && try_map(PageKind::huge_reserved, options)) return;
   // Reserved pages are already set apart; the kinds below compete for the rest.
   const std::uint64_t available = host_memory().free_bytes;
@@ -122,7 +126,7 @@ Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(opti
     if (options.largest_pages != PageKind::normal && try_map(PageKind::huge_transparent, options)) return;
     if (try_map(PageKind::normal, options)) return;
   }
-  refuse(bytes_, available, "the configured budget");
+  refuse(bytes_, available, what);
 }
 
 void Mapping::refuse(std::uint64_t bytes, std::uint64_t available, const char* what) const {

@@ -200,17 +200,11 @@ std::vector<int> processors_of_io_thread(const DriveQueueOptions& options) {
   return cpus;
 }
 
-TEST(IoThread, RunsOnTheNodeItWasGiven) {
-  const auto topology = platform::Topology::detect();
-  const auto& node = topology.nodes().back();
-  EXPECT_THAT(processors_of_io_thread({.numa_node = node.os_index}), testing::UnorderedElementsAreArray(node.cpus));
-}
-
 TEST(IoThread, RunsOnTheProcessorsItWasGiven) {
   const auto topology = platform::Topology::detect();
   const int cpu = topology.nodes().back().cpus.back();
   for (const BackendKind backend : {BackendKind::automatic, BackendKind::threads})
-    EXPECT_EQ(processors_of_io_thread({.backend = backend, .numa_node = 0, .cpus = {cpu}}), std::vector<int>{cpu});
+    EXPECT_EQ(processors_of_io_thread({.backend = backend, .cpus = {cpu}}), std::vector<int>{cpu});
   // A refusal is a line in the log.
   EXPECT_EQ(processors_of_io_thread({.cpus = {70000}}).size(), topology.cpu_count());
 }

@@ -22,6 +22,8 @@ Nanoseconds time_until_over(Deadline deadline, Nanoseconds period) {
 
 TEST(Deadline, IsOverAfterItsTime) {
   EXPECT_TRUE(Deadline(Nanoseconds(0)).is_over());
+  EXPECT_TRUE(Deadline(milliseconds(-1)).is_over());
+  EXPECT_FALSE(Deadline(Nanoseconds::max()).is_over());
   EXPECT_GE(time_until_over(Deadline(milliseconds(60)), milliseconds(5)), milliseconds(60));
   EXPECT_GE(time_until_over(Deadline(milliseconds(60)), std::chrono::hours(1)), milliseconds(60))
       << "waiting as long as it allows";

@@ -179,13 +179,15 @@ TEST(HostMemory, APartThatIsAllOfIt) {
 }
 
 TEST(HostMemory, RefusesWhatTheMachineLacks) {
-  for (const bool huge : {true, false}) {
-    try {
-      const HostMemory memory({.bytes = std::uint64_t{1} << 46, .huge_pages = huge});
-      FAIL() << "64 TiB were given";
-    } catch (const BudgetError& error) {
-      EXPECT_EQ(error.need.tier, "pinned");
-      EXPECT_LT(error.need.have_bytes, error.need.need_bytes);
+  for (const std::uint64_t bytes : {std::uint64_t{1} << 46, ~std::uint64_t{0}}) {
+    for (const bool huge : {true, false}) {
+      try {
+        const HostMemory memory({.bytes = bytes, .huge_pages = huge});
+        FAIL() << bytes << " bytes were given";
+      } catch (const BudgetError& error) {
+        EXPECT_EQ(error.need.tier, "pinned");
+        EXPECT_LT(error.need.have_bytes, error.need.need_bytes);
+      }
     }
   }
 }

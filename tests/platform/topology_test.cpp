@@ -3,10 +3,8 @@
 #include <filesystem>
 #include <fstream>
 #include <numeric>
-#include <thread>
 
 #include <gtest/gtest.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
@@ -149,37 +147,10 @@ TEST_F(FakeSysfs, Cards) {
   EXPECT_EQ(topology.node_of_pci("0000:ad:00.0"), std::nullopt);
 }
 
-// --- binding
-// ------------------------------------------------------------------------------------------------------------
-
-std::vector<int> allowed_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  EXPECT_EQ(::sched_getaffinity(0, sizeof set, &set), 0);
-  std::vector<int> cpus;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(static_cast<std::size_t>(cpu), &set)) cpus.push_back(cpu);
-  }
-  return cpus;
-}
-
-TEST(BindThread, ToANodeOfThisMachine) {
-  const Topology topology = Topology::detect();
-  const auto with_cpus = std::find_if(topology.nodes().begin(), topology.nodes().end(),
-                                      [](const Topology::Node& node) { return !node.cpus.empty(); });
-  ASSERT_NE(with_cpus, topology.nodes().end());
-  std::thread([&] {
-    EXPECT_TRUE(bind_thread_to_node(topology, with_cpus->os_index));
-    EXPECT_EQ(allowed_cpus(), with_cpus->cpus);
-  }).join();
-}
-
-TEST(BindThread, RefusalChangesNothing) {
-  const auto before = allowed_cpus();
-  EXPECT_FALSE(bind_thread_to_node(Topology::detect(), 4711));
-  EXPECT_FALSE(bind_thread_to_node(Topology::synthetic("numa:2 pu:1(indexes=70000,70001)"),
-                                   1));  // processors this machine lacks
-  EXPECT_EQ(allowed_cpus(), before);
+TEST(Topology, ANodesProcessors) {
+  const Topology topology = Topology::synthetic("numa:2 core:2 pu:1");
+  EXPECT_EQ(topology.cpus_of(1), (std::vector<int>{2, 3}));
+  EXPECT_EQ(topology.cpus_of(4711), std::vector<int>{});
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/scheduler/executor.hpp>
 
 namespace hoist::scheduler::executor_test {
@@ -34,6 +35,21 @@ TEST(Executor, AFailureFailsEverythingAfterIt) {
   EXPECT_THROW(after.wait(), std::runtime_error);
   EXPECT_THROW(executor.drain(), std::runtime_error);
   EXPECT_FALSE(ran);
+}
+
+// A refusal leaves its caller's state unchanged; a task that failed does not.
+TEST(Executor, ATaskThatIsRefusedHasFailed) {
+  Executor executor("test");
+  const Completion refused = executor.enqueue([] { throw UsageError("no such stream"); });
+  try {
+    refused.wait();
+    FAIL() << "the task succeeded";
+  } catch (const UsageError&) {
+    FAIL() << "a caller would go on";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "no such stream");
+  }
+  EXPECT_THROW(executor.drain(), Error);
 }
 
 }  // namespace

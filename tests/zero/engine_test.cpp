@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/platform/update_arrays.hpp>
 
@@ -256,6 +257,15 @@ TEST(Engine, WhatARuntimeCannotUseIsRefusedAtOnce) {
   setup = in_memory();
   setup.runtime.trace_path = "/no/such/directory/trace.json";
   EXPECT_THROW(Runtime runtime(setup.runtime), IoError) << "and not when the run is over";
+  setup = in_memory();
+  setup.runtime.comm_timeout = std::chrono::milliseconds(0);
+  EXPECT_THROW(Runtime runtime(setup.runtime), ConfigError);
+  setup = in_memory();
+  setup.runtime.comm_scratch_bytes = 0;
+  EXPECT_NO_THROW(Runtime runtime(setup.runtime)) << "one rank reduces nothing";
+  comm::ThreadGroup group(2);
+  const auto join = [&](const comm::CommunicatorOptions& options) { return group.join(0, options); };
+  EXPECT_THROW(Runtime runtime(setup.runtime, join), UsageError);
 }
 
 TEST(Engine, AccumulateTakesTheParametersShapeInDeviceMemory) {

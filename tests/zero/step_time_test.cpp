@@ -2,11 +2,13 @@
 // Predicted times: the arithmetic, and real steps on a drive and with kernels whose speed is known.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string>
 
 #include <gtest/gtest.h>
 
 #include <hoist/bench/timed_steps.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 #include <hoist/zero/predict/step_time.hpp>
@@ -45,6 +47,15 @@ TEST(StepTime, OfNothingKnownIsNothing) {
   EXPECT_EQ(time.least_seconds, 0);
   EXPECT_EQ(time.expected_seconds, 0);
   EXPECT_EQ(time.gap(), 1);
+}
+
+TEST(StepTime, SpeedsThatAreNoNumbersAreRefused) {
+  for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
+    EXPECT_THROW(predict_time(of_two(kOffloaded), {.nvme_read = wrong}), UsageError);
+    EXPECT_THROW(predict_time(of_two(kOffloaded), {.compute_seconds = wrong}), UsageError);
+    EXPECT_THROW(predict_time(of_two(kOffloaded), {.compute_seconds = 1}, {.noise = wrong}), UsageError);
+    EXPECT_THROW(overrun_of_plan(of_two(kOffloaded), {.compute_seconds = wrong}), UsageError);
+  }
 }
 
 TEST(StepTime, TheBusiestResourceBounds) {

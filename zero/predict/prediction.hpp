@@ -6,7 +6,9 @@
 // forward, once backward), planned like a recorded one.
 //
 // Threading  Pure functions, but for what runtime options leave to this machine (zero/machine.hpp).
-// Errors     UsageError for a model without units. Too small a budget is not an error here: see fits().
+// Errors     UsageError for a model without units; ConfigError for options that no engine could have. Too small a
+// budget
+//            is not an error here: see fits().
 #pragma once
 
 #include <optional>

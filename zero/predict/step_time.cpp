@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 
 #include <fmt/format.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/zero/predict/step_graph.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
@@ -137,6 +139,16 @@ StepSpeeds slowed(StepSpeeds speeds, const StepDisturbance& disturbance) {
   return speeds;
 }
 
+// A simulation would not end.
+void check(const StepSpeeds& s, double noise) {
+  for (const double value : {s.nvme_read, s.nvme_write, s.nvme_mixed, s.host_to_device, s.device_to_host, s.wire,
+                             s.host_memory, s.device_memory, s.nvme_latency, s.copy_latency, s.wire_latency,
+                             s.nvme_flush, s.compute_seconds, s.forward_share, noise}) {
+    if (!std::isfinite(value) || value < 0)
+      throw UsageError(fmt::format("a step cannot be predicted from the speed, time or disturbance {}", value));
+  }
+}
+
 }  // namespace
 
 const char* resource_name(Resource resource) {
@@ -147,6 +159,7 @@ const char* resource_name(Resource resource) {
 
 StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, const StepDisturbance& disturbance) {
   const StepSpeeds speeds = slowed(planned, disturbance);
+  check(speeds, disturbance.noise);
   StepTime time{.busy_seconds = busy(prediction, speeds)};
   const auto most = std::ranges::max_element(time.busy_seconds);
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
@@ -184,6 +197,7 @@ PlannedStep faster_of_ahead_and_on_demand(const StepQuestion& question, PlannedS
 }
 
 std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds) {
+  check(speeds, /*noise=*/0);
   static constexpr std::array<const char*, detail::kHeldInCount> kNames{"gather memory", "gradient buffers",
                                                                         "staging buffers", "update buffers"};
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);

@@ -13,6 +13,7 @@
 //                          what the pinned memory for state in transit holds at each.
 //
 // Threading  Pure functions.
+// Errors     UsageError for a speed, time or disturbance that is negative or not finite.
 // Main path  predict -> predict_time, or both as plan_step -> faster_of_ahead_and_on_demand
 #pragma once
 

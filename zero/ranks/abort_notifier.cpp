@@ -19,16 +19,6 @@ bool is_of_communication(const std::exception_ptr& error) {
   }
 }
 
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
-
 std::optional<comm::Problem> first_problem(comm::Communicator& communicator, const std::exception_ptr& mine) {
   if (!mine) return comm::first_problem(communicator, std::nullopt);
   return comm::first_problem(communicator, text_of(mine));

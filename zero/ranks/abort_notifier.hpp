@@ -25,9 +25,6 @@
 
 namespace hoist::detail {
 
-// The text of an error.
-std::string text_of(const std::exception_ptr& error);
-
 // Whether the error came from other ranks (CommError).
 bool is_of_communication(const std::exception_ptr& error);
 

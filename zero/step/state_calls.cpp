@@ -133,10 +133,8 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
     // The engine must not outlive an error of a callback: a part of the state has been replaced.
     try {
       change();
-    } catch (const UsageError& error) {
-      throw Error(error.what());
-    } catch (const BudgetError& error) {
-      throw Error(error.what());
+    } catch (...) {
+      std::rethrow_exception(current_failure());
     }
   });
   parts_.settings.step_count = step;
