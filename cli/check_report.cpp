@@ -349,7 +349,7 @@ std::string accepted_text(const CheckReport& report) {
   if (!report.prediction) return text;
   text += fit_text(report.fit, report.machine);
   if (!report.fit.fits()) return text;
-  return text + fmt::format("\nthese budgets on every machine, in the file:\n  \"hoist\": {}\n",
+  return text + fmt::format("\nTo have these budgets on every machine, put this into the file:\n  \"hoist\": {}\n",
                             budgets_section(*report.prediction, report.runtime).dump());
 }
 

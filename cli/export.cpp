@@ -207,7 +207,7 @@ Command add_export(CLI::App& app) {
       ->capture_default_str()
       ->type_name("BYTES");
   command->add_flag("--universal", arguments->universal,
-                    "Weights, moments and step for DeepSpeed: names the Python command that writes them");
+                    "Print the Python command that writes a DeepSpeed universal checkpoint");
   command->add_option("--json", arguments->json, "Write what was exported as JSON to this file");
   command->footer(
       "Example: hoist export /local_nvme --to weights/ --dtype bf16\n"

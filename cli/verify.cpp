@@ -111,7 +111,7 @@ Command add_verify(CLI::App& app) {
   command->footer(
       "Example: hoist verify /local_nvme --bytes-per-second 100MB\n"
       "Reads the newest commit and every named checkpoint, also while a training uses the store. Run it on the host\n"
-      "whose drives they are; ranks whose files are elsewhere are not read.\n"
+      "that has the drives: ranks with files on other hosts are not read.\n"
       "Exit code 1: something is damaged, or could not be verified.");
   return {command, [arguments] { return verify(*arguments); }};
 }

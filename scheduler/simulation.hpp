@@ -60,8 +60,8 @@ struct TaskTimes {
 std::vector<TaskTimes> simulate(const TaskGraph& graph, std::uint32_t lane_count,
                                 const SimulationOptions& options = {});
 
-// For how long each lane kept a lane idle between the end of task `from` and the end of `to`, along the chain of tasks
-// that each of its tasks waited for.
+// How long `lane` stood idle because of each other lane, between the end of task `from` and the end of `to`: along the
+// chain of tasks that each of its tasks waited for.
 std::vector<double> waits_of_lane(const TaskGraph& graph, std::span<const TaskTimes> times, std::uint32_t lane,
                                   std::uint32_t lane_count, TaskIndex from, TaskIndex to);
 

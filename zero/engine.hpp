@@ -141,10 +141,12 @@ class Engine {
   void change_masters(const Initializer& change);
   // [J] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
   // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.
-  // No data moves, and nothing waits: on NVMe the step's own commit is kept; state in memory is written by a thread
-  // under the next pass, and the next step() waits for that (once: what has not changed since the last save is not
-  // written again). Between commits (commit_every) the step is committed first. Without a name, or without keep_steps,
-  // the save is a commit like a step's, and the next one replaces it.
+  // Without a name, or without keep_steps, the save is a commit like a step's, and the next one replaces it.
+  // Cost: with state on NVMe the step's own commit is kept under the name: no data moves, and the call does not wait. A
+  // save that needs a commit of its own (without a name or keep_steps, between commits (commit_every), or to the
+  // mirror) first waits for every pending update and commit. With all state in memory the call waits for the engine's
+  // streams and for the save before. A thread then writes the state under the next pass, and the next step() waits for
+  // that thread. State that has not changed since the last save is not written again.
   Completion save(std::string name, std::span<const std::byte> caller_state, const SaveOptions& options = {});
 
   // --- what happened -------------------------------------------------------------------------------------------------

@@ -29,9 +29,8 @@ struct DriveQueueOptions;
 
 enum class CommunicatorKind : std::uint8_t {
   // As the launcher (comm/launch.hpp) started the ranks. Several ranks of mpirun or srun meet over MPI, on CUDA devices
-  // with
-  // NCCL for the data; those of torchrun over NCCL, on CUDA devices only. Without a launcher, or with one rank: `self`.
-  // A launcher that announces several ranks where MPI sees one is an error.
+  // with NCCL for the data; those of torchrun over NCCL, on CUDA devices only. Without a launcher, or with one rank:
+  // `self`. A launcher that announces several ranks where MPI sees one is an error.
   automatic,
   self,
   mpi,
@@ -143,9 +142,9 @@ struct EngineOptions {
   std::uint64_t parameters_pinned_elements_max = ~std::uint64_t{0};
 
   // How many units, the last ones, have their gradients on NVMe between backward and update, in scratch space of the
-  // store's drives, which takes 2 bytes read and 2 written a parameter of them, or 4 and 4 with each micro-batch that
-  // is added up in fp32. Empty: as few as the pinned budget demands beside the buffers that are asked for below, of
-  // which those beyond the defaults give way; each rank by its own budget. Not with update mode `backward`. Key
+  // store's drives. This costs 2 bytes read and 2 written for each of their parameters, or 4 and 4 for each micro-batch
+  // that is added up in fp32. Empty: as few as the pinned budget demands beside the buffers that are asked for below,
+  // of which those beyond the defaults give way; each rank by its own budget. Not with update mode `backward`. Key
   // "hoist.gradient_spill": false is 0, true is empty.
   std::optional<std::uint32_t> gradient_spill_units = 0;
 
@@ -168,8 +167,8 @@ struct EngineOptions {
   // Steps that stay under the names that save() gave them, each for 12 bytes a parameter on NVMe, reserved at start;
   // the oldest goes for a new one. With 0 a save is a commit like a step's. At most 64. Key hoist.keep_steps.
   unsigned keep_steps = 0;
-  // A commit that is being copied stays as it is meanwhile, for which the store takes another 12 bytes a parameter, as
-  // for a named checkpoint.
+  // While a commit is being copied, its extents are not reused. The store reserves another 12 bytes a parameter for
+  // this, as for a named checkpoint.
   MirrorOptions mirror{};
   // Of each rank's caller state, at most 1 GiB. A call that passes more on one rank is a UsageError on all of them.
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
@@ -210,8 +209,8 @@ struct EngineOptions {
   // The program has averaged the gradients over the ranks itself, so that accumulate() gets equal ones on every rank.
   // Each rank then takes its shard of its own gradients, and nothing is reduced.
   bool gradients_are_reduced = false;
-  // What 16-bit trainable parameters are; empty: as the program declares each. Where it is fp16, some are; where it is
-  // fp32, there are none. Set by the keys fp16.enabled and bf16.enabled.
+  // The type of 16-bit trainable parameters. Empty: as each is declared. fp16: at least one parameter must be fp16.
+  // fp32: there may be no 16-bit ones. Set by the keys fp16.enabled and bf16.enabled.
   std::optional<DType> weights_dtype{};
   LossScaleOptions loss_scale{};  // section "fp16"; Engine::loss_scale() is what losses are multiplied by
   optim::OptimizerOptions optimizer_defaults{};   // of group 0

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/run.hpp - one invocation of hoist-gpt, from arguments to report.
 //
-// Main path  Config -> Runtime -> Engine and Model -> initialize or restore -> steps -> save, digests, report, table.
+// Main path  Config -> Runtime -> model -> Engine::create or Engine::restore -> steps -> save, digests, report, table.
 #pragma once
 
 #include "arguments.hpp"

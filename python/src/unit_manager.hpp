@@ -13,7 +13,7 @@
 //            current stream, which each hook asks for; that stream waits for weights, and the host does not. A unit has
 //            a lease for each stream that uses it.
 // Threading  One thread at a time, with the GIL held; it is released wherever the engine may wait.
-// Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor of the CPU is kept until it was
+// Memory     Takes as much of hoist.device_memory as the engine uses. A gradient tensor of the CPU is kept until it was
 //            added up: of two units at most, if a backward pass goes from unit to unit. One of a stream is given back
 //            as soon as that is enqueued: PyTorch reuses its memory in the stream's order. The engine has memory for
 //            gradients of one or two units. Where more are under way at once, their tensors stay in PyTorch's memory

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// support/counting_backend.hpp - a drive that counts the bytes read from, or written to, a store's data files.
+// tests/support/counting_backend.hpp - a drive that counts the bytes read from, or written to, a store's data files.
 //
 // Threading  As aio::Backend; the count may be looked at from any thread.
 #pragma once

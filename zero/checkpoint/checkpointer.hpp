@@ -7,8 +7,9 @@
 // A commit counts once it is durable on every rank of the job: each rank tells the others what became of its own
 // (commit_barrier), on a communicator that nothing else uses. A mirror then copies some of the commits.
 //
-// Threading  The program's thread calls everything, but commit(Decided) and fail(Decided), which the update thread
-//            calls, too. The barrier runs on the store's commit thread.
+// Threading  The program's thread makes every call, with two exceptions: the update thread, too, calls commit() and
+//            fail(); in update mode `backward` the thread that hands gradients on calls open_step(). Barriers run on
+//            the store's commit thread, saves of state in memory on a thread of their own.
 // Errors     A commit that fails anywhere fails its Completion, and every later call that waits for it.
 // Main path  open_step -> (update) -> decide -> commit -> [store: flush, manifest] -> commit_barrier -> done.
 #pragma once

@@ -101,7 +101,8 @@ void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse us
   const std::uint64_t mine = memory->gather_memory().size();
   const std::uint64_t common = ranks.smallest(mine);
   if (common < mine)
-    log_info("rank {} has {} of device memory for gathered units and uses {}: a rank with less has no more",
+    log_info("rank {} has {} of device memory for gathered units and uses {}: every rank uses what the rank with the "
+             "least has",
              runtime.rank(), format_bytes(mine), format_bytes(common));
   ranks.all_together("start its streams and threads", [&] { start(common); });
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/passes/gatherer.hpp - weights on their way up: from where they are kept, by the executor, into device memory.
 //
-// Threading  The program's thread calls everything; fetches run on the executor, copies on the `up` stream, all-gathers
-//            on the communication stream.
+// Threading  The program's thread calls everything; fetches run on the executor, copies on the `up` stream (those of
+//            new secondary shards on `down`), all-gathers on the communication stream.
 // Errors     gather() throws what a fetch failed with; BudgetError when pinned units leave no room.
 // Main path  gather -> FetchPlanner -> fetch (executor): [weight_reader] -> copy -> all-gather -> the caller's stream
 //            waits.
@@ -85,14 +85,15 @@ class Gatherer {
     std::optional<scheduler::Place> place;    // in the gather memory, of that transfer
     bool valid_in_own_memory = false;
     bool secondary_current = false;  // the fetches issued so far leave the present weights' secondary shard
-    bool shard_current = false;      // device_shard holds the present weights; executor only
+    // device_shard holds the present weights. The executor's, and invalidate()'s while the executor is idle.
+    bool shard_current = false;
   };
 
   template <typename Access>
   void direct(Access access);
   std::vector<UnitId> reads_ahead(std::span<const scheduler::Fetch> first) const;
-  // `order` without the units whose fetch does not read the store. `keeps`: the first fetch of a unit leaves a
-  // secondary shard.
+  // `order` without the units whose fetch needs no weights from below: valid in memory of their own, or with a current
+  // secondary shard. `keeps`: the first fetch of a unit leaves a secondary shard.
   std::vector<UnitId> staged_in_order(std::vector<UnitId> order, bool keeps) const;
   void issue(std::span<const scheduler::Fetch> fetches);
   // The uses that must have ended before something is fetched into a range.

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/passes/gradient_ring.hpp - pinned memory for gradients that live only until their unit was updated.
+// zero/passes/gradient_ring.hpp - pinned memory that units share for gradients in transit: until their unit's update
+// (update mode `backward`), or until they are on NVMe (gradient_spill).
 //
-// In update mode `backward` units share one block for their gradients, which is cut in the order in which gradients
-// come down. A piece that does not fit before the end of the block begins at its beginning; when nothing is held,
-// everything begins there, so that any unit fits that is not larger than the block.
+// The block is cut in the order in which gradients come down. A piece that does not fit before the end of the block
+// begins at its beginning; when nothing is held, everything begins there, so that any unit fits that is not larger than
+// the block.
 //
 // Threading  One thread (the executor) takes; pieces come back by their completions, on any thread.
 // Errors     A piece whose completion failed is free all the same: whoever owns the failure reports it.

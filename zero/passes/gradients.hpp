@@ -91,8 +91,8 @@ class Gradients {
   // Returns when every finished gradient has arrived, and is handed on, and no dropped one is still being made. Pre:
   // executor drained.
   void wait();
-  // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order; not a finite
-  // number when any gradient, of whichever parameter, is none.
+  // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order. Infinity if
+  // any gradient has an element that is not finite, also of a parameter that does not count in the norm.
   double sum_of_squares();
   // Forgets the gradients; buffers become free as their last use ends.
   void clear();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/ranks/abort_notifier.hpp - a rank that fails where the others would wait for it in vain tells them why.
 //
-// Most of what can fail on one rank alone fails where all ranks meet next, and is exchanged there
-// (RankAgreement::together, commit_barrier). A fetch, a reduction or the program's own work does not: the others wait
-// in a collective that this rank will never join. Then the communicators are aborted (Communicator::abort). They stop
-// with a CommError that holds this rank's error; nothing that was being agreed on is decided otherwise than if this
-// rank had died.
+// Most errors of one rank are exchanged at the next point where all ranks meet (RankAgreement::run_in_group,
+// JobBarrier). After an error of a fetch, a reduction or the program's own work the ranks do not meet: the others wait
+// in a collective that this rank will never join. Then the communicators are aborted (Communicator::abort). The others
+// stop with a CommError that holds this rank's error; nothing that was being agreed on is decided otherwise than if
+// this rank had died.
 //
 // Threading  Any thread.
 // Errors     None of its own.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/step/state_calls.hpp - the calls of Engine that read, change or save the training state between two steps.
 //
-// Each call first carries out pending updates, on all ranks. With state on NVMe, each change is one commit.
+// read(), write(), replace_state() and change_masters() first carry out pending updates, on all ranks; save() waits
+// only for what Checkpointer::save_needs() names. With state on NVMe, each change is one commit.
 //
 // Threading  The program's thread.
 // Errors     UsageError for a call in the wrong place or a value that may not be committed, the state unchanged; after
