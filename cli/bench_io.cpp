@@ -198,17 +198,17 @@ Command add_bench(CLI::App& app) {
   auto arguments = std::make_shared<BenchIoArguments>();
   command->add_option("--path", arguments->paths, "A directory on the drive; give it again for each further drive")
       ->required();
-  command->add_option("--size", arguments->size, "Bytes of the file in each directory (4GiB)");
-  command->add_option("--op", arguments->op, "read, write or mixed: half reads, half writes, at random (read)");
-  command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
-  command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight on each drive (32)");
+  command->add_option("--size", arguments->size, "Bytes of the file in each directory [4GiB]");
+  command->add_option("--op", arguments->op, "read, write or mixed: half reads, half writes, at random [read]");
+  command->add_option("--block-size", arguments->block_size, "Bytes of one transfer [1MiB]");
+  command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight on each drive [32]");
   command->add_option("--engine", arguments->engine,
-                      "io_uring, threads, or null for hoist's own overhead (io_uring if the system allows it)");
-  command->add_option("--threads", arguments->threads, "Threads of the engine `threads` (4)");
-  command->add_option("--seconds", arguments->seconds, "Seconds to run (once over the file)");
+                      "io_uring, threads, or null for hoist's own overhead [io_uring if the system allows it]");
+  command->add_option("--threads", arguments->threads, "Threads of the engine `threads` [4]");
+  command->add_option("--seconds", arguments->seconds, "Seconds to run [once over the file]");
   command->add_option("--compare", arguments->compare,
                       "fio or libaio: run it with the same pattern on the same files, in turn with hoist");
-  command->add_option("--pairs", arguments->pairs, "Pairs of legs of about half a second for --compare (40)");
+  command->add_option("--pairs", arguments->pairs, "Pairs of legs of about half a second for --compare [40]");
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench io --path /local_nvme --size 8GiB --op read --compare fio --json io.json");

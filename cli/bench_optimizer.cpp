@@ -403,22 +403,22 @@ Command add_bench_optimizer(CLI::App& bench) {
   CLI::App* command =
       bench.add_subcommand("optimizer", "Compare updates with memory bandwidth, and a whole step with a drive");
   auto arguments = std::make_shared<BenchOptimizerArguments>();
-  command->add_option("--path", arguments->path, "A directory on the drive for the whole step (kernels only)");
-  command->add_option("--size", arguments->size, "Bytes of the arrays that kernels go through (1050MiB)");
-  command->add_option("--only", arguments->only, "Kernels whose title contains this text, for example \"AdamW\" (all)");
-  command->add_option("--pairs", arguments->pairs, "Alternating pairs of legs (31)");
-  command->add_option("--step-pairs", arguments->step_pairs, "Alternating pairs of legs of the whole step (as --pairs)");
-  command->add_option("--threads", arguments->threads, "Threads of the kernels (one a processor)");
-  command->add_option("--parameters", arguments->parameters, "Parameters of the model whose step is measured (200000000)");
-  command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included (512MiB)");
-  command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
-  command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight (16)");
+  command->add_option("--path", arguments->path, "A directory on the drive for the whole step [kernels only]");
+  command->add_option("--size", arguments->size, "Bytes of the arrays that kernels go through [1050MiB]");
+  command->add_option("--only", arguments->only, "Kernels whose title contains this text, for example \"AdamW\" [all]");
+  command->add_option("--pairs", arguments->pairs, "Alternating pairs of legs [31]");
+  command->add_option("--step-pairs", arguments->step_pairs, "Alternating pairs of legs of the whole step [as --pairs]");
+  command->add_option("--threads", arguments->threads, "Threads of the kernels [one a processor]");
+  command->add_option("--parameters", arguments->parameters, "Parameters of the model whose step is measured [200000000]");
+  command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included [512MiB]");
+  command->add_option("--block-size", arguments->block_size, "Bytes of one transfer [1MiB]");
+  command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight [16]");
   command->add_option("--mixed-block-size", arguments->mixed_block_size,
-                      "Bytes of one transfer when the same bytes are moved without a step (as --block-size)");
+                      "Bytes of one transfer when the same bytes are moved without a step [as --block-size]");
   command->add_option("--mixed-queue-depth", arguments->mixed_queue_depth,
-                      "Transfers in flight when the same bytes are moved without a step (as --queue-depth)");
-  command->add_option("--sub-group", arguments->sub_group, "Parameters that are updated as one piece (262144)");
-  command->add_option("--buffers", arguments->buffers, "Pieces in memory at a time (8)");
+                      "Transfers in flight when the same bytes are moved without a step [as --queue-depth]");
+  command->add_option("--sub-group", arguments->sub_group, "Parameters that are updated as one piece [262144]");
+  command->add_option("--buffers", arguments->buffers, "Pieces in memory at a time [8]");
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench optimizer --path /local_nvme --json optimizer.json");

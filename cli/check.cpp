@@ -170,12 +170,12 @@ Command add_check(CLI::App& app) {
   command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")
       ->check(CLI::Range(1, 1 << 24));
   CLI::Option* const local_ranks =
-      command->add_option("--local-ranks", arguments->local_ranks, "Ranks on this machine (default: all ranks)")
+      command->add_option("--local-ranks", arguments->local_ranks, "Ranks on this machine [all ranks]")
           ->check(CLI::Range(1, 1 << 16));
   command->add_option("--device-memory", arguments->device_memory,
-                      "Budget of each rank, instead of the file's (80GiB)");
+                      "Budget of each rank, instead of the file's, such as 80GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory,
-                      "Budget of each rank, instead of the file's (200GiB)");
+                      "Budget of each rank, instead of the file's, such as 200GiB");
   command
       ->add_option("--machine", arguments->machine,
                    "Check for the machine of this file (machines/*.json), with as many ranks as it has devices")

@@ -195,16 +195,14 @@ Command add_export(CLI::App& app) {
       ->type_name("DIR");
   command
       ->add_option("--dtype", arguments->dtype,
-                   "fp32: the masters, bit by bit; bf16 or fp16: the weights that the forward pass uses")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
-      ->capture_default_str();
+                   "fp32: the masters, bit by bit; bf16 or fp16: the weights that the forward pass uses [fp32]")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
   command->add_option("--step", arguments->step, "One of the steps that `hoist inspect` lists; the newest by default")
       ->type_name("N");
   command->add_option("--from", arguments->from, "The checkpoint of this name instead")
       ->excludes("--step")
       ->type_name("NAME");
-  command->add_option("--shard-size", arguments->shard_size, "Begin another file before one holds more than this")
-      ->capture_default_str()
+  command->add_option("--shard-size", arguments->shard_size, "Begin another file before one holds more than this [5GB]")
       ->type_name("BYTES");
   command->add_flag("--universal", arguments->universal,
                     "Print the Python command that writes a DeepSpeed universal checkpoint");

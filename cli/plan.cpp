@@ -148,12 +148,12 @@ int plan(const PlanArguments& arguments) {
 Command add_plan(CLI::App& app) {
   CLI::App* command = app.add_subcommand("plan", "Predict where a model's state fits, how long its steps take and why");
   auto arguments = std::make_shared<PlanArguments>();
-  command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file (hoist's defaults)");
+  command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file [hoist's defaults]");
   add_model_options(*command, arguments->model);
-  command->add_option("--world,--world-size", arguments->world_size, "Ranks (as many as the machine has devices)")
+  command->add_option("--world,--world-size", arguments->world_size, "Ranks [as many as the machine has devices]")
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("--machine", arguments->machine,
-                      "A machine file (machines/*.json), or \"this\": measured once (32 nodes of 8 H100, 1 rank)");
+                      "A machine file (machines/*.json), or \"this\": measured once [32 nodes of 8 H100, 1 rank]");
   command->add_option("--path", arguments->paths,
                       "For \"this\": a directory on the drive; again for each further drive");
   // CLI::Range accepts "nan".
@@ -166,7 +166,7 @@ Command add_plan(CLI::App& app) {
         },
         name);
   };
-  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step (16384)")
+  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step [16384]")
       ->check(number(1, 1e12, "COUNT"));
   StepDisturbance& disturbance = arguments->disturbance;
   command

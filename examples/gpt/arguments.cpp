@@ -82,6 +82,12 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
       ->type_name("N");
   app.add_option("--init", a.init, "Begin with these weights: safetensors, as hoist export writes them")
       ->type_name("DIR");
+  for (CLI::Option* option : app.get_options()) {
+    const std::string standard = option->get_default_str();
+    if (!standard.empty() && !option->get_required())
+      option->description(fmt::format("{} [{}]", option->get_description(), standard));
+    option->default_str("");
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
