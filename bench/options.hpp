@@ -6,6 +6,8 @@
 //   const std::uint64_t pairs = options.number("--pairs", smoke ? 2 : 31);
 //   options.end();
 //
+// end() lists the options and ends the program if --help is among the words.
+//
 // Errors     UsageError for an option without its value, for a value that is no number or too small, and, in end(), for
 //            a word that nothing has asked for. IoError for a file that cannot be written.
 #pragma once
@@ -14,6 +16,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdint>
+#include <cstdlib>
 #include <fstream>
 #include <string>
 #include <string_view>
@@ -21,6 +24,7 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
@@ -32,9 +36,13 @@ class Options {
  public:
   Options(int argc, char** argv) : words_(argv + 1, argv + argc) {}
 
-  bool flag(std::string_view name) { return std::erase(words_, name) > 0; }
+  bool flag(std::string_view name) {
+    asked_for_.emplace_back(name);
+    return std::erase(words_, name) > 0;
+  }
 
   std::string text(std::string_view name, std::string otherwise = {}) {
+    asked_for_.push_back(fmt::format("{} VALUE", name));
     for (auto word = words_.begin(); word != words_.end(); ++word) {
       if (*word != name) continue;
       if (word + 1 == words_.end()) throw UsageError(fmt::format("{} has no value", name));
@@ -75,11 +83,17 @@ class Options {
 
   // All options have been asked for.
   void end() const {
-    if (!words_.empty()) throw UsageError(fmt::format("'{}' is not an option of this bench", words_.front()));
+    if (std::ranges::find(words_, "--help") != words_.end()) {
+      fmt::print("Options: {}\n", fmt::join(asked_for_, ", "));
+      std::exit(EXIT_SUCCESS);
+    }
+    if (!words_.empty())
+      throw UsageError(fmt::format("'{}' is not an option of this program (see --help)", words_.front()));
   }
 
  private:
   std::vector<std::string> words_;  // that nothing has asked for yet
+  std::vector<std::string> asked_for_;
 };
 
 // Without a path it writes nothing.

@@ -11,11 +11,14 @@
 // kills of one rank of an MPI job. Ends with 1 and the seed as soon as anything is wrong.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
+#include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/core.h>
+
+#include <hoist/bench/options.hpp>
 
 #include "campaign.hpp"
 #include "mpi_campaign.hpp"
@@ -168,23 +171,20 @@ int run(const Arguments& arguments) {
 }  // namespace
 }  // namespace hoist::test
 
-int main(int count, char** words) {
+int main(int count, char** words) try {
+  hoist::bench::Options options(count, words);
   hoist::test::Arguments arguments;
-  for (int i = 1; i + 1 < count; i += 2) {
-    const std::string key = words[i];
-    if (key == "--directory") {
-      arguments.directory = words[i + 1];
-      continue;
-    }
-    const std::uint64_t value = std::strtoull(words[i + 1], nullptr, 10);
-    if (key == "--kills") arguments.kills = value;
-    if (key == "--hits") arguments.hits = value;
-    if (key == "--reshard-kills") arguments.reshard_kills = value;
-    if (key == "--group-kills") arguments.group_kills = value;
-    if (key == "--mirror-kills") arguments.mirror_kills = value;
-    if (key == "--troubles") arguments.troubles = value;
-    if (key == "--mpi-kills") arguments.mpi_kills = value;
-    if (key == "--seed") arguments.seed = value;
-  }
+  for (const auto& [name, value] : {std::pair("--kills", &arguments.kills), std::pair("--hits", &arguments.hits),
+                                    std::pair("--reshard-kills", &arguments.reshard_kills),
+                                    std::pair("--group-kills", &arguments.group_kills),
+                                    std::pair("--mirror-kills", &arguments.mirror_kills),
+                                    std::pair("--troubles", &arguments.troubles),
+                                    std::pair("--mpi-kills", &arguments.mpi_kills), std::pair("--seed", &arguments.seed)})
+    *value = options.number(name, *value, 0);
+  arguments.directory = options.text("--directory", arguments.directory);
+  options.end();
   return hoist::test::run(arguments);
+} catch (const std::exception& error) {
+  fmt::print(stderr, "hoist_crash_campaign: {}\n", error.what());
+  return 2;
 }
