@@ -337,11 +337,7 @@ void DriveQueue::Impl::retire(Transfer& transfer) {
   transfer.fully_cut = false;
   transfer.cut_bytes = 0;
   retired_.push(transfer);
-  if (error) {
-    promise.fail(std::move(error));
-  } else {
-    promise.complete();
-  }
+  promise.settle(std::move(error));
 }
 
 // The drive has stopped answering. Every waiting transfer fails. The blocks in flight keep their records, because the

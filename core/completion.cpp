@@ -119,7 +119,7 @@ class Join {
       }
       if (--pending_ > 0) return;
     }
-    error_ ? promise_.fail(error_) : promise_.complete();
+    promise_.settle(error_);
     delete this;
   }
 
@@ -147,7 +147,7 @@ class Sequence {
 
  private:
   void end(std::exception_ptr error) {
-    error ? promise_.fail(std::move(error)) : promise_.complete();
+    promise_.settle(std::move(error));
     delete this;
   }
 

@@ -58,9 +58,10 @@ class Promise {
   Completion completion() const { return Completion(state_); }
   void complete() noexcept { settle(nullptr); }
   void fail(std::exception_ptr error) noexcept { settle(std::move(error)); }
+  // Null is success.
+  void settle(std::exception_ptr error) noexcept;
 
  private:
-  void settle(std::exception_ptr error) noexcept;
   std::shared_ptr<detail::CompletionState> state_;
 };
 

@@ -343,10 +343,7 @@ void Store::Impl::commit_loop() {
     committing_ = !jobs_.empty();
     idle_.notify_all();
     lock.unlock();
-    if (error)
-      job.promise.fail(error);
-    else
-      job.promise.complete();
+    job.promise.settle(error);
     lock.lock();
   }
 }

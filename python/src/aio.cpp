@@ -90,7 +90,7 @@ class OpenFile {
       } catch (...) {
         if (!error) error = std::current_exception();
       }
-      error ? promise->fail(std::move(error)) : promise->complete();
+      promise->settle(std::move(error));
     });
     return done;
   }

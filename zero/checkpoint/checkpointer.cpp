@@ -106,11 +106,10 @@ Completion Checkpointer::commit(const Decided& decided) {
   const Completion committed = commit_as("", decided.state, decided.step, decided.mirrored);
   for (PendingSave& save : pending_saves_) {
     const auto promise = std::make_shared<Promise>(std::move(save.promise));
-    const auto settle = [promise](std::exception_ptr error) { error ? promise->fail(error) : promise->complete(); };
     try {
-      add_checkpoint(save.name, save.state).then(settle);
+      add_checkpoint(save.name, save.state).then([promise](std::exception_ptr error) { promise->settle(error); });
     } catch (...) {  // the commit has failed already, and tells the other ranks so itself
-      settle(std::current_exception());
+      promise->fail(std::current_exception());
     }
   }
   pending_saves_.clear();

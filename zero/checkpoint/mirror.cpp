@@ -275,8 +275,7 @@ void Mirror::conclude(const std::exception_ptr& error) {
     const MutexLock lock(mutex_);
     if (!error) step_ = claimed_step_;
   }
-  const std::unique_ptr<Promise> promise = take_promise();
-  error ? promise->fail(error) : promise->complete();
+  take_promise()->settle(error);
 }
 
 }  // namespace hoist::detail

@@ -97,7 +97,7 @@ UpdatePolicy::StepEnd UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> upda
       committed->fail(std::current_exception());
       throw;
     }
-    done.then([committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
+    done.then([committed](std::exception_ptr failed) { committed->settle(failed); });
   };
   return {std::move(ended), completion};
 }

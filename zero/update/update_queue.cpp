@@ -115,7 +115,7 @@ void UpdateQueue::withdraw(UnitId unit, const std::exception_ptr& error) {
     state.stage = Stage::current;
     promise = std::exchange(state.promise, std::nullopt);
   }
-  error ? promise->fail(error) : promise->complete();
+  promise->settle(error);
 }
 
 void UpdateQueue::conclude(Ended ended, std::span<const UnitId> expected) {
