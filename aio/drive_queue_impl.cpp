@@ -41,6 +41,10 @@ bool ends_at(const File& file, std::uint64_t offset_bytes) {
   return ::fstat(file.descriptor(), &info) == 0 && static_cast<std::uint64_t>(info.st_size) <= offset_bytes;
 }
 
+std::exception_ptr unanswered(const Request& request) {
+  return transfer_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT);
+}
+
 }  // namespace
 
 DriveQueue::Impl::Impl(const DriveQueueOptions& options, std::unique_ptr<Backend> backend)
@@ -68,8 +72,7 @@ Completion DriveQueue::Impl::enqueue(const Request& request, Priority priority) 
   {
     const MutexLock lock(mutex_);
     if (abandoned_) {
-      promise.fail(
-          transfer_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
+      promise.fail(unanswered(request));
       return completion;
     }
     HOIST_ASSERT(!ended_, "a transfer was started on a queue that is being destroyed");
@@ -355,9 +358,7 @@ void DriveQueue::Impl::abandon() {
     if (!transfer.promise) return;
     Promise promise = std::move(*transfer.promise);
     transfer.promise.reset();
-    const Request& request = transfer.request;
-    promise.fail(
-        transfer_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
+    promise.fail(unanswered(transfer.request));
   };
   for (Flight& flight : flights_) {
     if (flight.transfer != nullptr) give_up(*flight.transfer);

@@ -2,6 +2,7 @@
 #include "check_report.hpp"
 
 #include <algorithm>
+#include <array>
 
 #include <fmt/format.h>
 
@@ -17,18 +18,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 using Rows = std::vector<std::vector<std::string>>;
-
-const char* placement_name(Placement placement) {
-  switch (placement) {
-    case Placement::device:
-      return "device";
-    case Placement::pinned:
-      return "pinned memory";
-    case Placement::nvme:
-      return "NVMe";
-  }
-  return "";
-}
 
 // How much of a kind of state is in pinned memory, if that kind is on NVMe.
 std::string pinned_text(Placement placement, const std::optional<double>& share) {
@@ -265,9 +254,8 @@ Json prediction_json(const CheckReport& report) {
 }
 
 Json placement_json(const EngineOptions& engine) {
-  static constexpr const char* kPlacements[] = {"device", "pinned", "nvme"};
-  return {{"parameters", kPlacements[static_cast<std::size_t>(engine.parameters)]},
-          {"optimizer", kPlacements[static_cast<std::size_t>(engine.optimizer)]},
+  return {{"parameters", placement_id(engine.parameters)},
+          {"optimizer", placement_id(engine.optimizer)},
           {"optimizer_pinned_fraction",
            engine.optimizer_pinned_fraction ? Json(*engine.optimizer_pinned_fraction) : Json("auto")},
           {"parameters_pinned_fraction",
@@ -289,6 +277,11 @@ Json budget_json(std::uint64_t bytes, std::uint64_t held_bytes) {
 }
 
 }  // namespace
+
+const char* placement_id(Placement placement) {
+  static constexpr std::array kIds{"device", "pinned", "nvme"};
+  return kIds.at(static_cast<std::size_t>(placement));
+}
 
 Json budgets_section(const Prediction& p, const RuntimeOptions& runtime) {
   std::uint64_t device_bytes = runtime.device_memory_bytes, pinned_bytes = runtime.pinned_memory_bytes;

@@ -47,4 +47,7 @@ std::string accepted_text(const CheckReport& report);
 nlohmann::ordered_json accepted_json(const CheckReport& report);
 nlohmann::ordered_json refused_json(const std::string& origin, const ConfigProblems& error);
 
+// "pinned": as a report in JSON and a narrow table say it.
+const char* placement_id(Placement placement);
+
 }  // namespace hoist::cli

@@ -24,17 +24,12 @@ constexpr const char* kLegend =
     "  busiest: what is in use for most of the step; gap: the time of a step, divided by the least\n"
     "  compute: the model's kernels; wire: between ranks; host_memory, device_memory: the update's reads and writes\n";
 
-const char* name_of(Placement placement) {
-  static constexpr const char* kNames[] = {"device", "pinned", "nvme"};
-  return kNames[static_cast<std::size_t>(placement)];
-}
-
 // Bytes of offloaded optimizer state that live in device memory.
 std::string placement_of(const PlanRow& row) {
   const bool divided = row.engine.optimizer != Placement::device && row.prediction.device_state_bytes > 0;
   const std::string rest =
       divided ? fmt::format(" ({:.0f} % device)", 100 * row.prediction.device_state_share) : std::string();
-  return fmt::format("{} / {}{}", name_of(row.engine.parameters), name_of(row.engine.optimizer), rest);
+  return fmt::format("{} / {}{}", placement_id(row.engine.parameters), placement_id(row.engine.optimizer), rest);
 }
 
 // The bytes that a tier will hold, or by how much it is too small.
@@ -166,7 +161,7 @@ std::string what_ifs_text(const PlanReport& report, const PlanRow& best) {
     const double saved = 1 - one.seconds / best.time.expected_seconds;
     text += fmt::format("  {}: {} a step", one.name, seconds_text(one.seconds));
     if (saved >= 0.001)
-      text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, name_of(one.parameters), name_of(one.optimizer));
+      text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, placement_id(one.parameters), placement_id(one.optimizer));
     text += saved >= 0.001 ? "\n" : ", which is no gain\n";
   }
   return text;
@@ -233,8 +228,8 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
   const StepTime& time = row.time;
   const auto days = report.drive_life_days(row);
   return {
-      {"parameters", name_of(row.engine.parameters)},
-      {"optimizer", name_of(row.engine.optimizer)},
+      {"parameters", placement_id(row.engine.parameters)},
+      {"optimizer", placement_id(row.engine.optimizer)},
       {"configured", row.configured},
       {"fits", row.fits()},
       {"refusal", row.refusal.empty() ? Json(nullptr) : Json(row.refusal)},
@@ -285,8 +280,8 @@ Json best_json(const PlanReport& report, const PlanRow& best) {
   for (const WhatIf& one : report.what_ifs)
     what_ifs.push_back({{"more", one.name},
                         {"step_seconds", one.seconds},
-                        {"parameters", name_of(one.parameters)},
-                        {"optimizer", name_of(one.optimizer)}});
+                        {"parameters", placement_id(one.parameters)},
+                        {"optimizer", placement_id(one.optimizer)}});
   const StepCost costs = cost(report.machine, report.layout, time.expected_seconds);
   return {
       {"per_rank", {{"device_bytes", p.device.bytes}, {"pinned_bytes", p.pinned.bytes}, {"nvme_bytes", p.nvme_bytes}}},

@@ -30,10 +30,6 @@ bool is_given(const Config& config, std::string_view key) {
   });
 }
 
-bool needs_store(const EngineOptions& engine) {
-  return engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;
-}
-
 EngineOptions placed(const PlanQuestion& question, Placement parameters, Placement optimizer) {
   const Config& config = question.config;
   EngineOptions engine = config.engine;
@@ -43,8 +39,8 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   if (!is_given(config, "hoist.optimizer_pinned_fraction")) engine.optimizer_pinned_fraction.reset();
   if (!is_given(config, "hoist.parameters_pinned_fraction")) engine.parameters_pinned_fraction.reset();
   if (!question.has_config) engine.gradient_spill_units.reset();  // a file without the key says false
-  if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
-  if (!needs_store(engine) && !is_given(config, "hoist.checkpoint_path")) {  // the configuration's is for state on NVMe
+  if (engine.uses_nvme() && engine.store_directory.empty()) engine.store_directory = "planned";
+  if (!engine.uses_nvme() && !is_given(config, "hoist.checkpoint_path")) {  // the configuration's is for state on NVMe
     engine.store_directory.clear();
     engine.stripe_directories.clear();
   }
@@ -52,13 +48,13 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   if (parameters != Placement::device && question.runtime.device == platform::DeviceKind::cuda)
     engine.optimizer_offload_ratio = 1;
   // The default durability of a configuration with this placement, if its own placement needs no store.
-  if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
+  if (engine.uses_nvme() && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
   if (parameters != Placement::nvme) engine.parameters_pinned_fraction = 0;
   if (optimizer == Placement::device)
     engine.update_mode = UpdateMode::automatic;  // the other modes are for offloaded state
   if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
-  if (optimizer == Placement::device || !needs_store(engine)) engine.gradient_spill_units = 0;
+  if (optimizer == Placement::device || !engine.uses_nvme()) engine.gradient_spill_units = 0;
   return engine;
 }
 
@@ -285,11 +281,9 @@ PlanReport plan_of(const PlanQuestion& question) {
 }
 
 std::string planned_config(const PlanQuestion& question, const PlanRow& row, std::string text) {
-  static constexpr const char* kDevices[] = {"none", "cpu", "nvme"};
   const auto set = [&](std::initializer_list<std::string_view> path, const nlohmann::ordered_json& value) {
     text = with_member(text, std::vector<std::string_view>(path), value);
   };
-  const auto device_of = [](Placement placement) { return kDevices[static_cast<std::size_t>(placement)]; };
   set({"zero_optimization", "stage"}, row.engine.stage);
   for (const std::string_view key : {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"}) {
     if (!is_given(question.config, key)) continue;  // otherwise it would contradict the sections
@@ -315,7 +309,7 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   const bool has_checkpoint_path = is_given(question.config, kPathKeys.back());  // then state on NVMe goes there, too
   for (const auto& [section, placement, key] : {std::tuple("offload_param", row.engine.parameters, kPathKeys[0]),
                                                 std::tuple("offload_optimizer", row.engine.optimizer, kPathKeys[1])}) {
-    set({"zero_optimization", section, "device"}, device_of(placement));
+    set({"zero_optimization", section, "device"}, placement_key(placement));
     if (placement == Placement::nvme && (has_checkpoint_path || !is_given(question.config, key)))
       set({"zero_optimization", section, "nvme_path"}, paths);
   }
@@ -332,7 +326,7 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   // What another placement asked for.
   if (given.update_mode == UpdateMode::backward && engine.update_mode != given.update_mode)
     set({"hoist", "update_mode"}, "auto");
-  if (!needs_store(engine) && given.durability == tiers::Durability::step) set({"hoist", "durability"}, "none");
+  if (!engine.uses_nvme() && given.durability == tiers::Durability::step) set({"hoist", "durability"}, "none");
   return text;
 }
 

@@ -307,13 +307,9 @@ class Rules {
     return draft_.optimizer_paths;
   }
 
-  bool uses_nvme() const {
-    return draft_.engine.parameters == Placement::nvme || draft_.engine.optimizer == Placement::nvme;
-  }
-
   void store() {
     std::vector<std::string> roots;
-    if (uses_nvme()) {
+    if (draft_.engine.uses_nvme()) {
       roots = plain_paths(nvme_paths());
       if (!roots.empty() && !draft_.checkpoint_path.empty() && plain_path(draft_.checkpoint_path) != roots.front()) {
         problem("hoist.checkpoint_path",
@@ -340,20 +336,20 @@ class Rules {
     if (std::ranges::any_of(drives, [&](const auto& d) { return is_same_place(d, draft_.engine.mirror.directory); }))
       problem("hoist.mirror.path", fmt::format("\"{}\" is where the store itself is; name a directory on another drive",
                                                draft_.mirror_path));
-    if (uses_nvme() && draft_.durability == tiers::Durability::none)
+    if (draft_.engine.uses_nvme() && draft_.durability == tiers::Durability::none)
       problem("hoist.mirror.path", "with durability \"none\" there are no commits to copy; use \"step\"");
   }
 
   void durability() {
     using tiers::Durability;
-    if (draft_.engine.keep_steps > 0 && !uses_nvme() && draft_.checkpoint_path.empty() &&
+    if (draft_.engine.keep_steps > 0 && !draft_.engine.uses_nvme() && draft_.checkpoint_path.empty() &&
         !is_wrong("zero_optimization")) {
       problem("hoist.keep_steps", "there is no store for named checkpoints; set hoist.checkpoint_path");
     }
-    if (draft_.engine.keep_steps > 0 && uses_nvme() && draft_.durability == Durability::none) {
+    if (draft_.engine.keep_steps > 0 && draft_.engine.uses_nvme() && draft_.durability == Durability::none) {
       problem("hoist.keep_steps", "durability \"none\" keeps no checkpoints; use \"step\" or {\"every\": N}");
     }
-    if (!uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
+    if (!draft_.engine.uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
       const ConfigSetting* const cadence = setting("hoist.durability");
       problem("hoist.durability",
               fmt::format("{} needs optimizer state or weights on NVMe; with both in memory, {} and save with "
@@ -361,7 +357,7 @@ class Rules {
                           cadence != nullptr ? to_text(cadence->value) : "\"step\"",
                           draft_.checkpoint_path.empty() ? "set hoist.checkpoint_path instead" : "leave this key out"));
     }
-    draft_.engine.durability = draft_.durability.value_or(uses_nvme() ? Durability::step : Durability::none);
+    draft_.engine.durability = draft_.durability.value_or(draft_.engine.uses_nvme() ? Durability::step : Durability::none);
   }
 
   void host_device_only() {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -142,6 +143,16 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
   check(options.loss_scale);
   check(options.optimizer_defaults, options, runtime);
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
+}
+
+const char* placement_name(Placement placement) {
+  static constexpr std::array kNames{"device", "pinned memory", "NVMe"};
+  return kNames.at(static_cast<std::size_t>(placement));
+}
+
+const char* placement_key(Placement placement) {
+  static constexpr std::array kKeys{"none", "cpu", "nvme"};
+  return kKeys.at(static_cast<std::size_t>(placement));
 }
 
 std::vector<std::string> EngineOptions::drive_directories() const {

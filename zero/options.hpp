@@ -92,6 +92,9 @@ enum class Placement : std::uint8_t {
   nvme,
 };
 
+const char* placement_name(Placement placement);  // "pinned memory", in texts
+const char* placement_key(Placement placement);   // "cpu", in the configuration
+
 // When optimizer states are updated. The result is the same, bit by bit.
 enum class UpdateMode : std::uint8_t {
   automatic,  // forward, unless the optimizer's states are on the device: then step
@@ -217,6 +220,8 @@ struct EngineOptions {
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
 
   bool uses_nvme() const { return parameters == Placement::nvme || optimizer == Placement::nvme; }
+  // Whether steps end in commits, without a call of save().
+  bool commits_steps() const { return uses_nvme() && durability == tiers::Durability::step; }
   std::vector<std::string> drive_directories() const;  // store_directory, then stripe_directories
 };
 

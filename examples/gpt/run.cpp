@@ -118,10 +118,6 @@ class Training {
   StepRecord one_step();
   Batch micro_batch(int index) const;
   double train_micro_batches();
-  bool on_nvme() const {
-    return config_.engine.parameters == Placement::nvme || config_.engine.optimizer == Placement::nvme;
-  }
-  bool steps_are_commits() const { return on_nvme() && config_.engine.durability == tiers::Durability::step; }
   void save_at_end();
 
   const Arguments arguments_;
@@ -325,7 +321,7 @@ StepRecord Training::one_step() {
 // configured, gets the state now. A mirror gets it in any case.
 void Training::save_at_end() {
   committed_.wait();
-  if (on_nvme() && !steps_are_commits()) return;
+  if (config_.engine.uses_nvme() && !config_.engine.commits_steps()) return;
   if (config_.engine.store_directory.empty()) return;
   const bool mirrored = !config_.engine.mirror.directory.empty();
   if (engine_->committed_step() == step_ && (!mirrored || engine_->mirror().step == step_)) return;

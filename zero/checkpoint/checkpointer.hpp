@@ -49,7 +49,7 @@ class Checkpointer {
 
   // --- the rules
   bool on_nvme() const { return options_.uses_nvme(); }
-  bool stores_steps() const { return on_nvme() && options_.durability == tiers::Durability::step; }
+  bool stores_steps() const { return options_.commits_steps(); }
   // Whether the step's writes end in a commit. Without durability those of every step do: a read after the step waits
   // for that commit, which nothing outlives.
   bool is_due(std::uint64_t step) const { return !stores_steps() || step % options_.commit_every == 0; }

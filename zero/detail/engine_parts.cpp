@@ -161,7 +161,6 @@ void EngineParts::start(std::uint64_t gather_bytes) {
 
 std::vector<std::string> EngineParts::describe() const {
   std::vector<std::string> lines;
-  constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
   const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 0;
   const double on_device = options.optimizer == Placement::device ? 0 : memory->plan().units().device_state_share();
   const double weights = options.parameters == Placement::nvme ? memory->plan().units().pinned_weight_share() : 0;
@@ -169,8 +168,8 @@ std::vector<std::string> EngineParts::describe() const {
     return share > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * share) : std::string();
   };
   lines.push_back(fmt::format(
-      "parameters in {}{}, optimizer states in {}{}{}, {}", kPlaces[static_cast<std::size_t>(options.parameters)],
-      pinned(weights), kPlaces[static_cast<std::size_t>(options.optimizer)], pinned(fraction),
+      "parameters in {}{}, optimizer states in {}{}{}, {}", placement_name(options.parameters),
+      pinned(weights), placement_name(options.optimizer), pinned(fraction),
       on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "", describe_updates(options)));
   if (table.gradient_sums() == GradientSums::on_device) {
     lines.push_back(

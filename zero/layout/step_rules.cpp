@@ -80,7 +80,7 @@ bool may_spill_gradients(const EngineOptions& options) {
 bool updates_under_forward(const EngineOptions& options) { return update_mode(options) == UpdateMode::forward; }
 
 bool writes_resident_state(const EngineOptions& options, bool committed) {
-  return options.uses_nvme() && options.durability == tiers::Durability::step && committed;
+  return options.commits_steps() && committed;
 }
 
 }  // namespace hoist::detail

@@ -13,18 +13,6 @@ namespace hoist::detail {
 
 namespace {
 
-const char* name_of(Placement placement) {
-  switch (placement) {
-    case Placement::device:
-      return "none";
-    case Placement::pinned:
-      return "cpu";
-    case Placement::nvme:
-      return "nvme";
-  }
-  return "";
-}
-
 std::string text_of(const LossScaleOptions& scale) {
   const auto& [dynamic, first, window, hysteresis, consecutive_hysteresis, scale_min] = scale;
   if (!dynamic) return fmt::format("{}", first);
@@ -63,8 +51,8 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
   std::vector<double> accumulators;  // of groups, what only Engine::create() looks at
   for (const GroupOptions& group : groups) accumulators.push_back(group.initial_accumulator);
   return {{"zero_optimization.stage", fmt::to_string(stage)},
-          {"zero_optimization.offload_param.device", name_of(parameters)},
-          {"zero_optimization.offload_optimizer.device", name_of(optimizer)},
+          {"zero_optimization.offload_param.device", placement_key(parameters)},
+          {"zero_optimization.offload_optimizer.device", placement_key(optimizer)},
           {"zero_optimization.offload_optimizer.ratio", fmt::to_string(optimizer_offload_ratio)},
           {"zero_optimization.offload_optimizer.nvme_path", store_directory.empty() ? "no store" : "a store"},
           {"hoist.durability",
