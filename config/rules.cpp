@@ -69,7 +69,7 @@ class Rules {
     host_device_only();
     batch();
     formats();
-    update_mode();
+    engine_rules();
     reports();
     apply_schedule(draft_, read_, run_length, notes_);
     remarks();
@@ -230,19 +230,10 @@ class Rules {
     if (!has_fraction) engine.parameters_pinned_fraction.reset();
   }
 
-  // The engine refuses these too; here the message names the line.
   void gradient_spill() {
     constexpr std::string_view kSpill = "hoist.gradient_spill";
     const EngineOptions& engine = draft_.engine;
     if (engine.gradient_spill_units == 0u || is_wrong(kSpill)) return;
-    if (!engine.uses_nvme() && !is_wrong(kOptimizerDevice))
-      problem(kSpill, fmt::format("gradients go to NVMe only beside optimizer state or weights that are there; set {} "
-                                  "to \"nvme\", which frees more pinned memory",
-                                  kOptimizerDevice));
-    if (engine.update_mode == UpdateMode::backward)
-      problem(kSpill,
-              "update mode \"backward\" keeps no gradients that could go to NVMe; leave this key out, or use "
-              "\"forward\"");
     if (engine.optimizer == Placement::device && engine.uses_nvme())
       notes_.warnings.push_back(
           fmt::format("{} is not used: gradients are on the device, as optimizer state is", kSpill));
@@ -263,22 +254,15 @@ class Rules {
       notes_.warnings.push_back(fmt::format("{} is not used: its device is \"none\", which offloads nothing", kRatio));
   }
 
-  // The engine refuses these too; here the message names the key.
-  void update_mode() {
-    constexpr std::string_view kMode = "hoist.update_mode";
-    if (draft_.engine.update_mode != UpdateMode::backward || is_wrong(kMode)) return;
-    if (draft_.engine.optimizer == Placement::device && !is_wrong(kOptimizerDevice))
-      problem(kMode, fmt::format("\"backward\" needs offloaded optimizer states; set {} to \"cpu\" or \"nvme\"",
-                                 kOptimizerDevice));
-    if (draft_.engine.gradient_clipping > 0 && !is_wrong("gradient_clipping"))
-      problem(kMode,
-              "\"backward\" updates units before it knows the norm that clipping needs; set gradient_clipping to 0, or "
-              "use \"forward\"");
-    const LossScaleOptions& scale = draft_.engine.loss_scale;
-    if ((scale.dynamic || scale.scale != 1) && !is_wrong("fp16"))
-      problem(kMode,
-              "\"backward\" cannot skip a step, which loss scaling requires; use \"forward\", or bf16.enabled instead "
-              "of fp16.enabled");
+  // The engine refuses these too; here the message names the line. It alone refuses "forward" for states on the device:
+  // hoist plan takes such a file for other placements.
+  void engine_rules() {
+    std::vector<OptionProblem> problems = problems_between(draft_.engine);
+    std::erase_if(problems, [&](const OptionProblem& p) {
+      const bool is_forward = p.key == "hoist.update_mode" && draft_.engine.update_mode == UpdateMode::forward;
+      return is_forward || is_wrong(p.key) || is_wrong(p.other_key);
+    });
+    for (OptionProblem& p : problems) problem(p.key, std::move(p.problem));
   }
 
   // Whether there is a problem with `path` or a key below it; its consequences are then not reported.
@@ -329,26 +313,15 @@ class Rules {
     if (draft_.mirror_path.empty()) return;
     const std::string root = plain_path(draft_.mirror_path);
     draft_.engine.mirror.directory = (std::filesystem::path(root) / "hoist").string();
-    if (draft_.engine.store_directory.empty() && !is_wrong("zero_optimization"))
-      problem("hoist.mirror.path", "there is no store to copy; set nvme_path or hoist.checkpoint_path");
     std::vector<std::string> drives = draft_.engine.stripe_directories;
     drives.push_back(draft_.engine.store_directory);
     if (std::ranges::any_of(drives, [&](const auto& d) { return is_same_place(d, draft_.engine.mirror.directory); }))
       problem("hoist.mirror.path", fmt::format("\"{}\" is where the store itself is; name a directory on another drive",
                                                draft_.mirror_path));
-    if (draft_.engine.uses_nvme() && draft_.durability == tiers::Durability::none)
-      problem("hoist.mirror.path", "with durability \"none\" there are no commits to copy; use \"step\"");
   }
 
   void durability() {
     using tiers::Durability;
-    if (draft_.engine.keep_steps > 0 && !draft_.engine.uses_nvme() && draft_.checkpoint_path.empty() &&
-        !is_wrong("zero_optimization")) {
-      problem("hoist.keep_steps", "there is no store for named checkpoints; set hoist.checkpoint_path");
-    }
-    if (draft_.engine.keep_steps > 0 && draft_.engine.uses_nvme() && draft_.durability == Durability::none) {
-      problem("hoist.keep_steps", "durability \"none\" keeps no checkpoints; use \"step\" or {\"every\": N}");
-    }
     if (!draft_.engine.uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
       const ConfigSetting* const cadence = setting("hoist.durability");
       problem("hoist.durability",

@@ -33,6 +33,7 @@ void check_names(const EngineOptions& options) {
   refuse_beyond(Placement::nvme, options.optimizer, "zero_optimization.offload_optimizer.device");
   refuse_beyond(tiers::Durability::none, options.durability, "hoist.durability");
   refuse_beyond(MicroBatchOrder::vertical, options.micro_batch_order, "hoist.micro_batch_order");
+  refuse_beyond(UpdateMode::backward, options.update_mode, "hoist.update_mode");
   if (options.weights_dtype) refuse_beyond(DType::fp32, *options.weights_dtype, "bf16.enabled");
 }
 
@@ -50,13 +51,6 @@ void check_placement(const EngineOptions& options, const RuntimeOptions& runtime
   for (const auto& [key, share] : {std::pair("hoist.optimizer_pinned_fraction", options.optimizer_pinned_fraction),
                                    std::pair("hoist.parameters_pinned_fraction", options.parameters_pinned_fraction)})
     refuse(share && !(*share >= 0 && *share <= 1), key, "a fraction is from 0 to 1");
-  const bool spills = options.gradient_spill_units != 0u;
-  refuse(spills && !options.uses_nvme(), "hoist.gradient_spill",
-         "gradients go to NVMe only beside optimizer state or weights that are there; set "
-         "zero_optimization.offload_optimizer.device to \"nvme\", which frees more pinned memory");
-  refuse(spills && detail::hands_gradients_on(options), "hoist.gradient_spill",
-         "update mode \"backward\" keeps no gradients that could go to NVMe; leave this key out, or use update mode "
-         "\"forward\"");
   const bool without_weights =
       detail::asks_for_device_only(runtime, options) && options.parameters != Placement::device;
   refuse(without_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",
@@ -83,16 +77,7 @@ void check_commits(const EngineOptions& options) {
   refuse(options.caller_state_bytes_max > kGiB, "caller_state_bytes_max", "must be at most 1 GiB");
   refuse(options.keep_steps > tiers::kCheckpointsMax, "hoist.keep_steps",
          fmt::format("at most {} checkpoints can be kept", tiers::kCheckpointsMax));
-  refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
-         "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
-  refuse(options.keep_steps > 0 && options.uses_nvme() && options.durability == tiers::Durability::none,
-         "hoist.keep_steps", "a store of durability \"none\" keeps nothing; use \"step\"");
-  if (options.mirror.directory.empty()) return;
-  refuse(options.store_directory.empty(), "hoist.mirror",
-         "there is no store to copy; set nvme_path or hoist.checkpoint_path");
-  refuse(options.uses_nvme() && options.durability == tiers::Durability::none, "hoist.mirror",
-         "with durability \"none\" there are no commits to copy; use \"step\"");
-  refuse(options.keep_steps >= tiers::kCheckpointsMax, "hoist.keep_steps",
+  refuse(!options.mirror.directory.empty() && options.keep_steps >= tiers::kCheckpointsMax, "hoist.keep_steps",
          fmt::format("with hoist.mirror at most {} checkpoints can be kept", tiers::kCheckpointsMax - 1));
 }
 
@@ -135,7 +120,7 @@ void check(const RuntimeOptions& options) {
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
   check_names(options);
   check_placement(options, runtime);
-  detail::check_step_rules(options);
+  for (const OptionProblem& found : problems_between(options)) throw ConfigError(found.key, found.problem);
   check_gathering_groups(options, world_size);
   check_commits(options);
   check_counts(options);
@@ -143,6 +128,46 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
   check(options.loss_scale);
   check(options.optimizer_defaults, options, runtime);
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
+}
+
+std::vector<OptionProblem> problems_between(const EngineOptions& options) {
+  std::vector<OptionProblem> problems;
+  const auto refuse = [&](bool wrong, const char* key, const char* other_key, std::string problem) {
+    if (wrong) problems.push_back({key, std::move(problem), other_key});
+  };
+  constexpr auto kSpill = "hoist.gradient_spill", kMode = "hoist.update_mode", kKeep = "hoist.keep_steps",
+                 kMirror = "hoist.mirror.path", kDurability = "hoist.durability", kZero = "zero_optimization",
+                 kOptimizer = "zero_optimization.offload_optimizer.device";
+  const bool spills = options.gradient_spill_units != 0u, backward = detail::hands_gradients_on(options);
+  refuse(spills && !options.uses_nvme(), kSpill, kOptimizer,
+         fmt::format("gradients go to NVMe only beside optimizer state or weights that are there; set {} to \"nvme\", "
+                     "which frees more pinned memory",
+                     kOptimizer));
+  refuse(spills && backward, kSpill, kMode,
+         "update mode \"backward\" keeps no gradients that could go to NVMe; leave this key out, or use \"forward\"");
+
+  const bool stores_nothing = options.uses_nvme() && options.durability == tiers::Durability::none;
+  const bool has_no_store = options.store_directory.empty();
+  refuse(options.keep_steps > 0 && has_no_store, kKeep, kZero,
+         "there is no store for named checkpoints; set nvme_path or hoist.checkpoint_path");
+  refuse(options.keep_steps > 0 && stores_nothing, kKeep, kDurability,
+         "durability \"none\" keeps no checkpoints; use \"step\" or {\"every\": N}");
+  const bool mirrors = !options.mirror.directory.empty();
+  refuse(mirrors && has_no_store, kMirror, kZero, "there is no store to copy; set nvme_path or hoist.checkpoint_path");
+  refuse(mirrors && stores_nothing, kMirror, kDurability,
+         "with durability \"none\" there are no commits to copy; use \"step\"");
+
+  refuse((backward || detail::updates_under_forward(options)) && options.optimizer == Placement::device, kMode,
+         kOptimizer,
+         fmt::format("\"{}\" needs offloaded optimizer states; set {} to \"cpu\" or \"nvme\"",
+                     detail::update_mode_name(options), kOptimizer));
+  refuse(backward && options.gradient_clipping > 0, kMode, "gradient_clipping",
+         "\"backward\" updates units before it knows the norm that clipping needs; set gradient_clipping to 0, or use "
+         "\"forward\"");
+  refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1), kMode, "fp16",
+         "\"backward\" cannot skip a step, which loss scaling requires; use \"forward\", or bf16.enabled instead of "
+         "fp16.enabled");
+  return problems;
 }
 
 const char* placement_name(Placement placement) {

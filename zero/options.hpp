@@ -225,6 +225,13 @@ struct EngineOptions {
   std::vector<std::string> drive_directories() const;  // store_directory, then stripe_directories
 };
 
+// A rule between two options that these options break.
+struct OptionProblem {
+  std::string key, problem;
+  std::string other_key;  // the rule is about this key, or this section, too
+};
+// Those of update mode, gradient spill and commits. check() refuses the first; config/ names the line of each.
+std::vector<OptionProblem> problems_between(const EngineOptions& options);
 // ConfigError, with the key, for options that no runtime is built with.
 void check(const RuntimeOptions& options);
 // ConfigError, with the key and the remedy, for options that no engine of so many ranks is built with, for any model.

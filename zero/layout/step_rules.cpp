@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include <hoist/core/error.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 
 namespace hoist::detail {
@@ -29,24 +28,6 @@ GradientSums gradient_sums(const EngineOptions& options) {
 
 unsigned passes_of_a_step(const EngineOptions& options) {
   return gradient_sums(options) == GradientSums::in_memory ? options.micro_batches_max : 1;
-}
-
-void check_step_rules(const EngineOptions& options) {
-  const auto refuse = [](bool wrong, const std::string& problem) {
-    if (wrong) throw ConfigError("hoist.update_mode", problem);
-  };
-  const auto mode = static_cast<unsigned>(options.update_mode);
-  refuse(options.update_mode > UpdateMode::backward, fmt::format("{} is none of its values", mode));
-  const bool backward = hands_gradients_on(options);
-  refuse((backward || updates_under_forward(options)) && options.optimizer == Placement::device,
-         fmt::format("\"{}\" is for optimizer states that are offloaded; use \"step\", or \"auto\"",
-                     backward ? "backward" : "forward"));
-  refuse(backward && options.gradient_clipping > 0,
-         "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or use "
-         "\"forward\"");
-  refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1),
-         "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
-         "fp16.enabled");
 }
 
 UpdateMode update_mode(const EngineOptions& options) {

@@ -21,9 +21,6 @@ std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Mo
 GradientSums gradient_sums(const EngineOptions& options);
 unsigned passes_of_a_step(const EngineOptions& options);
 
-// ConfigError for an update mode that other options rule out.
-void check_step_rules(const EngineOptions& options);
-
 // The mode that steps are carried out in: never `automatic`. It chooses the UpdatePolicy; all other code asks what the
 // mode means, by the functions below.
 UpdateMode update_mode(const EngineOptions& options);
