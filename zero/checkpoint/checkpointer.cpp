@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
 #include <hoist/core/mutex.hpp>
@@ -20,7 +19,7 @@ Checkpointer::Checkpointer(const EngineOptions& options, const RankAgreement& ra
     : options_(options),
       ranks_(ranks),
       store_(store),
-      channel_(std::move(channel)),
+      barrier_(std::move(channel), ranks, "commit the step"),
       state_access_(state_access),
       updates_(updates) {}
 
@@ -73,7 +72,7 @@ void Checkpointer::settle(std::uint64_t step) {
 
 Completion Checkpointer::commit_as(const std::string& name, const CommitState& state, std::uint64_t step,
                                    bool mirrored) {
-  const Completion done = store_->commit(encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
+  const Completion done = store_->commit(encode(name, state), [this](const auto& problem) { barrier_.agree(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit_ = promise->completion();
   // After a wait for the commit, committed_step() has it, and the commit does not need this object any more.
@@ -118,32 +117,13 @@ Completion Checkpointer::commit(const Decided& decided) {
 
 void Checkpointer::fail(const Decided& decided, const std::exception_ptr& error) {
   // The other ranks learn it where they would have heard that this rank's commit is durable.
-  if (stores_steps() && decided.due) fail_commit_barrier(error);
+  if (stores_steps() && decided.due) barrier_.tell(error);
   if (decided.mirrored) mirror_->drop(error);
   const MutexLock lock(mutex_);
   commit_ahead_ = false;
   decided_error_ = error;
   for (PendingSave& save : pending_saves_) save.promise.fail(error);
   pending_saves_.clear();
-}
-
-void Checkpointer::commit_barrier(const std::exception_ptr& problem) {
-  std::optional<comm::Problem> first;
-  try {
-    first = first_problem(*channel_, problem);
-  } catch (const CommError& lost) {
-    throw CommError(fmt::format("{} (whether a commit landed at all ranks)", lost.what()));
-  }
-  if (!first || problem) return;
-  throw CommError(fmt::format("{} could not commit the step: {}", ranks_.name_in_job(first->rank), first->text));
-}
-
-void Checkpointer::fail_commit_barrier(const std::exception_ptr& problem) noexcept {
-  if (peers_gone_) return;
-  try {
-    commit_barrier(problem);
-  } catch (...) {  // the error that counts is this rank's own
-  }
 }
 
 // --- saves -----------------------------------------------------------------------------------------------------------
@@ -166,7 +146,7 @@ Checkpointer::SaveNeeds Checkpointer::save_needs(const std::string& name, const 
 }
 
 Completion Checkpointer::save(const std::string& name, CommitState state, std::uint64_t step,
-                              const SaveOptions& options) {
+                              const SaveOptions& options, SaveNeeds needs) {
   if (!on_nvme()) {
     if (saver_.joinable()) saver_.join();  // it starts the copy that was claimed before this one
     const bool mirrored = options.mirror || (mirror_ && mirror_->is_due(step));
@@ -176,7 +156,7 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
     return options.mirror ? copied : saved;
   }
   Completion copied;
-  if (save_needs(name, options) == SaveNeeds::settled_engine) {
+  if (needs == SaveNeeds::settled_engine) {
     const Ledger::Apart apart(ranks_.runtime().ledger());
     if (options.mirror) copied = mirror_->claim(step);
     ranks_.together("begin the commit", [&] {
@@ -200,52 +180,54 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
 
 Completion Checkpointer::add_checkpoint(const std::string& name, const CommitState& state) {
   last_checkpoint_ =
-      store_->add_checkpoint(name, encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
+      store_->add_checkpoint(name, encode(name, state), [this](const auto& problem) { barrier_.agree(problem); });
   return last_checkpoint_;
 }
 
 // The state does not change before the next step, which waits for last_commit_. Pre: saver_ has ended.
 Completion Checkpointer::save_in_background(const std::string& name, std::uint64_t step, bool mirrored) {
-  std::vector<std::byte> encoded = encode(name, state_);
-  const auto ended = std::make_shared<Promise>();
-  const Completion completion = ended->completion();
-  const bool changed = changed_since_save_.exchange(false);
-  const auto write = [this, keeps = keeps(name), name, ended, changed, mirrored, state = std::move(encoded), step] {
-    bool barrier_ahead = true;  // the other ranks are still to be told
-    try {
-      updates_.finish();
-      store_->begin_step(step);
-      if (changed) {  // else the last commit's records are this one's
-        state_access_.write_resident();
-        state_access_.write_frozen_resident();
-      }
-      const auto agree = [this](const std::exception_ptr& problem) { commit_barrier(problem); };
-      const Completion committed = store_->commit(state, agree);
-      barrier_ahead = false;
-      committed.wait();
-      if (keeps) store_->add_checkpoint(name, state, agree).wait();
-      committed_step_ = static_cast<std::int64_t>(step);
-      if (mirrored) mirror_->start(*store_);
-      ended->complete();
-    } catch (...) {
-      const std::exception_ptr error = std::current_exception();
-      changed_since_save_ = true;
-      if (barrier_ahead) fail_commit_barrier(error);
-      if (mirrored) mirror_->drop(error);
-      ended->fail(error);
-    }
-  };
+  const auto save = std::make_shared<BackgroundSave>(BackgroundSave{.name = name,
+                                                                    .encoded = encode(name, state_),
+                                                                    .step = step,
+                                                                    .changed = changed_since_save_.exchange(false),
+                                                                    .mirrored = mirrored});
+  const Completion ended = save->promise.completion();
   try {
-    saver_ = start_thread("hoist-save", write);
+    saver_ = start_thread("hoist-save", [this, save] { write_save(*save); });
   } catch (...) {
-    changed_since_save_ = true;
-    fail_commit_barrier(std::current_exception());
-    if (mirrored) mirror_->drop(std::current_exception());
-    ended->fail(std::current_exception());
+    give_up(*save, std::current_exception());
     throw;
   }
-  last_commit_ = completion;
-  return completion;
+  last_commit_ = ended;
+  return ended;
+}
+
+void Checkpointer::write_save(BackgroundSave& save) {
+  try {
+    updates_.finish();
+    store_->begin_step(save.step);
+    if (save.changed) {  // else the last commit's records are this one's
+      state_access_.write_resident();
+      state_access_.write_frozen_resident();
+    }
+    const auto agree = [this](const std::exception_ptr& problem) { barrier_.agree(problem); };
+    const Completion committed = store_->commit(save.encoded, agree);
+    save.barrier_ahead = false;
+    committed.wait();
+    if (keeps(save.name)) store_->add_checkpoint(save.name, save.encoded, agree).wait();
+    committed_step_ = static_cast<std::int64_t>(save.step);
+    if (save.mirrored) mirror_->start(*store_);
+    save.promise.complete();
+  } catch (...) {
+    give_up(save, std::current_exception());
+  }
+}
+
+void Checkpointer::give_up(BackgroundSave& save, const std::exception_ptr& error) {
+  changed_since_save_ = true;
+  if (save.barrier_ahead) barrier_.tell(error);
+  if (save.mirrored) mirror_->drop(error);
+  save.promise.fail(error);
 }
 
 }  // namespace hoist::detail

@@ -5,13 +5,13 @@
 // in memory only save() writes: a thread copies the state to the store under the next pass.
 //
 // A commit counts once it is durable on every rank of the job: each rank tells the others what became of its own
-// (commit_barrier), on a communicator that nothing else uses. A mirror then copies some of the commits.
+// (JobBarrier). A mirror then copies some of the commits.
 //
 // Threading  The program's thread makes every call, with two exceptions: the update thread, too, calls commit() and
 //            fail(); in update mode `backward` the thread that hands gradients on calls open_step(). Barriers run on
 //            the store's commit thread, saves of state in memory on a thread of their own.
 // Errors     A commit that fails anywhere fails its Completion, and every later call that waits for it.
-// Main path  open_step -> (update) -> decide -> commit -> [store: flush, manifest] -> commit_barrier -> done.
+// Main path  open_step -> (update) -> decide -> commit -> [store: flush, manifest] -> JobBarrier -> done.
 #pragma once
 
 #include <atomic>
@@ -92,8 +92,9 @@ class Checkpointer {
   // The work that must end before save(): none; that of streams; or every update and commit, on all ranks.
   enum class SaveNeeds : std::uint8_t { nothing, drained_streams, settled_engine };
   SaveNeeds save_needs(const std::string& name, const SaveOptions& options) const;
-  // [J] Pre: check_save(), room for the program's state on every rank, and what save_needs() says.
-  Completion save(const std::string& name, CommitState state, std::uint64_t step, const SaveOptions& options);
+  // [J] Pre: check_save(), room for the program's state on every rank, and what save_needs() says, which is `needs`.
+  Completion save(const std::string& name, CommitState state, std::uint64_t step, const SaveOptions& options,
+                  SaveNeeds needs);
   void state_changed() { changed_since_save_ = true; }
   // What saves between commits have written in all; done when the next step of the store is opened.
   std::uint64_t bytes_written_by_saves() const { return bytes_written_by_saves_; }
@@ -102,7 +103,7 @@ class Checkpointer {
   const Mirror* mirror() const { return mirror_.get(); }  // null without one
   void restored(std::uint64_t step) { committed_step_ = static_cast<std::int64_t>(step); }
   // The other ranks are gone: no barrier is entered any more.
-  void peers_are_gone() { peers_gone_ = true; }
+  void peers_are_gone() { barrier_.close(); }
   // The engine has failed: what is being copied to the mirror is given up.
   void abandon_copy();
 
@@ -112,18 +113,28 @@ class Checkpointer {
     CommitState state;
     Promise promise;
   };
+  // Of state that lives in memory.
+  struct BackgroundSave {
+    std::string name;
+    std::vector<std::byte> encoded;
+    std::uint64_t step = 0;
+    bool changed = true;  // since the last save
+    bool mirrored = false;
+    bool barrier_ahead = true;  // the other ranks are still to be told
+    Promise promise{};
+  };
   bool keeps(const std::string& name) const { return options_.keep_steps > 0 && !name.empty(); }
   bool is_durable() const { return !on_nvme() || stores_steps(); }
   Completion commit_as(const std::string& name, const CommitState& state, std::uint64_t step, bool mirrored);
   Completion add_checkpoint(const std::string& name, const CommitState& state) HOIST_REQUIRES(mutex_);
   Completion save_in_background(const std::string& name, std::uint64_t step, bool mirrored);
-  void commit_barrier(const std::exception_ptr& problem);
-  void fail_commit_barrier(const std::exception_ptr& problem) noexcept;
+  void write_save(BackgroundSave& save);  // on saver_
+  void give_up(BackgroundSave& save, const std::exception_ptr& error);
 
   const EngineOptions& options_;
   const RankAgreement& ranks_;
   tiers::Store* const store_;
-  const std::unique_ptr<comm::Communicator> channel_;
+  JobBarrier barrier_;  // of commits
   StateAccess& state_access_;
   UpdateQueue& updates_;
   std::unique_ptr<Mirror> mirror_;  // null without one
@@ -133,7 +144,6 @@ class Checkpointer {
   bool uncommitted_ = false;  // steps were taken that no commit holds, and none is on its way
   std::uint64_t bytes_written_by_saves_ = 0;
   std::atomic<bool> changed_since_save_{true};  // state that lives in memory
-  std::atomic<bool> peers_gone_{false};
   std::atomic<std::int64_t> committed_step_{-1};
   std::thread saver_;  // writes state that lives in memory; last_commit_ is its end
 

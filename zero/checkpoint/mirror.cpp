@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
@@ -27,7 +26,7 @@ Mirror::Mirror(const EngineOptions& options, const UnitTable& table, const Recor
       table_(table),
       records_(records),
       ranks_(ranks),
-      channel_(ranks.job().duplicate()),
+      barrier_(ranks.job().duplicate(), ranks, "copy it"),
       claimed_step_(step),
       io_(make_drive_queue(ranks.runtime().options(), options_.store_directory, {})),
       fingerprints_(records.records().size()) {
@@ -55,6 +54,7 @@ void Mirror::join() {
 void Mirror::abandon() {
   const MutexLock lock(mutex_);
   abandoned_ = true;
+  barrier_.close();
   wake_.notify_all();
 }
 
@@ -158,7 +158,7 @@ void Mirror::start(tiers::Store& source) {
   }
   auto run = [this, commit = std::move(commit), error]() mutable {
     if (error) {
-      tell(error);
+      barrier_.tell(error);
     } else {
       try {
         copy(*commit);
@@ -174,7 +174,7 @@ void Mirror::start(tiers::Store& source) {
     thread_ = start_thread("hoist-mirror", std::move(run));
   } catch (...) {
     error = std::current_exception();
-    tell(error);
+    barrier_.tell(error);
     conclude(error);
   }
 }
@@ -198,7 +198,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
       keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second));
     });
     const Completion landed =
-        store_->commit(commit.caller_state(), [this](const std::exception_ptr& problem) { agree(problem); });
+        store_->commit(commit.caller_state(), [this](const std::exception_ptr& problem) { barrier_.agree(problem); });
     barrier_ahead = false;
     landed.wait();
     for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
@@ -209,7 +209,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
                claimed_step_, bytes, to_seconds(Clock::now() - begun));
   } catch (...) {
     count_read();
-    if (barrier_ahead) tell(std::current_exception());
+    if (barrier_ahead) barrier_.tell(std::current_exception());
     throw;
   }
 }
@@ -218,23 +218,6 @@ void Mirror::keep_pace(TimePoint not_before) {
   MutexLock lock(mutex_);
   wake_.wait_until(lock, not_before, [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
   if (abandoned_) throw Error("the engine has failed");
-}
-
-void Mirror::agree(const std::exception_ptr& problem) {
-  const auto first = first_problem(*channel_, problem);
-  if (first && !problem)
-    throw CommError(fmt::format("{} could not copy it: {}", ranks_.name_in_job(first->rank), first->text));
-}
-
-void Mirror::tell(const std::exception_ptr& problem) noexcept {
-  {
-    const MutexLock lock(mutex_);
-    if (abandoned_) return;
-  }
-  try {
-    agree(problem);
-  } catch (...) {  // the error that counts is this rank's own
-  }
 }
 
 // Other copies of this training, whole or not. The first of the ranks that share a directory removes them.

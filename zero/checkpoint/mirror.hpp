@@ -74,8 +74,6 @@ class Mirror {
   void reopen();
   void copy(tiers::StoreReader& commit);
   void keep_pace(TimePoint not_before);
-  void agree(const std::exception_ptr& problem);
-  void tell(const std::exception_ptr& problem) noexcept;
   void remove_others() noexcept;
   void conclude(const std::exception_ptr& error);
   std::unique_ptr<Promise> take_promise();
@@ -86,7 +84,7 @@ class Mirror {
   const UnitTable& table_;
   const RecordMap& records_;
   const RankAgreement& ranks_;
-  const std::unique_ptr<comm::Communicator> channel_;  // over all ranks of the job, for the copies' barriers alone
+  JobBarrier barrier_;  // of copies
   StoreDirectory directory_;
   tiers::StoreOptions store_options_;
   std::uint64_t claimed_step_ = 0;  // the last that was claimed

@@ -154,4 +154,23 @@ std::uint64_t RankAgreement::smallest(std::uint64_t mine) const {
   return std::ranges::min(comm::values_of_all(group(), mine));
 }
 
+void JobBarrier::agree(const std::exception_ptr& problem) {
+  std::optional<comm::Problem> first;
+  try {
+    first = first_problem(*channel_, problem);
+  } catch (const CommError& lost) {
+    throw CommError(fmt::format("{} (whether all could {})", lost.what(), what_));
+  }
+  if (!first || problem) return;
+  throw CommError(fmt::format("{} could not {}: {}", ranks_.name_in_job(first->rank), what_, first->text));
+}
+
+void JobBarrier::tell(const std::exception_ptr& problem) noexcept {
+  if (closed_) return;
+  try {
+    agree(problem);
+  } catch (...) {  // the error that counts is this rank's own
+  }
+}
+
 }  // namespace hoist::detail

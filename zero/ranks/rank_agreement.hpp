@@ -9,13 +9,18 @@
 // Errors     A part's own error on the rank where it failed; a CommError that names that rank on all others.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/core/clock.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 #include <hoist/zero/options.hpp>
@@ -77,6 +82,29 @@ class RankAgreement {
 
   Runtime& runtime_;
   AbortNotifier& notifier_;
+};
+
+// Where all ranks of the job tell each other how a piece of work ended.
+//
+// Threading  One thread at a time, on every rank in the same order; close() on any thread.
+class JobBarrier {
+ public:
+  // `channel`: over all ranks of the job, for this object alone. `what` completes "rank 3 could not ...".
+  JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what)
+      : channel_(std::move(channel)), ranks_(ranks), what_(what) {}
+
+  // [J] This rank's work ended with `problem`, or (null) well. CommError if that of another rank failed.
+  void agree(const std::exception_ptr& problem);
+  // [J] The same for a rank whose error is thrown elsewhere.
+  void tell(const std::exception_ptr& problem) noexcept;
+  // The other ranks are gone, or are told in another way: tell() does nothing any more.
+  void close() noexcept { closed_ = true; }
+
+ private:
+  const std::unique_ptr<comm::Communicator> channel_;
+  const RankAgreement& ranks_;
+  const char* const what_;
+  std::atomic<bool> closed_{false};
 };
 
 // A hash by which ranks compare names and rules.

@@ -170,7 +170,8 @@ Completion StateCalls::save(const std::string& name, std::span<const std::byte> 
                 fmt::format("save '{}' of step {}{}", name, step, options.mirror ? ", and in the mirror" : ""));
   }
   parts_.ranks.check_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
-  switch (checkpoints.save_needs(name, options)) {
+  const Checkpointer::SaveNeeds needs = checkpoints.save_needs(name, options);
+  switch (needs) {
     case Checkpointer::SaveNeeds::nothing:
       break;
     case Checkpointer::SaveNeeds::drained_streams:
@@ -180,7 +181,7 @@ Completion StateCalls::save(const std::string& name, std::span<const std::byte> 
       stepper_.settle_together();
       break;
   }
-  return checkpoints.save(name, CommitState::of(parts_.settings.scaler, program_state), step, options);
+  return checkpoints.save(name, CommitState::of(parts_.settings.scaler, program_state), step, options, needs);
 }
 
 }  // namespace hoist::detail

@@ -283,60 +283,75 @@ bool TilePipeline::makes_weights(const Job& job, const Tile& tile, const WalkOpt
   return options.makes_weights && table_.unit(job.sub_group.unit).segments[tile.segment].update_makes_weights();
 }
 
+// Counts the time until end(), or until it is destroyed, as that of computing in the background.
+class TilePipeline::BusyTime {
+ public:
+  BusyTime(TilePipeline& pipeline, TimePoint begin) : pipeline_(pipeline) {
+    const MutexLock lock(pipeline_.busy_mutex_);
+    pipeline_.busy_since_ = begin;
+  }
+  BusyTime(const BusyTime&) = delete;
+  BusyTime& operator=(const BusyTime&) = delete;
+  ~BusyTime() { end(); }
+  TimePoint end() {
+    const MutexLock lock(pipeline_.busy_mutex_);
+    const TimePoint end = Clock::now();  // under the mutex: what busy() has said is never taken back
+    if (pipeline_.busy_since_) pipeline_.busy_ += end - *pipeline_.busy_since_;
+    pipeline_.busy_since_.reset();
+    return end;
+  }
+
+ private:
+  TilePipeline& pipeline_;
+};
+
 void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work) {
   const TimePoint begin = Clock::now();
-  const auto job_tiles = tiles(job.sub_group);
+  const auto update_one = [&](std::size_t i) { update_tile(job, i, options, work); };
+  const auto update_all = [&] {
+    runtime_.update_pool().run(tiles(job.sub_group).size(), std::cref(update_one));  // a reference: no copy on the heap
+  };
+  if (!options.in_background) {
+    update_all();
+    return runtime_.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
+  }
+  BusyTime busy(*this, begin);
+  update_all();
+  const TimePoint end = busy.end();
+  if (Trace* const trace = runtime_.trace(); trace != nullptr)
+    trace->add(TraceRow::optimizer, table_.unit(job.sub_group.unit).name, begin, end);
+}
+
+void TilePipeline::update_tile(const Job& job, std::size_t i, const WalkOptions& options, const Work& work) {
   const Unit& unit = table_.unit(job.sub_group.unit);
-  const std::optional<tiers::RecordId> record = records_.trainable(job.sub_group.unit);
-  const Tile& first = job_tiles.front();
-  const auto written = writes(job.sub_group, options);
-  const auto update_one = [&](std::size_t i) {
-    const Tile& tile = job_tiles[i];
-    const auto index = job.sub_group.first_tile + static_cast<std::uint32_t>(i);
-    const std::span<std::byte> weights(job.weights + (tile.w_offset - first.w_offset), tile.w_bytes);
-    const std::span<std::byte> state(job.state + (tile.s_offset - first.s_offset), tile.s_bytes);
-    const bool made = makes_weights(job, tile, options);
-    if (job.verifies_weights && !made) store_->verify(*record, Region::weights, index, 1, weights);
-    if (job.verifies_weights && made) {  // the padding of the tile is stored with it
-      const std::uint64_t used = tile.elements * dtype_bytes(unit.segments[tile.segment].dtype);
-      std::ranges::fill(weights.subspan(used), std::byte{0});
-    }
-    if (job.verifies_state) store_->verify(*record, Region::state, index, 1, state);
-    const std::byte* gradient = nullptr;
-    if (job.verifies_gradient) {
-      gradient = job.gradient + (unit.gradient_offset(tile) - unit.gradient_offset(first));
-      spill_->verify({job.sub_group.unit, index, 1}, gradient);
-    }
-    work({.unit = job.sub_group.unit,
-          .segment = &unit.segments[tile.segment],
-          .tile = &tile,
-          .weights = weights.data(),
-          .state = state.data(),
-          .gradient = gradient});
-    if (job.target != nullptr) std::memcpy(job.target + (tile.w_offset - first.w_offset), weights.data(), tile.w_bytes);
-    if (written.weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
-    if (written.state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
-  };
-  if (options.in_background) {
-    const MutexLock lock(busy_mutex_);
-    busy_since_ = begin;
+  const tiers::RecordId record = *records_.trainable(job.sub_group.unit);
+  const Tile& first = tiles(job.sub_group).front();
+  const Tile& tile = tiles(job.sub_group)[i];
+  const auto index = job.sub_group.first_tile + static_cast<std::uint32_t>(i);
+  const std::span<std::byte> weights(job.weights + (tile.w_offset - first.w_offset), tile.w_bytes);
+  const std::span<std::byte> state(job.state + (tile.s_offset - first.s_offset), tile.s_bytes);
+  const bool made = makes_weights(job, tile, options);
+  if (job.verifies_weights && !made) store_->verify(record, Region::weights, index, 1, weights);
+  if (job.verifies_weights && made) {  // the padding of the tile is stored with it
+    const std::uint64_t used = tile.elements * dtype_bytes(unit.segments[tile.segment].dtype);
+    std::ranges::fill(weights.subspan(used), std::byte{0});
   }
-  const auto ended = [&] {
-    const MutexLock lock(busy_mutex_);
-    const TimePoint end = Clock::now();  // under the mutex: what busy() has said is never taken back
-    if (busy_since_) busy_ += end - *busy_since_;
-    busy_since_.reset();
-    return end;
-  };
-  try {
-    runtime_.update_pool().run(job_tiles.size(), std::cref(update_one));  // a reference: it is not copied to the heap
-  } catch (...) {
-    ended();
-    throw;
+  if (job.verifies_state) store_->verify(record, Region::state, index, 1, state);
+  const std::byte* gradient = nullptr;
+  if (job.verifies_gradient) {
+    gradient = job.gradient + (unit.gradient_offset(tile) - unit.gradient_offset(first));
+    spill_->verify({job.sub_group.unit, index, 1}, gradient);
   }
-  const TimePoint end = ended();
-  if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);
-  if (Trace* const trace = runtime_.trace(); trace != nullptr) trace->add(TraceRow::optimizer, unit.name, begin, end);
+  work({.unit = job.sub_group.unit,
+        .segment = &unit.segments[tile.segment],
+        .tile = &tile,
+        .weights = weights.data(),
+        .state = state.data(),
+        .gradient = gradient});
+  if (job.target != nullptr) std::memcpy(job.target + (tile.w_offset - first.w_offset), weights.data(), tile.w_bytes);
+  const Writes written = writes(job.sub_group, options);
+  if (written.weights) checksums_w_[i] = store_->checksum(record, Region::weights, index, weights);
+  if (written.state) checksums_s_[i] = store_->checksum(record, Region::state, index, state);
 }
 
 TilePipeline::Writes TilePipeline::writes(const SubGroup& sub_group, const WalkOptions& options) const {

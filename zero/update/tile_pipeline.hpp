@@ -120,6 +120,8 @@ class TilePipeline {
   void read_gradient(Job& job, const WalkOptions& options);
   bool makes_weights(const Job& job, const tiers::Tile& tile, const WalkOptions& options) const;
   void update(Job& job, const WalkOptions& options, const Work& work);
+  void update_tile(const Job& job, std::size_t i, const WalkOptions& options, const Work& work);
+  class BusyTime;
   struct Writes {
     bool weights = false, state = false;
   };
