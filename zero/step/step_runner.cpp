@@ -72,36 +72,31 @@ double StepRunner::gradient_norm() {
   return global_norm(kOnlyAsked, {});
 }
 
-StepReport StepRunner::run(const StepOptions& step_options) {
-  const FloatEnvironment environment;  // of the norm, the clip factor and the rates; the program may have another
-  const TraceSpan span(parts_.runtime.trace(), TraceRow::program, "step");
-  StepSettings& settings = parts_.settings;
+void StepRunner::check_options(const StepOptions& options) {
   parts_.pass.require_gradients("step()");
   if (const auto made = static_cast<unsigned>(parts_.pass.micro_batches_of_step());
       !std::exchange(has_run_, true) && made < parts_.options.micro_batches_max)
     log_info(
         "the first step has {} of at most {} micro-batches (gradient_accumulation_steps): pass their number to begin()",
         made, parts_.options.micro_batches_max);
-  if (!(step_options.gradient_norm_max > 0)) {
+  if (!(options.gradient_norm_max > 0)) {
     throw UsageError(
         fmt::format("step() with a largest norm of {}, which leaves no gradient: leave it out for no limit",
-                    step_options.gradient_norm_max));
+                    options.gradient_norm_max));
   }
-  if (std::isfinite(step_options.gradient_norm_max) && policy_->is_decided()) {
+  if (std::isfinite(options.gradient_norm_max) && policy_->is_decided()) {
     throw UsageError(
         "a largest norm for a step whose units were updated in the backward pass (hoist.update_mode "
         "\"backward\"); \"forward\" knows the norm before it updates");
   }
-  const double norm_max = settings.gradient_norm_max(step_options.gradient_norm_max);
-  parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max),
-                                                  [&settings] { return settings.describe_groups(); }});
-  policy_->await_inputs();
+}
 
-  StepReport report;
+// The step is applied if its norm is finite, and skipped otherwise.
+void StepRunner::decide(double norm_max, const StepOptions& options, StepReport& report) {
+  StepSettings& settings = parts_.settings;
   report.learning_rate = settings.learning_rate(GroupId{0});
   report.loss_scale = settings.scaler.scale();
-  const double mean = settings.gradient_mean(parts_.pass.micro_batches());
-  report.gradient_norm = global_norm(norm_max, step_options.caller_state);
+  report.gradient_norm = global_norm(norm_max, options.caller_state);
   report.applied = std::isfinite(report.gradient_norm);
   if (!report.applied && policy_->is_decided()) {
     notifier_.told_in_norm();
@@ -113,12 +108,27 @@ StepReport StepRunner::run(const StepOptions& step_options) {
     notifier_.told_in_norm();  // so that the commit of the step before is not broken off
     throw;
   }
+}
+
+StepReport StepRunner::run(const StepOptions& options) {
+  const FloatEnvironment environment;  // of the norm, the clip factor and the rates; the program may have another
+  const TraceSpan span(parts_.runtime.trace(), TraceRow::program, "step");
+  check_options(options);
+  StepSettings& settings = parts_.settings;
+  const double norm_max = settings.gradient_norm_max(options.gradient_norm_max);
+  parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max),
+                                              [&settings] { return settings.describe_groups(); }});
+  policy_->await_inputs();
+
+  StepReport report;
+  const double mean = settings.gradient_mean(parts_.pass.micro_batches());  // of the loss scale before the decision
+  decide(norm_max, options, report);
   parts_.pass.gradients_taken();
   if (report.applied) {
     if (std::isfinite(norm_max)) report.clip_factor = std::min(1.0, norm_max / (report.gradient_norm + 1e-6));
     parts_.gatherer.quiesce();
     report.committed =
-        policy_->apply(report.clip_factor * mean, CommitState::of(settings.scaler, step_options.caller_state));
+        policy_->apply(report.clip_factor * mean, CommitState::of(settings.scaler, options.caller_state));
   } else {
     report.committed = parts_.checkpoints.last();
   }

@@ -34,6 +34,9 @@ class StepRunner {
   // caller state: UsageError on every rank when one of them is too long. Pre: all gradients have arrived.
   double global_norm(double norm_max, std::span<const std::byte> program_state);
 
+  void check_options(const StepOptions& options);
+  void decide(double norm_max, const StepOptions& options, StepReport& report);
+
   StepParts parts_;
   AbortNotifier& notifier_;
   const std::unique_ptr<UpdatePolicy> policy_;
