@@ -170,7 +170,10 @@ void UnitManager::wake() {
                   step, found));
 }
 
-std::optional<std::uint64_t> UnitManager::find_commit() { return Engine::find_commit(runtime(), options_.engine); }
+std::optional<std::uint64_t> UnitManager::find_commit() {
+  const std::lock_guard lock(engine_mutex());
+  return Engine::find_commit(runtime(), options_.engine);
+}
 
 std::vector<NamedCheckpoint> UnitManager::find_checkpoints() {
   const std::lock_guard lock(engine_mutex());

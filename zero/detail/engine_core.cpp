@@ -85,6 +85,11 @@ void EngineCore::make(Call call) {
   }
 }
 
+void EngineCore::agree_on_engine(const char* call) {
+  ranks.compare_groups(options, [&] { require_model(); });
+  ranks.agree_on_model(call, table, options, settings.groups());
+}
+
 // A run that begins at a later step took its state from elsewhere: a first commit of it that only some ranks have is
 // worth nothing, and is removed.
 StoreDirectory EngineCore::directory_for(const InitialState& state) {
@@ -103,8 +108,7 @@ StoreDirectory EngineCore::directory_for(const InitialState& state) {
 void EngineCore::create(const InitialState& state, std::span<const std::byte> program_state) {
   if (!state.masters) throw UsageError("Engine::create() needs an Initializer, which makes the initial values");
   make([&] {
-    ranks.compare_groups(options, [&] { require_model(); });
-    ranks.agree_on_model("Engine::create()", table, options, settings.groups());
+    agree_on_engine("Engine::create()");
     ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
     const StoreDirectory directory = directory_for(state);
     refuse_foreign_mirror(ranks, options, nullptr);
@@ -131,11 +135,10 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
 
 void EngineCore::restore(const RestoreOptions& restore_options) {
   make([&] {
-    ranks.compare_groups(options, [&] { require_model(); });
+    agree_on_engine("Engine::restore()");
     if (options.store_directory.empty())
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
-    ranks.agree_on_model("Engine::restore()", table, options, settings.groups());
     const Ledger::Apart apart(runtime.ledger());
     const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
     refuse_foreign_mirror(ranks, options, &plan);

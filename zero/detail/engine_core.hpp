@@ -61,6 +61,8 @@ class EngineCore : public EngineParts {
   // Runs what makes the engine; when it throws, the other ranks are told of an error that they may not have.
   template <typename Call>
   void make(Call call);
+  // [C] Every rank makes the same engine by `call`.
+  void agree_on_engine(const char* call);
   // Where create() makes the store of a run that begins with that state. [J]
   StoreDirectory directory_for(const InitialState& state);
   // Both return the store's directory.

@@ -5,6 +5,8 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/norm_order.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 
 namespace hoist::detail {
@@ -22,6 +24,12 @@ bool Segment::has(State moment) const {
   if (!trainable) return false;
   return moment == State::moment1 ? optim::has_moment1(state.state)
                                   : moment == State::moment2 && optim::has_moment2(state.state);
+}
+
+std::uint64_t Unit::norm_chunks() const {
+  std::uint64_t chunks = 0;
+  for (const Segment& segment : trainable_segments()) chunks += divide_up(segment.shard_elements, kNormChunkElements);
+  return chunks;
 }
 
 Unit::GradientPart Unit::gradient_part(std::uint32_t first_tile, std::uint32_t tile_count) const {

@@ -8,6 +8,20 @@
 
 namespace hoist::detail {
 
+namespace {
+
+// The first number above `low` for which `predicate` is true. Pre: it is false for `low` and true for `high`.
+template <typename Number, typename Predicate>
+Number first_true(Number low, Number high, const Predicate& predicate) {
+  while (high - low > 1) {
+    const Number middle = low + (high - low) / 2;
+    (predicate(middle) ? high : low) = middle;
+  }
+  return high;
+}
+
+}  // namespace
+
 PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const UnitRegions& regions) : regions_(regions) {
   const auto& units = regions.table().units();
   const bool sums_in_memory = gradient_sums(options) == GradientSums::in_memory;
@@ -20,8 +34,7 @@ PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const Uni
     if (regions.unit(UnitId{u}).reads_weights()) ++stored;
     if (regions.unit(UnitId{u}).state_on_device) continue;
     std::uint64_t gradient_bytes = 0;
-    for (const Segment& segment : unit.segments)
-      gradient_bytes += segment.trainable ? round_up(segment.shard_bytes(), 64) : 0;
+    for (const Segment& segment : unit.trainable_segments()) gradient_bytes += round_up(segment.shard_bytes(), 64);
     if (sums_in_memory) sum_bytes_ = std::max(sum_bytes_, gradient_bytes);
     if (!regions.unit(UnitId{u}).gradient_in_ring) continue;
     largest_gradient_bytes_ = std::max(largest_gradient_bytes_, unit.gradient_shard_bytes);
@@ -86,14 +99,13 @@ PinnedBuffers PinnedBufferChooser::choose(std::uint64_t free_bytes) const {
 
 // As far as the budget goes: the more gradients wait for their update, the further the drive may lag behind the pass.
 void PinnedBufferChooser::grow_ring(PinnedBuffers& chosen, std::uint64_t free_bytes) const {
-  std::uint64_t fits = chosen.gradient_ring_bytes / kBlockAlignment;
-  std::uint64_t too_much = ring_bytes(regions_.table().units().size()) / kBlockAlignment + 1;
-  while (too_much - fits > 1) {
-    const std::uint64_t middle = fits + (too_much - fits) / 2;
-    chosen.gradient_ring_bytes = middle * kBlockAlignment;
-    (bytes(chosen) <= free_bytes ? fits : too_much) = middle;
-  }
-  chosen.gradient_ring_bytes = fits * kBlockAlignment;
+  const std::uint64_t most = ring_bytes(regions_.table().units().size()) / kBlockAlignment;
+  const std::uint64_t too_much =
+      first_true(chosen.gradient_ring_bytes / kBlockAlignment, most + 1, [&](std::uint64_t blocks) {
+        chosen.gradient_ring_bytes = blocks * kBlockAlignment;
+        return bytes(chosen) > free_bytes;
+      });
+  chosen.gradient_ring_bytes = (too_much - 1) * kBlockAlignment;
 }
 
 double largest_pinned_share(EngineOptions options, PinnedShare share, const UnitTable& table, DeviceAccess access,
@@ -121,12 +133,7 @@ double largest_pinned_share(EngineOptions options, PinnedShare share, const Unit
             (chosen->update_count >= asked->update_count && chosen->sub_group_tiles >= asked->sub_group_tiles));
   };
   if (fits(100)) return 1;
-  unsigned most = 0, too_much = 100;
-  while (too_much - most > 1) {
-    const unsigned middle = (most + too_much) / 2;
-    (fits(middle) ? most : too_much) = middle;
-  }
-  return most / 100.0;
+  return (first_true(0u, 100u, [&](unsigned hundredths) { return !fits(hundredths); }) - 1) / 100.0;
 }
 
 namespace {
@@ -154,12 +161,7 @@ std::uint32_t fitting_spill(EngineOptions options, const UnitTable& table, Devic
   const Needs with_none = needs(0), with_all = needs(all);
   if (with_none.working_bytes <= free_bytes) return 0;
   if (with_all.working_bytes > free_bytes) return with_all.least_bytes < with_none.least_bytes ? all : 0;
-  std::uint32_t too_few = 0, enough = all;
-  while (enough - too_few > 1) {
-    const std::uint32_t middle = too_few + (enough - too_few) / 2;
-    (needs(middle).working_bytes <= free_bytes ? enough : too_few) = middle;
-  }
-  return enough;
+  return first_true(0u, all, [&](std::uint32_t count) { return needs(count).working_bytes <= free_bytes; });
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include <hoist/core/norm_order.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/machine.hpp>
@@ -70,7 +69,7 @@ void UnitRegions::choose_units_on_device(const EngineOptions& options) {
   std::vector<std::uint64_t> elements;  // by unit
   for (const Unit& unit : table_.units()) {
     elements.push_back(0);
-    for (const Segment& segment : unit.segments) elements.back() += segment.trainable ? segment.shard_elements : 0;
+    for (const Segment& segment : unit.trainable_segments()) elements.back() += segment.shard_elements;
     elements_ += elements.back();
   }
   const double offloaded = options.optimizer == Placement::device ? 0 : options.optimizer_offload_ratio;
@@ -218,11 +217,7 @@ void UnitRegions::add(UnitId id, MemoryRole role, MemoryTier tier, std::uint64_t
 std::uint64_t UnitRegions::device_results_bytes() const {
   if (!has_device_only_) return 0;
   std::uint64_t sums = 0;
-  for (std::uint32_t u = 0; u < units_.size(); ++u) {
-    if (!units_[u].device_only) continue;
-    for (const Segment& segment : table_.units()[u].segments)
-      sums += segment.trainable ? divide_up(segment.shard_elements, kNormChunkElements) : 0;
-  }
+  for (std::uint32_t u = 0; u < units_.size(); ++u) sums += units_[u].device_only ? table_.units()[u].norm_chunks() : 0;
   return (sums + 1) * sizeof(double);
 }
 

@@ -153,7 +153,10 @@ void Gatherer::submit(UnitId unit, Transfer& transfer) {
   transfer.gathered = transfer.copied;
   if (table_.world_size() == 1) return;
   streams_.comm->wait(transfer.copied, WaitCause::none);
-  in_group ? gather_in_group(table_.unit(unit), transfer.target) : all_gather(table_.unit(unit), transfer.target);
+  if (in_group)
+    all_gather(table_.unit(unit), transfer.target, *group_, memory_.plan().units().secondary_shard_parts());
+  else
+    all_gather(table_.unit(unit), transfer.target, runtime_.communicator(), /*shards=*/1);
   transfer.gathered = streams_.comm->record();
   if (transfer.source == Source::shards_and_keep) keep_secondary(unit, transfer);
   abort_notifier_.watch(transfer.gathered, table_.unit(unit).name);
@@ -265,21 +268,13 @@ void Gatherer::keep_secondary(UnitId id, Transfer& transfer) {
   transfer.kept = streams_.down->record();
 }
 
-void Gatherer::gather_in_group(const Unit& unit, std::byte* target) {
-  std::vector<comm::GatherPiece> pieces;
-  pieces.reserve(unit.segments.size());
-  for_secondary_parts(unit, [&](const Segment& segment, std::uint64_t, std::uint64_t bytes) {
-    pieces.push_back({target + segment.gathered_offset, bytes, unit.name});
-  });
-  group_->all_gather(pieces, *streams_.comm);
-}
-
-void Gatherer::all_gather(const Unit& unit, std::byte* target) {
+// `shards`: that each rank of `ranks` has.
+void Gatherer::all_gather(const Unit& unit, std::byte* target, comm::Communicator& ranks, std::uint64_t shards) {
   std::vector<comm::GatherPiece> pieces;
   pieces.reserve(unit.segments.size());
   for (const Segment& segment : unit.segments)
-    pieces.push_back({target + segment.gathered_offset, segment.shard_bytes(), unit.name});
-  runtime_.communicator().all_gather(pieces, *streams_.comm);
+    pieces.push_back({target + segment.gathered_offset, shards * segment.shard_bytes(), unit.name});
+  ranks.all_gather(pieces, *streams_.comm);
 }
 
 void Gatherer::gather(UnitId unit, StreamRef stream) {

@@ -112,11 +112,10 @@ class Gatherer {
   void for_secondary_parts(const Unit& unit, const Part& part) const;
   void copy_secondary_up(UnitId unit, std::byte* target);
   void keep_secondary(UnitId unit, Transfer& transfer);
-  void gather_in_group(const Unit& unit, std::byte* target);
   void copy_stored_up(UnitId unit, std::byte* target);
   void copy_piece(const Unit& unit, std::byte* target, const std::byte* source, const HostPiece& piece,
                   platform::CopyKind kind);
-  void all_gather(const Unit& unit, std::byte* target);
+  void all_gather(const Unit& unit, std::byte* target, comm::Communicator& ranks, std::uint64_t shards);
   void pin(UnitId unit, StreamRef stream);
   void unpin(UnitId unit, StreamRef gathered_on, StreamRef stream);
   void drop_pins(UnitId unit);

@@ -45,8 +45,7 @@ Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitT
 void Gradients::list_chunks() {
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     first_chunk_.push_back(chunks_.size());
-    for (const Segment& segment : table_.units()[u].segments) {
-      if (!segment.trainable) continue;
+    for (const Segment& segment : table_.units()[u].trainable_segments()) {
       for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
         const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
         chunks_.push_back(
@@ -141,12 +140,10 @@ void Gradients::finish(UnitId id, StreamRef stream) {
 // Makes the mean of the micro-batches' sum, in the type that goes over the links.
 void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const {
   const FloatEnvironment environment;  // the program may have another
-  for (const Segment& segment : unit.segments) {
-    if (!segment.trainable) continue;
+  for (const Segment& segment : unit.trainable_segments())
     stream->scale_into(buffer + segment.gradient_offset, segment.dtype, buffer + segment.gradient_sum_offset,
                        DType::fp32, static_cast<std::uint64_t>(table_.world_size()) * segment.shard_elements,
                        1.0f / static_cast<float>(held_), platform::Stream::Combine::overwrite);
-  }
 }
 
 // On the executor. Takes the mean over ranks, unless the program has, and brings this rank's shard of it down.
@@ -156,14 +153,12 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   if (reduces_) {
     std::vector<comm::ReducePiece> pieces;
     pieces.reserve(unit.segments.size());
-    for (const Segment& segment : unit.segments) {
-      if (!segment.trainable) continue;
+    for (const Segment& segment : unit.trainable_segments())
       pieces.push_back({.data = source + segment.gradient_offset,
                         .dtype = segment.dtype,
                         .shard_elements = segment.shard_elements,
                         .scale = 1.0f / static_cast<float>(table_.world_size()),
                         .what = unit.name});
-    }
     streams_.comm->wait(ready, WaitCause::none);
     runtime_.communicator().reduce_scatter(pieces, *streams_.comm);
     const platform::StreamEvent reduced = streams_.comm->record();
@@ -273,11 +268,9 @@ void Gradients::enqueue_spill(UnitId id, const std::byte* shards, Reduction& red
 
 void Gradients::bring_down(UnitId id, const std::byte* source, std::byte* shards) {
   const CopyKind kind = memory_.state_on_device(id) ? CopyKind::local : CopyKind::device_to_host;
-  for (const Segment& segment : table_.unit(id).segments) {
-    if (!segment.trainable) continue;
+  for (const Segment& segment : table_.unit(id).trainable_segments())
     streams_.down->copy(shards + segment.gradient_shard_offset, own_shard(segment, source), segment.shard_bytes(),
                         kind);
-  }
 }
 
 void Gradients::sum_in_memory(UnitId id, const std::byte* source, std::byte* shards, optim::Accumulate how,
@@ -287,8 +280,7 @@ void Gradients::sum_in_memory(UnitId id, const std::byte* source, std::byte* sha
   if (memory_.placement(id).gradient_spilled && how == optim::Accumulate::add) bring_sums = reads_sums(id, shards);
   const bool on_device = memory_.state_on_device(id);
   std::byte* buffer = on_device ? nullptr : accumulator_->acquire();
-  for (const Segment& segment : table_.unit(id).segments) {
-    if (!segment.trainable) continue;
+  for (const Segment& segment : table_.unit(id).trainable_segments()) {
     std::byte* const sums = shards + segment.gradient_shard_offset;
     if (on_device) {
       using Combine = platform::Stream::Combine;
@@ -343,8 +335,7 @@ void Gradients::sum_on_device() {
   std::uint64_t count = 0;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     if (!memory_.device_only(UnitId{u})) continue;
-    for (const Segment& segment : table_.units()[u].segments) {
-      if (!segment.trainable) continue;
+    for (const Segment& segment : table_.units()[u].trainable_segments()) {
       streams_.down->sums_of_squares(sums + count, memory_.unit(UnitId{u}).gradient + segment.gradient_shard_offset,
                                      segment.gradient_shard_dtype, segment.shard_elements);
       count += divide_up(segment.shard_elements, optim::kNormChunkElements);

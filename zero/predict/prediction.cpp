@@ -132,8 +132,7 @@ void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
 // Gradient, weights and state are read, the last two written; weights of fp16 are made of their masters.
 std::uint64_t update_bytes(const detail::Unit& unit) {
   std::uint64_t bytes = 0;
-  for (const detail::Segment& segment : unit.segments) {
-    if (!segment.trainable) continue;
+  for (const detail::Segment& segment : unit.trainable_segments()) {
     bytes += segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype);
     bytes += (segment.update_makes_weights() ? 1 : 2) * segment.shard_bytes();
     bytes += 2 * segment.record().state_bytes(segment.shard_elements);
@@ -144,8 +143,8 @@ std::uint64_t update_bytes(const detail::Unit& unit) {
 UnitWork work_of(const detail::Unit& unit, bool device_only, const UnitStep& bytes) {
   UnitWork work{.bytes = bytes, .parameters = unit.elements, .trainable = unit.is_trainable()};
   (device_only ? work.device_update_bytes : work.update_memory_bytes) = update_bytes(unit);
-  for (const detail::Segment& segment : unit.segments)
-    if (segment.trainable && !device_only) work.shard_elements += segment.shard_elements;
+  for (const detail::Segment& segment : unit.trainable_segments())
+    if (!device_only) work.shard_elements += segment.shard_elements;
   return work;
 }
 

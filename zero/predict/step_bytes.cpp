@@ -42,8 +42,8 @@ WeightBytes weight_bytes(const tiers::RecordLayout& layout, std::uint64_t first_
 // This rank's shards, in the type in which they come down or are added up.
 std::uint64_t gradient_bytes(const Unit& unit) {
   std::uint64_t bytes = 0;
-  for (const Segment& segment : unit.segments)
-    if (segment.trainable) bytes += segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype);
+  for (const Segment& segment : unit.trainable_segments())
+    bytes += segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype);
   return bytes;
 }
 
