@@ -62,68 +62,121 @@ class StepMean {
   std::uint64_t bytes_ = 0;
 };
 
+// Whole fetches come from the unit's weights and all ranks, those in a group from its secondary shards.
+struct FetchCounts {
+  std::uint64_t whole = 0, in_group = 0;
+};
+struct StepFetches {
+  FetchCounts forward, backward;
+};
+
+// Of a unit that each pass fetches `fetches` times. A unit that stays gathered is fetched once after each step, whatever
+// passes there are. With a secondary shard, only the first fetch after an update is a whole one.
+StepFetches step_fetches(const UnitPlacement& placement, std::uint64_t fetches, std::uint64_t passes) {
+  const std::uint64_t forward_in_pass = std::min(fetches, std::uint64_t{1});
+  if (placement.stays_gathered) {
+    passes = 1;
+    fetches = forward_in_pass;
+  }
+  const std::uint64_t all = passes * fetches, forward = passes * forward_in_pass, backward = all - forward;
+  if (placement.region(MemoryRole::secondary_shard).bytes == 0 || all == 0) return {{forward, 0}, {backward, 0}};
+  return {{1, forward - 1}, {0, backward}};
+}
+
+// What a step moves for one unit.
+class UnitFormula {
+ public:
+  UnitFormula(const EngineOptions& options, const UnitRegions& units, UnitId id, std::uint32_t fetches)
+      : options_(options),
+        placement_(units.unit(id)),
+        weights_on_device_(options.parameters == Placement::device),
+        other_ranks_(static_cast<std::uint64_t>(units.table().world_size() - 1)),
+        peers_in_group_(static_cast<std::uint64_t>(gathering_group(options, units.table().world_size()) - 1)),
+        passes_(passes_of_a_step(options)),
+        fetches_(step_fetches(placement_, fetches, passes_)) {
+    const Unit& unit = units.table().unit(id);
+    trainable_ = weight_bytes(unit.trainable, 0).all;
+    weights_ = trainable_ + weight_bytes(unit.frozen, 0).all;
+    stored_ = weight_bytes(unit.trainable, placement_.weight_tiles);
+    stored_frozen_ = weight_bytes(unit.frozen, placement_.frozen_tiles).all;
+    secondary_ = placement_.region(MemoryRole::secondary_shard).bytes;
+    state_ = state_bytes(unit, /*first_tile=*/0);
+    stored_state_ = state_bytes(unit, placement_.state_tiles);
+    spilled_ = placement_.gradient_spilled ? gradient_bytes(unit) : 0;
+    update_feeds_fetch_ = updates_under_forward(options) && fetches > 0;
+  }
+
+  StepBytes forward_fetch() const {
+    StepBytes bytes = fetch(fetches_.forward);
+    const bool keeps_secondary = fetches_.forward.in_group + fetches_.backward.in_group > 0;
+    if (keeps_secondary && !weights_on_device_) bytes.device_to_host += secondary_;
+    if (!placement_.state_on_device && weights_on_device_) bytes.host_to_device += weights_;  // once after each update
+    if (update_feeds_fetch_) bytes.nvme_read -= stored_.made;
+    return bytes;
+  }
+
+  StepBytes backward_fetch() const { return fetch(fetches_.backward); }
+
+  StepBytes gradient() const {
+    StepBytes bytes;
+    if (!placement_.state_on_device) bytes.device_to_host = passes_ * trainable_;
+    if (!options_.gradients_are_reduced) bytes.wire = other_ranks_ * passes_ * trainable_;
+    bytes.nvme_write = passes_ * spilled_;
+    bytes.nvme_read = (passes_ - 1) * spilled_;  // the sums so far
+    return bytes;
+  }
+
+  // Without what a commit writes from memory.
+  StepBytes update() const {
+    StepBytes bytes;
+    bytes.nvme_read = spilled_ + stored_state_ + (update_feeds_fetch_ ? 0 : stored_.all - stored_.made);
+    bytes.nvme_write = stored_.all + stored_state_;
+    return bytes;
+  }
+
+  std::uint64_t record_bytes() const { return trainable_ + state_; }
+
+ private:
+  StepBytes fetch(const FetchCounts& count) const {
+    StepBytes bytes;
+    bytes.nvme_read = count.whole * (stored_.all + stored_frozen_);
+    if (!weights_on_device_) bytes.host_to_device = count.whole * weights_ + count.in_group * secondary_;
+    bytes.wire_in_group = peers_in_group_ * count.in_group * secondary_;
+    bytes.wire = other_ranks_ * count.whole * weights_ + bytes.wire_in_group;
+    return bytes;
+  }
+
+  const EngineOptions& options_;
+  const UnitPlacement& placement_;
+  const bool weights_on_device_;
+  const std::uint64_t other_ranks_, peers_in_group_, passes_;
+  const StepFetches fetches_;
+  std::uint64_t trainable_ = 0, weights_ = 0, secondary_ = 0;  // of weights
+  WeightBytes stored_;                                         // trainable ones that are on NVMe only
+  std::uint64_t stored_frozen_ = 0;
+  std::uint64_t state_ = 0, stored_state_ = 0;
+  std::uint64_t spilled_ = 0;
+  // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
+  bool update_feeds_fetch_ = false;
+};
+
 }  // namespace
 
 std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
                                  std::span<const std::uint32_t> fetches) {
-  const UnitTable& table = units.table();
-  const bool weights_on_device = options.parameters == Placement::device;
   const bool commits_resident = writes_resident_state(options, /*committed=*/true);
-  const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
-  const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
-  const std::uint64_t passes = passes_of_a_step(options);
   StepMean written_by_commits(options.commit_every), brought_down_by_commits(options.commit_every);
-  std::vector<UnitStep> steps(table.units().size());
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-    const Unit& unit = table.units()[u];
-    UnitStep& step = steps[u];
-    const UnitPlacement& placement = units.unit(UnitId{u});
-    const std::uint64_t trainable = weight_bytes(unit.trainable, 0).all;
-    const std::uint64_t weights = trainable + weight_bytes(unit.frozen, 0).all;
-    // The bytes that are on NVMe only, and those of them that an update does not read.
-    const auto [stored_trainable, made] = weight_bytes(unit.trainable, placement.weight_tiles);
-    const std::uint64_t stored_weights = stored_trainable + weight_bytes(unit.frozen, placement.frozen_tiles).all;
-    const std::uint64_t state = state_bytes(unit, /*first_tile=*/0);
-    const std::uint64_t streamed = state_bytes(unit, placement.state_tiles);
-    const bool state_on_device = placement.state_on_device;
-    // Units that stay gathered are fetched once after each step, whatever passes there are.
-    const bool stays = placement.stays_gathered;
-    const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
-    const std::uint64_t forward = stays ? count : passes * std::min(fetches[u], 1u);
-    // With a secondary shard, only the first fetch after an update comes from the unit's weights and from all ranks.
-    const std::uint64_t secondary_bytes = placement.region(MemoryRole::secondary_shard).bytes;
-    const auto fetch = [&](StepBytes& phase, std::uint64_t whole, std::uint64_t in_group) {
-      phase.nvme_read += whole * stored_weights;
-      if (!weights_on_device) phase.host_to_device += whole * weights + in_group * secondary_bytes;
-      const std::uint64_t group_bytes = peers_in_group * in_group * secondary_bytes;
-      phase.wire += others * whole * weights + group_bytes;
-      phase.wire_in_group += group_bytes;
-    };
-    const std::uint64_t in_group = secondary_bytes > 0 && count > 0 ? count - 1 : 0;
-    const std::uint64_t forward_in_group = std::min(in_group, forward > 0 ? forward - 1 : 0);
-    const std::uint64_t backward_in_group = in_group - forward_in_group;
-    fetch(step.forward_fetch, forward - forward_in_group, forward_in_group);
-    fetch(step.backward_fetch, count - forward - backward_in_group, backward_in_group);
-    if (!weights_on_device && in_group > 0) step.forward_fetch.device_to_host += secondary_bytes;
-    if (!state_on_device && weights_on_device) step.forward_fetch.host_to_device += weights;  // once after each update
-    if (!state_on_device) step.gradient.device_to_host += passes * trainable;
-    if (placement.gradient_spilled) {
-      const std::uint64_t spilled = gradient_bytes(unit);
-      step.gradient.nvme_write = passes * spilled;
-      step.gradient.nvme_read = (passes - 1) * spilled;  // the sums so far
-      step.update.nvme_read = spilled;
-    }
-    if (!options.gradients_are_reduced) step.gradient.wire += others * passes * trainable;
-    // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
-    const bool shared = updates_under_forward(options) && count > 0;
-    if (shared) step.forward_fetch.nvme_read -= made;
-    step.update.nvme_read += (shared ? 0 : stored_trainable - made) + streamed;
-    const std::uint64_t on_nvme = stored_trainable + streamed;
-    const std::uint64_t committed = commits_resident ? trainable + state : on_nvme;
-    step.resident_write_bytes = written_by_commits.add(committed - on_nvme);
-    step.update.nvme_write += on_nvme + step.resident_write_bytes;
-    if (commits_resident && placement.device_only)
-      step.update.device_to_host = brought_down_by_commits.add(trainable + state);
+  std::vector<UnitStep> steps;
+  for (std::uint32_t u = 0; u < units.table().units().size(); ++u) {
+    const UnitFormula unit(options, units, UnitId{u}, fetches[u]);
+    UnitStep& step = steps.emplace_back(UnitStep{.forward_fetch = unit.forward_fetch(),
+                                                 .backward_fetch = unit.backward_fetch(),
+                                                 .gradient = unit.gradient(),
+                                                 .update = unit.update()});
+    if (!commits_resident) continue;
+    step.resident_write_bytes = written_by_commits.add(unit.record_bytes() - step.update.nvme_write);
+    step.update.nvme_write += step.resident_write_bytes;
+    if (units.unit(UnitId{u}).device_only) step.update.device_to_host = brought_down_by_commits.add(unit.record_bytes());
   }
   return steps;
 }
