@@ -407,9 +407,11 @@ Command add_bench_optimizer(CLI::App& bench) {
   command->add_option("--size", arguments->size, "Bytes of the arrays that kernels go through [1050MiB]");
   command->add_option("--only", arguments->only, "Kernels whose title contains this text, for example \"AdamW\" [all]");
   command->add_option("--pairs", arguments->pairs, "Alternating pairs of legs [31]");
-  command->add_option("--step-pairs", arguments->step_pairs, "Alternating pairs of legs of the whole step [as --pairs]");
+  command->add_option("--step-pairs", arguments->step_pairs,
+                      "Alternating pairs of legs of the whole step [as --pairs]");
   command->add_option("--threads", arguments->threads, "Threads of the kernels [one a processor]");
-  command->add_option("--parameters", arguments->parameters, "Parameters of the model whose step is measured [200000000]");
+  command->add_option("--parameters", arguments->parameters,
+                      "Parameters of the model whose step is measured [200000000]");
   command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included [512MiB]");
   command->add_option("--block-size", arguments->block_size, "Bytes of one transfer [1MiB]");
   command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight [16]");

@@ -161,7 +161,8 @@ std::string what_ifs_text(const PlanReport& report, const PlanRow& best) {
     const double saved = 1 - one.seconds / best.time.expected_seconds;
     text += fmt::format("  {}: {} a step", one.name, seconds_text(one.seconds));
     if (saved >= 0.001)
-      text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, placement_id(one.parameters), placement_id(one.optimizer));
+      text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, placement_id(one.parameters),
+                          placement_id(one.optimizer));
     text += saved >= 0.001 ? "\n" : ", which is no gain\n";
   }
   return text;

@@ -221,9 +221,11 @@ NamedModel read_weights(const std::string& path, DType dtype) {
 void add_model_options(CLI::App& command, ModelArguments& arguments) {
   CLI::Option* const parameters =
       command.add_option("--parameters", arguments.parameters, "The model's number of parameters (7e9, 350M)");
-  CLI::Option* const units = command.add_option("--units", arguments.units, "Take the model's units from this JSON file");
+  CLI::Option* const units =
+      command.add_option("--units", arguments.units, "Take the model's units from this JSON file");
   CLI::Option* const weights = command.add_option(
-      "--model", arguments.weights, "Take the model from its weights: a .safetensors file, an index, or a directory with one of them");
+      "--model", arguments.weights,
+      "Take the model from its weights: a .safetensors file, an index, or a directory with one of them");
   units->excludes(parameters);
   weights->excludes(parameters)->excludes(units);
 }

@@ -32,19 +32,21 @@ std::vector<KeyRow> memory_rows() {
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,
        .range = {.min = 4096},
-       .meaning = "Hard budget of device memory, with what a C++ program takes from Runtime::device_arena(); PyTorch's "
-                  "activations do not count. Rounded down to 4 KiB. Default, "
-                  "and auto: what is free, less a tenth of all (at least 1 GiB, at most 32 GiB, never more than half of "
-                  "all), rounded down to a 32nd of all; with device host, together with pinned_memory. hoist check "
-                  "prints it.",
+       .meaning =
+           "Hard budget of device memory, with what a C++ program takes from Runtime::device_arena(); PyTorch's "
+           "activations do not count. Rounded down to 4 KiB. Default, "
+           "and auto: what is free, less a tenth of all (at least 1 GiB, at most 32 GiB, never more than half of "
+           "all), rounded down to a 32nd of all; with device host, together with pinned_memory. hoist check "
+           "prints it.",
        .apply = [](Draft& d,
                    const Value& v) { d.runtime.device_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
       {.path = "hoist.pinned_memory",
        .type = ValueType::bytes,
        .range = {.min = 4096},
-       .meaning = "Hard budget of pinned host memory per rank; rounded down to 4 KiB. Default, and auto: what is free, "
-                  "less a tenth of all (at least 1 GiB, at most 32 GiB, never more than half of all), rounded down to a "
-                  "32nd of all and divided by the ranks of the machine.",
+       .meaning =
+           "Hard budget of pinned host memory per rank; rounded down to 4 KiB. Default, and auto: what is free, "
+           "less a tenth of all (at least 1 GiB, at most 32 GiB, never more than half of all), rounded down to a "
+           "32nd of all and divided by the ranks of the machine.",
        .apply = [](Draft& d,
                    const Value& v) { d.runtime.pinned_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
       {.path = "hoist.huge_pages",

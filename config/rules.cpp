@@ -330,7 +330,8 @@ class Rules {
                           cadence != nullptr ? to_text(cadence->value) : "\"step\"",
                           draft_.checkpoint_path.empty() ? "set hoist.checkpoint_path instead" : "leave this key out"));
     }
-    draft_.engine.durability = draft_.durability.value_or(draft_.engine.uses_nvme() ? Durability::step : Durability::none);
+    draft_.engine.durability =
+        draft_.durability.value_or(draft_.engine.uses_nvme() ? Durability::step : Durability::none);
   }
 
   void host_device_only() {

@@ -55,14 +55,16 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
                "gradients move once a step, and the activations of all micro-batches stay in memory "
                "[hoist.micro_batch_order of FILE]");
   app.add_option("--seed", a.seed, "Seed of the initial weights and the batches")->check(count)->type_name("S");
-  app.add_option("--learning-rate", a.learning_rate, "Learning rate after the warmup [optimizer.params.lr of FILE]")->check(rate)->type_name("R");
+  app.add_option("--learning-rate", a.learning_rate, "Learning rate after the warmup [optimizer.params.lr of FILE]")
+      ->check(rate)
+      ->type_name("R");
   app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")
       ->check(count)
       ->type_name("N");
-  app.add_option(
-         "--activations", a.activations,
-         "How backward gets a block's activations: recompute (from its input, which stays in memory), keep (all stay in "
-         "memory), offload (from its input, which waits in pinned memory)")
+  app.add_option("--activations", a.activations,
+                 "How backward gets a block's activations: recompute (from its input, which stays in memory), keep "
+                 "(all stay in "
+                 "memory), offload (from its input, which waits in pinned memory)")
       ->transform(CLI::Transformer(std::map<std::string, ActivationPolicy>{{"recompute", ActivationPolicy::recompute},
                                                                            {"keep", ActivationPolicy::keep},
                                                                            {"offload", ActivationPolicy::offload}})

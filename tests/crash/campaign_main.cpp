@@ -174,12 +174,11 @@ int run(const Arguments& arguments) {
 int main(int count, char** words) try {
   hoist::bench::Options options(count, words);
   hoist::test::Arguments arguments;
-  for (const auto& [name, value] : {std::pair("--kills", &arguments.kills), std::pair("--hits", &arguments.hits),
-                                    std::pair("--reshard-kills", &arguments.reshard_kills),
-                                    std::pair("--group-kills", &arguments.group_kills),
-                                    std::pair("--mirror-kills", &arguments.mirror_kills),
-                                    std::pair("--troubles", &arguments.troubles),
-                                    std::pair("--mpi-kills", &arguments.mpi_kills), std::pair("--seed", &arguments.seed)})
+  for (const auto& [name, value] :
+       {std::pair("--kills", &arguments.kills), std::pair("--hits", &arguments.hits),
+        std::pair("--reshard-kills", &arguments.reshard_kills), std::pair("--group-kills", &arguments.group_kills),
+        std::pair("--mirror-kills", &arguments.mirror_kills), std::pair("--troubles", &arguments.troubles),
+        std::pair("--mpi-kills", &arguments.mpi_kills), std::pair("--seed", &arguments.seed)})
     *value = options.number(name, *value, 0);
   arguments.directory = options.text("--directory", arguments.directory);
   options.end();

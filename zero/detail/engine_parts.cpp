@@ -100,9 +100,10 @@ void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse us
   const std::uint64_t mine = memory->gather_memory().size();
   const std::uint64_t common = ranks.smallest(mine);
   if (common < mine)
-    log_info("rank {} has {} of device memory for gathered units and uses {}: every rank uses what the rank with the "
-             "least has",
-             runtime.rank(), format_bytes(mine), format_bytes(common));
+    log_info(
+        "rank {} has {} of device memory for gathered units and uses {}: every rank uses what the rank with the "
+        "least has",
+        runtime.rank(), format_bytes(mine), format_bytes(common));
   ranks.all_together("start its streams and threads", [&] { start(common); });
 }
 
@@ -166,10 +167,10 @@ std::vector<std::string> EngineParts::describe() const {
   const auto pinned = [](double share) {
     return share > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * share) : std::string();
   };
-  lines.push_back(fmt::format(
-      "parameters in {}{}, optimizer states in {}{}{}, {}", placement_name(options.parameters),
-      pinned(weights), placement_name(options.optimizer), pinned(fraction),
-      on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "", describe_updates(options)));
+  lines.push_back(fmt::format("parameters in {}{}, optimizer states in {}{}{}, {}", placement_name(options.parameters),
+                              pinned(weights), placement_name(options.optimizer), pinned(fraction),
+                              on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "",
+                              describe_updates(options)));
   if (table.gradient_sums() == GradientSums::on_device) {
     lines.push_back(
         fmt::format("vertical order: a pass holds up to {} micro-batches, their gradients added up in fp32 on "

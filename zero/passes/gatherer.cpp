@@ -61,8 +61,8 @@ std::vector<UnitId> Gatherer::staged_in_order(std::vector<UnitId> order, bool ke
   return order;
 }
 
-// The units that the plan fetches from their own shards in this pass, in order: those fetched at its beginning, then the
-// others. The weight reader reads those on NVMe, and asks for the updates of the others.
+// The units that the plan fetches from their own shards in this pass, in order: those fetched at its beginning, then
+// the others. The weight reader reads those on NVMe, and asks for the updates of the others.
 std::vector<UnitId> Gatherer::reads_ahead(std::span<const scheduler::Fetch> first) const {
   std::vector<UnitId> order;
   for (const scheduler::Fetch& f : first) order.push_back(UnitId{f.item});

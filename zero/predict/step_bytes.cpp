@@ -70,8 +70,8 @@ struct StepFetches {
   FetchCounts forward, backward;
 };
 
-// Of a unit that each pass fetches `fetches` times. A unit that stays gathered is fetched once after each step, whatever
-// passes there are. With a secondary shard, only the first fetch after an update is a whole one.
+// Of a unit that each pass fetches `fetches` times. A unit that stays gathered is fetched once after each step,
+// whatever passes there are. With a secondary shard, only the first fetch after an update is a whole one.
 StepFetches step_fetches(const UnitPlacement& placement, std::uint64_t fetches, std::uint64_t passes) {
   const std::uint64_t forward_in_pass = std::min(fetches, std::uint64_t{1});
   if (placement.stays_gathered) {
@@ -176,7 +176,8 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     if (!commits_resident) continue;
     step.resident_write_bytes = written_by_commits.add(unit.record_bytes() - step.update.nvme_write);
     step.update.nvme_write += step.resident_write_bytes;
-    if (units.unit(UnitId{u}).device_only) step.update.device_to_host = brought_down_by_commits.add(unit.record_bytes());
+    if (units.unit(UnitId{u}).device_only)
+      step.update.device_to_host = brought_down_by_commits.add(unit.record_bytes());
   }
   return steps;
 }

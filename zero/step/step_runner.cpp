@@ -117,7 +117,7 @@ StepReport StepRunner::run(const StepOptions& options) {
   StepSettings& settings = parts_.settings;
   const double norm_max = settings.gradient_norm_max(options.gradient_norm_max);
   parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max),
-                                              [&settings] { return settings.describe_groups(); }});
+                                                  [&settings] { return settings.describe_groups(); }});
   policy_->await_inputs();
 
   StepReport report;

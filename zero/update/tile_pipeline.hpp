@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/update/tile_pipeline.hpp - the optimizer step over all records: read ahead, update, write behind.
 //
-// The records are cut into sub-groups (runs of tiles), which pass through a pool of buffers: while one is updated, later
-// ones are being read and earlier ones written. A tile is verified, updated and checksummed in one pass while it is in
-// cache. State that the CPU can read in memory is updated in place and, when steps are durable, written from there. The
-// device updates device-only units itself; other walks bring their state into the buffers and back.
+// The records are cut into sub-groups (runs of tiles), which pass through a pool of buffers: while one is updated,
+// later ones are being read and earlier ones written. A tile is verified, updated and checksummed in one pass while it
+// is in cache. State that the CPU can read in memory is updated in place and, when steps are durable, written from
+// there. The device updates device-only units itself; other walks bring their state into the buffers and back.
 //
 // Between walks the buffers are idle: read_ahead() fills them with what the next step begins with, while the program is
 // still making its gradients.
