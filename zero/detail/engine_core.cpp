@@ -262,7 +262,7 @@ void EngineCore::discard() {
 
 bool EngineCore::discard_pass() {
   end_pass(PassState::End::undone);
-  return pass->micro_batches_done() > 0;
+  return pass->passes_done() > 0;
 }
 
 double EngineCore::gradient_norm() {

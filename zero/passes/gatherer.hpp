@@ -15,22 +15,12 @@
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/scheduler/fetch_planner.hpp>
 #include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/passes/streams.hpp>
 #include <hoist/zero/passes/weight_reader.hpp>
 #include <hoist/zero/ranks/abort_notifier.hpp>
 #include <hoist/zero/update/update_queue.hpp>
 
 namespace hoist::detail {
-
-// The streams an engine owns, beside the program's.
-struct Streams {
-  std::unique_ptr<platform::Stream> up, down, comm;
-
-  void synchronize() const {
-    up->synchronize();
-    comm->synchronize();
-    down->synchronize();
-  }
-};
 
 class Gatherer {
  public:

@@ -80,7 +80,7 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
     }
     stream->wait(state.buffer->dropped, WaitCause::none);
     const Unit& description = table_.unit(unit);
-    if (held_ > 1)
+    if (micro_batches_in_pass_ > 1)
       stream->fill(state.buffer->data + description.gradient_bytes, 0, description.gradient_sum_bytes);
     else
       stream->fill(state.buffer->data, 0, description.gradient_bytes);
@@ -90,7 +90,7 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
 }
 
 Gradients::Place Gradients::place(const Segment& segment) const {
-  if (held_ > 1) return {segment.gradient_sum_offset, DType::fp32};
+  if (micro_batches_in_pass_ > 1) return {segment.gradient_sum_offset, DType::fp32};
   return {segment.gradient_offset, segment.dtype};
 }
 
@@ -115,7 +115,7 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
 void Gradients::finish(UnitId id, StreamRef stream) {
   State& state = states_[id.index];
   std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
-  if (held_ > 1) take_mean(table_.unit(id), source, stream);
+  if (micro_batches_in_pass_ > 1) take_mean(table_.unit(id), source, stream);
   auto reduction = std::make_shared<Reduction>();
   reduction->hand_on = handing_on_ && !memory_.state_on_device(id);
   reduction->completes_step = completes_step_;
@@ -143,7 +143,7 @@ void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream)
   for (const Segment& segment : unit.trainable_segments())
     stream->scale_into(buffer + segment.gradient_offset, segment.dtype, buffer + segment.gradient_sum_offset,
                        DType::fp32, static_cast<std::uint64_t>(table_.world_size()) * segment.shard_elements,
-                       1.0f / static_cast<float>(held_), platform::Stream::Combine::overwrite);
+                       1.0f / static_cast<float>(micro_batches_in_pass_), platform::Stream::Combine::overwrite);
 }
 
 // On the executor. Takes the mean over ranks, unless the program has, and brings this rank's shard of it down.
@@ -297,7 +297,7 @@ void Gradients::sum_in_memory(UnitId id, const std::byte* source, std::byte* sha
 }
 
 void Gradients::begin_pass(const PassOfStep& pass) {
-  held_ = pass.micro_batches;
+  micro_batches_in_pass_ = pass.micro_batches;
   completes_step_ = pass.last;
   for (State& state : states_) {
     const bool summed = !pass.first && state.finished;

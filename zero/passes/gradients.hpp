@@ -32,9 +32,10 @@
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/memory/memory.hpp>
 #include <hoist/zero/passes/accumulator.hpp>
-#include <hoist/zero/passes/gatherer.hpp>
 #include <hoist/zero/passes/gradient_ring.hpp>
+#include <hoist/zero/passes/streams.hpp>
 #include <hoist/zero/ranks/abort_notifier.hpp>
+#include <hoist/zero/update/update_queue.hpp>
 
 namespace hoist::detail {
 
@@ -164,7 +165,7 @@ class Gradients {
   UpdateQueue& updates_;
   AbortNotifier& abort_notifier_;
   std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
-  int held_ = 1;                              // micro-batches of the pass under way
+  int micro_batches_in_pass_ = 1;             // micro-batches of the pass under way
   bool completes_step_ = true;                // the pass under way
   std::vector<State> states_;
   std::vector<Buffer> shared_;      // any unit

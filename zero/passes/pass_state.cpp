@@ -21,13 +21,13 @@ void PassState::check_begin(Pass pass, const PassOptions& wanted) const {
 void PassState::begin(Pass pass, const PassOptions& wanted) {
   check_agreement();
   if (pass == Pass::train) {
-    held_micro_batches_ = in_vertical_order() ? wanted.micro_batches : 1;
-    micro_batches_ = in_vertical_order() ? 1 : wanted.micro_batches;
+    micro_batches_in_pass_ = in_vertical_order() ? wanted.micro_batches : 1;
+    passes_of_step_ = in_vertical_order() ? 1 : wanted.micro_batches;
   }
   pass_ = pass;
   if (pass == Pass::train)
     gradients_.begin_pass(
-        {.first = wanted.micro_batch == 0, .last = completes_step(), .micro_batches = held_micro_batches_});
+        {.first = wanted.micro_batch == 0, .last = completes_step(), .micro_batches = micro_batches_in_pass_});
   began_ = Clock::now();
   ++serial_;
   gatherer_.begin_pass(static_cast<std::size_t>(pass), /*last=*/completes_step());
@@ -45,21 +45,21 @@ void PassState::end(End how) {
   if (!train) return;  // gradients that wait for step() still do
   if (how == End::undone && !gradients_.finished_any()) return gradients_.clear_pass();
   if (!complete) {
-    micro_batches_done_ = 0;
+    passes_done_ = 0;
     return gradients_.clear();
   }
-  ++micro_batches_done_;
-  gradients_due_ = micro_batches_done_ == micro_batches_;
+  ++passes_done_;
+  gradients_due_ = passes_done_ == passes_of_step_;
 }
 
 void PassState::drop() {
   gradients_due_ = false;
-  if (std::exchange(micro_batches_done_, 0) > 0) gradients_.clear();
+  if (std::exchange(passes_done_, 0) > 0) gradients_.clear();
 }
 
 void PassState::gradients_taken() {
   gradients_due_ = false;
-  micro_batches_done_ = 0;
+  passes_done_ = 0;
 }
 
 void PassState::check_micro_batch(const PassOptions& wanted) const {
@@ -77,14 +77,13 @@ void PassState::check_micro_batch(const PassOptions& wanted) const {
                     wanted.micro_batch, wanted.micro_batches));
   }
   if (in_vertical_order()) return;
-  if (wanted.micro_batch != micro_batches_done_ ||
-      (micro_batches_done_ > 0 && wanted.micro_batches != micro_batches_)) {
+  if (wanted.micro_batch != passes_done_ || (passes_done_ > 0 && wanted.micro_batches != passes_of_step_)) {
     throw UsageError(
         fmt::format("micro-batch {} of {} begins after {} of {}: they come in order, from 0; discard() "
                     "drops those that were done",
-                    wanted.micro_batch, wanted.micro_batches, micro_batches_done_, micro_batches_));
+                    wanted.micro_batch, wanted.micro_batches, passes_done_, passes_of_step_));
   }
-  if (micro_batches_done_ > 0) require_finished();
+  if (passes_done_ > 0) require_finished();
 }
 
 void PassState::require_finished() const {
@@ -99,19 +98,19 @@ void PassState::require_finished() const {
 void PassState::require_gradients(const char* call) const {
   if (pass_) throw UsageError(fmt::format("{} inside of a pass; end the PassScope first", call));
   if (!gradients_due_) {
-    throw UsageError(micro_batches_done_ == 0 ? fmt::format("{} needs a train pass before it", call)
-                                              : fmt::format("{} after micro-batch {} of {}; it needs all of them", call,
-                                                            micro_batches_done_, micro_batches_));
+    throw UsageError(passes_done_ == 0 ? fmt::format("{} needs a train pass before it", call)
+                                       : fmt::format("{} after micro-batch {} of {}; it needs all of them", call,
+                                                     passes_done_, passes_of_step_));
   }
   require_finished();
 }
 
-void PassState::check_agreement(const std::optional<Settings>& settings) {
+void PassState::check_agreement(const std::optional<StepFingerprint>& fingerprint) {
   const bool of_the_pass = std::exchange(agreement_due_, false);
-  if (of_the_pass || settings) agree_on(of_the_pass, settings);
+  if (of_the_pass || fingerprint) agree_on(of_the_pass, fingerprint);
 }
 
-void PassState::agree_on(bool of_the_pass, const std::optional<Settings>& settings) const {
+void PassState::agree_on(bool of_the_pass, const std::optional<StepFingerprint>& fingerprint) const {
   if (table_.world_size() == 1) return;
   std::span<const scheduler::Access> trace;
   if (of_the_pass) trace = gatherer_.planner().trace();
@@ -120,22 +119,22 @@ void PassState::agree_on(bool of_the_pass, const std::optional<Settings>& settin
   // Equal accesses in another kind of pass, or another micro-batch, are another program too.
   constexpr std::array kNames{"train", "evaluate", "generate"};
   const std::uint64_t what = static_cast<std::uint64_t>(ended_) << 62 |
-                             static_cast<std::uint64_t>(micro_batches_) << 24 |
-                             static_cast<std::uint64_t>(micro_batches_done_);
+                             static_cast<std::uint64_t>(passes_of_step_) << 24 |
+                             static_cast<std::uint64_t>(passes_done_);
   std::uint64_t hash =
-      random_bits(random_bits(scheduler::trace_hash(trace), what), static_cast<std::uint64_t>(held_micro_batches_));
-  if (settings) hash = random_bits(hash, settings->hash);
+      random_bits(random_bits(scheduler::trace_hash(trace), what), static_cast<std::uint64_t>(micro_batches_in_pass_));
+  if (fingerprint) hash = random_bits(hash, fingerprint->hash);
   const RankWait wait(ranks_.runtime(), ranks_.group());
   comm::agree(ranks_.group(), hash,
               fmt::format("a {} pass ({} of {} micro-batches done{}) of {} accesses{}, {}",
-                          kNames[static_cast<std::size_t>(ended_)], micro_batches_done_, micro_batches_,
-                          held_micro_batches_ > 1 ? fmt::format(", {} held", held_micro_batches_) : "", trace.size(),
-                          settings ? settings->text : "", last),
+                          kNames[static_cast<std::size_t>(ended_)], passes_done_, passes_of_step_,
+                          micro_batches_in_pass_ > 1 ? fmt::format(", {} held", micro_batches_in_pass_) : "",
+                          trace.size(), fingerprint ? fingerprint->text : "", last),
               [&] {
                 std::string lines;
                 for (const scheduler::Access& access : trace)
                   lines += fmt::format("unit '{}'\n", table_.units()[access.item].name);
-                return lines + (settings && settings->lines ? settings->lines() : "");
+                return lines + (fingerprint && fingerprint->lines ? fingerprint->lines() : "");
               });
 }
 

@@ -42,16 +42,16 @@ class PassState {
   std::uint64_t serial() const { return serial_; }
 
   // --- the step that the train passes make
-  int micro_batches() const { return micro_batches_; }  // train passes that make one step
-  int micro_batches_of_step() const { return micro_batches_ * held_micro_batches_; }
-  int micro_batches_done() const { return micro_batches_done_; }
+  int passes_of_step() const { return passes_of_step_; }  // train passes that make one step
+  int micro_batches_of_step() const { return passes_of_step_ * micro_batches_in_pass_; }
+  int passes_done() const { return passes_done_; }
   bool gradients_due() const { return gradients_due_; }  // all passes ended; step() or discard() is next
-  bool completes_step() const { return pass_ == Pass::train && micro_batches_done_ + 1 == micro_batches_; }
+  bool completes_step() const { return pass_ == Pass::train && passes_done_ + 1 == passes_of_step_; }
   void require_gradients(const char* call) const;  // UsageError, naming `call`, unless step() can follow
   void gradients_taken();                          // step() has applied or skipped them
 
-  // The values that decide, besides the gradients, how the next step changes state.
-  struct Settings {
+  // Stands for the values that decide, besides the gradients, how the next step changes state.
+  struct StepFingerprint {
     std::uint64_t hash = 0;
     std::string text;
     std::function<std::string()> lines{};  // one for each group
@@ -59,9 +59,9 @@ class PassState {
   // [C] All ranks made the same calls in the pass that ended, which is compared once, and have equal settings, which
   // are compared whenever they are given: ranks that differ have mixed up their data, or would each change their own
   // shard in their own way.
-  void check_agreement(const std::optional<Settings>& settings = std::nullopt);
+  void check_agreement(const std::optional<StepFingerprint>& fingerprint = std::nullopt);
   // [C] The same before another exchange between the pass and its step, as often as there is one.
-  void agree_on(bool of_the_pass, const std::optional<Settings>& settings) const;
+  void agree_on(bool of_the_pass, const std::optional<StepFingerprint>& fingerprint) const;
 
  private:
   bool in_vertical_order() const { return table_.gradient_sums() == GradientSums::on_device; }
@@ -78,9 +78,9 @@ class PassState {
   std::uint64_t serial_ = 0;
   Pass ended_ = Pass::train;  // the last one
   bool agreement_due_ = false;
-  int held_micro_batches_ = 1;  // by the train pass under way; several in vertical order
-  int micro_batches_ = 1;
-  int micro_batches_done_ = 0;
+  int micro_batches_in_pass_ = 1;  // by the train pass under way; several in vertical order
+  int passes_of_step_ = 1;
+  int passes_done_ = 0;
   bool gradients_due_ = false;
 };
 

@@ -63,7 +63,7 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
   const Ledger::Apart apart(runtime.ledger());
   parts_.gradients.wait();
 
-  const auto mean = static_cast<float>(parts_.settings.gradient_mean(parts_.pass.micro_batches()));
+  const auto mean = static_cast<float>(parts_.settings.gradient_mean(parts_.pass.passes_of_step()));
   const std::uint64_t shard = parts_.table.segment_of(parameter).shard_elements;
   for (int rank = 0; rank < runtime.world_size(); ++rank) {
     const OwnedRange owned = owned_range(p.first_element + first, out.size(), shard, rank);
@@ -160,7 +160,7 @@ void StateCalls::change_masters(const Initializer& change) {
 
 Completion StateCalls::save(const std::string& name, std::span<const std::byte> program_state,
                             const SaveOptions& options) {
-  if (parts_.pass.under_way() || parts_.pass.micro_batches_done() > 0)
+  if (parts_.pass.under_way() || parts_.pass.passes_done() > 0)
     throw UsageError("save() belongs between step() and the next pass");
   Checkpointer& checkpoints = parts_.checkpoints;
   const std::uint64_t step = parts_.settings.step_count;

@@ -60,14 +60,14 @@ double StepRunner::global_norm(double norm_max, std::span<const std::byte> progr
                     "(EngineOptions::caller_state_bytes_max)",
                     parts_.ranks.name_in_job(static_cast<int>(rank)), all[rank].long_state_bytes));
   }
-  return std::sqrt(total) * parts_.settings.gradient_mean(parts_.pass.micro_batches());
+  return std::sqrt(total) * parts_.settings.gradient_mean(parts_.pass.passes_of_step());
 }
 
 double StepRunner::gradient_norm() {
   const FloatEnvironment environment;
   parts_.pass.require_gradients("gradient_norm()");
   policy_->require_undecided("gradient_norm()");
-  parts_.pass.agree_on(/*of_the_pass=*/true, PassState::Settings{.hash = 0, .text = ", then gradient_norm()"});
+  parts_.pass.agree_on(/*of_the_pass=*/true, PassState::StepFingerprint{.hash = 0, .text = ", then gradient_norm()"});
   policy_->await_inputs();
   return global_norm(kOnlyAsked, {});
 }
@@ -116,12 +116,12 @@ StepReport StepRunner::run(const StepOptions& options) {
   check_options(options);
   StepSettings& settings = parts_.settings;
   const double norm_max = settings.gradient_norm_max(options.gradient_norm_max);
-  parts_.pass.check_agreement(PassState::Settings{settings.hash(norm_max), settings.describe(norm_max),
-                                                  [&settings] { return settings.describe_groups(); }});
+  parts_.pass.check_agreement(PassState::StepFingerprint{settings.hash(norm_max), settings.describe(norm_max),
+                                                         [&settings] { return settings.describe_groups(); }});
   policy_->await_inputs();
 
   StepReport report;
-  const double mean = settings.gradient_mean(parts_.pass.micro_batches());  // of the loss scale before the decision
+  const double mean = settings.gradient_mean(parts_.pass.passes_of_step());  // with the loss scale before the decision
   decide(norm_max, options, report);
   parts_.pass.gradients_taken();
   if (report.applied) {

@@ -235,7 +235,7 @@ class UpdateInBackward final : public UpdatePolicy {
   void begin() {
     const FloatEnvironment environment;  // of the rates and the mean; the program may have another
     const std::uint64_t step = parts_.settings.step_count + 1;
-    update_ = parts_.settings.make_update(step, parts_.settings.gradient_mean(parts_.pass.micro_batches()));
+    update_ = parts_.settings.make_update(step, parts_.settings.gradient_mean(parts_.pass.passes_of_step()));
     const auto open = [updates = &parts_.updates, checkpoints = &parts_.checkpoints, step, walk = walk(step),
                        work = work(update_)] {
       updates->finish();
