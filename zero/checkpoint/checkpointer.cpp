@@ -159,7 +159,7 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
   if (needs == SaveNeeds::settled_engine) {
     const Ledger::Apart apart(ranks_.runtime().ledger());
     if (options.mirror) copied = mirror_->claim(step);
-    ranks_.together("begin the commit", [&] {
+    ranks_.run_in_group("begin the commit", [&] {
       store_->begin_step(step);
       if (std::exchange(uncommitted_, false)) bytes_written_by_saves_ += state_access_.write_resident();
     });

@@ -81,7 +81,7 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
     directory_ = found->directory;
   else if (has_others_)
     directory_ = new_store_directory(directories.front().order + 1, ranks_.group().size());
-  ranks_.all_together(same_run ? "open its mirror" : "make its mirror", [&] {
+  ranks_.run_in_job(same_run ? "open its mirror" : "make its mirror", [&] {
     store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
     store_options_.store_number = store_number;
     store_ = same_run ? tiers::Store::open(store_options_, *io_) : tiers::Store::create(store_options_, *io_);
@@ -124,7 +124,7 @@ bool Mirror::is_due(std::uint64_t step) const {
     const MutexLock lock(mutex_);
     return under_way_.done() && !io_->gave_up();
   }();
-  return ranks_.all(done);
+  return ranks_.all_true_in_job(done);
 }
 
 Completion Mirror::claim(std::uint64_t step) {

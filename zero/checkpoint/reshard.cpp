@@ -21,7 +21,7 @@ namespace {
 // directory do not wait for each other's locks.
 void on_every_rank(const RankAgreement& ranks, const char* what, const std::function<void()>& part) {
   for (const bool first : {true, false}) {
-    ranks.all_together(what, [&] {
+    ranks.run_in_job(what, [&] {
       if ((ranks.group().rank() == 0) == first) part();
     });
   }
@@ -77,7 +77,7 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
 }
 
 void remove_never_committed(const RankAgreement& ranks, const EngineOptions& options) {
-  ranks.all_together("remove what an earlier start left", [&] {  // each rank: directories may be the ranks' own
+  ranks.run_in_job("remove what an earlier start left", [&] {  // each rank: directories may be the ranks' own
     if (options.store_directory.empty() || !is_a_failed_start(options.store_directory, ranks.group().size())) return;
     if (!remove_store(options.drive_directories(), {}, options.lock_timeout))
       throw StoreError(
@@ -99,7 +99,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
     bool remove = !other.name.empty() && store.is_unfinished();
     if (!remove && other.order < present.order) {
       bool half_removed = false;  // by a process that was killed
-      ranks.together("look at the store it took over from", [&] {
+      ranks.run_in_group("look at the store it took over from", [&] {
         const std::string directory = other.in(options.store_directory);
         half_removed = tiers::Store::is_half_removed(directory);
         remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size()) &&
@@ -109,7 +109,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
     }
     if (remove) useless.push_back(other);
   }
-  if (ranks.all(useless.empty())) return;  // one group may have lost its store
+  if (ranks.all_true_in_job(useless.empty())) return;  // one group may have lost its store
   on_every_rank(ranks, "remove the store it took over from", [&] {
     for (const StoreDirectory& store : useless) remove_store(options.drive_directories(), store, kNow);
   });

@@ -33,7 +33,7 @@ void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& op
   const std::vector<CommitHeader> checkpoints = store.checkpoints();
   auto common = StoreSearch(ranks, options).common(checkpoints, store.store_number());
   std::ranges::sort(common, std::greater{}, &CommonCommit::checkpoint_serial);
-  ranks.all_together("give up named checkpoints", [&] {
+  ranks.run_in_job("give up named checkpoints", [&] {
     std::vector<std::string> names;
     for (auto k = checkpoints.rbegin(); k != checkpoints.rend(); ++k) {  // newest first
       const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
@@ -81,7 +81,7 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
 
 void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued) {
   if (options.mirror.directory.empty()) return;
-  ranks.all_together("look at its mirror", [&] {
+  ranks.run_in_job("look at its mirror", [&] {
     for (const std::string& drive : options.drive_directories())
       if (is_same_place(drive, options.mirror.directory))
         throw ConfigError("hoist.mirror.path",
@@ -111,7 +111,7 @@ RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& option
 std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
                            const std::string& from) {
   const CommonCommit chosen = StoreSearch(ranks, options).choose(store, from);
-  ranks.all_together("adopt the commit", [&] {
+  ranks.run_in_job("adopt the commit", [&] {
     std::vector<CommitHeader> all = store.checkpoints();
     const auto commits = store.commits();
     all.insert(all.end(), commits.begin(), commits.end());
@@ -151,7 +151,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
                                    ? source.commits.front()
                                    : *std::ranges::max_element(source.commits, {}, &CommonCommit::checkpoint_serial);
   step_ = chosen.step;
-  ranks.all_together("open the store it goes on from", [&] {
+  ranks.run_in_job("open the store it goes on from", [&] {
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())
       throw StoreError(fmt::format("the store in {} {}", directory, table.difference_from(layout)));

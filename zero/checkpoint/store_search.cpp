@@ -116,7 +116,7 @@ std::vector<PlaceEntry> line_up(comm::Communicator& job, const std::vector<Place
 // All that any rank sees, newest first.
 std::vector<StoreDirectory> StoreSearch::directories() const {
   std::vector<PlaceEntry> mine;
-  ranks_.all_together("look for stores", [&] {
+  ranks_.run_in_job("look for stores", [&] {
     if (options_.store_directory.empty()) return;
     for (const StoreDirectory& p : store_directories(options_.store_directory)) mine.push_back({p.order, p.world_size});
   });
@@ -176,7 +176,7 @@ RankView look_at_all_ranks(const std::string& directory, int rank, bool took_ove
 
 int StoreSearch::agree_on_world_size(const std::string& directory) const {
   std::int64_t mine = 0;
-  ranks_.all_together("look at its store", [&] {
+  ranks_.run_in_job("look at its store", [&] {
     for (const int rank : tiers::Store::ranks_in(directory)) {
       const auto identity = tiers::Store::look(directory, rank).identity;
       if (identity) mine = identity->world_size;
@@ -190,7 +190,7 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
   const std::string directory = where.in(options_.store_directory);
   RestoreSource source{.directory = where, .world_size = agree_on_world_size(directory)};
   RankView mine;
-  ranks_.all_together("look at its store", [&] {
+  ranks_.run_in_job("look at its store", [&] {
     const std::uint32_t places = options_.keep_steps + (options_.mirror.directory.empty() ? 0 : 1);
     const bool took_over = where.order > 0;
     mine = source.world_size == ranks_.group().size()
@@ -253,12 +253,12 @@ bool StoreSearch::has_lost_drives() const {
   for (const StoreDirectory& where : directories())
     (!where.name.empty() && look(where).is_unfinished() ? unfinished : others).push_back(where);
   bool lost = false;
-  ranks_.all_together("look at its drives", [&] {
+  ranks_.run_in_job("look at its drives", [&] {
     const auto is_new = [&](const std::string& drive) { return holds_nothing_but(unfinished, drive); };
     if (std::ranges::none_of(options_.drive_directories(), is_new)) return;
     lost = is_new(options_.store_directory) || (!others.empty() && lacks_a_drive(others.front()));
   });
-  return !ranks_.all(!lost);
+  return !ranks_.all_true_in_job(!lost);
 }
 
 bool StoreSearch::lacks_a_drive(const StoreDirectory& where) const {
@@ -278,7 +278,7 @@ bool StoreSearch::came_further() const {
 
 std::optional<std::uint64_t> StoreSearch::newest_step_of_any() const {
   std::int64_t mine = -1;
-  ranks_.all_together("look at its store", [&] {
+  ranks_.run_in_job("look at its store", [&] {
     for (const StoreDirectory& where : store_directories(options_.store_directory)) {
       const auto found = tiers::Store::look(where.in(options_.store_directory), ranks_.group().rank());
       for (const CommitHeader& commit : found.commits) mine = std::max(mine, static_cast<std::int64_t>(commit.step));
@@ -323,7 +323,7 @@ void StoreSearch::refuse_newer(const StoreDirectory& opened) const {
     if (newer.order <= opened.order) return;
     const std::string directory = newer.in(options_.store_directory);
     bool is_held = false;
-    ranks_.all_together("look for newer stores", [&] {
+    ranks_.run_in_job("look for newer stores", [&] {
       Deadline deadline(options_.lock_timeout);
       do {  // the last transfers of a process that was killed hold its lock for a moment
         if (is_held) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -332,7 +332,7 @@ void StoreSearch::refuse_newer(const StoreDirectory& opened) const {
           is_held = tiers::Store::holder(directory, rank).has_value();
       } while (is_held && !deadline.is_over());
     });
-    if (ranks_.all(!is_held) && look(newer).commits.empty()) continue;
+    if (ranks_.all_true_in_job(!is_held) && look(newer).commits.empty()) continue;
     throw CommonStoreError(
         fmt::format("another process goes on from the store in {}, in a new store in {}: wait for that process to end, "
                     "and start again; nothing was changed",

@@ -109,7 +109,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
   if (!state.masters) throw UsageError("Engine::create() needs an Initializer, which makes the initial values");
   make([&] {
     agree_on_engine("Engine::create()");
-    ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
+    ranks.run_in_job("keep its program's state", [&] { require_room(options, program_state); });
     const StoreDirectory directory = directory_for(state);
     refuse_foreign_mirror(ranks, options, nullptr);
     make_parts(directory, StoreUse::create);
@@ -117,7 +117,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
     if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
     const Ledger::Apart apart(runtime.ledger());
     try {
-      ranks.all_together("make its initial state", [&] {
+      ranks.run_in_job("make its initial state", [&] {
         checkpoints->open_step(state.step);
         state_access->fill(state.masters, memory->first_staging_buffer(), state.moments);
       });
@@ -166,7 +166,7 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const std::
   make_parts(plan.source.directory, StoreUse::open);
   StoreSearch(ranks, options).refuse_newer(plan.source.directory);
   const std::uint64_t step = adopt_commit(ranks, options, *store, from);
-  ranks.all_together("read the commit", [&] {
+  ranks.run_in_job("read the commit", [&] {
     try {
       state_access->load();
     } catch (const CorruptionError& error) {
@@ -194,7 +194,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
   const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   use_state(former->commit_state(), step);
-  ranks.all_together("take over the state", [&] {
+  ranks.run_in_job("take over the state", [&] {
     const auto read = [&](ParameterId parameter, State of, std::uint64_t first, std::span<float> out) {
       former->read(parameter, of, first, out);
     };

@@ -90,7 +90,7 @@ void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use, std:
 
 void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run,
                                     bool replace_first_commit) {
-  ranks.all_together(
+  ranks.run_in_job(
       use == StoreUse::create ? "take its memory and make its store" : "take its memory and open its store", [&] {
         if (ranks.job().rank() == 0 && !options.metrics_path.empty())
           metrics = std::make_unique<StepMetrics>(options.metrics_path, runtime.ledger());
@@ -104,7 +104,7 @@ void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse us
         "rank {} has {} of device memory for gathered units and uses {}: every rank uses what the rank with the "
         "least has",
         runtime.rank(), format_bytes(mine), format_bytes(common));
-  ranks.all_together("start its streams and threads", [&] { start(common); });
+  ranks.run_in_job("start its streams and threads", [&] { start(common); });
 }
 
 void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit) {

@@ -75,7 +75,7 @@ void RankAgreement::run(comm::Communicator& ranks, const char* what, const std::
   throw CommError(fmt::format("{} could not {}: {}", who, what, problem->text));
 }
 
-void RankAgreement::check_together(const char* what, const std::function<void()>& check) const {
+void RankAgreement::check_in_job(const char* what, const std::function<void()>& check) const {
   std::optional<std::string> refusal;
   try {
     check();
@@ -90,7 +90,7 @@ void RankAgreement::check_together(const char* what, const std::function<void()>
 
 void RankAgreement::compare_groups(const EngineOptions& options, const std::function<void()>& check_model) const {
   if (!has_several_groups()) return;
-  all_together("lay out its model", check_model);
+  run_in_job("lay out its model", check_model);
   const bool has_store = !options.store_directory.empty();
   const std::string mirror =
       options.mirror.directory.empty() ? "" : fmt::format(", a mirror every {} steps", options.mirror.every);
@@ -143,7 +143,7 @@ std::uint64_t RankAgreement::agree_on_run(std::optional<std::uint64_t> former) c
   return (first << (64 - kGroupBits)) | job_part(run);
 }
 
-bool RankAgreement::all(bool mine) const {
+bool RankAgreement::all_true_in_job(bool mine) const {
   if (job().size() == 1) return mine;
   const auto here = static_cast<std::uint8_t>(mine ? 1 : 0);
   return std::ranges::all_of(comm::values_of_all(job(), here), [](std::uint8_t there) { return there != 0; });

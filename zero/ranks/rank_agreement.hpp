@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/ranks/rank_agreement.hpp - steps that all ranks take, or none: a rank that fails alone tells the others why.
 //
-// Two circles of ranks. The sharding group partitions one model's state. The job is all sharding groups of a tensor- or
+// Two sets of ranks. The sharding group partitions one model's state. The job is all sharding groups of a tensor- or
 // pipeline-parallel run (Runtime::norm_group()): its commits are one, and so is the start of its engines. With one
 // group both are the same.
 //
@@ -53,13 +53,13 @@ class RankAgreement {
   std::string name_in_job(int rank) const;
 
   // [C] Runs a part that may fail on one rank alone; `what` completes "rank 3 could not ...".
-  void together(const char* what, const std::function<void()>& part) const { run(group(), what, part); }
+  void run_in_group(const char* what, const std::function<void()>& part) const { run(group(), what, part); }
   // [J] The same for all ranks of the job.
-  void all_together(const char* what, const std::function<void()>& part) const { run(job(), what, part); }
+  void run_in_job(const char* what, const std::function<void()>& part) const { run(job(), what, part); }
 
   // [J] Runs a check that may refuse what this rank's program passed. When one rank's does, every rank throws a
   // UsageError that says so, and the engines live on. `what` as above.
-  void check_together(const char* what, const std::function<void()>& check) const;
+  void check_in_job(const char* what, const std::function<void()>& check) const;
 
   // [C] Every rank brings the same model to life, by the same call, with options that lead to the same collectives.
   // Otherwise ranks would train parts of different models as one, or wait for each other on the way.
@@ -75,7 +75,7 @@ class RankAgreement {
   std::uint64_t agree_on_run(std::optional<std::uint64_t> former) const;
   // [C] The smallest of a number that every rank has.
   std::uint64_t smallest(std::uint64_t mine) const;
-  bool all(bool mine) const;  // [J] whether it is true on every rank
+  bool all_true_in_job(bool mine) const;  // [J] whether it is true on every rank
 
  private:
   void run(comm::Communicator& ranks, const char* what, const std::function<void()>& part) const;

@@ -58,7 +58,7 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
   }
   stepper_.policy().require_undecided("read()");
   agree_on("read()", parameter, state, first, out.size(), {});
-  stepper_.settle_together();
+  stepper_.settle_in_group();
   Runtime& runtime = parts_.runtime;
   const Ledger::Apart apart(runtime.ledger());
   parts_.gradients.wait();
@@ -90,11 +90,11 @@ void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, 
   // A commit is the whole job's: a group that made one alone would be one ahead from here on.
   if (parts_.checkpoints.on_nvme() && parts_.ranks.has_several_groups())
     comm::agree(parts_.ranks.job(), step, fmt::format("write() after step {}", step));
-  stepper_.settle_together();
+  stepper_.settle_in_group();
   const Ledger::Apart apart(parts_.runtime.ledger());
   parts_.gatherer.quiesce();
   parts_.checkpoints.state_changed();
-  parts_.ranks.together("begin the change", [&] { parts_.checkpoints.reopen_step(step); });
+  parts_.ranks.run_in_group("begin the change", [&] { parts_.checkpoints.reopen_step(step); });
   const OwnedRange owned = owned_range(parts_.table.parameter(parameter).first_element + first, values.size(),
                                        parts_.table.segment_of(parameter).shard_elements, parts_.runtime.rank());
   values_.write(parameter, state, owned.shard, values.subspan(owned.offset, owned.shard.count));
@@ -108,7 +108,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
   if (parts_.pass.under_way()) throw UsageError(fmt::format("{} belongs between passes, not inside of one", call));
   stepper_.policy().require_undecided(call);
   parts_.ranks.agree_on_beginning(call, state);
-  stepper_.settle_together();
+  stepper_.settle_in_group();
   const std::uint64_t step = state.step;
   Checkpointer& checkpoints = parts_.checkpoints;
   std::uint64_t newest = checkpoints.committed_step().value_or(0);
@@ -123,7 +123,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
   parts_.pass.drop();
   parts_.gatherer.quiesce();
   checkpoints.state_changed();
-  parts_.ranks.together("change its state", [&] {
+  parts_.ranks.run_in_group("change its state", [&] {
     checkpoints.reopen_step(step);
     struct Called {
       explicit Called(const char*& by, const char* call) : by_(by) { by_ = call; }
@@ -145,7 +145,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
 
 void StateCalls::replace_state(const InitialState& state, std::span<const std::byte> program_state) {
   if (!state.masters) throw UsageError("replace_state() needs an Initializer, which makes the values of masters");
-  parts_.ranks.check_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
+  parts_.ranks.check_in_job("keep its program's state", [&] { require_room(parts_.options, program_state); });
   change_state("replace_state()", state, program_state, [&] {
     parts_.settings.scaler.restore(state.loss_scale.value_or(LossScaler(parts_.options.loss_scale).state()));
     values_.fill(state.masters, {}, state.moments);
@@ -169,7 +169,7 @@ Completion StateCalls::save(const std::string& name, std::span<const std::byte> 
     comm::agree(job, random_bits(text_hash(options.mirror ? name + " and in the mirror" : name), step),
                 fmt::format("save '{}' of step {}{}", name, step, options.mirror ? ", and in the mirror" : ""));
   }
-  parts_.ranks.check_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
+  parts_.ranks.check_in_job("keep its program's state", [&] { require_room(parts_.options, program_state); });
   const Checkpointer::SaveNeeds needs = checkpoints.save_needs(name, options);
   switch (needs) {
     case Checkpointer::SaveNeeds::nothing:
@@ -178,7 +178,7 @@ Completion StateCalls::save(const std::string& name, std::span<const std::byte> 
       stepper_.drain();
       break;
     case Checkpointer::SaveNeeds::settled_engine:
-      stepper_.settle_together();
+      stepper_.settle_in_group();
       break;
   }
   return checkpoints.save(name, CommitState::of(parts_.settings.scaler, program_state), step, options, needs);

@@ -7,7 +7,7 @@
 // Threading  The program's thread.
 // Errors     UsageError for a call in the wrong place or a value that may not be committed, the state unchanged; after
 //            any other error the engine has failed.
-// Main path  StepRunner::settle_together -> StateAccess -> Checkpointer::commit_open.
+// Main path  StepRunner::settle_in_group -> StateAccess -> Checkpointer::commit_open.
 #pragma once
 
 #include <functional>

@@ -147,8 +147,8 @@ void StepRunner::settle() {
   count_io();
 }
 
-void StepRunner::settle_together() {
-  parts_.ranks.together("carry out the last step", [&] { parts_.updates.finish(); });
+void StepRunner::settle_in_group() {
+  parts_.ranks.run_in_group("carry out the last step", [&] { parts_.updates.finish(); });
   settle();
 }
 

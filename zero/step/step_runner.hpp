@@ -24,7 +24,7 @@ class StepRunner {
   StepReport run(const StepOptions& options);  // [J]
   double gradient_norm();                      // [J] what the next run() will report
   void settle();
-  void settle_together();  // [C] the same; an update that fails on one rank fails on all
+  void settle_in_group();  // [C] the same; an update that fails on one rank fails on all
   void drain();            // until the streams have no work
   void count_io();         // tells the ledger what the drives have moved
   UpdatePolicy& policy() { return *policy_; }

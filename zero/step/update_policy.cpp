@@ -146,7 +146,7 @@ class UpdateAfterNorm final : public UpdatePolicy {
  private:
   // Opens the step, on all ranks or none.
   void open() {
-    parts_.ranks.together("apply the step", [&] {
+    parts_.ranks.run_in_group("apply the step", [&] {
       const TimePoint begin = Clock::now();
       parts_.checkpoints.await_last();
       parts_.runtime.ledger().waited(WaitCause::nvme, Clock::now() - begin);
@@ -156,7 +156,7 @@ class UpdateAfterNorm final : public UpdatePolicy {
   }
 
   void carry_out(const char* what) {
-    parts_.ranks.together(what, [&] { await_updates(); });
+    parts_.ranks.run_in_group(what, [&] { await_updates(); });
   }
 
   const bool step_waits_;
@@ -210,7 +210,7 @@ class UpdateInBackward final : public UpdatePolicy {
 
   void await_inputs() override {
     if (!update_) begin();  // no unit has gradients
-    parts_.ranks.together("update its units", [&] {
+    parts_.ranks.run_in_group("update its units", [&] {
       await_gradients();
       parts_.updates.check();
     });
