@@ -36,7 +36,7 @@ const char* wait_cause_name(WaitCause cause) {
 }
 
 void Ledger::count(Link link, std::uint64_t bytes, Nanoseconds busy) {
-  Cell& cell = cells_[apart_depth_.load(std::memory_order_relaxed) > 0 ? 1 : 0][static_cast<std::size_t>(link)];
+  Cell& cell = cells_[outside_depth_.load(std::memory_order_relaxed) > 0 ? 1 : 0][static_cast<std::size_t>(link)];
   cell.bytes.fetch_add(bytes, std::memory_order_relaxed);
   cell.busy_ns.fetch_add(busy.count(), std::memory_order_relaxed);
   Trace* const trace = trace_.load(std::memory_order_relaxed);
@@ -47,7 +47,7 @@ void Ledger::count(Link link, std::uint64_t bytes, Nanoseconds busy) {
 }
 
 void Ledger::waited(WaitCause cause, Nanoseconds duration) {
-  if (apart_depth_.load(std::memory_order_relaxed) > 0) return;
+  if (outside_depth_.load(std::memory_order_relaxed) > 0) return;
   waits_[static_cast<std::size_t>(cause)].fetch_add(duration.count(), std::memory_order_relaxed);
   Trace* const trace = trace_.load(std::memory_order_relaxed);
   if (trace == nullptr) return;

@@ -4,7 +4,7 @@
 // Threading  Every member may be called from any thread.
 // Main path  a transfer ends -> count(link, bytes, busy). Bytes moved outside steps (start-up, digests, state access,
 //            redone work) go to a second account. Code that does such work first drains the transfers of earlier steps
-//            and holds a Ledger::Apart meanwhile.
+//            and holds a Ledger::OutsideSteps meanwhile.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ const char* wait_cause_name(WaitCause cause);
 
 class Ledger {
  public:
-  enum class Account : std::uint8_t { steps, apart };
+  enum class Account : std::uint8_t { steps, outside_steps };
   struct LinkTotals {
     std::uint64_t bytes = 0;
     Nanoseconds busy{0};
@@ -44,13 +44,13 @@ class Ledger {
   LinkTotals totals(Link link, Account account = Account::steps) const;
   Nanoseconds waited(WaitCause cause) const;  // inside steps
 
-  // While alive, counts go to the `apart` account. Nests.
-  class Apart {
+  // While alive, counts go to the `outside_steps` account. Nests.
+  class OutsideSteps {
    public:
-    explicit Apart(Ledger& ledger) : ledger_(ledger) { ledger_.apart_depth_.fetch_add(1); }
-    ~Apart() { ledger_.apart_depth_.fetch_sub(1); }
-    Apart(const Apart&) = delete;
-    Apart& operator=(const Apart&) = delete;
+    explicit OutsideSteps(Ledger& ledger) : ledger_(ledger) { ledger_.outside_depth_.fetch_add(1); }
+    ~OutsideSteps() { ledger_.outside_depth_.fetch_sub(1); }
+    OutsideSteps(const OutsideSteps&) = delete;
+    OutsideSteps& operator=(const OutsideSteps&) = delete;
 
    private:
     Ledger& ledger_;
@@ -63,7 +63,7 @@ class Ledger {
   };
   std::array<std::array<Cell, kLinkCount>, 2> cells_;
   std::array<std::atomic<std::int64_t>, kWaitCauseCount> waits_{};
-  std::atomic<int> apart_depth_{0};
+  std::atomic<int> outside_depth_{0};
   std::atomic<Trace*> trace_{nullptr};
 };
 

@@ -176,7 +176,7 @@ void take_step_totals(RunRecord& record, const Ledger& ledger) {
 }
 
 void take_totals_apart(RunRecord& record, const Ledger& ledger) {
-  for (const Link link : kLinks) record.links_apart[index(link)] = ledger.totals(link, Ledger::Account::apart);
+  for (const Link link : kLinks) record.links_apart[index(link)] = ledger.totals(link, Ledger::Account::outside_steps);
 }
 
 double communication_to_computation(const RunRecord& record) {

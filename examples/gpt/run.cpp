@@ -332,7 +332,7 @@ void Training::save_at_end() {
 void Training::close() {
   engine_->settle();
   take_step_totals(record_, runtime_.ledger());
-  const Ledger::Apart apart(runtime_.ledger());
+  const Ledger::OutsideSteps outside_steps(runtime_.ledger());
   record_.wire_in_group = engine_->wire_bytes_in_group();
   record_.formula = engine_->formula_bytes();
   record_.offloaded_bytes = gpt_.offloaded_bytes();

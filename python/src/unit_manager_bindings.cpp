@@ -144,7 +144,7 @@ nb::dict statistics(UnitManager& unit_manager) {
   for (std::size_t i = 0; i < kLinkCount; ++i) {
     const auto link = static_cast<Link>(i);
     links[link_name(link)] = runtime.ledger().totals(link).bytes;
-    apart[link_name(link)] = runtime.ledger().totals(link, Ledger::Account::apart).bytes;
+    apart[link_name(link)] = runtime.ledger().totals(link, Ledger::Account::outside_steps).bytes;
   }
   for (std::size_t i = 0; i + 1 < kWaitCauseCount; ++i) {
     const auto cause = static_cast<WaitCause>(i);

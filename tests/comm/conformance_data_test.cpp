@@ -274,7 +274,7 @@ TEST_P(Conformance, CountsTheBytesItSends) {
     rank.stream.synchronize();
     const std::uint64_t expected = peers * (gather.shard_bytes() + reduction.shard_bytes());
     EXPECT_EQ(rank.ledger.totals(Link::wire).bytes, expected);
-    EXPECT_EQ(rank.ledger.totals(Link::wire, Ledger::Account::apart).bytes, 0u);
+    EXPECT_EQ(rank.ledger.totals(Link::wire, Ledger::Account::outside_steps).bytes, 0u);
     EXPECT_EQ(rank.ledger.totals(Link::wire).busy.count() > 0, rank.size() > 1);
   });
 }

@@ -23,25 +23,25 @@ TEST(Ledger, CountsPerLink) {
   EXPECT_EQ(ledger.totals(Link::nvme_read).busy, 7ns);
   EXPECT_EQ(ledger.totals(Link::wire).bytes, 7u);
   EXPECT_EQ(ledger.totals(Link::nvme_write).bytes, 0u);
-  EXPECT_EQ(ledger.totals(Link::nvme_read, Account::apart).bytes, 0u);
+  EXPECT_EQ(ledger.totals(Link::nvme_read, Account::outside_steps).bytes, 0u);
 }
 
 TEST(Ledger, WorkApartStaysOutOfTheSteps) {
   Ledger ledger;
   {
-    const Ledger::Apart outer(ledger);
+    const Ledger::OutsideSteps outer(ledger);
     ledger.count(Link::nvme_write, 10, 1ns);
     ledger.waited(WaitCause::nvme, 5ns);
     {
-      const Ledger::Apart inner(ledger);
+      const Ledger::OutsideSteps inner(ledger);
       ledger.count(Link::nvme_write, 20, 1ns);
     }
     ledger.count(Link::nvme_write, 30, 1ns);  // still apart
   }
   ledger.count(Link::nvme_write, 1, 1ns);
   ledger.waited(WaitCause::nvme, 3ns);
-  EXPECT_EQ(ledger.totals(Link::nvme_write, Account::apart).bytes, 60u);
-  EXPECT_EQ(ledger.totals(Link::nvme_write, Account::apart).busy, 3ns);
+  EXPECT_EQ(ledger.totals(Link::nvme_write, Account::outside_steps).bytes, 60u);
+  EXPECT_EQ(ledger.totals(Link::nvme_write, Account::outside_steps).busy, 3ns);
   EXPECT_EQ(ledger.totals(Link::nvme_write).bytes, 1u);
   EXPECT_EQ(ledger.waited(WaitCause::nvme), 3ns);
 }

@@ -145,12 +145,12 @@ TEST_P(DeviceConformance, LedgerCountsLinksAndNothingElse) {
   EXPECT_EQ(ledger_.totals(Link::device_to_host).bytes, 1234u);
   EXPECT_GT(ledger_.totals(Link::host_to_device).busy.count(), 0);
   {
-    const Ledger::Apart apart(ledger_);
+    const Ledger::OutsideSteps outside_steps(ledger_);
     stream->copy(at(0), host.data(), 99, CopyKind::host_to_device);
     stream->synchronize();
   }
   EXPECT_EQ(ledger_.totals(Link::host_to_device).bytes, 70'011u);
-  EXPECT_EQ(ledger_.totals(Link::host_to_device, Ledger::Account::apart).bytes, 99u);
+  EXPECT_EQ(ledger_.totals(Link::host_to_device, Ledger::Account::outside_steps).bytes, 99u);
 }
 
 TEST_P(DeviceConformance, EmptyOperationsAreNothing) {

@@ -285,7 +285,7 @@ TEST(SaveBytes, OfASaveBetweenCommitsAreNoStepsBytes) {
     const Ledger& ledger = runtime.ledger();
     const auto totals = [&] {
       return Written{ledger.totals(Link::nvme_write).bytes,
-                     ledger.totals(Link::nvme_write, Ledger::Account::apart).bytes};
+                     ledger.totals(Link::nvme_write, Ledger::Account::outside_steps).bytes};
     };
     const Written before = totals();
     for (std::uint64_t step = 3; step <= 5; ++step) {

@@ -610,7 +610,7 @@ TEST_P(MirrorTest, ItsBytesAreBookedApart) {
     const std::uint64_t pinned = training.runtime.pinned_budget().held_bytes();
     EXPECT_EQ(pinned, predict(setup.runtime, setup.engine, training.model.model(), 1).pinned.bytes);
     return std::array{ledger.totals(Link::nvme_read).bytes, ledger.totals(Link::nvme_write).bytes,
-                      ledger.totals(Link::nvme_read, Ledger::Account::apart).bytes};
+                      ledger.totals(Link::nvme_read, Ledger::Account::outside_steps).bytes};
   };
   const auto with = links_of(true), without = links_of(false);
   EXPECT_EQ(with[0], without[0]);

@@ -157,7 +157,7 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
   }
   Completion copied;
   if (needs == SaveNeeds::settled_engine) {
-    const Ledger::Apart apart(ranks_.runtime().ledger());
+    const Ledger::OutsideSteps outside_steps(ranks_.runtime().ledger());
     if (options.mirror) copied = mirror_->claim(step);
     ranks_.run_in_group("begin the commit", [&] {
       store_->begin_step(step);

@@ -115,7 +115,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
     make_parts(directory, StoreUse::create);
     settings.step_count = state.step;
     if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
-    const Ledger::Apart apart(runtime.ledger());
+    const Ledger::OutsideSteps outside_steps(runtime.ledger());
     try {
       ranks.run_in_job("make its initial state", [&] {
         checkpoints->open_step(state.step);
@@ -139,7 +139,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     if (options.store_directory.empty())
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
-    const Ledger::Apart apart(runtime.ledger());
+    const Ledger::OutsideSteps outside_steps(runtime.ledger());
     const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
     refuse_foreign_mirror(ranks, options, &plan);
     const StoreDirectory directory =

@@ -107,24 +107,24 @@ aio::DriveQueue::Stats Drives::stats() const {
   return all;
 }
 
-void Drives::count_into(Ledger& ledger, bool in_steps, const ApartBytes& apart) {
+void Drives::count_into(Ledger& ledger, bool in_steps, const OutsideBytes& outside) {
   const aio::DriveQueue::Stats now = stats();
   const std::uint64_t read = now.read_bytes - counted_.read_bytes;
   const std::uint64_t written = now.written_bytes - counted_.written_bytes;
   // A transfer may end after it was announced; the rest is taken off a later call's.
-  const std::uint64_t read_apart = std::min(apart.read - counted_apart_.read, read);
-  const std::uint64_t written_apart = std::min(apart.written - counted_apart_.written, written);
-  counted_apart_.read += read_apart;
-  counted_apart_.written += written_apart;
+  const std::uint64_t read_outside = std::min(outside.read - counted_outside_.read, read);
+  const std::uint64_t written_outside = std::min(outside.written - counted_outside_.written, written);
+  counted_outside_.read += read_outside;
+  counted_outside_.written += written_outside;
   {
-    const Ledger::Apart outside(ledger);
-    ledger.count(Link::nvme_read, read_apart, {});
-    ledger.count(Link::nvme_write, written_apart, {});
+    const Ledger::OutsideSteps outside_steps(ledger);
+    ledger.count(Link::nvme_read, read_outside, {});
+    ledger.count(Link::nvme_write, written_outside, {});
   }
-  std::optional<Ledger::Apart> outside;
-  if (!in_steps) outside.emplace(ledger);
-  ledger.count(Link::nvme_read, read - read_apart, now.read_busy - counted_.read_busy);
-  ledger.count(Link::nvme_write, written - written_apart, now.write_busy - counted_.write_busy);
+  std::optional<Ledger::OutsideSteps> outside_steps;
+  if (!in_steps) outside_steps.emplace(ledger);
+  ledger.count(Link::nvme_read, read - read_outside, now.read_busy - counted_.read_busy);
+  ledger.count(Link::nvme_write, written - written_outside, now.write_busy - counted_.write_busy);
   counted_ = now;
 }
 

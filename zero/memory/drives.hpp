@@ -38,12 +38,12 @@ class Drives {
   std::vector<std::uint32_t> measured_weights() const;
   // Bytes are summed over all drives; busy is that of the busiest drive.
   aio::DriveQueue::Stats stats() const;
-  // Bytes that are apart from steps in any case, since the beginning: what a mirror has read, and saves have written.
-  struct ApartBytes {
+  // Bytes that are outside of steps in any case, since the beginning: what a mirror has read, and saves have written.
+  struct OutsideBytes {
     std::uint64_t read = 0, written = 0;
   };
-  // Tells the ledger what the drives have moved since the last call: as work of steps, or apart from them.
-  void count_into(Ledger& ledger, bool in_steps, const ApartBytes& apart);
+  // Tells the ledger what the drives have moved since the last call: as work of steps, or outside of them.
+  void count_into(Ledger& ledger, bool in_steps, const OutsideBytes& outside);
   std::string describe() const;
 
  private:
@@ -51,7 +51,7 @@ class Drives {
   std::vector<std::string> directories_;
   std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
   aio::DriveQueue::Stats counted_{};
-  ApartBytes counted_apart_;
+  OutsideBytes counted_outside_;
 };
 
 }  // namespace hoist::detail

@@ -60,7 +60,7 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
   agree_on("read()", parameter, state, first, out.size(), {});
   stepper_.settle_in_group();
   Runtime& runtime = parts_.runtime;
-  const Ledger::Apart apart(runtime.ledger());
+  const Ledger::OutsideSteps outside_steps(runtime.ledger());
   parts_.gradients.wait();
 
   const auto mean = static_cast<float>(parts_.settings.gradient_mean(parts_.pass.passes_of_step()));
@@ -91,7 +91,7 @@ void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, 
   if (parts_.checkpoints.on_nvme() && parts_.ranks.has_several_groups())
     comm::agree(parts_.ranks.job(), step, fmt::format("write() after step {}", step));
   stepper_.settle_in_group();
-  const Ledger::Apart apart(parts_.runtime.ledger());
+  const Ledger::OutsideSteps outside_steps(parts_.runtime.ledger());
   parts_.gatherer.quiesce();
   parts_.checkpoints.state_changed();
   parts_.ranks.run_in_group("begin the change", [&] { parts_.checkpoints.reopen_step(step); });
@@ -119,7 +119,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
                     "restore() goes back to a named checkpoint, or use another directory",
                     step, newest));
   }
-  const Ledger::Apart apart(parts_.runtime.ledger());
+  const Ledger::OutsideSteps outside_steps(parts_.runtime.ledger());
   parts_.pass.drop();
   parts_.gatherer.quiesce();
   checkpoints.state_changed();
