@@ -168,7 +168,7 @@ void Gatherer::copy_up(UnitId id, std::byte* target) {
   UnitState& state = states_[id.index];
   if (memory_.placement(id).reads_weights()) copy_stored_up(id, target);
   if (here.weights == nullptr) return;
-  updates_.hurry(id).wait();
+  updates_.request(id).wait();
   const std::byte* source = here.weights;
   CopyKind kind = CopyKind::host_to_device;
   if (here.device_shard != nullptr) {

@@ -168,7 +168,7 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
     streams_.down->wait(ready, WaitCause::none);
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
-  updates_.hurry(id).wait();
+  updates_.request(id).wait();
   std::byte* const shards = in_ring(id) ? ring_->take(unit.gradient_shard_bytes) : shards_[id.index];
   const bool spilled = memory_.placement(id).gradient_spilled;
   if (!spilled) shards_[id.index] = shards;

@@ -70,7 +70,7 @@ void WeightReader::start_reads() {
   while (!expected_.empty()) {
     const UnitId unit = expected_.front();
     if (!units_.unit(unit).reads_weights()) {
-      updates_.deliver(unit, nullptr);
+      updates_.request_weights(unit, nullptr);
     } else {
       buffer =
           std::find_if(buffer, buffers_.end(), [](const Buffer& b) { return b.use == Use::free && b.read.done(); });
@@ -85,7 +85,7 @@ void WeightReader::start_reads() {
 void WeightReader::start_read(Buffer& buffer, UnitId id) {
   buffer.use = Use::staged;
   buffer.unit = id;
-  if (const auto updated = updates_.deliver(id, buffer.bytes.data())) {
+  if (const auto updated = updates_.request_weights(id, buffer.bytes.data())) {
     try {
       const std::array parts{*updated, read_frozen(id, buffer.bytes)};
       buffer.read = when_all(parts);

@@ -107,7 +107,7 @@ void TilePipeline::run(const WalkOptions& options, const Work& work, const Next&
         index = 0;
       }
       if (jobs.empty()) break;
-      go_on(jobs.front(), options, work, updated);
+      finish_job(jobs.front(), options, work, updated);
       jobs.pop_front();
     }
   } catch (...) {
@@ -118,7 +118,7 @@ void TilePipeline::run(const WalkOptions& options, const Work& work, const Next&
   record_io_.await_copies();  // whoever comes next finds device-only memory changed
 }
 
-void TilePipeline::go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated) {
+void TilePipeline::finish_job(Job& job, const WalkOptions& options, const Work& work, const Updated& updated) {
   for (const Completion& read : job.reads) timed_wait(read, options.waits);
   update(job, options, work);
   write(job, options);

@@ -104,7 +104,7 @@ class TilePipeline {
     bool verifies_weights = false, verifies_state = false;  // but weights that are made
     bool verifies_gradient = false;
   };
-  void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
+  void finish_job(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
   void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
   bool is_only_written(UnitId unit, const WalkOptions& options) const;
   Job job_of(std::size_t index, Buffer* buffer) const;

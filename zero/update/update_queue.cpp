@@ -81,7 +81,7 @@ void UpdateQueue::announce(UnitId unit) {
   }
   HOIST_ASSERT(state.stage == Stage::current, "unit {} is announced twice, or before its last update", unit.index);
   state.stage = Stage::announced;
-  state.hurried = false;
+  state.requested = false;
   state.promise.emplace();
   state.updated = state.promise->completion();
 }
@@ -97,7 +97,7 @@ Completion UpdateQueue::offer(UnitId unit) {
       HOIST_ASSERT(open_ && state.stage == Stage::announced, "unit {} is offered unannounced, or to no step",
                    unit.index);
       state.stage = Stage::queued;
-      requests_.insert(state.hurried ? requests_.begin() : requests_.end(), {unit, nullptr});
+      requests_.insert(state.requested ? requests_.begin() : requests_.end(), {unit, nullptr});
       changed_.notify_all();
       return state.updated;
     }
@@ -152,7 +152,7 @@ Completion UpdateQueue::weights_written(UnitId unit) const {
   return followed_by(now, [unit, pipeline = &pipeline_] { return pipeline->weights_written(unit); });
 }
 
-std::optional<Completion> UpdateQueue::deliver(UnitId unit, std::byte* target) {
+std::optional<Completion> UpdateQueue::request_weights(UnitId unit, std::byte* target) {
   const MutexLock lock(mutex_);
   if (states_[unit.index].stage != Stage::pending) return std::nullopt;
   enqueue(unit, target);
@@ -160,13 +160,13 @@ std::optional<Completion> UpdateQueue::deliver(UnitId unit, std::byte* target) {
   return states_[unit.index].updated;
 }
 
-Completion UpdateQueue::hurry(UnitId unit) {
+Completion UpdateQueue::request(UnitId unit) {
   const MutexLock lock(mutex_);
   if (states_[unit.index].stage == Stage::pending) {
     enqueue(unit, nullptr);
     changed_.notify_all();
   } else if (states_[unit.index].stage == Stage::announced) {
-    states_[unit.index].hurried = true;
+    states_[unit.index].requested = true;
   } else if (states_[unit.index].stage == Stage::queued) {
     const auto queued = std::ranges::find(requests_, unit, &UpdateRequest::unit);
     if (queued != requests_.end()) std::rotate(requests_.begin(), queued, queued + 1);  // out of the expected order

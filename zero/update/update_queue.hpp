@@ -2,9 +2,9 @@
 // zero/update/update_queue.hpp - units that wait for their update, in every update mode. One thread updates them.
 //
 // begin() queues all units of a decided step. With UpdateOrder::expected they are updated in the order in which the
-// next pass wants them. With UpdateOrder::on_request a unit waits for deliver(), which also leaves its new weights
-// where the caller wants them, so that one read serves update and forward; finish() updates the rest, and so does a
-// while without a request, because a program may wait for the commit without another pass.
+// next pass wants them. With UpdateOrder::on_request a unit waits for request_weights(), which also leaves its new
+// weights where the caller wants them, so that one read serves update and forward; finish() updates the rest, and so
+// does a while without a request, because a program may wait for the commit without another pass.
 //
 // open() begins a step that is not decided yet (update mode `backward`): offer() hands over each unit whose gradient is
 // final, and conclude() says that there are no more. A unit is announced before it is offered, and from then on whoever
@@ -14,7 +14,7 @@
 //            thread of a save calls finish(), and in mode `backward` the thread that hands gradients on calls finish()
 //            and open(). Two threads may be in finish(), a save's and that of a read().
 // Errors     An update that fails fails every unit that is still pending, and finish().
-// Main path  begin(step) -> deliver(unit) or the expected order -> TilePipeline::run -> updated(unit) -> ended.
+// Main path  begin(step) -> request_weights(unit) or the expected order -> TilePipeline::run -> updated(unit) -> ended.
 //            open(work), announce(unit) -> offer(unit) -> TilePipeline::run -> updated(unit); conclude(ended) -> ended.
 #pragma once
 
@@ -76,9 +76,9 @@ class UpdateQueue {
   Completion weights_written(UnitId unit) const;
   // Updates a pending unit soon and also leaves its trainable weights, in host layout, at `target`. Null when the unit
   // is not pending, or somebody else asked first: its weights are in the store, or will be once updated(unit) is done.
-  std::optional<Completion> deliver(UnitId unit, std::byte* target);
+  std::optional<Completion> request_weights(UnitId unit, std::byte* target);
   // Updates a pending unit soon; for those who do not want its weights.
-  Completion hurry(UnitId unit);
+  Completion request(UnitId unit);
   // Carries out all that is pending. Throws what any update failed with. Pre: no step is open.
   void finish();
   // Drops what is pending and was not started; returns when nothing runs any more. For an engine that has failed.
@@ -92,7 +92,7 @@ class UpdateQueue {
   enum class Stage : std::uint8_t { current, announced, pending, queued };
   struct UnitState {
     Stage stage = Stage::current;
-    bool hurried = false;            // while announced
+    bool requested = false;          // while announced
     std::optional<Promise> promise;  // while not current
     Completion updated;
   };
