@@ -24,21 +24,21 @@ Place first_clear(Place place, std::span<const Item> obstacles, const PlaceOf& p
   return place;
 }
 
-// Companions are items that others stand beside. They are stacked down from the end of the memory, only as deep as
+// Companions are items that others are gathered with. They are stacked down from the end of the memory, only as deep as
 // those that may be pinned together require: so the memory before them stays in one piece.
 class CompanionStack {
  public:
   explicit CompanionStack(std::span<const ItemRoom> items) : items_(items), depth_(items.size()) {
     std::vector<std::vector<Item>> together(items.size());
     for (Item item = 0; item < items.size(); ++item) {
-      std::vector<Item> group = items[item].beside;
+      std::vector<Item> group = items[item].gathered_with;
       group.push_back(item);
       for (const Item a : group)
         for (const Item b : group)
           if (a != b) together[a].push_back(b);
     }
     for (Item item = 0; item < items.size(); ++item)
-      for (const Item companion : items[item].beside)
+      for (const Item companion : items[item].gathered_with)
         if (!depth_[companion]) stack(companion, together[companion]);
   }
 
@@ -113,7 +113,7 @@ class Homes {
   // Moves the item to the first range from `begin` on that is clear of its companions.
   bool fits(Item item, std::uint64_t begin) {
     const auto place_of = [&](Item companion) { return places_[companion]; };
-    places_[item] = first_clear({begin, items_[item].bytes}, items_[item].beside, place_of);
+    places_[item] = first_clear({begin, items_[item].bytes}, items_[item].gathered_with, place_of);
     return places_[item].end() <= total_bytes_;
   }
 
@@ -121,7 +121,7 @@ class Homes {
     const auto from_end = [&](Item companion) {
       return Place{total_bytes_ - places_[companion].end(), places_[companion].bytes};
     };
-    const Place place = first_clear({0, items_[item].bytes}, items_[item].beside, from_end);
+    const Place place = first_clear({0, items_[item].bytes}, items_[item].gathered_with, from_end);
     if (place.end() <= total_bytes_) places_[item].begin = total_bytes_ - place.end();
   }
 
@@ -141,7 +141,7 @@ std::uint64_t least_room_bytes(std::span<const ItemRoom> items) {
       continue;
     }
     std::uint64_t deepest = 0;
-    for (const Item companion : items[item].beside) deepest = std::max(deepest, companions.depth(companion));
+    for (const Item companion : items[item].gathered_with) deepest = std::max(deepest, companions.depth(companion));
     least = std::max(least, items[item].bytes + deepest);
   }
   return least;

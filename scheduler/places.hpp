@@ -31,12 +31,12 @@ struct Place {
 
 // The place that an item needs in the gather memory.
 struct ItemRoom {
-  std::uint64_t bytes = 0;      // 0: none, it has memory of its own
-  std::vector<Item> beside{};   // items that are pinned while this one is: their homes never overlap its
-  bool stable_in_pass = false;  // once fetched, it does not move before the next pass
+  std::uint64_t bytes = 0;            // 0: none, it has memory of its own
+  std::vector<Item> gathered_with{};  // items that are pinned while this one is: their homes never overlap its
+  bool stable_in_pass = false;        // once fetched, it does not move before the next pass
 };
 
-// The least gather memory in which every item can be pinned together with those it stands beside.
+// The least gather memory in which every item can be pinned together with those it is gathered with.
 std::uint64_t least_room_bytes(std::span<const ItemRoom> items);
 // All of them at once.
 std::uint64_t most_room_bytes(std::span<const ItemRoom> items);

@@ -66,9 +66,9 @@ UnitId Model::add_unit(std::string name, std::span<const ParameterSpec> paramete
   }
 
   const UnitId id{static_cast<std::uint32_t>(units_.size())};
-  for (const UnitId other : options.beside)
+  for (const UnitId other : options.gathered_with)
     if (other.index >= id.index)
-      throw UsageError(fmt::format("unit '{}' stands beside a unit that is not there", name));
+      throw UsageError(fmt::format("unit '{}' is gathered with a unit that is not there", name));
   ModelUnit unit{.name = std::move(name), .parameters = {}, .tied = {}, .options = std::move(options)};
   for (const ParameterSpec& spec : parameters) {
     const ParameterId parameter{static_cast<std::uint32_t>(parameters_.size())};

@@ -61,7 +61,7 @@ struct UnitOptions {
   // A unit that owns a tied parameter has that anyway.
   bool own_gradient_memory = false;
   // Units that are gathered whenever this one is. They never take turns with it in device memory.
-  std::vector<UnitId> beside{};
+  std::vector<UnitId> gathered_with{};
 };
 
 enum class Pass : std::uint8_t { train, evaluate, generate };

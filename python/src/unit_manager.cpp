@@ -25,7 +25,7 @@ Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOpt
   for (const GroupOptions& group : groups) model.add_group(group);
   for (const ManagedUnit& unit : units) {
     UnitOptions options{.stable_in_pass = true, .own_gradient_memory = unit.own_gradient_memory};
-    for (const std::uint32_t other : unit.beside) options.beside.push_back(UnitId{other});
+    for (const std::uint32_t other : unit.gathered_with) options.gathered_with.push_back(UnitId{other});
     model.add_unit(unit.name, unit.parameters, options);
   }
   return model;

@@ -52,8 +52,8 @@ struct ManagedUnit {
   std::vector<ParameterSpec> parameters;
   // Parameters of it are used by other modules too, so that gradients may come at any time of the backward pass.
   bool shared = false;
-  std::vector<std::uint32_t> beside{};  // earlier units that are up whenever this one is
-  bool own_gradient_memory = false;     // UnitOptions::own_gradient_memory
+  std::vector<std::uint32_t> gathered_with{};  // earlier units that are up whenever this one is
+  bool own_gradient_memory = false;            // UnitOptions::own_gradient_memory
 };
 
 // The units as a model of the engine's.

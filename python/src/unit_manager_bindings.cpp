@@ -205,11 +205,11 @@ void bind_unit_manager(nb::module_& module) {
       .def(
           "__init__",
           [](ManagedUnit* self, std::string name, std::vector<ParameterSpec> parameters, bool shared,
-             std::vector<std::uint32_t> beside, bool own_gradient_memory) {
-            new (self)
-                ManagedUnit{std::move(name), std::move(parameters), shared, std::move(beside), own_gradient_memory};
+             std::vector<std::uint32_t> gathered_with, bool own_gradient_memory) {
+            new (self) ManagedUnit{std::move(name), std::move(parameters), shared, std::move(gathered_with),
+                                   own_gradient_memory};
           },
-          "name"_a, "parameters"_a, "shared"_a = false, "beside"_a = std::vector<std::uint32_t>(),
+          "name"_a, "parameters"_a, "shared"_a = false, "gathered_with"_a = std::vector<std::uint32_t>(),
           "own_gradient_memory"_a = false)
       .def_ro("name", &ManagedUnit::name)
       .def_ro("parameters", &ManagedUnit::parameters);

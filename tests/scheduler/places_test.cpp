@@ -63,7 +63,7 @@ TEST(Places, CompanionsNeverShareWithTheirItem) {
     std::vector<ItemRoom> items;
     for (Item i = 0; i < 2 + rng.below(10); ++i) {
       ItemRoom& item = items.emplace_back(ItemRoom{.bytes = rng.below(6) == 0 ? 0 : 1 + rng.below(50)});
-      while (i > 0 && rng.below(3) == 0) item.beside.push_back(static_cast<Item>(rng.below(i)));
+      while (i > 0 && rng.below(3) == 0) item.gathered_with.push_back(static_cast<Item>(rng.below(i)));
     }
     const std::uint64_t least = least_room_bytes(items);
     EXPECT_LE(least, most_room_bytes(items));
@@ -71,7 +71,7 @@ TEST(Places, CompanionsNeverShareWithTheirItem) {
       Places places(items, total);
       for (Item i = 0; i < items.size(); ++i) {
         EXPECT_LE(places.of(i).end(), total) << "seed " << seed;
-        for (const Item other : items[i].beside)
+        for (const Item other : items[i].gathered_with)
           EXPECT_FALSE(places.of(i).overlaps(places.of(other))) << "seed " << seed << ", items " << i << ", " << other;
       }
     }

@@ -122,7 +122,7 @@ TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
       if (rng.below(5) == 0) continue;
       shape.room.bytes = shape.elements;
       shape.room.stable_in_pass = rng.below(2) == 0;
-      if (i > 0 && rng.below(4) == 0) shape.room.beside = {static_cast<Item>(rng.below(i))};
+      if (i > 0 && rng.below(4) == 0) shape.room.gathered_with = {static_cast<Item>(rng.below(i))};
     }
     std::vector<ItemRoom> rooms;
     for (const ItemShape& shape : shapes) rooms.push_back(shape.room);

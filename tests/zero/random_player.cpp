@@ -71,7 +71,7 @@ void Player::add_unit(std::size_t index) {
   const UnitPlan& plan = program_.units[index];
   Unit& unit = units_[index];
   UnitOptions options{.stable_address = plan.stable_address};
-  if (plan.beside) options.beside = {units_[*plan.beside].id};
+  if (plan.gathered_with) options.gathered_with = {units_[*plan.gathered_with].id};
   unit.id = model_.add_unit("unit" + std::to_string(index), plan.parameters, options);
   for (const ParameterSpec& spec : plan.parameters) unit.parameters.push_back(model_.parameter(spec.name));
   if (plan.tied_to) model_.tie(unit.id, units_[*plan.tied_to].parameters.front());

@@ -107,7 +107,7 @@ UnitPlan random_unit(Rng& rng, std::size_t index, DType short_type, std::size_t 
     unit.parameters.back().trainable = !frozen && (index == 0 || !one_in(rng, 8));
   }
   if (index > 0 && one_in(rng, 4)) unit.tied_to = rng.below(index);
-  if (index > 0 && one_in(rng, 6)) unit.beside = rng.below(index);
+  if (index > 0 && one_in(rng, 6)) unit.gathered_with = rng.below(index);
   return unit;
 }
 
@@ -403,7 +403,7 @@ std::string describe(const UnitPlan& unit) {
     text += fmt::format("{}{}[{}]{} g{}", text.empty() ? "" : ", ", dtype_name(spec.dtype), fmt::join(spec.shape, ","),
                         spec.trainable ? "" : " frozen", spec.group.index);
   if (unit.stable_address) text += ", stable";
-  if (unit.beside) text += fmt::format(", beside {}", *unit.beside);
+  if (unit.gathered_with) text += fmt::format(", gathered with {}", *unit.gathered_with);
   if (unit.tied_to) text += fmt::format(", tied to {}", *unit.tied_to);
   return text;
 }

@@ -18,7 +18,7 @@ namespace hoist::test {
 struct UnitPlan {
   std::vector<ParameterSpec> parameters;  // the first one may be tied to
   bool stable_address = false;
-  std::optional<std::size_t> tied_to, beside;
+  std::optional<std::size_t> tied_to, gathered_with;
 
   bool is_trainable() const;
 };

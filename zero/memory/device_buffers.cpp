@@ -39,9 +39,9 @@ std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
     if (!shares(UnitId{u})) continue;
     rooms[u].bytes = arena_bytes(units[u].gathered_bytes);
     rooms[u].stable_in_pass = units[u].options.stable_in_pass;
-    for (const auto& beside : {units[u].tied, units[u].options.beside})
-      for (const UnitId other : beside)
-        if (other.index != u && shares(other)) rooms[u].beside.push_back(other.index);
+    for (const auto& companions : {units[u].tied, units[u].options.gathered_with})
+      for (const UnitId other : companions)
+        if (other.index != u && shares(other)) rooms[u].gathered_with.push_back(other.index);
   }
   return rooms;
 }
