@@ -60,7 +60,7 @@ void StateAccess::make_values(const TileAccess& tile, State state, std::span<flo
   store_values(tile, state, 0, values);
 }
 
-void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scratch, const MomentInitializer& moments) {
+void StateAccess::fill(const Initializer& initializer, std::span<std::byte> buffer, const MomentInitializer& moments) {
   WalkOptions making = walk();
   making.read = making.read_device_only = false;
   const MomentInitializer masters = as_states(initializer);
@@ -75,7 +75,7 @@ void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scra
       make_values(tile, state, values, moments);
     }
   });
-  for (std::uint32_t u = 0; u < table_.units().size(); ++u) fill_frozen(UnitId{u}, masters, scratch);
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) fill_frozen(UnitId{u}, masters, buffer);
 }
 
 void StateAccess::change_masters(const Initializer& change) {
@@ -106,11 +106,11 @@ WalkOptions StateAccess::walk() const {
 
 bool StateAccess::stores_frozen() const { return options_.parameters == Placement::nvme || walk().write_resident; }
 
-void StateAccess::fill_frozen(UnitId id, const MomentInitializer& masters, std::span<std::byte> scratch) {
+void StateAccess::fill_frozen(UnitId id, const MomentInitializer& masters, std::span<std::byte> buffer) {
   const Unit& unit = table_.unit(id);
   if (unit.frozen.tiles().empty()) return;
   records_.change(records_.whole_region(id, RecordKind::frozen, Region::weights),
-                  {.read = false, .store = stores_frozen(), .scratch = scratch}, [&](std::span<std::byte> weights) {
+                  {.read = false, .store = stores_frozen(), .buffer = buffer}, [&](std::span<std::byte> weights) {
                     std::ranges::fill(weights, std::byte{0});
                     const std::size_t first_segment = unit.trainable.segments().size();
                     for (const Tile& tile : unit.frozen.tiles()) {
@@ -135,10 +135,10 @@ void StateAccess::read_gradient(ParameterId parameter, const std::byte* shards, 
                                 std::span<float> out) {
   const Segment& segment = table_.segment_of(parameter);
   const std::uint64_t element_bytes = dtype_bytes(segment.gradient_shard_dtype);
-  PartScratch scratch;
-  const std::byte* const gradient = records_.view_gradient(table_.parameter(parameter).unit, shards,
-                                                           segment.gradient_shard_offset + first * element_bytes,
-                                                           out.size() * element_bytes, scratch);
+  PartBuffer buffer;
+  const std::byte* const gradient =
+      records_.view_gradient(table_.parameter(parameter).unit, shards,
+                             segment.gradient_shard_offset + first * element_bytes, out.size() * element_bytes, buffer);
   load_elements(gradient, segment.gradient_shard_dtype, 0, out);
   for (float& value : out) value *= scale;
 }
@@ -148,7 +148,7 @@ void StateAccess::read(ParameterId parameter, State state, std::uint64_t first, 
   const Unit& unit = table_.unit(id);
   const Segment& segment = table_.segment_of(parameter);
   const auto kind = segment.trainable ? RecordKind::trainable : RecordKind::frozen;
-  PartScratch weights, states;
+  PartBuffer weights, states;
   read_values(segment.trainable ? unit.trainable : unit.frozen, segment, state, first, out, [&](const TileRun& run) {
     return records_.view({.unit = id, .kind = kind, .tiles = run}, run.region == Region::weights ? weights : states);
   });

@@ -27,8 +27,8 @@ class StateAccess {
       : rank_(rank), options_(options), table_(table), groups_(groups), records_(records), pipeline_(pipeline) {}
 
   // Makes all state; with state on NVMe into the step of the store that is open.
-  // `scratch`: memory for frozen weights that have no place in memory; new memory is taken if it is too small.
-  void fill(const Initializer& initializer, std::span<std::byte> scratch, const MomentInitializer& moments = {});
+  // `buffer`: memory for frozen weights that have no place in memory; new memory is taken if it is too small.
+  void fill(const Initializer& initializer, std::span<std::byte> buffer, const MomentInitializer& moments = {});
   // `change` finds the present master of each trainable element in its `out`, and replaces those that it wants to.
   void change_masters(const Initializer& change);
   // Loads what lives in memory from the commit that the store has adopted, verified.
@@ -50,7 +50,7 @@ class StateAccess {
 
  private:
   void make_values(const TileAccess& tile, State state, std::span<float> values, const MomentInitializer& make) const;
-  void fill_frozen(UnitId unit, const MomentInitializer& masters, std::span<std::byte> scratch);
+  void fill_frozen(UnitId unit, const MomentInitializer& masters, std::span<std::byte> buffer);
   void write_trainable(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
   void write_frozen(ParameterId parameter, ElementRange shard, std::span<const float> values);
   bool stores_frozen() const;

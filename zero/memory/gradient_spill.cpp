@@ -79,7 +79,7 @@ void GradientSpill::verify(const SubGroup& tiles, const std::byte* bytes) const 
   runtime_.update_pool().run(tiles.tile_count, verify_one);
 }
 
-const std::byte* GradientSpill::view(UnitId id, std::uint64_t offset, std::uint64_t bytes, PartScratch& scratch) {
+const std::byte* GradientSpill::view(UnitId id, std::uint64_t offset, std::uint64_t bytes, PartBuffer& buffer) {
   const Unit& unit = table_.unit(id);
   const auto tiles = unit.trainable.tiles();
   const auto index_of = [&](std::uint64_t byte) {
@@ -89,7 +89,7 @@ const std::byte* GradientSpill::view(UnitId id, std::uint64_t offset, std::uint6
   };
   const std::uint32_t first = index_of(offset), last = index_of(offset + bytes - 1);
   const SubGroup part{id, first, last - first + 1};
-  const std::span<std::byte> target = scratch.of(unit.gradient_part(first, part.tile_count).bytes);
+  const std::span<std::byte> target = buffer.of(unit.gradient_part(first, part.tile_count).bytes);
   start_read(part, target.data(), aio::Priority::foreground).wait();
   verify(part, target.data());
   return target.data() + (offset - unit.gradient_offset(tiles[first]));

@@ -17,7 +17,7 @@
 
 namespace hoist::detail {
 
-class PartScratch;
+class PartBuffer;
 
 // CorruptionError::Where::region of a spilled gradient.
 inline constexpr const char* kGradientRegionName = "gradient";
@@ -38,7 +38,7 @@ class GradientSpill {
   // Throws CorruptionError unless these are the bytes that were written.
   void verify(const SubGroup& tiles, const std::byte* bytes) const;
   // Reads bytes of a unit's gradient, at an offset among its shards, and verifies them. Blocks.
-  const std::byte* view(UnitId unit, std::uint64_t offset, std::uint64_t bytes, PartScratch& scratch);
+  const std::byte* view(UnitId unit, std::uint64_t offset, std::uint64_t bytes, PartBuffer& buffer);
 
   SubGroup all_tiles(UnitId unit) const;
 

@@ -73,9 +73,9 @@ std::byte* RecordIo::in_place(const RecordPart& part) const {
 
 // --- reading ---------------------------------------------------------------------------------------------------------
 
-const std::byte* RecordIo::view(const RecordPart& part, PartScratch& scratch) {
+const std::byte* RecordIo::view(const RecordPart& part, PartBuffer& buffer) {
   if (const std::byte* const bytes = in_place(part)) return bytes;
-  const std::span<std::byte> copy = scratch.of(part.tiles.length_bytes);
+  const std::span<std::byte> copy = buffer.of(part.tiles.length_bytes);
   read(part, copy);
   return copy.data();
 }
@@ -96,10 +96,10 @@ void RecordIo::read(const RecordPart& part, std::span<std::byte> out) {
 }
 
 const std::byte* RecordIo::view_gradient(UnitId unit, const std::byte* shards, std::uint64_t offset,
-                                         std::uint64_t bytes, PartScratch& scratch) {
-  if (spill_ != nullptr && spill_->holds(unit)) return spill_->view(unit, offset, bytes, scratch);
+                                         std::uint64_t bytes, PartBuffer& buffer) {
+  if (spill_ != nullptr && spill_->holds(unit)) return spill_->view(unit, offset, bytes, buffer);
   if (!memory_.device_only(unit)) return shards + offset;
-  const std::span<std::byte> copy = scratch.of(bytes);
+  const std::span<std::byte> copy = buffer.of(bytes);
   copy_from_device(shards + offset, copy);
   return copy.data();
 }
@@ -121,9 +121,9 @@ void RecordIo::load(const RecordPart& wanted) {
       this->part(wanted.unit, wanted.kind, wanted.tiles.region, wanted.tiles.first, resident_tiles(wanted));
   if (part.tiles.length_bytes == 0) return;
   if (std::byte* const target = in_place(part)) return read_store(part, {target, part.tiles.length_bytes});
-  PartScratch scratch;
+  PartBuffer buffer;
   for_each_piece(part, [&](const RecordPart& piece) {
-    const std::span<std::byte> bytes = scratch.of(piece.tiles.length_bytes);
+    const std::span<std::byte> bytes = buffer.of(piece.tiles.length_bytes);
     read_store(piece, bytes);
     copy_to_device(resident(piece), bytes);
   });
@@ -134,11 +134,11 @@ void RecordIo::load(const RecordPart& wanted) {
 void RecordIo::change(const RecordPart& part, const ChangeOptions& options, const Edit& edit) {
   const std::uint64_t count = part.tiles.length_bytes;
   std::byte* const here = in_place(part);
-  const bool has_memory = here != nullptr || options.scratch.size() >= count;
-  const aio::TransferMemory scratch(has_memory ? 0 : count);
+  const bool has_memory = here != nullptr || options.buffer.size() >= count;
+  const aio::TransferMemory buffer(has_memory ? 0 : count);
   const std::span<std::byte> bytes = here != nullptr ? std::span(here, count)
-                                     : has_memory    ? options.scratch.first(count)
-                                                     : scratch.first(count);
+                                     : has_memory    ? options.buffer.first(count)
+                                                     : buffer.first(count);
   if (options.read && here == nullptr) read(part, bytes);
   edit(bytes);
   if (here == nullptr) write_resident(part, bytes);
@@ -156,9 +156,9 @@ void RecordIo::write_resident(const RecordPart& part, std::span<const std::byte>
 
 Completion RecordIo::store(const RecordPart& part) {
   if (const std::byte* const bytes = in_place(part)) return write_store(part, {bytes, part.tiles.length_bytes});
-  PartScratch scratch;
+  PartBuffer buffer;
   for_each_piece(part, [&](const RecordPart& piece) {
-    const std::span<std::byte> bytes = scratch.of(piece.tiles.length_bytes);
+    const std::span<std::byte> bytes = buffer.of(piece.tiles.length_bytes);
     copy_from_device(resident(piece), bytes);
     write_store(piece, bytes).wait();
   });

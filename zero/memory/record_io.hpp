@@ -35,7 +35,7 @@ struct RecordPart {
 };
 
 // Memory that grows to the longest part it is asked for, which as a rule is the first.
-class PartScratch {
+class PartBuffer {
  public:
   std::span<std::byte> of(std::uint64_t bytes) {
     if (!memory_ || memory_->span().size() < bytes) memory_.emplace(bytes);
@@ -57,17 +57,17 @@ class RecordIo {
   RecordPart whole_region(UnitId unit, RecordKind kind, tiers::Region region) const;
 
   // --- on the caller's thread; these block
-  // The verified bytes of a part: in place, or copied to `scratch`.
-  const std::byte* view(const RecordPart& part, PartScratch& scratch);
+  // The verified bytes of a part: in place, or copied to `buffer`.
+  const std::byte* view(const RecordPart& part, PartBuffer& buffer);
   void read(const RecordPart& part, std::span<std::byte> out);
   // Bytes of a unit's gradient, at an offset among its `shards`. Those are in device-only memory when the unit's state
   // is; null if the gradient is spilled.
   const std::byte* view_gradient(UnitId unit, const std::byte* shards, std::uint64_t offset, std::uint64_t bytes,
-                                 PartScratch& scratch);
+                                 PartBuffer& buffer);
   struct ChangeOptions {
     bool read = true;    // false: `edit` overwrites all of the part, and finds anything in it
     bool store = false;  // also writes the part to the open step of the store; tiles on NVMe have no other place
-    std::span<std::byte> scratch{};  // is used instead of new memory if it is large enough
+    std::span<std::byte> buffer{};  // is used instead of new memory if it is large enough
   };
   using Edit = std::function<void(std::span<std::byte>)>;
   // Replaces the bytes of a part by what `edit` makes of them.
