@@ -30,24 +30,24 @@ FileSystem file_system_of(const std::string& path, unsigned major, unsigned mino
   return best;
 }
 
-std::optional<Drive> drive_of(unsigned major, unsigned minor, const fs::path& sys) {
+std::optional<DriveFacts> drive_of(unsigned major, unsigned minor, const fs::path& sys) {
   std::error_code failed;
   fs::path directory = fs::canonical(sys / fmt::format("dev/block/{}:{}", major, minor), failed);
   if (failed) return std::nullopt;
   // A partition's directory is inside its drive's, which has the queue.
   if (fs::exists(directory / "partition", failed)) directory = directory.parent_path();
   const auto number = [&](const char* name) { return number_in(directory / "queue" / name); };
-  return Drive{.name = directory.filename().string(),
-               .model = first_line(directory / "device/model").value_or(""),
-               .logical_block_bytes = number("logical_block_size"),
-               .physical_block_bytes = number("physical_block_size"),
-               .discard_bytes_max = number("discard_max_bytes"),
-               .segments_max = number("max_segments"),
-               .request_kib_max = number("max_sectors_kb"),
-               .rotational = number("rotational").value_or(0) == 1,
-               .virtualized = directory.string().find("/virtio") != std::string::npos ||
-                              directory.string().find("/vbd-") != std::string::npos,
-               .scheduler = chosen_of(first_line(directory / "queue/scheduler").value_or(""))};
+  return DriveFacts{.name = directory.filename().string(),
+                    .model = first_line(directory / "device/model").value_or(""),
+                    .logical_block_bytes = number("logical_block_size"),
+                    .physical_block_bytes = number("physical_block_size"),
+                    .discard_bytes_max = number("discard_max_bytes"),
+                    .segments_max = number("max_segments"),
+                    .request_kib_max = number("max_sectors_kb"),
+                    .rotational = number("rotational").value_or(0) == 1,
+                    .virtualized = directory.string().find("/virtio") != std::string::npos ||
+                                   directory.string().find("/vbd-") != std::string::npos,
+                    .scheduler = chosen_of(first_line(directory / "queue/scheduler").value_or(""))};
 }
 
 }  // namespace hoist::platform

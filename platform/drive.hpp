@@ -25,7 +25,7 @@ struct FileSystem {
 FileSystem file_system_of(const std::string& path, unsigned major, unsigned minor,
                           const std::filesystem::path& proc = "/proc");
 
-struct Drive {
+struct DriveFacts {
   std::string name;   // "nvme0n1"
   std::string model;  // empty: unknown
   std::optional<std::uint64_t> logical_block_bytes;
@@ -38,6 +38,6 @@ struct Drive {
   std::string scheduler;
 };
 // The whole drive, also for a partition; nullopt without a block device (network, memory, overlays).
-std::optional<Drive> drive_of(unsigned major, unsigned minor, const std::filesystem::path& sys = "/sys");
+std::optional<DriveFacts> drive_of(unsigned major, unsigned minor, const std::filesystem::path& sys = "/sys");
 
 }  // namespace hoist::platform

@@ -17,6 +17,6 @@ struct PciGpu {
   std::optional<std::uint64_t> lanes, lanes_max;  // PCIe
 };
 
-std::vector<PciGpu> find_cards(const Machine& machine);
+std::vector<PciGpu> find_cards(const MachineSources& machine);
 
 }  // namespace hoist::cli

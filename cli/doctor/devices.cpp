@@ -30,7 +30,7 @@ constexpr bool kBuiltWithCuda = true;
 constexpr bool kBuiltWithCuda = false;
 #endif
 
-Finding driver(const Machine& machine, const std::vector<PciGpu>& cards) {
+Finding driver(const MachineSources& machine, const std::vector<PciGpu>& cards) {
   const auto version = first_line(machine.sys + "/module/nvidia/version");
   Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
   finding.data = {{"version", version.value_or("")}, {"cards", cards.size()}};
@@ -71,7 +71,7 @@ Finding usable_devices(const std::vector<PciGpu>& cards) {
 }
 
 // Says which bytes are the GPU's and which are the processors': budgets follow from it (zero/machine.hpp).
-Finding memory_of_gpu(const Machine& machine, std::size_t ordinal, const platform::GpuMemoryFacts& facts) {
+Finding memory_of_gpu(const MachineSources& machine, std::size_t ordinal, const platform::GpuMemoryFacts& facts) {
   const platform::GpuMemory memory = platform::gpu_memory(facts);
   Finding finding{.subject = fmt::format("memory of GPU {}", ordinal), .found = "its own, behind PCIe"};
   finding.data = {{"kind", platform::gpu_memory_name(memory)},
@@ -166,7 +166,7 @@ std::vector<platform::GpuMemoryFacts> cuda_memories() {
   return memories;
 }
 
-std::vector<PciGpu> find_cards(const Machine& machine) {
+std::vector<PciGpu> find_cards(const MachineSources& machine) {
   std::vector<PciGpu> cards;
   std::error_code failed;
   const fs::path bus = fs::path(machine.sys) / "bus/pci/devices";
@@ -185,7 +185,7 @@ std::vector<PciGpu> find_cards(const Machine& machine) {
   return cards;
 }
 
-Section look_at_devices(const Machine& machine) {
+Section look_at_devices(const MachineSources& machine) {
   const std::vector<PciGpu> cards = find_cards(machine);
   Section section{"GPUs and ranks", {driver(machine, cards), usable_devices(cards), toolkit()}};
   const std::vector<platform::GpuMemoryFacts> memories = machine.gpu_memories();

@@ -67,7 +67,7 @@ int doctor(const DoctorArguments& arguments) {
     complain("hoist doctor: {} is not a directory; name a directory for a store with --path\n", path);
     return kBadInput;
   }
-  const Machine machine;
+  const MachineSources machine;
   std::vector<Section> sections{look_at_devices(machine), look_at_processors(machine), look_at_memory(machine),
                                 look_at_io_uring(machine)};
   for (const std::string& path : arguments.paths) sections.push_back(look_at_path(machine, path));

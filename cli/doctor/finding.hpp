@@ -41,18 +41,18 @@ struct Section {
 };
 
 // The roots of /proc and /sys, and what the CUDA runtime says of each GPU's memory; tests build others.
-struct Machine {
+struct MachineSources {
   std::string proc = "/proc";
   std::string sys = "/sys";
   std::function<std::vector<platform::GpuMemoryFacts>()> gpu_memories = cuda_memories;
 };
 
-Section look_at_io_uring(const Machine& machine);
-Section look_at_memory(const Machine& machine);
-Section look_at_processors(const Machine& machine);
-Section look_at_devices(const Machine& machine);
+Section look_at_io_uring(const MachineSources& machine);
+Section look_at_memory(const MachineSources& machine);
+Section look_at_processors(const MachineSources& machine);
+Section look_at_devices(const MachineSources& machine);
 // A directory for a store. Makes a small temporary file there.
 // Pre: it is a directory.
-Section look_at_path(const Machine& machine, const std::string& directory);
+Section look_at_path(const MachineSources& machine, const std::string& directory);
 
 }  // namespace hoist::cli

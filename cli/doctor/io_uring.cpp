@@ -19,13 +19,13 @@ constexpr unsigned kCapIpcLock = 14;
 std::string errno_text(int code) { return std::generic_category().message(code); }
 
 // Whether this process may lock memory beyond its limit.
-bool may_lock_without_limit(const Machine& machine) {
+bool may_lock_without_limit(const MachineSources& machine) {
   const auto effective = field_of(machine.proc + "/self/status", "CapEff");
   return effective && (std::strtoull(effective->c_str(), nullptr, 16) >> kCapIpcLock & 1) != 0;
 }
 
 // The reason why io_uring is refused: a sysctl, a seccomp filter, or a kernel without it.
-void name_guard(const Machine& machine, const aio::IoUringSupport& support, Finding& finding) {
+void name_guard(const MachineSources& machine, const aio::IoUringSupport& support, Finding& finding) {
   const auto disabled = number_in(machine.proc + "/sys/kernel/io_uring_disabled");
   const auto seccomp = field_of(machine.proc + "/self/status", "Seccomp");
   finding.data["io_uring_disabled"] = disabled.value_or(0);
@@ -54,7 +54,7 @@ Finding part(const char* subject, int code, const char* cost, std::string remedy
   return finding;
 }
 
-Finding locked_memory(const Machine& machine) {
+Finding locked_memory(const MachineSources& machine) {
   Finding finding{.subject = "memlock limit", .found = "unknown"};
   rlimit limit{};
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return finding;
@@ -78,7 +78,7 @@ Finding locked_memory(const Machine& machine) {
 
 }  // namespace
 
-Section look_at_io_uring(const Machine& machine) {
+Section look_at_io_uring(const MachineSources& machine) {
   Section section{"io_uring", {}};
   const aio::IoUringSupport support = aio::probe_io_uring();
   Finding available{.subject = "io_uring", .found = support.available ? "allowed" : support.reason};

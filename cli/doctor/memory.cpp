@@ -18,7 +18,7 @@ namespace hoist::cli {
 
 namespace {
 
-Finding available_memory(const Machine& machine) {
+Finding available_memory(const MachineSources& machine) {
   const std::string meminfo = machine.proc + "/meminfo";
   const auto total = field_bytes(meminfo, "MemTotal");
   const auto available = field_bytes(meminfo, "MemAvailable");
@@ -30,7 +30,7 @@ Finding available_memory(const Machine& machine) {
   return finding;
 }
 
-Finding memory_limit(const Machine& machine, const platform::ControlGroupLimits& limits) {
+Finding memory_limit(const MachineSources& machine, const platform::ControlGroupLimits& limits) {
   Finding finding{.subject = "cgroup memory limit", .found = "none"};
   if (!limits.memory) return finding;
   finding.found = fmt::format("{} ({})", format_bytes(limits.memory->bytes), limits.memory->file);
@@ -46,7 +46,7 @@ Finding memory_limit(const Machine& machine, const platform::ControlGroupLimits&
 }
 
 // Direct transfers of 1 MiB need 256 segments on small pages, more than most drives take at once; huge pages need one.
-Finding huge_pages(const Machine& machine) {
+Finding huge_pages(const MachineSources& machine) {
   const std::string meminfo = machine.proc + "/meminfo";
   const std::uint64_t reserved = std::strtoull(field_of(meminfo, "HugePages_Free").value_or("0").c_str(), nullptr, 10);
   const auto page = field_bytes(meminfo, "Hugepagesize").value_or(2 * kMiB);
@@ -94,13 +94,13 @@ Finding cpu_limit(const platform::ControlGroupLimits& limits, unsigned cpu_count
 
 }  // namespace
 
-Section look_at_memory(const Machine& machine) {
+Section look_at_memory(const MachineSources& machine) {
   return {"memory",
           {available_memory(machine), memory_limit(machine, platform::control_group_limits(machine.proc)),
            huge_pages(machine)}};
 }
 
-Section look_at_processors(const Machine& machine) {
+Section look_at_processors(const MachineSources& machine) {
   Section section{"processors", {}};
   unsigned cpu_count = 0;
   try {

@@ -112,7 +112,7 @@ Finding space(const std::string& directory) {
   return finding;
 }
 
-Finding blocks(const platform::Drive& drive) {
+Finding blocks(const platform::DriveFacts& drive) {
   const std::uint64_t logical = drive.logical_block_bytes.value_or(512);
   Finding finding{
       .subject = "drive",
@@ -144,7 +144,7 @@ Finding blocks(const platform::Drive& drive) {
   return finding;
 }
 
-Finding discard(const platform::Drive& drive, const platform::FileSystem& system) {
+Finding discard(const platform::DriveFacts& drive, const platform::FileSystem& system) {
   Finding finding{.subject = "discard", .found = "not offered by the drive"};
   const bool offered = drive.discard_bytes_max.value_or(0) > 0;
   finding.data = {{"offered", offered}, {"mounted", system.discards}};
@@ -160,7 +160,7 @@ Finding discard(const platform::Drive& drive, const platform::FileSystem& system
 }
 
 // The NUMA node of the drive, and whether its data crosses to a GPU of another processor.
-Finding node(const Machine& machine, unsigned major, unsigned minor) {
+Finding node(const MachineSources& machine, unsigned major, unsigned minor) {
   Finding finding{.subject = "NUMA node",
                   .found = "the system does not say (virtual, several drives, or a single node)"};
   std::optional<int> node;
@@ -189,7 +189,7 @@ Finding node(const Machine& machine, unsigned major, unsigned minor) {
 
 }  // namespace
 
-Section look_at_path(const Machine& machine, const std::string& directory) {
+Section look_at_path(const MachineSources& machine, const std::string& directory) {
   Section section{directory, {}};
   struct stat status {};
   if (::stat(directory.c_str(), &status) != 0) {

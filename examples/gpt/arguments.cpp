@@ -102,19 +102,19 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
 
 void check_shape(const Arguments& a) {
   if (a.width % a.heads != 0) {
-    throw InputError(
+    throw BadInputError(
         fmt::format("--heads {} does not divide --width {}: every head needs the same width", a.heads, a.width));
   }
   if (a.resume && !a.init.empty()) {
-    throw InputError("--init begins a run and --resume continues one; pass one of them");
+    throw BadInputError("--init begins a run and --resume continues one; pass one of them");
   }
-  if (!a.from.empty() && !a.resume) throw InputError("--from names the step to continue from: it needs --resume");
+  if (!a.from.empty() && !a.resume) throw BadInputError("--from names the step to continue from: it needs --resume");
 }
 
 RuntimeOptions runtime_options(const Config& config) {
   RuntimeOptions options = config.runtime;
   if (options.device.value_or(platform::DeviceKind::host) != platform::DeviceKind::host)
-    throw InputError(fmt::format("{}: hoist.device is not \"host\": {}", config.origin(), kComputesOnCpu));
+    throw BadInputError(fmt::format("{}: hoist.device is not \"host\": {}", config.origin(), kComputesOnCpu));
   options.device = platform::DeviceKind::host;
   return options;
 }
@@ -139,7 +139,7 @@ TrainingOptions batch_sizes(const Arguments& a, const Config& config, int world_
 
 int at_most_batch_max(std::uint64_t value, const char* what, const Config& config) {
   if (value > kBatchMax) {
-    throw InputError(
+    throw BadInputError(
         fmt::format("{}: {} {} are more than hoist-gpt takes: at most {}", config.origin(), value, what, kBatchMax));
   }
   return static_cast<int>(value);
@@ -178,7 +178,7 @@ void settle_batch(const Arguments& a, const Config& config, int world_size, Sett
 void settle_learning_rate(const Arguments& a, const Config& config, Settled& settled) {
   if ((a.learning_rate || a.warmup > 0) &&
       !std::holds_alternative<ConstantRate>(config.engine.learning_rate_schedule)) {
-    throw InputError(fmt::format(
+    throw BadInputError(fmt::format(
         "{}: its section \"scheduler\" sets the learning rate of each step, so --learning-rate and --warmup "
         "would not have their effect: leave them out, or remove the section",
         config.origin()));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/arguments.hpp - the command line of hoist-gpt.
 //
-// Errors     InputError for values that do not fit each other; what CLI11 finds is printed and becomes an exit code.
+// Errors     BadInputError for values that do not fit each other; what CLI11 finds is printed and becomes an exit code.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ struct Arguments {
 // Either the arguments or, after --help (0) or a mistake (2), the code to exit with.
 std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv);
 
-// Errors: InputError.
+// Errors: BadInputError.
 void check_shape(const Arguments& arguments);
 
 // The batch sizes and the learning rate in effect: the command line wins over the file, and `notes` says so.
@@ -58,10 +58,10 @@ struct Settled {
   double learning_rate = 0;
   std::vector<std::string> notes;
 };
-// Errors: ConfigProblems, InputError.
+// Errors: ConfigProblems, BadInputError.
 Settled settle(const Arguments& arguments, const Config& config, int world_size);
 // The file's, on the host device, which is what the kernels compute on.
-// Errors: InputError where the file asks for another device.
+// Errors: BadInputError where the file asks for another device.
 RuntimeOptions runtime_options(const Config& config);
 
 }  // namespace hoist::gpt

@@ -248,7 +248,7 @@ ReportFile::ReportFile(const ReportFileOptions& options) : options_(options), pa
   if (stat(options.path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) partial_path_ = options.path;
   file_ = open_output_file(partial_path_, OutputMode::replace);
   if (file_ == nullptr) {
-    throw InputError(fmt::format("cannot write {} {}: {}", options_.what, options_.path, std::strerror(errno)));
+    throw BadInputError(fmt::format("cannot write {} {}: {}", options_.what, options_.path, std::strerror(errno)));
   }
 }
 

@@ -85,7 +85,7 @@ struct ReportFileOptions {
 // A file that appears under its name only once it is whole.
 class ReportFile {
  public:
-  // Errors: InputError when it cannot be written there.
+  // Errors: BadInputError when it cannot be written there.
   explicit ReportFile(const ReportFileOptions& options);
   ReportFile(const ReportFile&) = delete;
   ReportFile& operator=(const ReportFile&) = delete;

@@ -88,7 +88,7 @@ class Training {
         engine_options_(engine_options(config_, settled_)),
         gpt_(runtime_, engine_options_, gpt_options(arguments, config_, settled_)) {
     if (arguments.save_every > 0 && config_.engine.keep_steps == 0) {
-      throw InputError(
+      throw BadInputError(
           fmt::format("{}: --save-every needs room for what it saves: set hoist.keep_steps to the number of "
                       "steps that shall stay",
                       config_.origin()));
@@ -189,7 +189,7 @@ void Training::prepare() {
   std::optional<std::uint64_t> commit = Engine::find_commit(runtime_, engine_options_);
   if (!commit && !arguments_.from.empty()) commit = 0;  // the named checkpoint may be all that is left
   if (commit && !arguments_.resume) {
-    throw InputError(
+    throw BadInputError(
         fmt::format("the store {} holds step {}: pass --resume to continue it, or choose another directory",
                     config_.engine.store_directory, *commit));
   }
@@ -354,7 +354,7 @@ void Training::close() {
 // Errors that a person can correct at the command line, in the file, by another device, or with a directory's
 // permissions and space.
 bool is_bad_input(const std::exception& error) {
-  if (dynamic_cast<const InputError*>(&error) != nullptr || dynamic_cast<const UsageError*>(&error) != nullptr ||
+  if (dynamic_cast<const BadInputError*>(&error) != nullptr || dynamic_cast<const UsageError*>(&error) != nullptr ||
       dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const BudgetError*>(&error) != nullptr ||
       dynamic_cast<const DeviceError*>(&error) != nullptr || dynamic_cast<const StoreError*>(&error) != nullptr ||
       dynamic_cast<const interchange::SafetensorsError*>(&error) != nullptr) {

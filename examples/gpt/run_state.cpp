@@ -45,10 +45,10 @@ RunState decode(std::span<const std::byte> bytes, int world_size) {
   try {
     const auto json = nlohmann::json::parse(text);
     if (json.at("program") != kProgram)
-      throw InputError("the store's commit was made by another program than hoist-gpt");
+      throw BadInputError("the store's commit was made by another program than hoist-gpt");
     const int version = json.at("format").get<int>();
     if (version < 1 || version > RunState::kFormatVersion) {
-      throw InputError(
+      throw BadInputError(
           fmt::format("the store's commit has run-state format {}, this hoist-gpt knows {}: use the version "
                       "that wrote it",
                       version, RunState::kFormatVersion));
@@ -64,7 +64,7 @@ RunState decode(std::span<const std::byte> bytes, int world_size) {
     json.at("text_bytes").get_to(state.text_bytes);
     json.at("text_fingerprint").get_to(state.text_fingerprint);
   } catch (const nlohmann::json::exception&) {
-    throw InputError("the store's commit does not hold a hoist-gpt run; another program wrote it");
+    throw BadInputError("the store's commit does not hold a hoist-gpt run; another program wrote it");
   }
   return state;
 }
@@ -72,7 +72,7 @@ RunState decode(std::span<const std::byte> bytes, int world_size) {
 void check_same_run(const RunState& committed, const RunState& asked) {
   const auto same = [](const char* option, auto before, auto now) {
     if (before == now) return;
-    throw InputError(
+    throw BadInputError(
         fmt::format("the store holds a run with {} {}, not {}: pass {} {} to continue it, or choose another "
                     "store",
                     option, before, now, option, before));
@@ -83,13 +83,13 @@ void check_same_run(const RunState& committed, const RunState& asked) {
   same("--context", committed.context, asked.context);
   same("--seed", committed.seed, asked.seed);
   if (committed.samples_per_step != asked.samples_per_step) {
-    throw InputError(
+    throw BadInputError(
         fmt::format("the store holds a run of {} samples a step, not {}: choose --batch and --micro-batches so that "
                     "--batch x --micro-batches x ranks is {}, or choose another store",
                     committed.samples_per_step, asked.samples_per_step, committed.samples_per_step));
   }
   if (committed.text_bytes != asked.text_bytes || committed.text_fingerprint != asked.text_fingerprint) {
-    throw InputError(
+    throw BadInputError(
         fmt::format("the store holds a run on another text ({} bytes, not {}): pass the same --text to "
                     "continue it, or choose another store",
                     committed.text_bytes, asked.text_bytes));

@@ -19,18 +19,18 @@ Text Text::load(const std::string& path, int context) {
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   if (!std::filesystem::exists(status)) {
-    throw InputError(fmt::format("there is no text {}: {}", path, std::strerror(error ? error.value() : ENOENT)));
+    throw BadInputError(fmt::format("there is no text {}: {}", path, std::strerror(error ? error.value() : ENOENT)));
   }
   if (!std::filesystem::is_regular_file(status))
-    throw InputError(fmt::format("the text {} is not a regular file", path));
+    throw BadInputError(fmt::format("the text {} is not a regular file", path));
   errno = 0;
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw InputError(fmt::format("cannot open the text {}: {}", path, std::strerror(errno)));
+  if (!file) throw BadInputError(fmt::format("cannot open the text {}: {}", path, std::strerror(errno)));
   std::vector<std::uint8_t> bytes(std::filesystem::file_size(path));
   file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-  if (!file) throw InputError(fmt::format("cannot read the text {}: it changed or the device failed", path));
+  if (!file) throw BadInputError(fmt::format("cannot read the text {}: it changed or the device failed", path));
   if (bytes.size() < static_cast<std::uint64_t>(context) + 1) {
-    throw InputError(
+    throw BadInputError(
         fmt::format("the text {} has {} bytes; a context of {} needs at least {}: give a longer text or a "
                     "smaller --context",
                     path, bytes.size(), context, context + 1));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/text.hpp - the training text, and which windows of it a step sees.
 //
-// Errors     InputError when the file cannot be read, is not a regular file, or is too short.
+// Errors     BadInputError when the file cannot be read, is not a regular file, or is too short.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace hoist::gpt {
 
 // An error that the person at the command line can correct; exit code 2.
-class InputError : public Error {
+class BadInputError : public Error {
  public:
   using Error::Error;
 };
@@ -36,7 +36,7 @@ struct Batch {
 
 class Text {
  public:
-  // The whole file at `path`. Errors: InputError, also when it holds fewer than context + 1 bytes.
+  // The whole file at `path`. Errors: BadInputError, also when it holds fewer than context + 1 bytes.
   static Text load(const std::string& path, int context);
   explicit Text(std::vector<std::uint8_t> bytes);
 

@@ -71,39 +71,39 @@ class TorchStream final : public platform::Stream {
 
 }  // namespace
 
-HostStream::HostStream()
+TorchHostStream::TorchHostStream()
     : times_(std::make_unique<StreamTimes>()),
       device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment}),
               "a stream"),
       stream_(std::make_unique<TorchStream>(device_->create_stream("torch"), *times_), "a stream") {}
 
-void HostStream::launch(void* stream, void (*run)(void*), void* work) {
+void TorchHostStream::launch(void* stream, void (*run)(void*), void* work) {
   static_cast<platform::Stream*>(stream)->launch("operator", [run, work] { run(work); });
 }
 
-void HostStream::synchronize(void* stream) { static_cast<platform::Stream*>(stream)->synchronize(); }
+void TorchHostStream::synchronize(void* stream) { static_cast<platform::Stream*>(stream)->synchronize(); }
 
-void* HostStream::record(void* stream) {
+void* TorchHostStream::record(void* stream) {
   return new platform::StreamEvent(static_cast<platform::Stream*>(stream)->record());
 }
 
-void HostStream::wait(void* stream, const void* event) {
+void TorchHostStream::wait(void* stream, const void* event) {
   static_cast<platform::Stream*>(stream)->wait(*static_cast<const platform::StreamEvent*>(event), WaitCause::none);
 }
 
-bool HostStream::reached(const void* event) { return static_cast<const platform::StreamEvent*>(event)->reached(); }
+bool TorchHostStream::reached(const void* event) { return static_cast<const platform::StreamEvent*>(event)->reached(); }
 
-void HostStream::forget(void* event) { delete static_cast<platform::StreamEvent*>(event); }
+void TorchHostStream::forget(void* event) { delete static_cast<platform::StreamEvent*>(event); }
 
 void bind_host_stream(nanobind::module_& module) {
   namespace nb = nanobind;
-  nb::class_<HostStream>(module, "HostStream",
-                         "A stream of the host device, for PyTorch backends that compute in CPU memory (tests).")
+  nb::class_<TorchHostStream>(module, "HostStream",
+                              "A stream of the host device, for PyTorch backends that compute in CPU memory (tests).")
       .def(nb::init<>())
-      .def_prop_ro("address", [](HostStream& self) { return reinterpret_cast<std::uintptr_t>(&self.stream()); })
+      .def_prop_ro("address", [](TorchHostStream& self) { return reinterpret_cast<std::uintptr_t>(&self.stream()); })
       .def(
           "waits",
-          [](const HostStream& self) {
+          [](const TorchHostStream& self) {
             nb::dict waits;
             for (std::size_t cause = 0; cause < kWaitCauseCount; ++cause) {
               const auto which = static_cast<WaitCause>(cause);
@@ -113,11 +113,12 @@ void bind_host_stream(nanobind::module_& module) {
           },
           "Seconds that the stream has waited for the engine, by cause.")
       .def_prop_ro(
-          "kernel_seconds", [](const HostStream& self) { return 1e-9 * static_cast<double>(self.times().kernels_ns); },
+          "kernel_seconds",
+          [](const TorchHostStream& self) { return 1e-9 * static_cast<double>(self.times().kernels_ns); },
           "What the engine's copies and kernels on the stream have taken.")
       .def(
           "watch_idle",
-          [](HostStream& self) {
+          [](TorchHostStream& self) {
             return nb::cpp_function([tell = self.stream().watch_idle()] {
               double seconds = 0;
               tell([&](Nanoseconds idle) { seconds = to_seconds(idle); });
@@ -128,12 +129,12 @@ void bind_host_stream(nanobind::module_& module) {
       .def_static(
           "functions",
           [] {
-            return nb::make_tuple(reinterpret_cast<std::uintptr_t>(&HostStream::launch),
-                                  reinterpret_cast<std::uintptr_t>(&HostStream::synchronize),
-                                  reinterpret_cast<std::uintptr_t>(&HostStream::record),
-                                  reinterpret_cast<std::uintptr_t>(&HostStream::wait),
-                                  reinterpret_cast<std::uintptr_t>(&HostStream::reached),
-                                  reinterpret_cast<std::uintptr_t>(&HostStream::forget));
+            return nb::make_tuple(reinterpret_cast<std::uintptr_t>(&TorchHostStream::launch),
+                                  reinterpret_cast<std::uintptr_t>(&TorchHostStream::synchronize),
+                                  reinterpret_cast<std::uintptr_t>(&TorchHostStream::record),
+                                  reinterpret_cast<std::uintptr_t>(&TorchHostStream::wait),
+                                  reinterpret_cast<std::uintptr_t>(&TorchHostStream::reached),
+                                  reinterpret_cast<std::uintptr_t>(&TorchHostStream::forget));
           },
           "Addresses: launch(stream, run, work), synchronize(stream), record(stream) -> event, wait(stream, event), "
           "reached(event) and forget(event).");

@@ -23,9 +23,9 @@ struct StreamTimes {
   TimePoint begin{};  // of the kernel that runs
 };
 
-class HostStream {
+class TorchHostStream {
  public:
-  HostStream();
+  TorchHostStream();
 
   platform::Stream& stream() { return *stream_; }
   const StreamTimes& times() const { return *times_; }

@@ -321,7 +321,7 @@ void UnitManager::gather(Unit& unit, platform::StreamRef stream) {
 platform::StreamRef UnitManager::current_stream() {
   const nb::object current = torch_.current_stream();
   platform::Stream* stream = nullptr;
-  if (HostStream* host = nullptr; nb::try_cast(current, host)) {
+  if (TorchHostStream* host = nullptr; nb::try_cast(current, host)) {
     stream = &host->stream();
   } else {
     const auto native = nb::cast<std::uintptr_t>(current);

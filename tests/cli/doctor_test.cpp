@@ -19,7 +19,7 @@ namespace hoist::doctor_test {
 namespace {
 
 namespace fs = std::filesystem;
-using cli::Machine;
+using cli::MachineSources;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -135,7 +135,7 @@ class DoctorMachine : public ::testing::Test {
     fs::create_directories(file.parent_path());
     std::ofstream(file) << text << "\n";
   }
-  Machine machine() const { return {directory_ / "proc", directory_ / "sys"}; }
+  MachineSources machine() const { return {directory_ / "proc", directory_ / "sys"}; }
   std::string mount_point(const std::string& name) const { return directory_ / name; }
 
   test::TempDirectory directory_;
@@ -154,7 +154,7 @@ TEST_F(DoctorMachine, NothingReadableIsUnknownAndNoFailure) {
 class DoctorGpuMemory : public DoctorMachine {
  protected:
   cli::Finding memory_of(const platform::GpuMemoryFacts& facts) const {
-    Machine one = machine();
+    MachineSources one = machine();
     one.gpu_memories = [&] { return std::vector{facts}; };
     const cli::Section section = cli::look_at_devices(one);
     const auto found = std::ranges::find(section.findings, "memory of GPU 0", &cli::Finding::subject);

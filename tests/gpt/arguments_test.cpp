@@ -106,7 +106,7 @@ TEST(Arguments, HelpIsNoError) {
 
 TEST(Arguments, HeadsMustDivideWidth) {
   EXPECT_NO_THROW(check_shape({.width = 48, .heads = 4}));
-  EXPECT_THROW(check_shape({.width = 48, .heads = 5}), InputError);
+  EXPECT_THROW(check_shape({.width = 48, .heads = 5}), BadInputError);
 }
 
 TEST(Settle, TheFileIsUsedWhereTheCommandLineIsSilent) {
@@ -137,7 +137,7 @@ TEST(Settle, ItComputesOnTheHostDeviceAndRefusesAnother) {
   try {
     (void)runtime_options(Config::parse(R"({"hoist": {"device": "cuda"}})", "f.json"));
     FAIL() << "a GPU was taken";
-  } catch (const InputError& error) {
+  } catch (const BadInputError& error) {
     EXPECT_THAT(error.what(), HasSubstr("f.json: hoist.device"));
     EXPECT_THAT(error.what(), HasSubstr("PyTorch"));
   }
@@ -225,8 +225,8 @@ TEST(Settle, AScheduleOfTheFileLeavesNoRateToTheCommandLine) {
     SCOPED_TRACE(schedule);
     const Config config = with(schedule);
     EXPECT_THAT(settle({}, config, 1).notes, IsEmpty());
-    EXPECT_THROW((void)settle({.learning_rate = 0.5}, config, 1), InputError);
-    EXPECT_THROW((void)settle({.warmup = 9}, config, 1), InputError);
+    EXPECT_THROW((void)settle({.learning_rate = 0.5}, config, 1), BadInputError);
+    EXPECT_THROW((void)settle({.warmup = 9}, config, 1), BadInputError);
   }
 }
 
@@ -248,13 +248,13 @@ TEST(RunState, RoundTrip) { EXPECT_EQ(decode(encode(example()), 1), example()); 
 
 TEST(RunState, RefusesForeignBytes) {
   const auto bytes_of = [](std::string_view text) { return std::as_bytes(std::span(text)); };
-  EXPECT_THROW((void)decode({}, 1), InputError);
-  EXPECT_THROW((void)decode(bytes_of("{"), 1), InputError);
-  EXPECT_THROW((void)decode(bytes_of("[1]"), 1), InputError);
-  EXPECT_THROW((void)decode(bytes_of(R"({"program":"other","format":1})"), 1), InputError);
-  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":3})"), 1), InputError);
-  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":0})"), 1), InputError);
-  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":1,"step":"x"})"), 1), InputError);
+  EXPECT_THROW((void)decode({}, 1), BadInputError);
+  EXPECT_THROW((void)decode(bytes_of("{"), 1), BadInputError);
+  EXPECT_THROW((void)decode(bytes_of("[1]"), 1), BadInputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"other","format":1})"), 1), BadInputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":3})"), 1), BadInputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":0})"), 1), BadInputError);
+  EXPECT_THROW((void)decode(bytes_of(R"({"program":"hoist-gpt","format":1,"step":"x"})"), 1), BadInputError);
 }
 
 TEST(RunState, Format1HadTheSamplesOfOneRank) {
@@ -275,7 +275,7 @@ TEST(RunState, NamesWhatDiffers) {
     change(asked);
     try {
       check_same_run(example(), asked);
-    } catch (const InputError& error) {
+    } catch (const BadInputError& error) {
       return std::string(error.what());
     }
     return std::string("no error");

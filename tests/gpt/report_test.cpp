@@ -144,15 +144,15 @@ TEST_F(ReportFileTest, LeavesNothingWhenTheRunFails) {
 }
 
 TEST_F(ReportFileTest, RefusesAPathThatCannotBeWritten) {
-  EXPECT_THROW(ReportFile(at(directory_ + "/none/r.json")), InputError);
-  EXPECT_THROW(ReportFile(at("/proc/r.json")), InputError);
+  EXPECT_THROW(ReportFile(at(directory_ + "/none/r.json")), BadInputError);
+  EXPECT_THROW(ReportFile(at("/proc/r.json")), BadInputError);
 }
 
 TEST_F(ReportFileTest, ItsErrorsSayWhatItIsAndWhatHelps) {
   try {
     ReportFile file(at(directory_ + "/none/r.json"));
     FAIL() << "the directory is not there";
-  } catch (const InputError& error) {
+  } catch (const BadInputError& error) {
     EXPECT_THAT(error.what(), HasSubstr("cannot write the words " + directory_ + "/none/r.json"));
   }
   ReportFile full(at("/dev/full"));

@@ -30,7 +30,7 @@ class TextTest : public testing::Test {
   std::string error_of(const std::string& path, int context) const {
     try {
       Text::load(path, context);
-    } catch (const InputError& error) {
+    } catch (const BadInputError& error) {
       return error.what();
     }
     return "no error";
