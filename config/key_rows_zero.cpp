@@ -171,7 +171,7 @@ std::vector<KeyRow> gather_rows() {
        .aliases = {"param_persistence_threshold"},
        .type = ValueType::integer,
        .default_value = "100000",
-       .meaning = "Units of at most this many elements stay gathered. (DeepSpeed compares single parameters.)",
+       .meaning = "Units of at most this many elements stay gathered; DeepSpeed compares single parameters.",
        .apply = [](Draft& d, const Value& v) { d.engine.persistence_elements = as_count(v); }},
       {.path = "zero_optimization.stage3_model_persistence_threshold",
        .aliases = {"model_persistence_threshold"},
