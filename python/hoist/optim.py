@@ -53,6 +53,12 @@ _Ready = tuple[Any, torch.Tensor, dict[str, Any]]  # a parameter, its gradient a
 
 
 class _Optimizer(torch.optim.Optimizer):
+    """An optimizer of torch.optim's form whose update hoist computes.
+
+    With offload="cpu" or "nvme", step() is collective as well. [C] marks further collective calls: every rank of `shard_over`
+    (with a directory, every rank of the job) makes them, in the same order.
+    """
+
     _kind: str
 
     def __init__(self, params: ParamsT, threads: int, settings: dict[str, Any], arguments: OffloadArguments):
@@ -141,13 +147,13 @@ class _Optimizer(torch.optim.Optimizer):
         """Why a parameter cannot be updated in memory, and what to do about it; "" if it can."""
         dtype, shape, state = parameter.dtype, parameter.shape, self.state.get(parameter)
         if type(parameter) is not torch.nn.Parameter and type(parameter.data) is not torch.Tensor:
-            return f"is a {type(parameter.data).__name__}, and plain tensors are trained here: pass its local tensor"
+            return f"is a {type(parameter.data).__name__}, and hoist trains only plain tensors: pass its local tensor"
         if not state:
             if not parameter.is_cpu:
                 return (f'is {dtype} on {parameter.device}; with offload="cpu" or offload="nvme" parameters may be on a GPU, and '
                         "without it they are CPU tensors")
             if dtype is not torch.float32 and dtype is not torch.bfloat16:
-                return (f'is {dtype}; float32 and bfloat16 are trained here, and float16 with offload="cpu" or offload="nvme". '
+                return (f'is {dtype}; hoist trains float32 and bfloat16, and float16 only with offload="cpu" or offload="nvme". '
                         "Convert the model before you make the optimizer")
         else:
             was = torch.bfloat16 if "remainder" in state else torch.float32
@@ -427,17 +433,17 @@ def in_order_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def problem_of_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> str:
-    """Why a parameter's gradient is not taken, and what to do about it; "" if it is."""
+    """Why hoist does not accept a parameter's gradient, and what to do about it; "" if it does."""
     if gradient.layout is not torch.strided:
-        return f"has a gradient of layout {gradient.layout}; dense ones are taken here (nn.Embedding: sparse=False)"
+        return f"has a gradient of layout {gradient.layout}; hoist accepts only dense ones (nn.Embedding: sparse=False)"
     if gradient.dtype not in DTYPES or gradient.device != parameter.device:
-        return (f"is on {parameter.device}, and its gradient is {gradient.dtype} on {gradient.device}: gradients beside the "
-                "parameter, of float32, bfloat16 or float16, are taken here")
+        return (f"is on {parameter.device}, and its gradient is {gradient.dtype} on {gradient.device}: hoist accepts only "
+                "gradients of float32, bfloat16 or float16 on the parameter's device")
     if gradient.shape != parameter.shape:
         return (f"has the shape {tuple(parameter.shape)}, and its gradient {tuple(gradient.shape)}: make a new optimizer after "
                 "you change shapes")
     if gradient.data_ptr() == 0 and gradient.numel():
-        return f"has a gradient without memory, a {type(gradient).__name__}: plain tensors are taken here"
+        return f"has a gradient without memory, a {type(gradient).__name__}: hoist accepts only plain tensors"
     return ""
 
 
@@ -504,7 +510,7 @@ def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoi
         options.beta1, options.beta2 = (float(beta) for beta in group["betas"])
     for key in ("amsgrad", "maximize", "differentiable"):
         if group.get(key):
-            raise _hoist.UsageError(f"{key}=True is not among the optimizers' settings here")
+            raise _hoist.UsageError(f"{key}=True is not among the settings of hoist's optimizers")
     is_decoupled = options.kind == "AdamW"
     if options.weight_decay and bool(group.get("decoupled_weight_decay", is_decoupled)) != is_decoupled:
         raise _hoist.UsageError(f"decoupled_weight_decay={group['decoupled_weight_decay']} is not {options.kind}'s: AdamW "
@@ -552,7 +558,7 @@ def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) 
 
 
 class AdamW(_Optimizer):
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay. [C] marks collective calls: every rank makes them, in the same order."""
 
     _kind = "AdamW"
 
@@ -564,7 +570,7 @@ class AdamW(_Optimizer):
 
 
 class Adam(AdamW):
-    """Adam, with weight decay added to the gradient (L2)."""
+    """Adam, with weight decay added to the gradient (L2). [C] marks collective calls, as for AdamW."""
 
     _kind = "Adam"
 
@@ -585,7 +591,7 @@ class Adagrad(_Optimizer):
 
 
 class Lion(_Optimizer):
-    """Chen et al., arXiv 2302.06675."""
+    """Chen et al., arXiv 2302.06675. [C] marks collective calls, as for AdamW."""
 
     _kind = "Lion"
 

@@ -243,9 +243,9 @@ class Offloaded:
 
     def _refuse_unfit(self, name: str, parameter: nn.Parameter) -> None:
         if type(parameter.data) is not torch.Tensor:
-            raise _hoist.UsageError(f"'{name}' is a {type(parameter.data).__name__}: plain tensors are trained here")
+            raise _hoist.UsageError(f"'{name}' is a {type(parameter.data).__name__}: hoist trains only plain tensors")
         if parameter.dtype not in DTYPES:
-            raise _hoist.UsageError(f"'{name}' is {parameter.dtype}; float32, bfloat16 and float16 are trained here")
+            raise _hoist.UsageError(f"'{name}' is {parameter.dtype}; hoist trains only float32, bfloat16 and float16")
         if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() == parameter.stride():
             raise _hoist.UsageError(f"'{name}' is in another order in memory than its indices (channels_last, or transposed): "
                                     "call contiguous() on its data. Offloaded states take contiguous parameters")
@@ -254,7 +254,7 @@ class Offloaded:
                                     "its data")
         shares_memory = parameter.device.type in ("cpu", torch._C._get_privateuse1_backend_name())
         if not shares_memory and parameter.device.type != "cuda":
-            raise _hoist.UsageError(f"'{name}' is on {parameter.device}; parameters on the CPU or on CUDA are trained here")
+            raise _hoist.UsageError(f"'{name}' is on {parameter.device}; hoist trains only parameters on the CPU or on CUDA")
 
     def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,
               settings: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class Offloaded:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, groups: list[dict[str, Any]]) -> None:
-        """[C]"""
+        """[C] One step of all parameters, from their gradients."""
         self._unit_manager.require_process()
         refuse_changes(groups, self._settled)
         gradients = self._gradients()
@@ -388,7 +388,7 @@ class Offloaded:
         self._note_values()
 
     def adopt(self) -> None:
-        """[C]"""
+        """[C] Makes the parameters' present values the masters."""
         self._unit_manager.require_process()
         self._weights()
 
@@ -413,11 +413,11 @@ class Offloaded:
         return json.dumps(state).encode()
 
     def save(self, groups: list[dict[str, Any]], name: str) -> _hoist.Completion:
-        """[C]"""
+        """[C] Commits the present state; done when it is durable."""
         return self._unit_manager.save(name, self._commit_state(groups))
 
     def restore(self, groups: list[dict[str, Any]], name: str) -> int:
-        """[C]"""
+        """[C] Continues from a named checkpoint or the newest commit, and fills the parameters. Returns the step."""
         step, state = self._unit_manager.restore(name)
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()
@@ -458,7 +458,7 @@ class Offloaded:
             self._resumed_rates, self._saved = None, {}
 
     def checkpoints(self) -> dict[str, int]:
-        """[C]"""
+        """[C] Named checkpoints and their steps, oldest first."""
         return dict(self._unit_manager.find_checkpoints())
 
     def settle(self) -> None:
@@ -474,7 +474,7 @@ class Offloaded:
         return values.view(parameter.shape)
 
     def write_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """[C]"""
+        """[C] Sets a parameter's master, and the parameter to its rounding."""
         for piece in self._pieces_of(parameter):
             self._unit_manager.write(piece.number, _hoist.State.master, 0, piece.of(values).numpy())
         index = next(i for i, p in enumerate(self._parameters) if p is parameter)
@@ -509,7 +509,7 @@ class Offloaded:
         return states
 
     def consolidate(self, groups: list[dict[str, Any]], to: int) -> None:
-        """[C]"""
+        """[C] Collects all states on rank `to`, for states()."""
         is_wanted = self._unit_manager.rank == to
         states = self._collect(groups, is_wanted)
         self._consolidated = states if is_wanted else None
@@ -523,7 +523,7 @@ class Offloaded:
         return self._consolidated
 
     def load(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-        """[C]"""
+        """[C] Takes what state_dict() gave."""
         self._unit_manager.require_process()
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:

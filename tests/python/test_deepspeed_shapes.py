@@ -272,7 +272,7 @@ def test_float64_parameters_become_the_configuration_s_type(settings, enabled, d
 
 
 def test_float64_without_another_type_is_refused(settings):
-    with pytest.raises(hoist.UsageError, match="parameter 'weight' is torch.float64; float32"):
+    with pytest.raises(hoist.UsageError, match="parameter 'weight' is torch.float64; hoist trains only float32"):
         hoist.torch.wrap(torch.nn.Linear(4, 4).double(), settings())
 
 

@@ -335,7 +335,7 @@ class Scaled(Stack):
 
 
 def test_a_small_parameter_is_there_for_a_loss_outside_of_forward(settings):
-    """In training and in evaluation: it stays up until the pass ends. Layers, which share their memory, do not."""
+    """In training and in evaluation: it stays gathered until the pass ends. Layers, which share their memory, do not."""
     def loss_of(model, x):
         return (model(x) * model.scale).pow(2).mean() + model.scale.norm()
 

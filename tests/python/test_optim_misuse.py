@@ -119,7 +119,7 @@ def test_what_is_not_a_plain_tensor_is_refused():
 
     parameter = nn.Parameter(Wrapper(torch.zeros(3)))
     parameter.grad = Wrapper(torch.zeros(3))
-    with pytest.raises(hoist.UsageError, match="parameter 0 of group 0 is a Wrapper, and plain tensors"):
+    with pytest.raises(hoist.UsageError, match="parameter 0 of group 0 is a Wrapper, and hoist trains only plain tensors"):
         hoist.optim.AdamW([parameter]).step()
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = Wrapper(torch.zeros(3))
@@ -141,7 +141,7 @@ def test_sparse_gradients_are_refused_before_a_step_counts():
 
 def test_the_refusal_of_float64_says_what_to_do():
     parameter, = with_gradients(nn.Parameter(torch.zeros(3, dtype=torch.float64)))
-    refused(hoist.optim.AdamW([parameter]), "is torch.float64; float32 and bfloat16 are trained here, and float16 with offload")
+    refused(hoist.optim.AdamW([parameter]), "is torch.float64; hoist trains float32 and bfloat16, and float16 only with offload")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"offload": "cpu", "pinned_memory": "32MiB", "device_memory": "16MiB"}])
@@ -201,7 +201,7 @@ def test_arguments_without_effect_are_taken(name, arguments):
 
 
 @pytest.mark.parametrize("name, arguments, error, match", [
-    ("AdamW", {"amsgrad": True}, hoist.UsageError, "amsgrad=True is not among the optimizers' settings"),
+    ("AdamW", {"amsgrad": True}, hoist.UsageError, "amsgrad=True is not among the settings of hoist's optimizers"),
     ("SGD", {"maximize": True}, hoist.UsageError, "maximize=True is not among"),
     ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1}, hoist.UsageError, "AdamW decouples weight decay"),
     ("AdamW", {"momentum": 0.9}, TypeError, r"AdamW\(\) got an unexpected keyword argument 'momentum'"),

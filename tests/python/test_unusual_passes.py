@@ -179,7 +179,7 @@ def test_weights_that_are_computed_before_an_input_is_used(wrap, plain, recomput
     expected = losses_in_memory(made(make), inputs, others=inputs)
     with wrap(made(make)) as engine:
         close_to([step_of(engine, x, plain=plain) for x in inputs], expected)
-    assert "stays up" not in caplog.text
+    assert "stays gathered" not in caplog.text
 
 
 class Styled(nn.Module):

@@ -92,11 +92,11 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
     """Moves a model's parameters and optimizer states to where the configuration wants them.
 
     groups         parameter groups as torch.optim takes them; settings they lack are the configuration's
-    unit_classes   modules to be brought up and down whole; by default the members of lists of like modules
+    unit_classes   classes whose modules are gathered and released whole; by default the members of lists of like modules
     weights        a .safetensors file, an index or a directory to begin with; read in pieces
     initialize     initializes one module in place: for models built under torch.device("meta"), one unit at a time
     optimizer      what the groups' settings are of, where it is not the configuration's: AdamW, Adam, Adagrad, Lion, SGD
-    seed           of that initialization
+    seed           random seed for `initialize`
     resume         continue from the newest commit of the store, if there is one
     load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()
     scheduler      stepped after every step that was applied
@@ -176,7 +176,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         raise _hoist.UsageError("initialize() needs model=...")
     refuse_schedule(lr_scheduler)
     if mesh_param is not None:
-        raise _hoist.UsageError("sequence parallelism is not known here: mesh_param must be None")
+        raise _hoist.UsageError("hoist has no sequence parallelism: mesh_param must be None")
     config = config if config is not None else config_params
     if config is None:
         config = getattr(args, "deepspeed_config", None)
@@ -259,7 +259,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
                                         "with the same groups, if that formula is meant")
             return kind
     own = type(optimizer).__module__ == "hoist.optim"
-    raise _hoist.UsageError(f"{type(optimizer).__module__}.{type(optimizer).__name__} is not taken over here" +
+    raise _hoist.UsageError(f"hoist.torch does not accept {type(optimizer).__module__}.{type(optimizer).__name__}" +
                             (", since hoist.optim is for loops without an engine" if own else "") + ": pass torch.optim's AdamW, "
                             "Adam, Adagrad or SGD; or pass no optimizer, and name one in the configuration")
 

@@ -2,7 +2,7 @@
 """A PyTorch module whose parameters, gradients and optimizer states are lifted by hoist.
 
 Hooks on the modules say when weights are needed; gradients leave as soon as autograd has them. Between its uses a
-parameter cannot be read: what is up, and when, is decided in passes.py and in the extension, not by the model.
+parameter cannot be read: what is gathered, and when, is decided in passes.py and in the extension, not by the model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def _doing_of(engine: Engine) -> Callable[[], str]:
 
 
 class Engine(StandsForModel, DeepSpeedNames):
-    """What `wrap` and `initialize` return: the model, and its training state on three tiers."""
+    """What `wrap` and `initialize` return: the model, and its training state on three tiers.
+
+    [C] marks collective calls: every rank makes them, in the same order. Passes and step() are collective, too.
+    """
 
     def __init__(self, model: nn.Module, config: _hoist.Config, *, groups: ParamsT | None = None,
                  unit_classes: Iterable[type[nn.Module]] = (),
@@ -577,7 +580,7 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str] | None = None, modify: bool = False) -> Iterator[None]:
-        """[C] Brings whole units up outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`. Modules may be called
+        """[C] Gathers whole units outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`. Modules may be called
         inside of the block under torch.no_grad().
 
         With `modify`, elements of these parameters that the block has changed are written, as by write(): all ranks change them
@@ -622,7 +625,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.close()
 
     def compile_units(self, **options: Any) -> None:
-        """torch.compile for what runs inside of each unit; weights come up and go down around it."""
+        """torch.compile for what runs inside of each unit; weights are gathered and released around it."""
         for module, _ in self._cut.users:
             if module is not self.module:
                 module.forward = torch.compile(module.forward, **options)

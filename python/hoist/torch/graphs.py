@@ -33,15 +33,15 @@ def outside_of_graphs(function: _Function) -> _Function:
 
 
 def refuse_graphs(model: nn.Module) -> None:
-    """Modules that torch.compile or torch.jit made already: they would run without the hooks that bring weights up."""
+    """Modules that torch.compile or torch.jit made already: they would run without the hooks that gather weights."""
     compiled: Any = () if "torch._dynamo" not in sys.modules else torch._dynamo.eval_frame.OptimizedModule
     for name, module in model.named_modules():
         name = name or type(module).__name__
         if isinstance(module, compiled) or module._compiled_call_impl is not None:
             raise _hoist.UsageError(
-                f"module '{name}' was compiled before it was wrapped: its graphs know nothing of the hooks that bring weights "
-                "up. Wrap the model first, and compile it then (torch.compile(model), model.compile(), or compile_units() of "
-                "the engine)")
+                f"module '{name}' was compiled before it was wrapped: its graphs know nothing of the hooks that "
+                "gather weights. Wrap the model first, and compile it then (torch.compile(model), model.compile(), or "
+                "compile_units() of the engine)")
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise _hoist.UsageError(f"module '{name}' was made by torch.jit, and has no hooks that could bring weights up: wrap "
+            raise _hoist.UsageError(f"module '{name}' was made by torch.jit, and has no hooks that could gather weights: wrap "
                                     "the module as it is in Python")

@@ -96,7 +96,7 @@ class Parameters:
                                     f"{self._device.type}: set \"hoist\": {{\"device\": ...}}, or wrap the model on the CPU")
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         if dtype not in initial.DTYPES:
-            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; float32, bfloat16 and float16 are trained here")
+            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; hoist trains only float32, bfloat16 and float16")
         if dtype == torch.float16 and self._dtype != torch.float16 and parameter.requires_grad:
             raise _hoist.UsageError(f"parameter '{name}' is float16, and its gradients need a loss scale: set \"fp16\": "
                                     "{\"enabled\": true}, or build the model in float32")
@@ -222,8 +222,8 @@ class Parameters:
                                         "gradients that backward passes make: put it into the loss, or let zero_grad() drop it")
 
     def watch_block(self, names: list[str], modify: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What the program changes in these parameters, or others of their units, while the units are up. Returns what notes it
-        before they go down, and what then keeps it (`modify`, of these parameters) or refuses it."""
+        """What the program changes in these parameters, or others of their units, while the units are gathered. Returns what
+        notes it before they are released, and what then keeps it (`modify`, of these parameters) or refuses it."""
         own = set(map(self.own_name, names))
         kept = own if modify else set()
         units = {self._unit[name] for name in own}
@@ -446,7 +446,7 @@ class Parameters:
                     if prefix + name in state_dict:
                         state_dict[prefix + name] = self._read_as_stored(own)
 
-        # PyTorch would go on to copy the values into parameters whose units are not up. So what was written is taken out of
+        # PyTorch would go on to copy the values into parameters whose units are not gathered. So what was written is taken out of
         # its (own) dictionary, and is not missing for that.
         written: set[str] = set()
 

@@ -72,7 +72,7 @@ class Passes:
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
         self.gradient_norm_max = math.inf  # of the step that is due
-        self._note_block: Callable[[], None] | None = None  # before the weights of gathered() go down
+        self._note_block: Callable[[], None] | None = None  # before the weights of gathered() are released
         self._step_was_called = False  # since the last backward pass
         self._may_be_divided = False  # a loss of this step, by the number of its micro-batches; nobody would see it
         self._may_be_divided_before = False  # as it was when the pass under way began
@@ -184,12 +184,12 @@ class Passes:
 
     @property
     def gathers(self) -> bool:
-        """A block of gathered() has its weights up. Calls without gradients take part in its pass."""
+        """A block of gathered() has its weights. Calls without gradients take part in its pass."""
         return self._note_block is not None
 
     def gather(self, units: set[int], watch: Callable[[], Callable[[], None]]) -> None:
-        """Brings units up until end_gathered(), or until their state is asked for. `watch` is called when they are up; what it
-        returns is called before they go down."""
+        """Gathers units until end_gathered(), or until their state is asked for. `watch` is called when they are there; what it
+        returns is called before they are released."""
         self.begin(_hoist.Pass.evaluate)
         try:
             for unit in units:
@@ -251,7 +251,7 @@ class Passes:
             self._drop_pass()
 
     def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
-        """Until its end, `missing` is told of units that operators use and nothing has brought up."""
+        """Until its end, `missing` is told of units that operators use and nothing has gathered."""
         self._watched_calls.clear()
         def is_announced(unit: int) -> bool:
             return self._unit_manager.is_up(unit) and not self._is_left_over(unit)
@@ -265,7 +265,7 @@ class Passes:
         return self.forward_of_all is not None and self.forward_of_all.has_left(unit)
 
     def _use_unannounced(self, unit: int) -> None:
-        """An operator uses weights that no hook has brought up."""
+        """An operator uses weights that no hook has gathered."""
         if self._unit_manager.is_held(unit) and not self._is_left_over(unit):
             self._unit_manager.bring_back(unit)
             return
@@ -287,7 +287,7 @@ class Passes:
                       "the model's own forward()" if call.hook.is_root else "another module")
         else:
             self._always_up.append(unit)
-            _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
+            _log.warning("unit '%s' is used outside of every module's forward(): it stays gathered for whole passes", name)
         self._unit_manager.enter(unit)
 
     def _part_under_way(self, unit: int) -> nn.Module | None:
@@ -309,13 +309,13 @@ class Passes:
         return self.micro_batch + (1 if called else 0) == self.micro_batches
 
     def keep_up(self, units: list[int], module: str) -> None:
-        """A call returned no tensor that shows when its backward pass begins: its units stay up until the pass ends."""
+        """A call returned no tensor that shows when its backward pass begins: its units stay gathered until the pass ends."""
         for unit in units:
             name = self._cut.units[unit].name
             if name not in self._kept_up and any(p.requires_grad for p in self._cut.units[unit].parameters.values()):
                 self._kept_up.add(name)
-                _log.warning("%s returns no tensors, so nothing shows when its backward pass begins: unit '%s' stays up through "
-                             "whole passes", module, name)
+                _log.warning("%s returns no tensors, so nothing shows when its backward pass begins: unit '%s' stays gathered "
+                             "for whole passes", module, name)
             if name in self._kept_up:
                 self._unit_manager.enter(unit)
 
@@ -415,8 +415,8 @@ class Passes:
         self._unit_manager.share(unit)
         self._unit_manager.enter(unit)
         self._always_up.append(unit)
-        _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays up through whole "
-                     "passes", self._cut.units[unit].name)
+        _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays gathered for "
+                     "whole passes", self._cut.units[unit].name)
 
     # --- vertical order ----------------------------------------------------------------------------------------------
 

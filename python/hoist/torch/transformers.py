@@ -137,8 +137,8 @@ class Trainer(transformers.Trainer):
         self._hoist_config = read_config(hoist_config)
         self._hoist_options = hoist_options or {}
         if unknown := self._hoist_options.keys() - {"weights", "initialize", "unit_classes", "seed"}:
-            raise _hoist.UsageError(f"hoist_options has {sorted(unknown)}: weights, initialize, unit_classes and seed are taken "
-                                    "(train(resume_from_checkpoint=...) continues a run)")
+            raise _hoist.UsageError(f"hoist_options has {sorted(unknown)}: it may have weights, initialize, unit_classes and "
+                                    "seed (train(resume_from_checkpoint=...) continues a run)")
         self._is_resumed: bool | None = None  # as far as train() has said
         super().__init__(*positional, **arguments)
         if self.args.n_gpu > 1:  # transformers would copy the model to all of them (DataParallel)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as tensors over hoist's device memory, readable only while their unit is up.
+"""Parameters as tensors over hoist's device memory, readable only while their unit is gathered.
 
 Each unit has a place in that memory, which other units use at other times. So its tensors are made once, and views of them
 that autograd saves stay right; but outside of the unit's uses they must not be read. PyTorch 2.13 and newer refuse every
@@ -27,7 +27,7 @@ _DisableFuncTorch: Any = torch._C._DisableFuncTorch
 
 class _Unit:
     def __init__(self, name: str, device: torch.device):
-        self.refusal = (f"the weights of unit '{name}' are not loaded: hoist brings them up for the forward and backward passes "
+        self.refusal = (f"the weights of unit '{name}' are not loaded: hoist gathers them for the forward and backward passes "
                         "of their module. engine.read(name) and engine.gathered(names) give them at other times, and "
                         "engine.write(name, values) changes them; a loss that needs them is computed inside of a module's "
                         "forward(). After close() the model has no values: the next "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's parameters as units: what is used together, and comes up and goes down together.
+"""A module's parameters as units: what is used together, and gathered and released together.
 
 The rule: members of a list of like modules (the blocks of a transformer) are units, whole; so is every module without
 children; and the parameters that stand directly in any other module form a unit of their own. A parameter that several
@@ -41,7 +41,7 @@ class Model:
     aliases: dict[str, str]  # other names of shared parameters -> the first one
 
     def used_together(self) -> list[list[int]]:
-        """For each unit the earlier ones that are always up when it is: a call needs its module's units, and those of every
+        """For each unit the earlier ones that are always gathered when it is: a call needs its module's units, and those of every
         module that contains it."""
         together: list[set[int]] = [set() for _ in self.units]
         units_of_module = {id(module): units for module, units in self.users}

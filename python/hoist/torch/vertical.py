@@ -229,7 +229,7 @@ class Forward:
         return cut
 
     def has_left(self, unit: int) -> bool:
-        """Whether the unit is up only because other micro-batches come to the call that has ended."""
+        """Whether the unit is gathered only because other micro-batches come to the call that has ended."""
         return unit in self._held and not any(unit in call.entered for call in self._passes.calls)
 
     def other_calls_of(self, hook: ModuleHook) -> list[Call]:

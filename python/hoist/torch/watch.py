@@ -2,8 +2,8 @@
 """Finds uses of weights that no hook announces, in the first pass of each kind.
 
 A model may use a parameter outside of the module that holds it: `F.linear(x, self.embedding.weight)`. Nothing calls the
-holder then, and its weights would not be up. So the first passes run under a dispatch mode that sees the storage of every
-operator's tensors; what it finds is brought up there and then, and known from then on.
+holder then, and its weights would not be gathered. So the first passes run under a dispatch mode that sees the storage of every
+operator's tensors; what it finds is gathered there and then, and known from then on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hoist.torch.graphs import outside_of_graphs
 
 
 class Watch(TorchDispatchMode):
-    """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up. `calls` are then the modules whose
+    """Calls `missing(unit)` before an operator gets a tensor of a unit that is not gathered. `calls` are then the modules whose
     calls are under way, innermost last. Units that operators use are added to `seen`."""
 
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
