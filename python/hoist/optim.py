@@ -146,8 +146,8 @@ class _Optimizer(torch.optim.Optimizer):
     def _problem_of(self, parameter: torch.Tensor) -> str:
         """Why a parameter cannot be updated in memory, and what to do about it; "" if it can."""
         dtype, shape, state = parameter.dtype, parameter.shape, self.state.get(parameter)
-        if type(parameter) is not torch.nn.Parameter and type(parameter.data) is not torch.Tensor:
-            return f"is a {type(parameter.data).__name__}, and hoist trains only plain tensors: pass its local tensor"
+        if problem := problem_of_parameter(parameter):
+            return problem
         if not state:
             if not parameter.is_cpu:
                 return (f'is {dtype} on {parameter.device}; with offload="cpu" or offload="nvme" parameters may be on a GPU, and '
@@ -169,11 +169,6 @@ class _Optimizer(torch.optim.Optimizer):
                 if value.dtype is not expected or not value.is_cpu:
                     return (f"has a state '{key}' that is {value.dtype} on {value.device}: leave states as the optimizer made "
                             "them")
-        if parameter.data_ptr() == 0 and parameter.numel():
-            return "has no memory: gather it first (FullyShardedDataParallel and DTensor divide parameters)"
-        if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-            return (f"has gaps or overlaps in memory (shape {tuple(shape)}, strides {parameter.stride()}): "
-                    "set parameter.data = parameter.data.contiguous() before you make the optimizer")
         return ""
 
     def _state_of(self, parameter: torch.Tensor, options: _hoist.OptimizerOptions) -> dict[str, Any]:
@@ -430,6 +425,18 @@ def in_order_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if values.stride() == parameter.stride():
         return values
     return torch.empty_like(parameter, dtype=values.dtype).copy_(values)
+
+
+def problem_of_parameter(parameter: torch.Tensor) -> str:
+    """Why hoist does not train a parameter, of whatever type and device, and what to do about it; "" if it does."""
+    if type(parameter) is not torch.nn.Parameter and type(parameter.data) is not torch.Tensor:
+        return f"is a {type(parameter.data).__name__}, and hoist trains only plain tensors: pass its local tensor"
+    if parameter.data_ptr() == 0 and parameter.numel() and not parameter.is_meta:
+        return "has no memory: gather it first (FullyShardedDataParallel and DTensor divide parameters)"
+    if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return (f"has gaps or overlaps in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}): "
+                "set parameter.data = parameter.data.contiguous() before you make the optimizer")
+    return ""
 
 
 def problem_of_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> str:

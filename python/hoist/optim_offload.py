@@ -35,6 +35,7 @@ from hoist.optim import (
     join_master,
     options_of,
     problem_of_gradient,
+    problem_of_parameter,
     refuse_changes,
     settled_of,
     warn_of_other_rates,
@@ -242,16 +243,13 @@ class Offloaded:
         self._noted = [_signs_of_change(parameter) for parameter in self._parameters]
 
     def _refuse_unfit(self, name: str, parameter: nn.Parameter) -> None:
-        if type(parameter.data) is not torch.Tensor:
-            raise _hoist.UsageError(f"'{name}' is a {type(parameter.data).__name__}: hoist trains only plain tensors")
+        if problem := problem_of_parameter(parameter):
+            raise _hoist.UsageError(f"'{name}' {problem}")
         if parameter.dtype not in DTYPES:
             raise _hoist.UsageError(f"'{name}' is {parameter.dtype}; hoist trains only float32, bfloat16 and float16")
-        if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        if not parameter.is_contiguous():
             raise _hoist.UsageError(f"'{name}' is in another order in memory than its indices (channels_last, or transposed): "
                                     "call contiguous() on its data. Offloaded states take contiguous parameters")
-        if not parameter.is_contiguous():
-            raise _hoist.UsageError(f"'{name}' is not dense: its elements do not stand one after the other. Call contiguous() on "
-                                    "its data")
         shares_memory = parameter.device.type in ("cpu", torch._C._get_privateuse1_backend_name())
         if not shares_memory and parameter.device.type != "cuda":
             raise _hoist.UsageError(f"'{name}' is on {parameter.device}; hoist trains only parameters on the CPU or on CUDA")

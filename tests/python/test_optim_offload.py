@@ -654,11 +654,14 @@ def test_arguments_that_do_not_go_together_are_refused(arguments, match):
 
 
 def test_parameters_that_cannot_be_trained_are_refused():
+    freed = nn.Parameter(torch.ones(3))
+    freed.untyped_storage().resize_(0)
     for parameter, match in [
         (nn.Parameter(torch.ones(3, dtype=torch.float64)), "float64"),
-        (nn.Parameter(torch.ones(4, 6)[:, ::2]), "not dense"),
+        (nn.Parameter(torch.ones(4, 6)[:, ::2]), "gaps or overlaps"),
         (nn.Parameter(torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)), "in another order.*channels_last"),
         (nn.Parameter(torch.ones(3, device="meta")), "on meta"),
+        (freed, "has no memory: gather it first"),
         (nn.Parameter(torch.ones(3), requires_grad=False), "nothing to optimize"),
     ]:
         with pytest.raises(hoist.UsageError, match=match):

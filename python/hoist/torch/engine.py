@@ -304,10 +304,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                                     'metrics: call engine.step(lr_kwargs={"metrics": ...})')
         report = self.optimizer.update()
         if report.applied and self._lr_scheduler is not None:
-            driven = getattr(self._lr_scheduler, "optimizer", None)
-            if driven is not None:
-                driven._opt_called = True
-            self._lr_scheduler.step(**(lr_kwargs or {}))
+            program_state.step_schedule(self._lr_scheduler, **(lr_kwargs or {}))
         return report
 
     def _update(self) -> _hoist.StepReport:

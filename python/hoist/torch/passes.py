@@ -397,12 +397,12 @@ class Passes:
             return
         self._end_backward()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, micro_batches: int = 1) -> None:
         self._refuse_edits_of_pass()
         self._backward_seen = self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
         self._parameters.note_versions()
-        self.micro_batch += 1
+        self.micro_batch += micro_batches
         self.due = self.micro_batch == self.micro_batches
 
     def _use_unannounced_in_backward(self, unit: int) -> None:
@@ -432,12 +432,7 @@ class Passes:
             self.left_by = text_of(error)
             self._drop_pass()
             raise
-        self._refuse_edits_of_pass()
-        self._is_scaled = self._step_was_called = False
-        self._unit_manager.end_backward()
-        self._parameters.note_versions()
-        self.micro_batch = self.micro_batches
-        self.due = True
+        self._end_backward(self.micro_batches)
 
     def watched_forward(self) -> contextlib.AbstractContextManager[None]:
         return self._watched_once(_hoist.Pass.train, self._use_unannounced)

@@ -99,10 +99,15 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
             _log.warning("%s had not been told of the step that the run goes on from, and needs more than that step to be told "
                          "(its metrics): call its step() once, if the program did so after each step", type(scheduler).__name__)
             return
-        driven = getattr(scheduler, "optimizer", None)
-        if driven is not None:
-            driven._opt_called = True
-        scheduler.step()
+        step_schedule(scheduler)
+
+
+def step_schedule(scheduler: Any, **arguments: Any) -> None:
+    """Its step(), for a step that the engine has made: PyTorch would warn that the optimizer's step() was not called."""
+    driven = getattr(scheduler, "optimizer", None)
+    if driven is not None:
+        driven._opt_called = True
+    scheduler.step(**arguments)
 
 
 def needs_arguments(scheduler: Any) -> bool:
