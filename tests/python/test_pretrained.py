@@ -454,3 +454,26 @@ def test_a_model_that_is_still_in_its_files_is_saved_with_its_values(tmp_path):
     with hoist.torch.wrap(model, config_of(tmp_path / "store")) as engine:
         assert_same(model.state_dict(), expected)
         assert_same(engine.state_dict(), expected)
+
+
+@pytest.mark.parametrize("device", ["nvme", "cpu"])
+def test_a_model_of_which_nothing_is_trained_generates(tmp_path, device):
+    """Without an optimizer in the configuration; a forward pass outside of torch.no_grad() makes no training pass, either."""
+    expected, path = saved(tmp_path / "hub")
+    expected.eval()
+    tokens = torch.arange(10).view(2, 5)
+    arguments = {"do_sample": False, "max_new_tokens": 8, "attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
+    model = from_pretrained(transformers.AutoModelForCausalLM, path).eval().requires_grad_(False)
+    place = {"device": device} | ({"nvme_path": str(tmp_path / "store")} if device == "nvme" else {})
+    config = {"zero_optimization": {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": 0}}
+    with hoist.torch.wrap(model, config) as engine:
+        assert torch.equal(engine.generate(tokens, **arguments), expected.generate(tokens, **arguments))
+        assert torch.equal(model.generate(tokens, **arguments), expected.generate(tokens, **arguments))
+        result = engine(tokens).logits
+        assert torch.equal(result, expected(tokens).logits) and not result.requires_grad
+        with pytest.raises(hoist.UsageError, match="needs a backward pass"):
+            engine.step()
+    if device == "nvme":  # its weights stay there
+        again = transformers.AutoModelForCausalLM.from_config(expected.config).eval().requires_grad_(False)
+        with hoist.torch.wrap(again, config, resume=True) as engine:
+            assert torch.equal(again.generate(tokens, **arguments), expected.generate(tokens, **arguments))

@@ -131,6 +131,23 @@ def test_a_frozen_base_keeps_its_bits(settings, recompute):
             assert torch.equal(after[name], value.cpu()), name
 
 
+@pytest.mark.parametrize("recompute", [None, "non-reentrant", "reentrant"])
+def test_saved_tensors_may_wait_in_cpu_memory(settings, recompute):
+    """On the test accelerator and on a GPU this copies them; autograd's saved tensors include weights of linear layers."""
+    model = make(recompute=recompute)
+    reference = copy.deepcopy(model)
+    with hoist.torch.wrap(model, settings()) as engine:
+        ours = []
+        for inputs, targets in batches(STEPS):
+            with torch.autograd.graph.save_on_cpu():
+                loss = loss_of(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            ours.append(loss.item())
+        assert_losses_agree(ours, train_reference(reference, adamw(reference.parameters())))
+        assert_equal_within_ulps(engine, reference)
+
+
 def test_three_micro_batches_make_a_step(settings):
     model = make()
     reference = copy.deepcopy(model)

@@ -197,6 +197,22 @@ def test_frozen_layers(settings, tmp_path):
     assert vertical[:2] == horizontal[:2]
 
 
+@pytest.mark.parametrize("recompute", [None, "non-reentrant"])
+def test_saved_tensors_in_cpu_memory(settings, tmp_path, recompute):
+    """loss_of runs in a thread of its own for each micro-batch, so the hooks of autograd's saved tensors are set in it."""
+    ends = []
+    for context in (contextlib.nullcontext, torch.autograd.graph.save_on_cpu):
+        config = config_of(settings, "vertical", tmp_path / context.__name__)
+        with hoist.torch.wrap(make(recompute=recompute), config) as engine:
+            def loss(batch, engine=engine, context=context):
+                with context():
+                    return loss_of(engine(batch[0]), batch[1])
+
+            data = iter(list(batches(STEPS * COUNT)))
+            ends.append(([engine.train_batch(data, loss).item() for _ in range(STEPS)], digests(engine)))
+    assert ends[0] == ends[1]
+
+
 def test_autocast_of_the_caller(settings, tmp_path):
     ends = []
     for order in ("horizontal", "vertical"):
