@@ -52,7 +52,7 @@ _ELSEWHERE = {
     "init_distributed": "initialize() joins the ranks that torchrun started, and torch.distributed.init_process_group() does so "
                         "earlier",
     "comm": "torch.distributed has these functions",
-    "init_inference": "call the wrapped model under torch.no_grad()",
+    "init_inference": "wrap() takes a model of which nothing is trained (requires_grad_(False)); call it, or its generate()",
 }
 
 if not TYPE_CHECKING:  # else every name would be known to type checkers

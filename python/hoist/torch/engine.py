@@ -111,19 +111,11 @@ class Engine(StandsForModel, DeepSpeedNames):
         if groups is not None:
             refuse_rates_of_0(config, param_groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
-        self._sharding = sharding = distributed.sharding_group_of(mesh, tensor_parallel)
-        if sharding is not None and not sharding.is_whole_job:
-            config.store_in(sharding.name)
-        units = self._parameters.declare(group_of, config.is_vertical, (lambda _: True) if sharding is None else sharding.counts)
+        self._sharding = distributed.sharding_group_of(mesh, tensor_parallel)
         defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
-        config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
-        self._unit_manager = _hoist.UnitManager(config, options, units,
-                                                *distributed.channels_of_job(sharding, config, _doing_of(self)))
-        self._unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
-        config.settle(self._unit_manager.world_size)
+        self._unit_manager = self._make_unit_manager(options, group_of)
         self._training = config.training
-
         self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
                               config.scales_losses, config.is_vertical, self._require_life, self._add_hook)
         if self.device.type == "cuda":
@@ -133,24 +125,18 @@ class Engine(StandsForModel, DeepSpeedNames):
                 group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
             initial.materialize_buffers(model, initialize, self.device)
             self._first_rates = [float(group["lr"]) for group in param_groups]
-            if not self._find_run(resume, load_later):
-                if deepspeed is not None:
-                    checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
-                    self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
-                                                     [config.optimizer, *options], group_of))
-                else:
-                    self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
+            is_found = self._find_run(resume, load_later)
+            if not is_found and deepspeed is not None:
+                checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
+                self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
+                                                 [config.optimizer, *options], group_of))
+            elif not is_found:
+                self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
         del sources
         self._parameters.place_buffers()
         self._parameters.note_versions()
 
-        users = dict(cut.users)
-        self._hooks = [ModuleHook(self._passes, self._unit_manager, model, users.pop(model, []), is_root=True)]
-        self._hooks += [ModuleHook(self._passes, self._unit_manager, module, units, is_root=False)
-                        for module, units in users.items()]
-        if config.setting("fp16.auto_cast") is True and dtype_of(config) is torch.float16:
-            cast_inputs(model, torch.float16)
-        self._parameters.keep_state_dicts_true(self._passes.turns)
+        self._install_hooks()
         self.optimizer = Optimizer(self, param_groups)
         self._continue_rates()
         self._continue_schedule()
@@ -158,9 +144,35 @@ class Engine(StandsForModel, DeepSpeedNames):
             self.optimizer.show_rates()
         self._last_step = self.step_count if self._unit_manager.is_alive else 0
         self._is_made = True
-        claim(model, self)
-        if self.world_size > 1 and not self._is_part_of_job and config.setting("zero_optimization.stage") in (None, 3):
-            generate_together(model)
+        self._register()
+
+    def _make_unit_manager(self, options: list[_hoist.OptimizerOptions], group_of: dict[int, int]) -> _hoist.UnitManager:
+        """[C] Settles the configuration as well."""
+        config, sharding = self.config, self._sharding
+        if sharding is not None and not sharding.is_whole_job:
+            config.store_in(sharding.name)
+        units = self._parameters.declare(group_of, config.is_vertical, (lambda _: True) if sharding is None else sharding.counts)
+        config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
+        unit_manager = _hoist.UnitManager(config, options, units,
+                                          *distributed.channels_of_job(sharding, config, _doing_of(self)))
+        unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
+        config.settle(unit_manager.world_size)
+        return unit_manager
+
+    def _install_hooks(self) -> None:
+        users = dict(self._cut.users)
+        self._hooks = [ModuleHook(self._passes, self._unit_manager, self.module, users.pop(self.module, []), is_root=True)]
+        self._hooks += [ModuleHook(self._passes, self._unit_manager, module, units, is_root=False)
+                        for module, units in users.items()]
+        if self.config.setting("fp16.auto_cast") is True and dtype_of(self.config) is torch.float16:
+            cast_inputs(self.module, torch.float16)
+        self._parameters.keep_state_dicts_true(self._passes.turns)
+
+    def _register(self) -> None:
+        """For functions outside of the engine that ask it: generate(), those that clip, the program's end."""
+        claim(self.module, self)
+        if self.world_size > 1 and not self._is_part_of_job and self.config.setting("zero_optimization.stage") in (None, 3):
+            generate_together(self.module)
         clip_through(self)
         passes = weakref.ref(self._passes)
         program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))

@@ -104,7 +104,7 @@ class ModuleHook:
             # An input that the module returns unchanged gets its gradient long after the call's own backward pass.
             nodes = {t.grad_fn for t in tensors if t.grad_fn is not None} - call.made_before
             if not tensors and not self.is_root:
-                passes.keep_up(entered, type(module).__name__)
+                passes.uses.keep(entered, type(module).__name__)
             for unit in entered if nodes else ():
                 unit_manager.backward_of_call(unit)
                 if not self.reads_in_backward:

@@ -12,9 +12,8 @@ import contextlib
 import logging
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from hoist import _hoist
 from hoist.program_end import text_of
 from hoist.torch.turns import BACKWARD, FORWARD, Turns
-from hoist.torch.units import Model, called_parts
-from hoist.torch.watch import Watch
+from hoist.torch.units import Model
+from hoist.torch.watch import UnannouncedUses
 
 if TYPE_CHECKING:
     from hoist.torch.hooks import Call, ModuleHook
@@ -57,17 +56,10 @@ class Passes:
         self._cut = cut
         self._parameters = parameters
         self._require_life = require_life
-        self._add_hook = add_hook  # to a module whose calls use a unit; once
         self._scales_losses = scales_losses
         self._is_vertical = is_vertical
         self._is_scaled = False  # the loss whose backward pass comes next
         self._backward_seen = False
-        self._watched: set[Any] = set()  # kinds of passes that have been looked at for uses that no hook announces
-        self._watch: contextlib.AbstractContextManager[object] | None = None
-        self._watched_calls: list[nn.Module] = []  # modules under way, innermost last
-        self._kept_up: set[str] = set()  # units whose modules return no tensors
-        self._always_up: list[int] = []  # units that something outside of any module uses
-        self._always_up_before = 0  # how many of them the pass under way began with
         self.micro_batches = micro_batches
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
@@ -85,6 +77,7 @@ class Passes:
         self.forward_of_all: Forward | None = None  # under way, in vertical order
         self.without_history: set[int] = set()  # units that it called under torch.no_grad(), during the backward pass
         self.turns = Turns(unit_manager.require_process)
+        self.uses = UnannouncedUses(self, unit_manager, cut, parameters, add_hook)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -125,9 +118,7 @@ class Passes:
                                         "itself: call the module that was wrapped, or use torch.utils.checkpoint with "
                                         "use_reentrant=False")
             self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
-        if unit_manager.current_pass not in self._watched and not torch.compiler.is_compiling():
-            self._watch = self._watched_by(self._use_unannounced)
-            self._watch.__enter__()
+        self.uses.begin_call()
 
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_life()
@@ -158,10 +149,9 @@ class Passes:
             self._unit_manager.begin(kind, self.micro_batch, self.micro_batches)
         else:
             self._unit_manager.begin(kind)
-        self._always_up_before, self._may_be_divided_before = len(self._always_up), self._may_be_divided
+        self._may_be_divided_before = self._may_be_divided
         try:
-            for unit in self._always_up:
-                self._unit_manager.enter(unit)
+            self.uses.begin_pass()
         except BaseException:
             self._unit_manager.discard_pass()
             raise
@@ -169,7 +159,7 @@ class Passes:
     def _drop_pass(self) -> None:
         """Ends the pass under way without its gradients. Earlier micro-batches of the step stay, unless gradients of this one
         are among theirs already."""
-        del self._always_up[self._always_up_before:]
+        self.uses.forget_pass()
         if self._unit_manager.current_pass is None:
             return
         trains = self._unit_manager.current_pass == _hoist.Pass.train
@@ -209,7 +199,7 @@ class Passes:
             self._unit_manager.end()
 
     def leave_outermost(self, failed: bool) -> None:
-        was_watched = self._watch is not None or self._unit_manager.current_pass not in self._watched
+        was_watched = self.uses.is_watched
         try:
             self._leave_pass(failed)
             if torch._C._current_graph_task_id() != -1:
@@ -231,75 +221,16 @@ class Passes:
             self._drop_pass()
             raise
 
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
-            self._watch = None
-
     def _leave_pass(self, failed: bool) -> None:
         unit_manager = self._unit_manager
-        if self._watch is not None:
-            self._end_watch()
-            if not failed:
-                self._watched.add(unit_manager.current_pass)
+        self.uses.end_call(failed)
         if torch._C._current_graph_task_id() != -1:
             return  # a recomputation, which also ends by an exception when it has made what is asked for
-        if failed:  # perhaps for a use of weights that no pass before had: the next one is watched for it
-            self._watched.discard(unit_manager.current_pass)
+        if failed:
+            self.uses.watch_next()
         if failed and unit_manager.current_pass is not None and not self.gathers:
             self.left_by = text_of(sys.exc_info()[1])
             self._drop_pass()
-
-    def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
-        """Until its end, `missing` is told of units that operators use and nothing has gathered."""
-        self._watched_calls.clear()
-        def is_announced(unit: int) -> bool:
-            return self._unit_manager.is_up(unit) and not self._is_left_over(unit)
-
-        # In vertical order other micro-batches' calls are under way in their threads.
-        thread = None if self.forward_of_all is None else threading.get_ident()
-        return Watch(self._parameters.tensors.unit_of, is_announced, missing, self._watched_calls,
-                     self._parameters.watched_units, thread)
-
-    def _is_left_over(self, unit: int) -> bool:
-        return self.forward_of_all is not None and self.forward_of_all.has_left(unit)
-
-    def _use_unannounced(self, unit: int) -> None:
-        """An operator uses weights that no hook has gathered."""
-        if self._unit_manager.is_held(unit) and not self._is_left_over(unit):
-            self._unit_manager.bring_back(unit)
-            return
-        name = self._cut.units[unit].name
-        if (part := self._part_under_way(unit)) is not None:
-            _log.info("unit '%s' is used by calls of its parts, such as its %s", name, type(part).__name__)
-            hooks = {id(each): self._add_hook(each, unit) for each in (*called_parts(self._cut.units[unit].module), part)}
-            hooks[id(part)].joins_call(unit)
-            return
-        self._unit_manager.share(unit)
-        if self.calls:
-            call = self.calls[-1]
-            call.hook.units.append(unit)
-            call.entered.append(unit)
-            for other in self.forward_of_all.other_calls_of(call.hook) if self.forward_of_all is not None else ():
-                self._unit_manager.enter(unit)
-                other.entered.append(unit)
-            _log.info("unit '%s' is also used in %s", name,
-                      "the model's own forward()" if call.hook.is_root else "another module")
-        else:
-            self._always_up.append(unit)
-            _log.warning("unit '%s' is used outside of every module's forward(): it stays gathered for whole passes", name)
-        self._unit_manager.enter(unit)
-
-    def _part_under_way(self, unit: int) -> nn.Module | None:
-        """The outermost module of the unit that is being called, where the call is not inside of one that has hooks."""
-        parts, hooked = {id(part) for part in self._cut.units[unit].modules}, {id(call.hook.module) for call in self.calls}
-        outermost = None
-        for module in reversed(self._watched_calls):
-            if id(module) in hooked:
-                break
-            if id(module) in parts:
-                outermost = module
-        return outermost
 
     @property
     def at_boundary(self) -> bool:
@@ -307,17 +238,6 @@ class Passes:
         step() is called."""
         called = self.micro_batch == 0 or self._step_was_called or self._unit_manager.current_pass == _hoist.Pass.train
         return self.micro_batch + (1 if called else 0) == self.micro_batches
-
-    def keep_up(self, units: list[int], module: str) -> None:
-        """A call returned no tensor that shows when its backward pass begins: its units stay gathered until the pass ends."""
-        for unit in units:
-            name = self._cut.units[unit].name
-            if name not in self._kept_up and any(p.requires_grad for p in self._cut.units[unit].parameters.values()):
-                self._kept_up.add(name)
-                _log.warning("%s returns no tensors, so nothing shows when its backward pass begins: unit '%s' stays gathered "
-                             "for whole passes", module, name)
-            if name in self._kept_up:
-                self._unit_manager.enter(unit)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -341,7 +261,7 @@ class Passes:
         scaled = self.scale(loss)
         self._is_called = True
         try:
-            with self._watch_of_backward():
+            with self.uses.of_backward():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
             self.left_by = text_of(error)
@@ -351,31 +271,6 @@ class Passes:
             self._is_called = False
         if self._unit_manager.current_pass == _hoist.Pass.train:  # a loss that no part of the model has made
             self._end_backward()
-
-    @contextlib.contextmanager
-    def _watched_once(self, kind: Any, missing: Callable[[int], None]) -> Iterator[None]:
-        """Watches the first pass of a kind, as far as it ends without an error."""
-        if kind in self._watched:
-            yield
-            return
-        with self._watched_by(missing):
-            yield
-        self._watched.add(kind)
-
-    @contextlib.contextmanager
-    def _watch_of_backward(self) -> Iterator[None]:
-        """Where units give way to each other for want of memory, later passes are watched, too."""
-        with self._watched_once("backward", self._use_unannounced_in_backward):
-            self._unit_manager.watch_backward("backward" not in self._watched)
-            try:
-                yield
-            except BaseException:  # perhaps for a use of weights that no backward pass before had, as in _leave_pass()
-                self._watched.discard("backward")
-                raise
-            finally:
-                self._unit_manager.watch_backward(False)
-        if self._unit_manager.gave_way():
-            self._watched.discard("backward")
 
     def backward_begins(self, *_: object) -> None:
         self.turns.require(BACKWARD)
@@ -405,19 +300,6 @@ class Passes:
         self.micro_batch += micro_batches
         self.due = self.micro_batch == self.micro_batches
 
-    def _use_unannounced_in_backward(self, unit: int) -> None:
-        if self._unit_manager.is_held(unit):
-            self._unit_manager.bring_back(unit)
-            return
-        if self._unit_manager.current_pass is None:
-            raise _hoist.UsageError("a second backward pass through a graph whose pass has ended with its first one, as of a "
-                                    "gradient penalty: call torch.autograd.grad() before backward(), and for inputs only")
-        self._unit_manager.share(unit)
-        self._unit_manager.enter(unit)
-        self._always_up.append(unit)
-        _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays gathered for "
-                     "whole passes", self._cut.units[unit].name)
-
     # --- vertical order ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -434,12 +316,9 @@ class Passes:
             raise
         self._end_backward(self.micro_batches)
 
-    def watched_forward(self) -> contextlib.AbstractContextManager[None]:
-        return self._watched_once(_hoist.Pass.train, self._use_unannounced)
-
     @contextlib.contextmanager
     def backward_of_all(self, without_history: set[int]) -> Iterator[None]:
-        with self.turns.of(BACKWARD), self._watch_of_backward():
+        with self.turns.of(BACKWARD), self.uses.of_backward():
             self._backward_seen = True
             self.without_history = without_history
             try:
@@ -519,9 +398,7 @@ class Passes:
     def give_up(self) -> None:
         """Calls that were under way, or were interrupted, are left behind."""
         self.calls.clear()
-        with contextlib.suppress(Exception):  # a mode of the program's own may lie above it
-            self._end_watch()
-        self._watch = None
+        self.uses.give_up()
         self.turns.forget()
 
     def forget(self) -> None:

@@ -149,7 +149,7 @@ class Forward:
         def run_one(index: int) -> None:
             try:
                 self._await_turn(index)
-                with carried(), self._passes.watched_forward() if index == 0 else contextlib.nullcontext():
+                with carried(), self._passes.uses.of_first_forward() if index == 0 else contextlib.nullcontext():
                     loss = loss_of(micro_batches[index])
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                     raise _hoist.UsageError("train_batch(micro_batches, loss_of): loss_of returns the loss of a micro-batch, a "

@@ -8,10 +8,12 @@ operator's tensors; what it finds is gathered there and then, and known from the
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +23,15 @@ from torch.utils._pytree import tree_leaves
 
 from hoist import _hoist
 from hoist.torch.graphs import outside_of_graphs
+from hoist.torch.units import Model, called_parts
+
+if TYPE_CHECKING:
+    from hoist.torch.hooks import ModuleHook
+    from hoist.torch.parameters import Parameters
+    from hoist.torch.passes import Passes
+
+_log = logging.getLogger("hoist")
+_BACKWARD = "backward"  # a kind of pass, beside those of the engine
 
 
 class Watch(TorchDispatchMode):
@@ -100,3 +111,174 @@ class Watch(TorchDispatchMode):
             return self._unit_of(tensor)
         except (RuntimeError, NotImplementedError):  # tensors without memory
             return None
+
+
+class UnannouncedUses:
+    """Finds the units that are used where no hook announces it, in the first pass of each kind, and gathers them then and in
+    later passes. `add_hook` gives a module whose calls use a unit a hook; once."""
+
+    def __init__(self, passes: Passes, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters,
+                 add_hook: Callable[[nn.Module, int], ModuleHook]):
+        self._passes = passes
+        self._unit_manager = unit_manager
+        self._cut = cut
+        self._parameters = parameters
+        self._add_hook = add_hook
+        self._known: set[Any] = set()  # kinds of passes that have been watched
+        self._watch: Watch | None = None
+        self._calls: list[nn.Module] = []  # modules under way, innermost last
+        self._kept: set[str] = set()  # units whose modules return no tensors
+        self._always: list[int] = []  # units that something outside of any module uses
+        self._always_before = 0  # how many of them the pass under way began with
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self._always_before = len(self._always)
+        for unit in self._always:
+            self._unit_manager.enter(unit)
+
+    def forget_pass(self) -> None:
+        """What the pass under way has found to be used outside of any module."""
+        del self._always[self._always_before:]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the pass under way is one of those that are watched."""
+        return self._watch is not None or self._unit_manager.current_pass not in self._known
+
+    def watch_next(self) -> None:
+        """A pass of this kind has failed, perhaps for a use of weights that none before had."""
+        self._known.discard(self._unit_manager.current_pass)
+
+    def begin_call(self) -> None:
+        """An outermost call of a pass begins."""
+        if self._unit_manager.current_pass not in self._known and not torch.compiler.is_compiling():
+            self._watch = self._watch_for(self._use)
+            self._watch.__enter__()
+
+    def end_call(self, failed: bool) -> None:
+        if self._watch is not None:
+            self._end_watch()
+            if not failed:
+                self._known.add(self._unit_manager.current_pass)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
+
+    def give_up(self) -> None:
+        """Leaves a call behind that was interrupted."""
+        with contextlib.suppress(Exception):  # a mode of the program's own may lie above it
+            self._end_watch()
+        self._watch = None
+
+    def of_first_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Around the first micro-batch's loss, in vertical order."""
+        return self._once(_hoist.Pass.train, self._use)
+
+    @contextlib.contextmanager
+    def of_backward(self) -> Iterator[None]:
+        """Around a backward pass. Where units give way to each other for want of memory, later passes are watched, too."""
+        with self._once(_BACKWARD, self._use_in_backward):
+            self._unit_manager.watch_backward(_BACKWARD not in self._known)
+            try:
+                yield
+            except BaseException:  # as in watch_next()
+                self._known.discard(_BACKWARD)
+                raise
+            finally:
+                self._unit_manager.watch_backward(False)
+        if self._unit_manager.gave_way():
+            self._known.discard(_BACKWARD)
+
+    @contextlib.contextmanager
+    def _once(self, kind: Any, missing: Callable[[int], None]) -> Iterator[None]:
+        """Watches the first pass of a kind, as far as it ends without an error."""
+        if kind in self._known:
+            yield
+            return
+        with self._watch_for(missing):
+            yield
+        self._known.add(kind)
+
+    def _watch_for(self, missing: Callable[[int], None]) -> Watch:
+        """Until its end, `missing` is told of units that operators use and nothing has gathered."""
+        self._calls.clear()
+
+        def is_announced(unit: int) -> bool:
+            return self._unit_manager.is_up(unit) and not self._is_left_over(unit)
+
+        # In vertical order other micro-batches' calls are under way in their threads.
+        thread = None if self._passes.forward_of_all is None else threading.get_ident()
+        return Watch(self._parameters.tensors.unit_of, is_announced, missing, self._calls, self._parameters.watched_units, thread)
+
+    # --- uses --------------------------------------------------------------------------------------------------------
+
+    def _is_left_over(self, unit: int) -> bool:
+        forward_of_all = self._passes.forward_of_all
+        return forward_of_all is not None and forward_of_all.has_left(unit)
+
+    def _use(self, unit: int) -> None:
+        """An operator uses weights that no hook has gathered."""
+        if self._unit_manager.is_held(unit) and not self._is_left_over(unit):
+            self._unit_manager.bring_back(unit)
+            return
+        name = self._cut.units[unit].name
+        if (part := self._part_under_way(unit)) is not None:
+            _log.info("unit '%s' is used by calls of its parts, such as its %s", name, type(part).__name__)
+            hooks = {id(each): self._add_hook(each, unit) for each in (*called_parts(self._cut.units[unit].module), part)}
+            hooks[id(part)].joins_call(unit)
+            return
+        self._unit_manager.share(unit)
+        if self._passes.calls:
+            call = self._passes.calls[-1]
+            call.hook.units.append(unit)
+            call.entered.append(unit)
+            forward_of_all = self._passes.forward_of_all
+            for other in forward_of_all.other_calls_of(call.hook) if forward_of_all is not None else ():
+                self._unit_manager.enter(unit)
+                other.entered.append(unit)
+            _log.info("unit '%s' is also used in %s", name,
+                      "the model's own forward()" if call.hook.is_root else "another module")
+        else:
+            self._always.append(unit)
+            _log.warning("unit '%s' is used outside of every module's forward(): it stays gathered for whole passes", name)
+        self._unit_manager.enter(unit)
+
+    def _part_under_way(self, unit: int) -> nn.Module | None:
+        """The outermost module of the unit that is being called, where the call is not inside of one that has hooks."""
+        parts = {id(part) for part in self._cut.units[unit].modules}
+        hooked = {id(call.hook.module) for call in self._passes.calls}
+        outermost = None
+        for module in reversed(self._calls):
+            if id(module) in hooked:
+                break
+            if id(module) in parts:
+                outermost = module
+        return outermost
+
+    def _use_in_backward(self, unit: int) -> None:
+        if self._unit_manager.is_held(unit):
+            self._unit_manager.bring_back(unit)
+            return
+        if self._unit_manager.current_pass is None:
+            raise _hoist.UsageError("a second backward pass through a graph whose pass has ended with its first one, as of a "
+                                    "gradient penalty: call torch.autograd.grad() before backward(), and for inputs only")
+        self._unit_manager.share(unit)
+        self._unit_manager.enter(unit)
+        self._always.append(unit)
+        _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays gathered for whole passes",
+                     self._cut.units[unit].name)
+
+    def keep(self, units: list[int], module: str) -> None:
+        """A call returned no tensor that shows when its backward pass begins: its units stay gathered until the pass ends."""
+        for unit in units:
+            name = self._cut.units[unit].name
+            if name not in self._kept and any(p.requires_grad for p in self._cut.units[unit].parameters.values()):
+                self._kept.add(name)
+                _log.warning("%s returns no tensors, so nothing shows when its backward pass begins: unit '%s' stays gathered "
+                             "for whole passes", module, name)
+            if name in self._kept:
+                self._unit_manager.enter(unit)
