@@ -66,6 +66,24 @@ def test_a_parameter_that_is_given_another_tensor_is_refused_and_has_its_own_aga
     assert losses == expected
 
 
+@pytest.mark.parametrize("change", [lambda p: p.mul_(2), lambda p: p.mul_(0.25), torch.Tensor.neg_, torch.Tensor.zero_])
+def test_a_change_of_all_elements_alike_is_seen(wrapped, change):
+    """Sums of the bits would stay the same: so many elements, each times a power of two, or with another sign."""
+    model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 4, bias=False))
+    model.signs = nn.Parameter(torch.tensor([1., -2., -3., 4.]))
+    model.zeros = nn.Parameter(torch.tensor([0., -0., 0.5, 1.]))
+    names = ["0.weight", "signs", "zeros"]
+    with wrapped(model, hoist={"device_memory": "64MiB", "pinned_memory": "128MiB"}) as engine, torch.no_grad():
+        for name in names:
+            before = engine.read(name)
+            with pytest.raises(hoist.UsageError, match="was changed inside of"), engine.gathered([name]):
+                change(engine.module.get_parameter(name))
+            assert torch.equal(engine.read(name), before)
+            with engine.gathered([name], modify=True):
+                change(engine.module.get_parameter(name))
+            assert torch.equal(engine.read(name).view(torch.int32), change(before).view(torch.int32)), name
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["in place", "data", "another tensor"])
 def test_gathered_weights_may_be_modified(wrapped, how, dtype):

@@ -229,18 +229,16 @@ class Parameters:
         units = {self._unit[name] for name in own}
         up = {name: p for name, p in zip(self._number, self._all, strict=True) if self._unit[name] in units}
         before = {name: up[name].detach().clone() for name in kept}
-        prints = {name: _fingerprint(p) for name, p in up.items()}
+        prints = {name: _fingerprint(p) for name, p in up.items() if name not in kept}
         changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # which elements, and their new values
         others: list[str] = []
 
         def note() -> None:
-            for name in (name for name, p in up.items() if _fingerprint(p) != prints[name]):
-                if name not in kept:
-                    others.append(name)
-                    continue
-                now = up[name].detach()
-                where = (now != before[name]).cpu()
-                changes[name] = where, now.cpu()[where].float()
+            others.extend(name for name, was in prints.items() if _fingerprint(up[name]) != was)
+            for name in kept:
+                where = (_bits(up[name]) != _bits(before[name])).cpu().view(self._shape[name])
+                if where.any():
+                    changes[name] = where, up[name].detach().cpu()[where].float()
             self.tensors.given_another()
             self.note_versions()
 
@@ -472,15 +470,21 @@ class Parameters:
                    self._module.register_load_state_dict_pre_hook(load), self._module.register_load_state_dict_post_hook(loaded))
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
 def _fingerprint(parameter: nn.Parameter) -> int:
-    """Of all bits and where they are."""
-    kind = torch.int32 if parameter.element_size() == 4 else torch.int16
-    bits = parameter.detach().contiguous().view(-1).view(kind)
-    factors = 2 * torch.arange(min(bits.numel(), _PIECE), device=bits.device) + 1
+    """A hash of all bits and where they are: the sum of each element and its place, mixed as by SplitMix64 (Steele et al.,
+    2014). Without the mixing, changes of many elements alike cancel each other."""
+    bits = _bits(parameter)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, bits.numel(), _PIECE):
         part = bits[first:first + _PIECE].long()
-        total = 31 * total + (part * factors[:part.numel()]).sum()
+        mixed = torch.arange(first, first + part.numel(), device=bits.device).bitwise_left_shift_(32).bitwise_xor_(part)
+        for shift, factor in ((30, -0x40a7b892e31b1a47), (27, -0x6b2fb644ecceee15)):
+            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total += mixed.bitwise_xor_(mixed >> 31).sum()
     return int(total)
 
 
