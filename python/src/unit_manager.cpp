@@ -81,9 +81,10 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   note_memory();
 }
 
-bool UnitManager::same_on_all(std::string_view text) {
+bool UnitManager::same_on_all(std::string_view text, Among among) {
   const EngineTurn turn(engine_mutex());
-  const auto all = comm::values_of_all(runtime().communicator(), checksum(std::as_bytes(std::span(text))));
+  comm::Communicator& ranks = among == Among::job ? runtime().norm_group() : runtime().communicator();
+  const auto all = comm::values_of_all(ranks, checksum(std::as_bytes(std::span(text))));
   return std::ranges::all_of(all, [&](std::uint64_t other) { return other == all.front(); });
 }
 
@@ -112,6 +113,31 @@ void UnitManager::note_memory() {
   keeps_all_up_ = std::ranges::all_of(units_, &Unit::stays_up);
 }
 
+// While the engine lives, so that nothing is given up for a commit that is not there. If the engine has failed, the
+// search may fail with it; restoring then refuses by itself.
+void UnitManager::require_commit(const std::string& from) {
+  const std::string& directory = options_.engine.store_directory;
+  if (directory.empty())
+    throw UsageError("restore() without a store: all state is in memory, and nothing is committed");
+  try {
+    if (from.empty()) {
+      if (Engine::find_commit(runtime(), options_.engine)) return;
+      throw StoreError(fmt::format("{} holds no commit yet: call save() before restore()", directory));
+    }
+    const std::vector<NamedCheckpoint> known = Engine::find_checkpoints(runtime(), options_.engine);
+    if (std::ranges::find(known, from, &NamedCheckpoint::name) != known.end()) return;
+    std::string others;
+    for (const NamedCheckpoint& step : known)
+      others += fmt::format("{}'{}' (step {})", others.empty() ? "" : ", ", step.name, step.step);
+    throw StoreError(
+        fmt::format("{} keeps no step '{}'; it keeps {}", directory, from, others.empty() ? "none" : others));
+  } catch (const StoreError&) {
+    throw;
+  } catch (const Error& error) {
+    log_warning("restore() looks for the commit when the engine has ended: {}", error.what());
+  }
+}
+
 RestoreReport UnitManager::restore(const std::string& from) {
   if (pass_) discard();
   const std::optional<std::uint64_t> asleep_at = asleep_at_;
@@ -121,6 +147,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
       engine_->settle();
     } catch (const Error&) {  // of the run that is being left
     }
+    require_commit(from);
   }
   if (was_used_) {
     end_engine();

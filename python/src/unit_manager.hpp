@@ -114,7 +114,9 @@ class UnitManager {
   // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or
   // named checkpoint; whatever made the old one fail is left behind with it.
   void initialize(const InitialState& state, std::span<const std::byte> caller_state = {});
-  bool same_on_all(std::string_view text);  // [C] whether every rank passes the same
+  enum class Among : std::uint8_t { sharding_group, job };
+  // [C] Whether every rank passes the same.
+  bool same_on_all(std::string_view text, Among among = Among::sharding_group);
   // [C] Gives every rank the bytes of the first one, wherever another rank has others. Returns where that was so.
   // Pre: as many values of the same lengths on each rank.
   std::vector<bool> take_first_ranks(std::span<const std::span<std::byte>> values);
@@ -141,7 +143,9 @@ class UnitManager {
   }
   Engine& engine() {
     runtime();
-    if (!engine_) throw UsageError("call initialize() or restore() first");
+    if (!engine_)
+      throw UsageError(was_used_ ? "the last restore() failed, and the state is gone: call restore() again"
+                                 : "call initialize() or restore() first");
     return *engine_;
   }
   // Errors: UsageError in a process that was forked later.
@@ -255,6 +259,7 @@ class UnitManager {
 
   // Errors: UsageError.
   void require_awake() const;
+  void require_commit(const std::string& from);
   void take_memory();
   void fall_asleep(std::uint64_t step) noexcept;
   void open_runtime();

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that stay under a name: kept, gone back to, and saved and loaded as DeepSpeed's programs do."""
 
+import copy
 import json
 import os
 import random
@@ -88,6 +89,25 @@ def test_a_later_program_goes_back_too(settings):
         assert engine.step_count == 7 and engine.checkpoints() == {"three": 3}
         assert engine.restore("three") == 3
         assert train(engine, 4, first=3) == expected
+
+
+@pytest.mark.parametrize("where, name", [("memory", ""), ("memory", "x"), ("checkpoint_path", ""), ("checkpoint_path", "x"),
+                                         ("nvme", "x")])
+def test_a_restore_of_what_is_not_there_gives_up_nothing(settings, tmp_path, where, name):
+    """Without a store, before the first commit, or by a name that is not kept: the run goes on."""
+    config = settings()
+    if where != "nvme":
+        config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    if where == "checkpoint_path":
+        config["hoist"]["checkpoint_path"] = str(tmp_path / "store")
+    with hoist.torch.wrap(make(), copy.deepcopy(config)) as engine:
+        train(engine, 2)
+        before = digests(engine)
+        with pytest.raises(hoist.Error, match={"memory": "all state is in memory|keeps no step 'x'"}.get(
+                where, "keeps no step 'x'" if name else "holds no commit yet")):
+            engine.restore(name)
+        assert engine.step_count == 2 and digests(engine) == before
+        train(engine, 1, first=2)
 
 
 def test_weights_that_are_up_do_not_outlive_a_restore(settings):

@@ -196,6 +196,20 @@ def test_steps_are_kept_by_name(tmp_path, offload):
     program.optimizer.close()
 
 
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("has_store, name, match", [(False, "", "all state is in memory"), (False, "x", "all state is in memory"),
+                                                    (True, "", "holds no commit yet"), (True, "x", "keeps no step 'x'")])
+def test_a_restore_of_what_is_not_there_gives_up_nothing(tmp_path, offload, has_store, name, match):
+    if offload == "nvme" and not (has_store and name):
+        return
+    arguments = {"offload": offload, **BUDGETS} | ({"directory": str(tmp_path / "store"), "keep_steps": 1} if has_store else {})
+    undisturbed = Program("AdamW", offload="cpu", **BUDGETS).train(0, 4).bits()
+    program = Program("AdamW", **arguments).train(0, 2)
+    with pytest.raises(hoist.Error, match=match):
+        program.optimizer.restore(name)
+    assert_equal(program.train(2, 4).bits(), undisturbed)
+
+
 def test_states_in_memory_are_committed_as_often_as_asked(tmp_path):
     arguments = place("cpu", tmp_path) | {"directory": str(tmp_path / "store"), "commit_every": 2}
     program = Program("AdamW", **arguments).train(0, 4)

@@ -90,6 +90,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
         self.state: dict[str, Any] = {}
         self.restored = False
+        self._waits_for_load = False  # the store holds a run, and load_checkpoint() comes
         for warning in config.warnings:
             _log.warning("%s", warning)
         if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
@@ -203,6 +204,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             self.restored = True
             self._load_commit_state(bytes(state))
             _log.info("resuming at step %d", step)
+        self._waits_for_load = not resume
         return True
 
     def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int) -> None:
@@ -495,7 +497,7 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _restore(self, name: str) -> int:
         step, state = self._unit_manager.restore(name)
-        self.restored = True
+        self.restored, self._waits_for_load = True, False
         self._last_step = step
         self._passes.forget()
         self._last_report = None
@@ -541,7 +543,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._unit_manager.settle()
 
     def _require_life(self) -> None:
-        if not self._unit_manager.is_alive and self._unit_manager.is_open and not self.is_asleep:
+        if self._waits_for_load and self._unit_manager.is_open:
             raise _hoist.StoreError(
                 f"{self.config.store_directory} holds a run already: load_checkpoint() or restore() continues it, as "
                 "resume=True does from the start; to begin anew, choose another directory or remove it")
