@@ -106,6 +106,25 @@ def test_weights_that_would_have_to_stay_up_beyond_the_budget_are_an_error(setti
         train(engine, plain=True)
 
 
+@pytest.mark.parametrize("end", ["close", "sleep", "a failed pass", "a failed pass and sleep", "a failed pass and close"])
+def test_the_programs_own_error_leaves_the_block(settings, end):
+    def fail(*_):
+        raise LookupError("no such token")
+
+    with pytest.raises(LookupError), hoist.torch.wrap(nn.Linear(8, 2), settings()) as engine:
+        if "failed" in end:
+            hook = engine.module.register_forward_pre_hook(fail)
+            with pytest.raises(LookupError):
+                engine(on_device_of_tests(torch.ones(4, 8)))
+            hook.remove()
+        if "sleep" in end:
+            engine.sleep()
+        if "close" in end:
+            engine.close()
+        fail()
+    engine.close()
+
+
 def test_a_skipped_step_is_said(settings, caplog):
     with stack(settings, "tensor") as engine, caplog.at_level(logging.WARNING, "hoist"):
         for _ in range(3):

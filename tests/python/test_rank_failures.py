@@ -66,6 +66,11 @@ def fail_in_with(engine, steps):
         broken()
 
 
+def fail_in_forward_in_with(engine, steps):
+    with engine:
+        fail_in_forward(engine, steps)
+
+
 def fail_and_close(engine, steps):
     try:
         fail_in_forward(engine, steps)
@@ -76,7 +81,7 @@ def fail_and_close(engine, steps):
 
 # Where they find each other, and the reason, is in the process of rank 0.
 @pytest.mark.parametrize("how, failing", [(fail_in_forward, 0), (fail_in_forward, 1), (fail_between_steps, 0),
-                                          (fail_in_with, 1), (fail_and_close, 2)])
+                                          (fail_in_with, 1), (fail_in_forward_in_with, 1), (fail_and_close, 2)])
 def test_a_rank_that_raises_names_itself_to_the_others(settings, tmp_path, how, failing):
     """Within seconds, where the time-out is ten minutes, and whoever they wait for just then. The last step is not lost."""
     processes = start(f"""
@@ -104,7 +109,8 @@ def test_a_rank_that_raises_names_itself_to_the_others(settings, tmp_path, how, 
             assert seconds < 40
         if how is not fail_and_close:
             out, error = processes[failing].communicate(timeout=60)
-            assert processes[failing].returncode == 1 and "LookupError: no such token" in error
+            raised = [line for line in error.splitlines() if "Error: " in line]
+            assert processes[failing].returncode == 1 and "LookupError: no such token" in raised[-1], error
     finally:
         for process in processes:
             process.kill()

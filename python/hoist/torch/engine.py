@@ -116,6 +116,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         self._unit_manager = self._make_unit_manager(options, group_of)
+        self._has_others = self.world_size > 1 or self._is_part_of_job  # also known when it was closed, or sleeps
         self._training = config.training
         self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
                               config.scales_losses, config.is_vertical, self._require_life, self._add_hook)
@@ -427,10 +428,6 @@ class Engine(StandsForModel, DeepSpeedNames):
     @property
     def _is_first_of_job(self) -> bool:
         return self.rank == 0 if self._sharding is None else self._sharding.is_first_of_job
-
-    @property
-    def _has_others(self) -> bool:
-        return self.world_size > 1 or self._is_part_of_job
 
     @property
     def step_count(self) -> int:
