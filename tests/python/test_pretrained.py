@@ -477,3 +477,13 @@ def test_a_model_of_which_nothing_is_trained_generates(tmp_path, device):
         again = transformers.AutoModelForCausalLM.from_config(expected.config).eval().requires_grad_(False)
         with hoist.torch.wrap(again, config, resume=True) as engine:
             assert torch.equal(again.generate(tokens, **arguments), expected.generate(tokens, **arguments))
+
+
+def test_a_trained_model_does_not_begin_with_its_files_again(tmp_path):
+    """After close() its weights are in the store: another engine is refused them, as of any model."""
+    _, source = saved(tmp_path / "source")
+    model = from_pretrained(transformers.LlamaForCausalLM, source)
+    hoist.torch.wrap(model, config_of(tmp_path / "first")).close()
+    with pytest.raises(hoist.UsageError, match="has no values"):
+        hoist.torch.wrap(model, config_of(tmp_path / "second"))
+    hoist.torch.wrap(model, config_of(tmp_path / "third"), weights=source).close()

@@ -112,6 +112,7 @@ class Parameters:
             yield self._move(unit_manager, device)
         except BaseException:
             remove_hooks(self._module)
+            parameter.__dict__.pop("initial_values", None)  # what is wrapped again would begin with them
             for module, name, parameter in own:
                 module._parameters[name] = parameter
             for parameter, data, attributes in former:

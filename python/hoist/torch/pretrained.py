@@ -374,7 +374,7 @@ def reading_files(model: Any) -> Iterator[None]:
         _refuse_absent(model)
     yield
     for magnitude in magnitudes:
-        del magnitude.initial_values  # and with it what it has of the adapters
+        magnitude.__dict__.pop("initial_values", None)  # and with it what it has of the adapters
     for module in modules:
         module.__dict__.pop("resize_token_embeddings", None)
         for hooks, own in ((module._forward_pre_hooks, _refuse_call), (module._load_state_dict_pre_hooks, _give_memory),
