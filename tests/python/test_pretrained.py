@@ -165,6 +165,23 @@ def test_missing_unexpected_and_mismatched_are_reported_as_transformers_does(tmp
         assert torch.equal(engine.read("model.norm.weight"), source.model.norm.weight.cpu())
 
 
+def test_a_model_that_calls_a_module_while_it_is_initialized(tmp_path):
+    """Wav2Vec2 normalizes weights by a parametrization, whose module PyTorch calls where the weight is read."""
+    config = transformers.Wav2Vec2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, conv_dim=(16, 16),
+        conv_kernel=(3, 3), conv_stride=(2, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2)
+    expected = transformers.Wav2Vec2ForCTC(config)
+    expected.save_pretrained(tmp_path / "source")
+    model = from_pretrained(transformers.Wav2Vec2ForCTC, tmp_path / "source")
+    with pytest.raises(hoist.UsageError, match="was called, and its weights are still in their files"):
+        model(torch.randn(1, 400))
+    with hoist.torch.wrap(model, config_of(tmp_path / "store")) as engine:
+        assert_same(engine.state_dict(), expected.state_dict())
+        engine.backward(engine(torch.randn(2, 400), labels=torch.tensor([[1, 2], [3, 4]])).loss)
+        assert engine.step().applied
+
+
 def test_what_cannot_be_kept_in_files_is_refused(tmp_path):
     _, directory = saved(tmp_path / "hub")
     with pytest.raises(hoist.UsageError, match="device_map"):
@@ -440,6 +457,16 @@ def test_memory_is_that_of_one_unit(tmp_path):
     assert_same(back, {name: value.to(torch.bfloat16) for name, value in expected.state_dict().items()})
 
 
+def test_a_trained_model_does_not_begin_with_its_files_again(tmp_path):
+    """After close() its weights are in the store: another engine is refused them, as of any model."""
+    _, source = saved(tmp_path / "source")
+    model = from_pretrained(transformers.LlamaForCausalLM, source)
+    hoist.torch.wrap(model, config_of(tmp_path / "first")).close()
+    with pytest.raises(hoist.UsageError, match="has no values"):
+        hoist.torch.wrap(model, config_of(tmp_path / "second"))
+    hoist.torch.wrap(model, config_of(tmp_path / "third"), weights=source).close()
+
+
 def test_a_model_that_is_still_in_its_files_is_saved_with_its_values(tmp_path):
     """Not as NaN, also over its own files; then it is in other files than it was made from."""
     original, hub = saved(tmp_path / "hub")
@@ -477,13 +504,3 @@ def test_a_model_of_which_nothing_is_trained_generates(tmp_path, device):
         again = transformers.AutoModelForCausalLM.from_config(expected.config).eval().requires_grad_(False)
         with hoist.torch.wrap(again, config, resume=True) as engine:
             assert torch.equal(again.generate(tokens, **arguments), expected.generate(tokens, **arguments))
-
-
-def test_a_trained_model_does_not_begin_with_its_files_again(tmp_path):
-    """After close() its weights are in the store: another engine is refused them, as of any model."""
-    _, source = saved(tmp_path / "source")
-    model = from_pretrained(transformers.LlamaForCausalLM, source)
-    hoist.torch.wrap(model, config_of(tmp_path / "first")).close()
-    with pytest.raises(hoist.UsageError, match="has no values"):
-        hoist.torch.wrap(model, config_of(tmp_path / "second"))
-    hoist.torch.wrap(model, config_of(tmp_path / "third"), weights=source).close()

@@ -434,7 +434,6 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
                 empty = nn.Parameter(torch.empty_like(meta, device="cpu"), requires_grad=meta.requires_grad)
                 module._parameters[name] = replaced.setdefault(id(meta), empty)
         if any(map(_is_in_files, module._parameters.values())):
-            module.register_forward_pre_hook(_refuse_call)
             module._register_load_state_dict_pre_hook(_give_memory, with_module=True)
             module._register_state_dict_hook(_show_values)
         for name, buffer in module._buffers.items():
@@ -447,6 +446,9 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
         _initialize_as_4(model)
     else:
         model.initialize_weights()
+    for module in model.modules():  # now: to initialize a module with a parametrization calls that
+        if any(map(_is_in_files, module._parameters.values())):
+            module.register_forward_pre_hook(_refuse_call)
     model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)
 
 
