@@ -44,6 +44,7 @@ from hoist.torch import channels, distributed, program_state
 from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
+from hoist.torch.shared_memory import refuse_shared_memory
 
 _log = logging.getLogger("hoist")
 
@@ -234,6 +235,7 @@ class Offloaded:
             if parameter.device != self.device:
                 raise _hoist.UsageError(f"'{name}' is on {parameter.device}, and '{self._names[0]}' on {self.device}: make one "
                                         "optimizer for the parameters of each device")
+        refuse_shared_memory(zip(self._names, self._parameters, strict=True))
         self._types = [parameter.dtype for parameter in self._parameters]
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._note_values()
@@ -389,6 +391,7 @@ class Offloaded:
         """[C] Makes the parameters' present values the masters."""
         self._unit_manager.require_process()
         self._weights()
+        refuse_shared_memory(zip(self._names, self._parameters, strict=True))
 
         def values(parameter: nn.Parameter) -> torch.Tensor:
             remainder = self._remainders.get(id(parameter))

@@ -301,6 +301,21 @@ def test_weights_that_are_tied_after_wrapping_are_refused(wrapped):
         step(engine)
 
 
+def test_weights_that_share_a_part_of_their_memory_are_refused(wrapped):
+    model = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(3 * WIDTH, WIDTH))
+    whole = model[0].weight.data
+    model[1].weight.data = whole[WIDTH:2 * WIDTH]
+    with pytest.raises(hoist.UsageError, match=r"'0\.weight' and '1\.weight' share memory"):
+        wrapped(model)
+    for number, fused in enumerate((torch.empty(2, WIDTH, WIDTH), torch.empty(WIDTH, 2, WIDTH).transpose(0, 1))):
+        model = model_of()  # the halves of one tensor, one after the other and row by row
+        for layer, half in zip((model[0], model[2]), fused, strict=True):
+            layer.weight.data = half.copy_(layer.weight.data)
+        assert model[0].weight.is_contiguous() == (number == 0)
+        with wrapped(model) as engine:
+            step(engine)
+
+
 def test_weights_that_share_memory_without_being_one_parameter_are_refused(wrapped):
     model = model_of()
     model[2].weight.data = model[0].weight.data

@@ -684,6 +684,21 @@ def test_parameters_that_cannot_be_trained_are_refused():
         hoist.optim.AdamW([nn.Parameter(torch.ones(3))], offload="cpu", settings={"moments_dtyp": "bf16"})
 
 
+def test_parameters_that_share_memory_are_refused():
+    """Each would have a master of its own. In memory they are PyTorch's own affair."""
+    whole = torch.randn(24, 8)
+    parts = [nn.Parameter(whole[first:first + 8]) for first in (0, 8, 16)]
+    hoist.optim.AdamW(parts, offload="cpu", **BUDGETS).close()
+    with pytest.raises(hoist.UsageError, match="'parameter 0' and 'parameter 1' share memory"):
+        hoist.optim.AdamW([nn.Parameter(whole), parts[1]], offload="cpu", **BUDGETS)
+    one, other = (nn.Parameter(torch.ones(())) for _ in range(2))
+    with hoist.optim.SGD([one, other], offload="cpu", **BUDGETS) as optimizer:
+        other.data = one.data
+        one.grad, other.grad = torch.ones(()), torch.ones(())
+        with pytest.raises(hoist.UsageError, match="share memory"):
+            optimizer.step()
+
+
 def test_calls_that_it_does_not_have_are_refused():
     program = Program("AdamW", offload="cpu", **BUDGETS).train(0, 1)
     before = program.bits()

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
 from hoist.torch import initial
+from hoist.torch.shared_memory import refuse_shared_memory
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
 from hoist.torch.wrapped import keep_hooks, remove_hooks
@@ -73,19 +74,10 @@ class Parameters:
             # In horizontal order autograd adds up a parameter's gradients by itself, and they come when the last one is known.
             own_gradient_memory = is_vertical and (unit.shared or unit.encloses)
             units.append(_hoist.ManagedUnit(unit.name, specs, unit.shared, beside, own_gradient_memory))
-        self._refuse_shared_memory()
+        named = itertools.chain.from_iterable(unit.parameters.items() for unit in self._cut.units)
+        # Those without strides have no values of their own: of the meta device, of a closed engine, or still in files.
+        refuse_shared_memory((name, p) for name, p in named if p.numel() > 1 and any(p.stride()) and not p.is_meta)
         return units
-
-    def _refuse_shared_memory(self) -> None:
-        """Errors: UsageError for parameters that share memory without being one: each would get values of its own."""
-        seen: dict[tuple[Any, Any], tuple[str, nn.Parameter]] = {}
-        for name, p in itertools.chain.from_iterable(unit.parameters.items() for unit in self._cut.units):
-            if p.numel() < 2 or not any(p.stride()):  # or one of a closed engine, without values
-                continue
-            other, before = seen.setdefault((p.untyped_storage()._cdata, p.storage_offset()), (name, p))
-            if before is not p and (p.requires_grad or before.requires_grad):
-                raise _hoist.UsageError(f"parameters '{other}' and '{name}' share memory (parameter.data = ...), and would be "
-                                        "trained apart: make them one parameter, as `head.weight = embedding.weight` does")
 
     def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
@@ -112,7 +104,6 @@ class Parameters:
             yield self._move(unit_manager, device)
         except BaseException:
             remove_hooks(self._module)
-            parameter.__dict__.pop("initial_values", None)  # what is wrapped again would begin with them
             for module, name, parameter in own:
                 module._parameters[name] = parameter
             for parameter, data, attributes in former:
@@ -121,6 +112,7 @@ class Parameters:
             raise
         for parameter, _, _ in former:
             parameter.grad = None
+            parameter.__dict__.pop("initial_values", None)  # what is wrapped again would begin with them
 
     def _move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, initial.Source]:
         self._unit_manager = unit_manager
