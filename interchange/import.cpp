@@ -79,7 +79,8 @@ std::shared_ptr<const Sources> match(const std::string& path, std::span<const Pa
   }
   if (!options.allow_unused && used.size() < sources->model.tensors().size()) {
     for (const auto& [name, tensor] : sources->model.tensors()) {
-      if (!used.contains(&tensor)) problems.push_back(fmt::format("'{}' is not a parameter of the model", name));
+      if (!used.contains(&tensor) && !options.others.contains(name))
+        problems.push_back(fmt::format("'{}' is not a parameter of the model", name));
     }
   }
   if (!problems.empty()) throw_problems(path, problems);

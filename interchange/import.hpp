@@ -13,6 +13,7 @@
 #pragma once
 
 #include <functional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,6 +30,8 @@ struct ImportOptions {
   Initializer otherwise{};
   // Whether the files may hold tensors without a parameter. Usually such files belong to another model.
   bool allow_unused = false;
+  // Tensors without a parameter that the files may hold in any case, such as a module's buffers.
+  std::set<std::string> others{};
 };
 
 // `path` as SafetensorsModel takes it. `parameters` are the engine's, in its order; only read during the call.

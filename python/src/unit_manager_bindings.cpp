@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <tuple>
 #include <utility>
@@ -14,6 +15,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -21,6 +23,7 @@
 #include <hoist/config/config.hpp>
 #include <hoist/interchange/export.hpp>
 #include <hoist/interchange/import.hpp>
+#include <hoist/interchange/safetensors_reader.hpp>
 #include <hoist/interchange/safetensors_writer.hpp>
 
 #include "bindings.hpp"
@@ -82,44 +85,84 @@ void begin_at(UnitManager& unit_manager, const nb::callable& values, std::uint64
   unit_manager.initialize(state, bytes_of(caller_state));
 }
 
-// `aliases`: other names of parameters that are used under several.
+// A tensor of a safetensors file, or for one: the type as the format spells it.
+using TypeAndShape = std::pair<std::string, std::vector<std::uint64_t>>;
+
+std::map<std::string, TypeAndShape> tensors_in(const std::string& path) {
+  std::map<std::string, TypeAndShape> tensors;
+  const interchange::SafetensorsModel model(path);
+  for (const auto& [name, tensor] : model.tensors())
+    tensors[name] = {std::string(interchange::tensor_type_name(tensor.info->type)), tensor.info->shape};
+  return tensors;
+}
+
+nb::bytes read_tensor(const std::string& path, const std::string& name) {
+  const interchange::SafetensorsModel model(path);
+  const auto* const tensor = model.find(name);
+  if (tensor == nullptr) throw interchange::SafetensorsError(path, fmt::format("there is no tensor '{}'", name));
+  std::vector<std::byte> bytes(tensor->info->bytes());
+  tensor->read(0, bytes);
+  return nb::bytes(bytes.data(), bytes.size());
+}
+
+// `aliases`: other names of parameters that are used under several. `others`: tensors that the files may have beside
+// the parameters.
 void initialize_from(UnitManager& unit_manager, const std::string& path,
-                     const std::map<std::string, std::string>& aliases) {
+                     const std::map<std::string, std::string>& aliases, const std::set<std::string>& others) {
   const auto names_of = [&](const std::string& parameter) {
     std::vector<std::string> names{parameter};
     for (const auto& [alias, name] : aliases)
       if (name == parameter) names.push_back(alias);
     return names;
   };
-  unit_manager.initialize(
-      {.masters = interchange::fill_from(path, unit_manager.model().parameters(), {.tensor_names = names_of})});
+  unit_manager.initialize({.masters = interchange::fill_from(path, unit_manager.model().parameters(),
+                                                             {.tensor_names = names_of, .others = others})});
 }
 
 // --- weights out -----------------------------------------------------------------------------------------------------
 
-// [C] The engine's present masters as safetensors; rank 0 writes. Errors: UsageError for fp16 where a parameter has a
-// larger range.
+// A tensor of the program's: its name, type, shape and address in host memory.
+using ProgramTensor = std::tuple<std::string, std::string, std::vector<std::uint64_t>, std::uintptr_t>;
+
+// [C] The engine's present masters and tensors of the program's as safetensors; rank 0 writes. Files begin with the
+// widest types, so that every tensor is aligned; `buffers` come in that order. Errors: UsageError for fp16 where a
+// parameter has a larger range.
 std::vector<std::string> export_model(UnitManager& unit_manager, const std::string& directory, DType dtype,
-                                      std::uint64_t shard_bytes_max) {
+                                      std::uint64_t shard_bytes_max, const std::vector<ProgramTensor>& buffers) {
   using interchange::SafetensorsWriter;
   const EngineTurn turn(unit_manager.engine_mutex());
   Engine& engine = unit_manager.engine();
   const std::span<const ParameterSpec> parameters = engine.model().parameters();
   std::vector<interchange::TensorSpec> tensors;
+  std::vector<std::span<const std::byte>> wider, others;  // buffers: before the parameters, and after
+  for (const auto& [name, type_name, shape, address] : buffers) {
+    const auto type = interchange::find_tensor_type(type_name);
+    if (!type) throw UsageError(fmt::format("'{}' is {}, which safetensors files cannot hold", name, type_name));
+    const bool is_wider = interchange::tensor_type_bits(*type) >= 8 * dtype_bytes(dtype);
+    (is_wider ? wider : others)
+        .emplace_back(reinterpret_cast<const std::byte*>(address), interchange::tensor_bytes(*type, shape).value());
+    tensors.push_back({.name = name, .type = *type, .shape = shape});
+  }
+  const auto first_parameter = tensors.begin() + static_cast<std::ptrdiff_t>(wider.size());
+  std::vector<interchange::TensorSpec> of_parameters;
   for (const ParameterSpec& spec : parameters) {
     interchange::refuse_lost_range(spec.name, spec.dtype, dtype);
-    tensors.push_back(
+    of_parameters.push_back(
         {.name = spec.name, .type = interchange::tensor_type(dtype), .shape = {spec.shape.begin(), spec.shape.end()}});
   }
+  tensors.insert(first_parameter, of_parameters.begin(), of_parameters.end());
   std::optional<SafetensorsWriter> writer;
   if (engine.runtime().rank() == 0)
     writer.emplace(interchange::SafetensorsWriterOptions{.directory = directory, .shard_bytes_max = shard_bytes_max},
                    tensors);
   std::vector<float> values(kMiB);
   std::vector<std::byte> narrowed(dtype == DType::fp32 ? 0 : 2 * values.size());
-  for (std::uint32_t p = 0; p < tensors.size(); ++p) {
-    std::uint64_t count = 1;
-    for (const std::uint64_t extent : tensors[p].shape) count *= extent;
+  const auto write = [&writer](std::span<const std::byte> bytes) {
+    if (writer) writer->write(bytes);
+  };
+  std::ranges::for_each(wider, write);
+  for (std::uint32_t p = 0; p < parameters.size(); ++p) {
+    const std::uint64_t count = element_count(parameters[p]);
     for (std::uint64_t first = 0; first < count; first += values.size()) {
       const std::span part(values.data(), std::min<std::uint64_t>(values.size(), count - first));
       engine.read(ParameterId{p}, State::master, first, part);
@@ -128,9 +171,10 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
         interchange::narrow(part, dtype, parameters[p].name, narrowed.data());
         out = std::span(narrowed).first(2 * part.size());
       }
-      if (writer) writer->write(out);
+      write(out);
     }
   }
+  std::ranges::for_each(others, write);
   if (!writer) return {};
   writer->finish();
   return writer->files();
@@ -199,6 +243,9 @@ void bind_hooks(nb::module_& module) {
 
 void bind_unit_manager(nb::module_& module) {
   bind_hooks(module);
+  module.def("tensors_in", &tensors_in, "path"_a,
+             "The (type, shape) of every tensor of a safetensors file, an index or a directory, by name.");
+  module.def("read_tensor", &read_tensor, "path"_a, "name"_a, "Its bytes.");
   const auto keep = nb::keep_alive<0, 1>();
 
   nb::class_<ManagedUnit>(module, "ManagedUnit", "What is used together: a layer.")
@@ -262,13 +309,16 @@ void bind_unit_manager(nb::module_& module) {
       .def("initialize", &initialize, "unit_values"_a, "caller_state"_a = nb::bytes("", 0))
       .def(
           "same_on_all",
-          [](UnitManager& unit_manager, const std::string& text) { return unit_manager.same_on_all(text); }, "text"_a,
-          "[C] Whether every rank passes the same.")
+          [](UnitManager& unit_manager, const std::string& text, bool of_job) {
+            using enum UnitManager::Among;
+            return unit_manager.same_on_all(text, of_job ? job : sharding_group);
+          },
+          "text"_a, "of_job"_a = false, "[C] Whether every rank passes the same: of the sharding group, or of the job.")
       .def("take_first_ranks", &take_first_ranks, "values"_a,
            "[C] Gives every rank the bytes of the first one, wherever another rank has others; returns where that was "
            "so. "
            "values: (address, bytes) of each, as many of the same lengths on each rank.")
-      .def("initialize_from", &initialize_from, "path"_a, "aliases"_a)
+      .def("initialize_from", &initialize_from, "path"_a, "aliases"_a, "others"_a)
       .def("begin_at", &begin_at, "values"_a, "step"_a, "loss_scale"_a, "caller_state"_a,
            "Begins with what another program's training came to: values(parameter, state, first_element, out) fills a "
            "tensor. loss_scale: None, or (scale, steps without an overflow, overflows until it is lowered).")
@@ -418,7 +468,7 @@ void bind_unit_manager(nb::module_& module) {
             return unit_manager.engine().save(name, bytes, {.mirror = mirror});
           },
           "name"_a, "caller_state"_a, "mirror"_a = false)
-      .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a)
+      .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a, "buffers"_a)
       .def_prop_ro(
           "device_ordinal", [](UnitManager& unit_manager) { return unit_manager.runtime().options().device_ordinal; },
           "Which GPU.")

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 import hoist
 import hoist.torch
 from hoist.torch import program_state
-from models import VOCABULARY, Gpt, batches, has_values, loss_of
+from models import VOCABULARY, Gpt, batches, has_values, loss_of, on_device_of_tests
 from training import make, train
 
 
@@ -245,6 +245,58 @@ def test_export_and_stream_in(settings, tmp_path):
         assert torch.equal(ours.pop("head.weight"), ours["token.weight"])
         assert_same(ours, expected)
         assert train(engine, 2)
+
+
+class WithBuffers(nn.Module):
+    """Running means, a count of another type, and a buffer that is computed and not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.rotary = nn.Module()
+        self.rotary.register_buffer("inv_freq", torch.ones(3), persistent=False)
+
+    def forward(self, x):
+        return self.layers(x) * self.mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_go_through_files_of_weights(settings, tmp_path, dtype):
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def wrapped(store, **arguments):
+        config = settings()
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] = str(tmp_path / store)
+        return hoist.torch.wrap(WithBuffers(), config, **arguments)
+
+    def refused(tensors, error, match):
+        safetensors.save_file({**plain, **tensors}, tmp_path / "wrong.safetensors")
+        with pytest.raises(error, match=match):
+            wrapped("wrong", weights=tmp_path / "wrong.safetensors")
+
+    with wrapped("first") as engine:
+        engine.backward(engine(on_device_of_tests(torch.randn(4, 8) * 3 + 5)).sum())
+        engine.step()
+        engine.module.mask[1] = True
+        engine.export(tmp_path / "exported", dtype)
+        expected = engine.state_dict()
+    assert safetensors.load_file(tmp_path / "exported" / "model.safetensors").keys() == expected.keys()
+    plain = {name: value.cpu().contiguous() for name, value in expected.items()}
+    # As old models of Llama have them in each layer.
+    safetensors.save_file({**plain, "layers.0.rotary.inv_freq": torch.ones(3), "rotary.inv_freq": torch.ones(3)},
+                          tmp_path / "plain.safetensors")
+    for number, weights in enumerate((tmp_path / "exported", tmp_path / "plain.safetensors")):
+        with wrapped(f"again-{number}", weights=weights) as engine:
+            for name, value in engine.state_dict().items():
+                rounds = number == 0 and name in dict(engine.module.named_parameters())
+                saved = expected[name].to(dtype).to(value.dtype) if rounds else expected[name]
+                assert value.dtype == saved.dtype and torch.equal(value.cpu(), saved.cpu()), name
+            assert engine.module.mask.all() and engine.module.layers[1].num_batches_tracked == 1
+    refused({"layers.1.running_mean": torch.zeros(7)}, hoist.UsageError, r"'layers.1.running_mean' is F32 \[7\], and the model's")
+    refused({"mask": torch.zeros(2)}, hoist.UsageError, r"'mask' is F32 \[2\], and the model's buffer is torch.bool")
+    refused({"layers.9.running_mean": torch.zeros(7)}, hoist.SafetensorsError, "'layers.9.running_mean' is not a parameter")
 
 
 def test_a_model_on_the_meta_device_is_initialized_one_unit_at_a_time(settings, tmp_path):

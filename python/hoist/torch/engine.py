@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
 from hoist.optim import options_of, warn_of_other_rates
-from hoist.torch import channels, checkpoints, distributed, initial, program_state, vertical
+from hoist.torch import channels, checkpoints, distributed, initial, program_state, vertical, weight_files
 from hoist.torch.casts import cast_inputs
 from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
@@ -210,7 +210,10 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int) -> None:
         if weights is not None:
-            self._unit_manager.initialize_from(weights, self._cut.aliases)
+            buffers = dict(self._parameters.persistent_buffers(remove_duplicate=False))
+            others, fill = weight_files.read_buffers(weights, self.module, buffers)
+            self._unit_manager.initialize_from(weights, self._cut.aliases, others)
+            fill()
         else:
             seed = initial.take_first_ranks(self._unit_manager, self._cut.units, sources, seed)
             self._unit_manager.initialize(initial.InitialValues(
@@ -578,8 +581,8 @@ class Engine(StandsForModel, DeepSpeedNames):
     @takes_turn
     def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,
                shard_bytes_max: int = 5_000_000_000) -> list[str]:
-        """[C] Writes the present weights as safetensors, without holding them in memory. Returns the files. In a job of several
-        sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
+        """[C] Writes the weights as safetensors, without holding them in memory, and persistent buffers in their own types. Returns
+        the files. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
         directory = os.fspath(directory)
         if self._is_part_of_job:
             assert self._sharding is not None

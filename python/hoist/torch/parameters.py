@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
-from hoist.torch import initial
+from hoist.torch import initial, weight_files
 from hoist.torch.shared_memory import refuse_shared_memory
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
@@ -423,7 +423,8 @@ class Parameters:
         self.names_in_model()
         if dtype not in initial.DTYPES:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
-        return self._unit_manager.export(directory, initial.DTYPES[dtype], shard_bytes_max)
+        buffers, _alive = weight_files.file_tensors(self.persistent_buffers())
+        return self._unit_manager.export(directory, initial.DTYPES[dtype], shard_bytes_max, buffers)
 
     def keep_state_dicts_true(self, turns: Turns) -> None:
         """`model.state_dict()`, as save_pretrained and others call it, would have no values."""

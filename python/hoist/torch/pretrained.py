@@ -32,6 +32,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from hoist import _hoist
+from hoist.torch.weight_files import TYPES
 
 __all__ = ["from_pretrained"]
 
@@ -42,9 +43,6 @@ Read = Callable[[], torch.Tensor]
 _log = logging.getLogger("hoist")
 # The arguments of from_pretrained that say where files are.
 _PLACES = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
-          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-          "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64}
 
 
 def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional: Any, **arguments: Any) -> Any:
@@ -116,7 +114,7 @@ def _tensors_in(path: str) -> dict[str, Read]:
         header = json.loads(file.read(min(length, 100_000_000)))
     header.pop("__metadata__", None)
     for key, entry in header.items():
-        if entry["dtype"] not in _TYPES:
+        if entry["dtype"] not in TYPES:
             raise _hoist.UsageError(f"{path}: '{key}' is {entry['dtype']}; quantized weights are not supported here")
     return {key: _Mapped(path, identity, 8 + length, entry) for key, entry in header.items()}
 
@@ -139,7 +137,7 @@ class _Mapped:
         self._identity = identity
         self._begin, end = (data_offset + offset for offset in entry["data_offsets"])
         self._bytes = end - self._begin
-        self._dtype = _TYPES[entry["dtype"]]
+        self._dtype = TYPES[entry["dtype"]]
         self._shape = entry["shape"]
 
     def __call__(self) -> torch.Tensor:

@@ -19,14 +19,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hoist import _hoist
 from hoist.torch.checkpoints import sync
-from hoist.torch.pretrained import _TYPES, IS_4
+from hoist.torch.pretrained import IS_4
+from hoist.torch.weight_files import NAMES
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
 
 __all__ = ["save_pretrained"]
 
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -174,7 +174,7 @@ class _Files:
         end = 0
         for name, tensor in tensors.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
