@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/config/key_table.hpp>
 #include <hoist/config/plain_json.hpp>
 #include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
@@ -47,6 +48,14 @@ void bind_config(nb::module_& module) {
   module.def(
       "plain_json", [](const std::string& text) { return config::plain_json(text); }, "text"_a,
       "The text with spaces instead of comments and of commas too many.");
+
+  module.def(
+      "key_name",
+      [](const std::string& path) -> std::optional<std::string> {
+        const config::KeyRow* const row = config::find_key(path);
+        return row == nullptr ? std::nullopt : std::optional(std::string(row->path));
+      },
+      "path"_a, "The first name of a configuration's key that has several, such as bf16 and bfloat16; None: unknown.");
 
   nb::class_<TrainingOptions>(module, "TrainingOptions", "What the program's own loop needs to know.")
       .def_ro("train_batch_size", &TrainingOptions::train_batch_size)

@@ -48,6 +48,17 @@ def _plain(value: Any, name: str, key: str) -> Any:
     raise _hoist.UsageError(f"{name}: {key} is of type {kind}: pass a number, text, true or false, a list or a dictionary")
 
 
+def with_first_names(section: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """A configuration that was understood, in which each key has the first of its names, such as bf16 for bfloat16. A key of
+    null is left out, as null means that."""
+    named = {}
+    for key, value in section.items():
+        name = (_hoist.key_name(path + key) or key).rpartition(".")[2]
+        if value is not None:
+            named[name] = with_first_names(value, f"{path}{name}.") if isinstance(value, dict) else value
+    return named
+
+
 def is_yaml(source: Any) -> bool:
     return isinstance(source, (str, os.PathLike)) and os.fspath(source).endswith((".yaml", ".yml"))
 

@@ -12,8 +12,8 @@ included, and what contradicts the arguments is refused as Hugging Face's integr
 from __future__ import annotations
 
 import contextlib
-import copy
 import glob
+import json
 import logging
 import os
 import sys
@@ -34,7 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hoist.torch
 from hoist import _hoist
 from hoist.torch.casts import cast_inputs
-from hoist.torch.config_files import read_config
+from hoist.torch.config_files import as_json, read_config, with_first_names
 from hoist.torch.parameters import dtype_of
 from hoist.torch.pretrained import from_pretrained
 from hoist.torch.pretrained_export import _new_model, _write_weights, refuse_adapters, save_pretrained
@@ -53,11 +53,14 @@ _KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad"} | {optim: "Lion" if "lion" in op
 
 
 def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
-    """A configuration with its "auto" values taken from the arguments. Errors: UsageError with all contradictions.
+    """A configuration with its "auto" values taken from the arguments. Errors: UsageError with all contradictions, and
+    ConfigError for what the configuration cannot say.
 
     What the loop is made of (batches, clipping, the weights' type) is taken from them also where the file says nothing.
     """
-    config = copy.deepcopy(config)
+    text = as_json(config, "hoist_config")
+    _hoist.Config.parse(text, "hoist_config", trains=False)
+    config = with_first_names(json.loads(text))
     problems: list[str] = []
 
     def match(path: str, value: Any, argument: str, also_absent: bool = False, always: bool = True) -> None:
@@ -92,8 +95,10 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     match("scheduler.params.total_num_steps", steps, "the number of steps")
     # The default of `optim` asks for nothing: the file says which optimizer.
     optim = optim_of(args)
-    if "optimizer" in config and optim not in DEFAULT_OPTIMS and config["optimizer"].get("type") != _KIND_OF.get(optim):
-        problems.append(f"optimizer.type is {config['optimizer'].get('type')}, and optim is {optim} (leave one of them out)")
+    if "optimizer" in config and optim not in DEFAULT_OPTIMS:
+        kind = config["optimizer"].get("type")
+        if str(kind).lower() != _KIND_OF.get(optim, "").lower():
+            problems.append(f"optimizer.type is {kind}, and optim is {optim} (leave one of them out)")
     if problems:
         raise _hoist.UsageError("the configuration and the arguments contradict each other (\"auto\" takes the argument's "
                                 "value): " + "; ".join(problems))
