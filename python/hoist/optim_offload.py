@@ -40,7 +40,7 @@ from hoist.optim import (
     settled_of,
     warn_of_other_rates,
 )
-from hoist.torch import channels, distributed, program_state
+from hoist.torch import channels, distributed, initial, program_state
 from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
@@ -310,7 +310,17 @@ class Offloaded:
         else:
             if resume:
                 distributed.refuse_stores_of_others(config.store_directory, is_of_group=len(job) > len(members))
+            self._take_first_ranks()
             self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter), self._commit_state(groups))
+
+    def _take_first_ranks(self) -> None:
+        """[C] Ranks that divide the states begin with the first one's weights, as with DistributedDataParallel: each writes its
+        part of the new weights into the parameters of all."""
+        shapes = repr([(piece.shape, str(piece.parameter.dtype)) for piece in self._pieces])
+        if self._is_divided and self._unit_manager.same_on_all(shapes):  # else initialize() names the difference
+            initial.take_first_ranks_values(self._unit_manager, (
+                [(piece.name, piece.of(piece.parameter.detach())) for piece in unit] for unit in self._units))
+            self._note_versions()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -319,7 +329,11 @@ class Offloaded:
         self._unit_manager.require_process()
         refuse_changes(groups, self._settled)
         gradients = self._gradients()
-        if all(gradient is None for gradient in gradients):
+        has_gradients = any(gradient is not None for gradient in gradients)
+        if self._has_others and not self._unit_manager.same_on_all(str(has_gradients), of_job=True):
+            raise _hoist.UsageError("step() of no gradients on some ranks, and of some on others: all ranks take a step, or none "
+                                    f"does. Here there are {'some' if has_gradients else 'none'}")
+        if not has_gradients:
             return
         if self._noted != [_signs_of_change(parameter) for parameter in self._parameters]:
             self.adopt()

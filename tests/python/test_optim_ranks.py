@@ -5,6 +5,7 @@
 import pytest
 import torch
 from test_optim_offload import BUDGETS, gpt, place, small_units  # noqa: F401
+from torch import nn  # noqa: F401 - for programs
 
 import hoist
 import hoist.optim
@@ -170,6 +171,48 @@ os._exit(0)
                     share_gpu=not divided)
     first, second = results(failing)
     assert second == "out of data" and "out of data" in first and "rank 1" in first
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_step_is_one_of_all_ranks_or_of_none(tmp_path, divided):
+    """A rank without gradients, while others have some: its next step would be taken for their present one."""
+    ranks = on_two_ranks(tmp_path, "store", divided, "nvme", program=RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, 0, 2)
+optimizer.step()  # of no gradients, on all ranks: nothing
+for parameter in model.parameters() if rank == 0 else ():
+    parameter.grad = torch.ones_like(parameter)
+with pytest.raises(hoist.UsageError, match="step.. of no gradients on some ranks"):
+    optimizer.step()
+optimizer.zero_grad()
+train_with_ddp(ddp, optimizer, rank, size, 2, config["last"])
+print(json.dumps(ends(model, optimizer)))
+optimizer.close()
+dist.destroy_process_group()
+""")
+    assert ranks == [alone(), alone()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_that_divide_states_begin_with_the_first_ranks_weights(tmp_path, dtype):
+    """As DistributedDataParallel makes them alike: here the optimizer is made before, or without it."""
+    program = """
+join()
+import hoist.optim
+from test_optim_ranks import *
+torch.manual_seed(config["seed"] + rank * config["differ"])
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).to(getattr(torch, config["dtype"]))
+optimizer = hoist.optim.AdamW(model.parameters(), lr=1e-2, shard_over=dist.group.WORLD, **config["arguments"])
+for step in range(2):
+    model(torch.ones(2, 8).to(next(model.parameters()))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps(ends(model, optimizer)))
+optimizer.close()
+dist.destroy_process_group()
+"""
+    alike, differing = (results(start(program, tmp_path / f"meet-{differ}", {
+        "seed": 3, "differ": differ, "dtype": dtype, "arguments": place("cpu", tmp_path)})) for differ in (0, 1))
+    assert differing[0] == differing[1] == alike[0] == alike[1]
 
 
 def test_a_part_of_the_ranks_can_divide(tmp_path):

@@ -54,19 +54,26 @@ def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], source
         bits = torch.tensor(list((int(seed) % 2**64).to_bytes(8, "little")), dtype=torch.uint8)
         if any(unit_manager.take_first_ranks([(bits.data_ptr(), 8)])):
             seed = int.from_bytes(bytes(bits.tolist()), "little", signed=True)  # a negative one is the one above it by 2^64
+    take_first_ranks_values(unit_manager, (
+        [(name, s.detach()) for name, p in unit.parameters.items() if isinstance(s := sources.get(id(p)), torch.Tensor)]
+        for unit in units))
+    return seed
+
+
+def take_first_ranks_values(unit_manager: _hoist.UnitManager, parts: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
+    """[C] Gives the tensors rank 0's values where other ranks have others, a part at a time. Pre: as many tensors, of the same
+    shapes and types, on each rank."""
     differing: list[str] = []
-    for unit in units:
-        own = {name: s.detach() for name, p in unit.parameters.items() if isinstance(s := sources.get(id(p)), torch.Tensor)}
-        values = {name: v.cpu().contiguous() for name, v in own.items()}  # the parameters' own memory where that is possible
-        differs = unit_manager.take_first_ranks([(v.data_ptr(), v.numel() * v.element_size()) for v in values.values()])
-        for name in (name for name, d in zip(values, differs, strict=True) if d):
+    for part in parts:
+        values = [own.cpu().contiguous() for _, own in part]  # the parameters' own memory where that is possible
+        differs = unit_manager.take_first_ranks([(v.data_ptr(), v.numel() * v.element_size()) for v in values])
+        for (name, own), value in (pair for pair, d in zip(zip(part, values, strict=True), differs, strict=True) if d):
             differing.append(name)
-            if values[name].data_ptr() != own[name].data_ptr():
-                own[name].copy_(values[name])
+            if value.data_ptr() != own.data_ptr():
+                own.copy_(value)
     if differing and unit_manager.rank == 0:
         _log.warning("%d parameters had other initial values on other ranks, '%s' first: all ranks begin with rank 0's",
                      len(differing), differing[0])
-    return seed
 
 
 def default_initialize(module: nn.Module) -> None:
