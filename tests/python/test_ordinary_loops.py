@@ -189,6 +189,21 @@ def test_a_loop_clips_by_itself(wrapped, call):
     assert expected[-1] != pytest.approx(trained(model_of())[-1], rel=1e-3)  # clipping made a difference
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.utils, "get_total_norm"), reason="PyTorch before 2.6 has no get_total_norm")
+def test_functions_that_clip_take_their_first_argument_by_name():
+    """For parameters of any program, also one that wraps no model."""
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3.0)
+    assert torch.nn.utils.get_total_norm(tensors=[parameter.grad]) == 6
+    assert torch.nn.utils.get_total_norm([parameter.grad]) == 6
+    assert torch.nn.utils.clip_grad_norm_(parameters=[parameter], max_norm=3.0) == 6
+    torch.nn.utils.clip_grads_with_norm_(parameters=parameter, max_norm=1.0, total_norm=torch.tensor(4.0))
+    torch.nn.utils.clip_grad_value_(parameters=parameter, clip_value=0.25)
+    assert torch.equal(parameter.grad, torch.full((4,), 0.25))
+    with pytest.raises(TypeError):
+        torch.nn.utils.clip_grad_norm_(max_norm=1.0)
+
+
 def test_a_limit_is_that_steps_alone(wrapped):
     with wrapped() as engine:
         for index, (inputs, targets) in enumerate(batches(4)):

@@ -49,7 +49,8 @@ def test_a_key_has_its_meaning_under_all_of_its_names(tmp_path, name):
 
 
 @pytest.mark.parametrize(("config", "match"), [
-    ({"scheduler": None}, "scheduler: null is not an object"), ({"optimizer": {"type": "AdamW", "params": None}}, "optimizer.params"),
+    ({"scheduler": None}, "scheduler: null is not an object"),
+    ({"optimizer": {"type": "AdamW", "params": None}}, "optimizer.params"),
     ({"bf16": True}, "bf16: true is not an object"), ({"optimizer": "AdamW"}, '"AdamW" is not an object')])
 def test_a_section_of_another_form_is_an_error_of_the_configuration(tmp_path, config, match):
     with pytest.raises(hoist.ConfigError, match=match):

@@ -7,6 +7,7 @@ Without this a training loop that clips by itself would go on, and silently clip
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -44,8 +45,14 @@ def _replace_functions() -> None:
 
 
 def _for_engines(original: Callable[..., Any], of_engine: Callable[..., Any]) -> Any:
+    first = next(iter(inspect.signature(original).parameters))
+
     @functools.wraps(original)
-    def clip(parameters: _Given, *args: Any, **kwargs: Any) -> Any:
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        if not args and first not in kwargs:
+            return original(**kwargs)  # its own error
+        parameters: _Given = args[0] if args else kwargs.pop(first)
+        args = args[1:]
         taken = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not taken and any(engine._passes.due for engine in _engines if engine._unit_manager.is_open):
             raise _hoist.UsageError(f"{original.__name__.lstrip('_')}() of no tensors, and a wrapped model's step is due: its "
