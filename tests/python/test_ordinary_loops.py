@@ -445,6 +445,43 @@ def test_a_group_cannot_be_added_after_wrapping(wrapped):
         engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
+@pytest.mark.parametrize("how", ["wrap", "attribute"])
+def test_a_schedule_may_be_made_by_a_function(wrapped, how):
+    """A schedule of PyTorch's needs the optimizer, which wrap() makes."""
+    def schedule_of(optimizer):
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    with wrapped(**({"scheduler": schedule_of} if how == "wrap" else {})) as engine:
+        if how == "attribute":
+            engine.lr_scheduler = schedule_of
+        assert isinstance(engine.lr_scheduler, lr_scheduler.LambdaLR)
+        for count, (x, y) in enumerate(batches(3), start=1):
+            engine.backward(F.mse_loss(engine(x), y))
+            engine.step()
+            assert engine.get_lr() == pytest.approx([RATE / (1 + count)])
+
+
+def test_forward_of_the_engine_is_a_call_of_the_model(wrapped):
+    """As of DeepSpeed's engine, which is a module; here also where the model has parameters of its own."""
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.shift = model_of(), nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x, scale=1.0):
+            return self.layers(x + self.shift) * scale
+
+    losses = []
+    for call in (lambda engine, x: engine(x, scale=2.0), lambda engine, x: engine.forward(x, scale=2.0)):
+        with wrapped(Root()) as engine:
+            for x, y in batches(3):
+                loss = F.mse_loss(call(engine, x), y)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
 def test_a_schedule_that_the_program_steps_raises_no_false_warning(wrapped):
     with wrapped() as engine, warnings.catch_warnings():
         warnings.simplefilter("error")

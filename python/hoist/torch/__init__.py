@@ -99,7 +99,7 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
     seed           random seed for `initialize`
     resume         continue from the newest commit of the store, if there is one
     load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()
-    scheduler      stepped after every step that was applied
+    scheduler      stepped after every step that was applied; or a function that makes one for the engine's optimizer
     device         where the model computes, "cpu", "cuda" or "cuda:1", if the configuration does not say; or an accelerator
                    (PrivateUse1) whose memory the CPU shares. By default, of several GPUs: the one that the model is on, or that
                    torch.cuda.set_device() chose, or the launcher's local rank
@@ -210,8 +210,6 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     if optimizer is not None:
         engine.optimizer.adopt(optimizer)
     scheduler = lr_scheduler
-    if callable(scheduler) and not hasattr(scheduler, "step"):
-        scheduler = scheduler(engine.optimizer)
     if scheduler is None and loaded.has_schedule:
         scheduler = ConfiguredSchedule(engine)
     engine.lr_scheduler = scheduler
@@ -221,7 +219,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         loader = torch.utils.data.DataLoader(
             training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn,
             sampler=sampler, shuffle=sampler is None, drop_last=bool(loaded.setting("dataloader_drop_last")))
-    return engine, engine.optimizer, loader, scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _refuse_others(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:

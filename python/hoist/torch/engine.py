@@ -35,7 +35,7 @@ from hoist.torch.graphs import refuse_graphs
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
 from hoist.torch.model_names import StandsForModel
-from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_rates_of_0, refuse_schedule
+from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_rates_of_0, refuse_schedule, schedule_for
 from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
@@ -85,7 +85,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._skipped_in_a_row = 0
         self.eviction_was_said = False
         self._boundary: bool | None = None
-        self._lr_scheduler = scheduler
+        self._lr_scheduler: Any = None
         self._resumed_rates: list[float] | None = None  # until the first step after that
         self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
         self.state: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._install_hooks()
         self.optimizer = Optimizer(self, param_groups)
         self._continue_rates()
-        self._continue_schedule()
+        self.lr_scheduler = scheduler
         if self._unit_manager.is_alive:  # else load_checkpoint() comes
             self.optimizer.show_rates()
         self._last_step = self.step_count if self._unit_manager.is_alive else 0
@@ -210,8 +210,7 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int) -> None:
         if weights is not None:
-            buffers = dict(self._parameters.persistent_buffers(remove_duplicate=False))
-            others, fill = weight_files.read_buffers(weights, self.module, buffers)
+            others, fill = weight_files.read_buffers(weights, self.module, dict(self._parameters.persistent_buffers(False)))
             self._unit_manager.initialize_from(weights, self._cut.aliases, others)
             fill()
         else:
@@ -371,13 +370,13 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @property
     def lr_scheduler(self) -> Any:
-        """Stepped after every step that was applied. One that is set after a restore goes on where the saved one was."""
+        """Stepped after every step that was applied; set to it, or to a function that makes it for the optimizer. One that is
+        set after a restore goes on where the saved one was."""
         return self._lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        refuse_schedule(scheduler)
-        refuse_other_optimizer(scheduler, self.optimizer.param_groups)
+        scheduler = schedule_for(self.optimizer, scheduler)
         if self.config.has_schedule and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
             raise _hoist.UsageError(f"{type(scheduler).__name__} beside the configuration's scheduler, which sets the rates: "
                                     "leave one of them out")
@@ -581,8 +580,8 @@ class Engine(StandsForModel, DeepSpeedNames):
     @takes_turn
     def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,
                shard_bytes_max: int = 5_000_000_000) -> list[str]:
-        """[C] Writes the weights as safetensors, without holding them in memory, and persistent buffers in their own types. Returns
-        the files. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
+        """[C] Writes the weights as safetensors, without holding them in memory, and persistent buffers in their own types.
+        Returns the files. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
         directory = os.fspath(directory)
         if self._is_part_of_job:
             assert self._sharding is not None

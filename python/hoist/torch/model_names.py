@@ -24,6 +24,10 @@ class StandsForModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A call, with the hooks that bring weights up: the model's own forward() would pass them by."""
+        return self(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:
             raise AttributeError(name)

@@ -43,6 +43,15 @@ def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -
             "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
 
 
+def schedule_for(optimizer: Optimizer, schedule: Any) -> Any:
+    """A schedule, or what a function makes for the engine's optimizer. Errors: as of the two above."""
+    if callable(schedule) and not hasattr(schedule, "step"):
+        schedule = schedule(optimizer)
+    refuse_schedule(schedule)
+    refuse_other_optimizer(schedule, optimizer.param_groups)
+    return schedule
+
+
 def refuse_rates_of_0(config: _hoist.Config, groups: list[dict[str, Any]]) -> None:
     """Errors: UsageError for a group that is to be frozen, and that the configuration's scheduler would train. WarmupCosineLR
     gives each group a share of its own rate."""
