@@ -342,6 +342,55 @@ def test_a_use_of_weights_that_is_new_is_found_when_the_call_is_made_again(wrap)
         assert refused <= 1 and engine.step_count >= 2
 
 
+class Experts(nn.Module):
+    """Calls its experts, their parts, or uses their weights, as `form` says. Each input names those that it is routed to."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.enter = form, nn.Linear(WIDTH, WIDTH)
+        self.list = nn.ModuleList(nn.Module() for _ in range(4)) if form != "weights of modules" else nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        for expert in self.list if form != "weights of modules" else ():
+            if form == "weights":
+                expert.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+            else:
+                expert.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, routed):
+        x, experts = routed
+        x = self.enter(x)
+        return sum(self.list[i].up(x) if self.form == "parts" else F.linear(x, self.list[i].weight) for i in experts)
+
+
+ROUTES = ([0, 1], [0, 1], [2], [2, 3], [1, 2], [0, 3])
+
+
+@pytest.mark.parametrize("form", ["weights", "weights of modules", "parts"])
+def test_experts_that_no_token_was_routed_to_in_the_first_pass(wrap, form):
+    """Experts that nothing calls: their likes are announced with the first of them. Experts that are not used have a gradient of
+    zeros here, as in memory below."""
+    inputs = [(batch(i), route) for i, route in enumerate(ROUTES)]
+    expected = losses_in_memory(made(lambda: Experts(form)), inputs, lambda model, x: mean_square(model, x) + 0 * sum(
+        p.sum() for p in model.parameters()))
+    with wrap(made(lambda: Experts(form))) as engine:
+        close_to([step_of(engine, x) for x in inputs], expected)
+
+
+def test_where_a_use_that_was_missed_cannot_be_refused_the_step_after_the_skipped_one_finds_it(wrap, monkeypatch):
+    """As with PyTorch before 2.13, where weights that are not loaded are NaN."""
+    monkeypatch.setattr(hoist.torch.unit_tensors, "CAN_REFUSE", False)
+    applied = []
+    model = made(lambda: Experts("weights"))
+    model.other = nn.Linear(WIDTH, WIDTH, bias=False)
+    with wrap(model) as engine:
+        for step in range(5):
+            if step == 2:
+                model.forward = lambda x: F.linear(model.enter(x), model.other.weight)
+            engine.backward(mean_square(engine, batch(0) if step >= 2 else (batch(0), [0])))
+            applied.append(engine.step().applied)
+    assert applied == [True, True, False, True, True]
+
+
 @pytest.mark.parametrize("called_before", [False, True])
 def test_weights_that_the_model_itself_uses_in_vertical_order(wrap, called_before):
     """Found in the first micro-batch, when the others' calls have begun already, and units stay for those that come."""

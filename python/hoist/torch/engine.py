@@ -343,6 +343,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if not report.applied:
             self._skipped_steps += 1
             self._say_skipped()
+            self._passes.uses.step_skipped()
         else:
             self._skipped_in_a_row = 0
             self.optimizer.show_rates()

@@ -46,6 +46,7 @@ class ModuleHook:
         self.is_root = is_root
         self.module = module
         self.reads_in_backward = reads_weights_in_backward(module)
+        self.was_called = False
         # Before the program's hooks, which may read weights, as those of torch.nn.utils.weight_norm do.
         keep_hooks(module, module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
                    module.register_forward_hook(self.after, with_kwargs=True, always_call=True))
@@ -63,6 +64,7 @@ class ModuleHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passes, unit_manager = self.passes, self.unit_manager
         passes.turns.require(FORWARD)
+        self.was_called = True
         if passes.forward_of_all is not None:
             if self.units and not self.is_root:
                 passes.forward_of_all.reaches(self.units)

@@ -30,7 +30,8 @@ class _Unit:
         self.refusal = (f"the weights of unit '{name}' are not loaded: hoist gathers them for the forward and backward passes "
                         "of their module. engine.read(name) and engine.gathered(names) give them at other times, and "
                         "engine.write(name, values) changes them; a loss that needs them is computed inside of a module's "
-                        "forward(). After close() the model has no values: the next "
+                        "forward(). If forward() has just used them for the first time without a call of their module, call it "
+                        "again: hoist finds the use then. After close() the model has no values: the next "
                         "wrap() needs them (resume=True, or weights=...)")
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory

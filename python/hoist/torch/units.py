@@ -40,6 +40,13 @@ class Model:
     users: list[tuple[nn.Module, list[int]]]
     aliases: dict[str, str]  # other names of shared parameters -> the first one
 
+    def like(self, index: int) -> list[int]:
+        """Other units beside this one, of modules of the same class: the other members of a list."""
+        def kind(unit: Unit) -> tuple[type[nn.Module], str]:
+            return type(unit.module), unit.name.rpartition(".")[0]
+
+        return [i for i, unit in enumerate(self.units) if i != index and kind(unit) == kind(self.units[index])]
+
     def used_together(self) -> list[list[int]]:
         """For each unit the earlier ones that are always gathered when it is: a call needs its module's units, and those of every
         module that contains it."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hoist import _hoist
+from hoist.torch import unit_tensors
 from hoist.torch.graphs import outside_of_graphs
 from hoist.torch.units import Model, called_parts
 
@@ -128,6 +129,7 @@ class UnannouncedUses:
         self._watch: Watch | None = None
         self._calls: list[nn.Module] = []  # modules under way, innermost last
         self._kept: set[str] = set()  # units whose modules return no tensors
+        self._found: list[tuple[int, ModuleHook | None]] = []  # in this call; used by calls of a module, or of the unit's parts
         self._always: list[int] = []  # units that something outside of any module uses
         self._always_before = 0  # how many of them the pass under way began with
 
@@ -151,6 +153,11 @@ class UnannouncedUses:
         """A pass of this kind has failed, perhaps for a use of weights that none before had."""
         self._known.discard(self._unit_manager.current_pass)
 
+    def step_skipped(self) -> None:
+        """Perhaps for a use of weights that no pass before had: before PyTorch 2.13 they are NaN, and no error."""
+        if not unit_tensors.CAN_REFUSE:
+            self._known.clear()
+
     def begin_call(self) -> None:
         """An outermost call of a pass begins."""
         if self._unit_manager.current_pass not in self._known and not torch.compiler.is_compiling():
@@ -162,6 +169,7 @@ class UnannouncedUses:
             self._end_watch()
             if not failed:
                 self._known.add(self._unit_manager.current_pass)
+                self._announce_likes()
 
     def _end_watch(self) -> None:
         if self._watch is not None:
@@ -202,6 +210,7 @@ class UnannouncedUses:
         with self._watch_for(missing):
             yield
         self._known.add(kind)
+        self._announce_likes()
 
     def _watch_for(self, missing: Callable[[int], None]) -> Watch:
         """Until its end, `missing` is told of units that operators use and nothing has gathered."""
@@ -230,12 +239,14 @@ class UnannouncedUses:
             _log.info("unit '%s' is used by calls of its parts, such as its %s", name, type(part).__name__)
             hooks = {id(each): self._add_hook(each, unit) for each in (*called_parts(self._cut.units[unit].module), part)}
             hooks[id(part)].joins_call(unit)
+            self._found.append((unit, None))
             return
         self._unit_manager.share(unit)
         if self._passes.calls:
             call = self._passes.calls[-1]
             call.hook.units.append(unit)
             call.entered.append(unit)
+            self._found.append((unit, call.hook))
             forward_of_all = self._passes.forward_of_all
             for other in forward_of_all.other_calls_of(call.hook) if forward_of_all is not None else ():
                 self._unit_manager.enter(unit)
@@ -246,6 +257,24 @@ class UnannouncedUses:
             self._always.append(unit)
             _log.warning("unit '%s' is used outside of every module's forward(): it stays gathered for whole passes", name)
         self._unit_manager.enter(unit)
+
+    def _announce_likes(self) -> None:
+        """Where nothing calls a unit that was used, the others beside it that nothing has called may be used in the same way in a
+        later pass, such as experts that no token was routed to yet."""
+        def is_called(unit: int) -> bool:
+            return self._add_hook(self._cut.units[unit].module, unit).was_called
+
+        for unit, user in self._found:
+            for other in () if is_called(unit) else self._cut.like(unit):
+                if is_called(other):
+                    continue
+                if user is None:
+                    for part in called_parts(self._cut.units[other].module):
+                        self._add_hook(part, other)
+                elif other not in user.units:
+                    self._unit_manager.share(other)
+                    user.units.append(other)
+        self._found.clear()
 
     def _part_under_way(self, unit: int) -> nn.Module | None:
         """The outermost module of the unit that is being called, where the call is not inside of one that has hooks."""
