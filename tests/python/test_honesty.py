@@ -206,6 +206,62 @@ def test_buffers_are_filled_and_units_that_are_down_are_not(settings):
         assert engine.read("0.weight").isfinite().all()
 
 
+class Resets(nn.Module):
+    """Resets its children, too, and gives one of them other values than it gives itself, as nn.MultiheadAttention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.first, self.second = nn.Parameter(torch.empty(WIDTH)), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.position, 0.25)
+        self.first.reset_parameters()
+        nn.init.constant_(self.second.weight, 0.5)
+
+    def forward(self, x):
+        return self.second(self.first(x + self.position))
+
+
+@pytest.mark.parametrize("how", ["whole", "in units"])
+def test_modules_on_the_meta_device_that_reset_their_children(settings, how):
+    with torch.device("meta"):
+        model = nn.Sequential(Resets(), Resets()) if how == "whole" else nn.Sequential(Resets())
+    with hoist.torch.wrap(model, settings()) as engine:
+        assert (engine.read("0.position") == 0.25).all() and (engine.read("0.second.weight") == 0.5).all()
+        assert 0 < engine.read("0.first.weight").abs().max() <= WIDTH ** -0.5 + 1e-6
+        assert engine.read("0.second.bias").isfinite().all()
+
+
+def test_pytorchs_own_layers_may_be_on_the_meta_device(settings):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with hoist.torch.wrap(model, settings()) as engine:
+        assert not engine.read("0.self_attn.out_proj.bias").any() and engine.read("0.self_attn.in_proj_weight").isfinite().all()
+        assert (engine.module[2].running_var == 1).all() and not engine.module[2].running_mean.any()
+        assert engine(on_device_of_tests(torch.randn(4, WIDTH))).isfinite().all()
+
+
+def test_what_nothing_fills_on_the_meta_device_is_refused(settings):
+    class Copies(Resets):
+        def reset_parameters(self):
+            nn.init.zeros_(self.position)
+            with torch.no_grad():
+                self.second.weight.copy_(self.first.weight)
+
+    class WithBuffer(nn.LayerNorm):
+        def __init__(self, width):
+            super().__init__(width)
+            self.register_buffer("scale", torch.ones(width))
+
+    for kind, match in ((lambda: nn.Sequential(Copies()), "reset_parameters.. of a Copies.*one unit at a time.*initialize="),
+                        (lambda: nn.Sequential(WithBuffer(WIDTH)), r"buffer '0\.scale' is on the meta device and nothing says")):
+        with torch.device("meta"):
+            model = kind()
+        with pytest.raises(hoist.UsageError, match=match):
+            hoist.torch.wrap(model, settings())
+
+
 def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
     def model(features):
         torch.manual_seed(0)

@@ -76,15 +76,24 @@ def take_first_ranks_values(unit_manager: _hoist.UnitManager, parts: Iterable[li
                      len(differing), differing[0])
 
 
-def default_initialize(module: nn.Module) -> None:
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     """PyTorch's convention: modules that hold parameters or buffers know how to reset them."""
-    reset = getattr(module, "reset_parameters", None)
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def default_initialize(module: nn.Module) -> None:
+    reset = _reset_of(module)
     if reset is None:
         raise _hoist.UsageError(
             f"{type(module).__name__} is on the meta device and has no reset_parameters(): pass initialize=..., a "
             "function that initializes one module in place, or weights=..., files to begin with"
         )
-    reset()
+    try:
+        reset()
+    except RuntimeError as error:
+        raise _hoist.UsageError(
+            f"reset_parameters() of a {type(module).__name__} on the meta device fails where only one unit at a time has memory "
+            f"({error}): pass initialize=..., a function that initializes one module in place") from error
 
 
 class InitialValues:
@@ -114,35 +123,51 @@ class InitialValues:
         }
 
     def _make(self, index: int, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
-        """Values for all of the unit's parameters, from the modules that have one without."""
+        """Values for all of the unit's parameters, from the modules that have one without. A module may reset those inside of it,
+        too, so that it comes after them, as when it was built: modules that enclose this unit then find the others' parameters
+        on the meta device."""
         parameters = list(unit.parameters.values())
         known = {id(p): values_of(self._sources[id(p)]) for p in parameters if id(p) in self._sources}
-        lacking = [m for m in unit.modules if any(id(p) not in self._sources for p in m.parameters(recurse=False))]
+        enclosing = [] if self._initialize is not default_initialize else [
+            other.module for other in self._units
+            if other.encloses and other is not unit and unit.module in other.module.modules()]
+        lacking = [m for m in dict.fromkeys((*_inner_first(unit.module), *reversed(enclosing)))
+                   if m in (*unit.modules, *enclosing) and any(id(p) not in self._sources for p in m.parameters(recurse=False))]
         # The same numbers whatever was initialized before, and when this unit is asked for twice.
-        with (_own_memory(unit.modules, known) as stand_ins, own_random_numbers(self._device, self._seed + index),
-              torch.no_grad()):
+        with (_own_memory(unit.modules, known, (*enclosing, unit.module)[0]) as stand_ins,
+              own_random_numbers(self._device, self._seed + index), torch.no_grad()):
             for module in lacking:
                 self._initialize(module)
             return {p: stand_ins[id(p)].data for p in parameters}
 
 
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside and itself, each before those that contain it."""
+    for child in module.children():
+        yield from _inner_first(child)
+    yield module
+
+
 @contextlib.contextmanager
-def _own_memory(modules: Iterable[nn.Module], values: dict[int, torch.Tensor]) -> Iterator[dict[int, nn.Parameter]]:
+def _own_memory(modules: list[nn.Module], values: dict[int, torch.Tensor],
+                outermost: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     """Puts parameters in CPU memory in the place of the modules' own for a while, by whose ids they are returned; with copies
-    of the values that those have, by id."""
-    own = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
+    of the values that those have, by id. Others inside of the outermost module are on the meta device then."""
+    parts = [(module, "cpu") for module in modules] + [(module, "meta") for module in outermost.modules()
+                                                       if module not in modules]
+    own = [(module, device, name, p) for module, device in parts for name, p in module._parameters.items() if p is not None]
     stand_ins: dict[int, nn.Parameter] = {}
     try:
-        for module, name, parameter in own:
+        for module, device, name, parameter in own:
             if id(parameter) not in stand_ins:
                 known = values.get(id(parameter))
-                data = (torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu") if known is None
-                        else known.to("cpu", parameter.dtype, copy=True))
+                data = (torch.empty(parameter.shape, dtype=parameter.dtype, device=device) if known is None
+                        else known.to(device, parameter.dtype, copy=True))
                 stand_ins[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = stand_ins[id(parameter)]
         yield stand_ins
     finally:
-        for module, name, parameter in own:
+        for module, _, name, parameter in own:
             module._parameters[name] = parameter
 
 
@@ -154,14 +179,17 @@ def materialize_buffers(model: nn.Module, initialize: Initialize | None, device:
             continue
         for buffer in meta:
             module._buffers[buffer] = torch.empty_like(module._buffers[buffer], device="cpu")
-        fill = getattr(module, "reset_buffers", None)
-        if initialize is None and fill is None:
-            raise _hoist.UsageError(
-                f"buffer '{name}.{meta[0]}' is on the meta device and nothing says what it holds: build "
-                f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
-            )
-        with _own_memory([module], {}), own_random_numbers(device), torch.no_grad():
+        before = {buffer: (made, made._version) for buffer in meta if (made := module._buffers[buffer]) is not None}
+        fill = getattr(module, "reset_buffers", None) or _reset_of(module)
+        with _own_memory([module], {}, module), own_random_numbers(device), torch.no_grad():
             if initialize is not None:
                 initialize(module)
             elif fill is not None:
                 fill()
+        left = [buffer for buffer, (made, version) in before.items()
+                if module._buffers[buffer] is made and made._version == version]
+        if initialize is None and left:
+            raise _hoist.UsageError(
+                f"buffer '{name}.{left[0]}' is on the meta device and nothing says what it holds: build "
+                f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
+            )
