@@ -53,6 +53,21 @@ TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
   EXPECT_NE(text.find("hoist_link_bytes{link=\"nvme_write\"} "), std::string::npos);
 }
 
+TEST(Ledger, HasWhatEvaluationsReadWhenTheyEnd) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  Runtime runtime(setup.runtime);
+  ToyModel model(runtime, setup.engine);
+  model.initialize();
+  std::uint64_t before = runtime.ledger().totals(Link::nvme_read).bytes;
+  for (int pass = 0; pass < 2; ++pass) {
+    model.evaluate();
+    const std::uint64_t now = runtime.ledger().totals(Link::nvme_read).bytes;
+    EXPECT_GT(now, before);
+    before = now;
+  }
+}
+
 TEST(Metrics, APipeThatNobodyReadsIsRefusedAndNotWaitedFor) {
   const TestDeadline deadline;
   const TempDirectory directory;

@@ -252,6 +252,7 @@ void EngineCore::end_pass(PassState::End how) {
   if (how != PassState::End::complete && stepper->policy().is_decided())
     fail(stepper->policy().undone("its pass was left before its end"));
   pass->end(how);
+  stepper->count_io();  // no step may follow an evaluation
 }
 
 void EngineCore::discard() {
