@@ -46,29 +46,19 @@ Engine Engine::restore(Runtime& runtime, const EngineOptions& options, Model mod
   return Engine(std::move(core));
 }
 
-namespace {
-
-// Without an engine.
-template <typename Look>
-auto look_at_stores(Runtime& runtime, const EngineOptions& options, const Look& look) {
+std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineOptions& options) {
   check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
-  return look(detail::RankAgreement(runtime, *notifier));
-}
-
-}  // namespace
-
-std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineOptions& options) {
-  return look_at_stores(runtime, options, [&](const detail::RankAgreement& ranks) {
-    const auto plan = detail::find_restore(ranks, options, "");
-    return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
-  });
+  const detail::RankAgreement ranks(runtime, *notifier);
+  const auto plan = detail::find_restore(ranks, options, "");
+  return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
 }
 
 std::vector<NamedCheckpoint> Engine::find_checkpoints(Runtime& runtime, const EngineOptions& options) {
-  return look_at_stores(runtime, options, [&](const detail::RankAgreement& ranks) {
-    return detail::StoreSearch(ranks, options).find_checkpoints();
-  });
+  check(options, runtime.options(), runtime.world_size());
+  const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
+  const detail::RankAgreement ranks(runtime, *notifier);
+  return detail::StoreSearch(ranks, options).find_checkpoints();
 }
 
 // No device has as much, and a little more of it is still a number.

@@ -314,7 +314,7 @@ TEST(CommitEvery, ImpossibleOptionsAreRefused) {
                 o.keep_steps = 1;
                 o.durability = tiers::Durability::none;
               }),
-              HasSubstr("keeps nothing"));
+              HasSubstr("keeps no checkpoints"));
 }
 
 }  // namespace
