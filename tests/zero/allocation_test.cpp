@@ -108,14 +108,15 @@ TEST(Allocations, OfAFetch) {
   }
 }
 
-// Two fetches, a gradient and an update a unit: 21.5, and with 3 sub-groups on NVMe 63.
+// Two fetches, a gradient and an update a unit: 21.5 (up to 23.3 where threads wait for each other), and with 3 sub-groups on
+// NVMe 63.
 TEST(Allocations, OfAStep) {
   struct Cell {
     const char* name;
     Placement parameters, optimizer;
     double per_unit_max, per_pass_max;
   };
-  for (const Cell& cell : {Cell{"in pinned memory", Placement::pinned, Placement::pinned, 23, 37},
+  for (const Cell& cell : {Cell{"in pinned memory", Placement::pinned, Placement::pinned, 24, 37},
                            Cell{"on NVMe", Placement::nvme, Placement::nvme, 67, 90}}) {
     const Cost found = cost(cell.parameters, cell.optimizer, 1, train);
     EXPECT_LE(found.per_unit, cell.per_unit_max) << cell.name;
