@@ -114,6 +114,13 @@ def test_gathered_weights_may_be_modified(wrapped, how, dtype):
                 assert torch.equal(parameter.detach().cpu(), stored[name])
 
 
+def test_one_parameter_may_be_gathered_by_its_name(wrapped):
+    with wrapped() as engine:
+        with engine.gathered("2.weight", modify=True), torch.no_grad():
+            engine.module[2].weight.zero_()
+        assert not engine.read("2.weight").any()
+
+
 def test_other_places_of_the_same_values_are_changes(wrapped):
     def reverse(parameter):
         parameter.data.copy_(parameter.data.flip(0))

@@ -211,7 +211,8 @@ class Resets(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.position, self.first, self.second = nn.Parameter(torch.empty(WIDTH)), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.position = nn.Parameter(torch.empty(WIDTH))
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.reset_parameters()
 
     def reset_parameters(self):

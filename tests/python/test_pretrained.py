@@ -182,6 +182,16 @@ def test_a_model_that_calls_a_module_while_it_is_initialized(tmp_path):
         assert engine.step().applied
 
 
+def test_a_directory_of_an_adapter_is_refused_with_its_base(tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    _, base = saved(tmp_path / "base")
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(base), peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(hoist.UsageError, match=f"adapter.*from_pretrained of '{base}'.*PeftModel.from_pretrained"):
+        from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "adapter")
+
+
 def test_what_cannot_be_kept_in_files_is_refused(tmp_path):
     _, directory = saved(tmp_path / "hub")
     with pytest.raises(hoist.UsageError, match="device_map"):

@@ -590,14 +590,14 @@ class Engine(StandsForModel, DeepSpeedNames):
         return self._parameters.export(directory, dtype, shard_bytes_max)
 
     @contextlib.contextmanager
-    def gathered(self, names: Iterable[str] | None = None, modify: bool = False) -> Iterator[None]:
+    def gathered(self, names: str | Iterable[str] | None = None, modify: bool = False) -> Iterator[None]:
         """[C] Gathers whole units outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`. Modules may be called
         inside of the block under torch.no_grad().
 
         With `modify`, elements of these parameters that the block has changed are written, as by write(): all ranks change them
         alike. Errors: UsageError at the end of the block where it has changed one without that.
         """
-        chosen = self._parameters.names() if names is None else list(names)
+        chosen = self._parameters.names() if names is None else [names] if isinstance(names, str) else list(names)
         settle: Callable[[], None]
 
         def watch() -> Callable[[], None]:

@@ -100,6 +100,11 @@ def _files_of(name: str, model: Any, arguments: dict[str, Any]) -> Iterator[str]
             for shard in sorted(set(json.load(opened)["weight_map"].values())):
                 yield cast(str, cached_file(name, shard, **places))
         return
+    if (adapter := cached_file(name, "adapter_config.json", **places, _raise_exceptions_for_missing_entries=False)) is not None:
+        with open(adapter, encoding="utf-8") as opened:
+            base = json.load(opened).get("base_model_name_or_path")
+        raise _hoist.UsageError(f"{name} is an adapter of PEFT: call from_pretrained of '{base}', its base, and then "
+                                f"peft.PeftModel.from_pretrained(model, '{name}', is_trainable=True)")
     raise _hoist.UsageError(f"{name} has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index of several files")
 
 
