@@ -517,11 +517,38 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places
     (AXOLOTL_CHAT, {"rl": "kto"}, ["rl: kto"]),
     (AXOLOTL_CHAT, {"datasets": [{"path": "x", "type": "sharegpt"}]}, ["type: sharegpt is not supported"]),
     (AXOLOTL_CHAT, {"datasets": [{"path": "x", "type": "alpaca", "shards": 2}]}, ["datasets, x: shards"]),
+    (AXOLOTL_CHAT, {"datasets": "x"}, ["datasets: x: a list of entries with a path"]),
+    (AXOLOTL_CHAT, {"datasets": [{"type": "alpaca"}]}, ["datasets: ", "a list of entries with a path"]),
+    (AXOLOTL_CHAT, {"micro_batch_size": 0}, ["micro_batch_size: 0: a number of 1 or more"]),
+    (LORA_SFT, {"max_samples": 0}, ["max_samples: 0: a number of 1 or more"]),
+    (LORA_SFT, {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps: 0: a number of 1 or more"]),
+    (LORA_SFT, {"cutoff_len": "long"}, ["cutoff_len: long: a number of 1 or more"]),
+    (LORA_SFT, {"warmup_ratio": 1.5}, ["warmup_ratio: 1.5: a share of the steps, from 0 to 1"]),
+    (LORA_SFT, {"learning_rate": "abc"}, ["learning_rate: abc: a number is needed"]),
+    (LORA_SFT, {"num_train_epochs": [1]}, ["num_train_epochs: [1]: a number is needed"]),
+    (LORA_SFT, {"lora_rank": "eight"}, ["lora_rank: eight: a whole number is needed"]),
+    (LORA_SFT, {"lr_scheduler_type": "foo"}, ["the recipe's values are refused", "foo"]),
+    (LORA_SFT, {"lora_target": "nope"}, ["the recipe's values are refused", "nope"]),
 ])
 def test_refused_by_name(places, text, changes, names):
     with pytest.raises(hoist.UsageError) as error:
         finetune.run(recipe(text, places, **changes))
     assert all(name in str(error.value) for name in names), str(error.value)
+
+
+@pytest.mark.parametrize(("text", "changes", "expected"), [
+    (LORA_SFT, {"save_strategy": False, "eval_strategy": False, "dataset": ["identity"], "warmup_ratio": 1.0, "val_size": 0,
+                "gradient_accumulation_steps": 1}, {"save_strategy": "no", "eval_strategy": "no"}),
+    (LORA_SFT, {"warmup_ratio": 0.5, "gradient_accumulation_steps": 1, "eval_strategy": False, "val_size": 0}, {}),
+    (AXOLOTL_CHAT, {"save_strategy": False}, {"save_strategy": "no"})])
+def test_values_as_yaml_reads_them(tmp_path, places, text, changes, expected):
+    """`no` is False, and a ratio of 1 is not one step."""
+    trainer = finetune.run(recipe(text, places, output_dir=str(tmp_path / "out"), **changes))
+    for name, value in expected.items():
+        assert getattr(trainer.args, name) == value
+    if "warmup_ratio" in changes:
+        steps = trainer.state.max_steps
+        assert steps > 1 and trainer.args.get_warmup_steps(steps) == -(-steps * changes["warmup_ratio"] // 1)
 
 
 def tokens_of(places, **keys):

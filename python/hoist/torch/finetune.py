@@ -12,11 +12,15 @@ not know, or cannot do, stops the run before it begins. docs/trainers.md has the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
 import re
 import sys
+import types
+import typing
+from collections.abc import Iterator
 from typing import Any, cast
 
 import peft
@@ -108,6 +112,11 @@ _WITHOUT_EFFECT = set("""plot_loss overwrite_cache preprocessing_num_workers pre
     experts_implementation quantize_moe_experts quantization_method quantization_type double_quantization fsdp_version
     fsdp_final_state_dict_type flex_attn_compile_kwargs experimental_skip_move_to_device""".split())
 _KERNEL_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin")
+# Numbers without which there are no rows, tokens or steps.
+_POSITIVE = set("""cutoff_len sequence_len max_samples micro_batch_size eval_batch_size per_device_train_batch_size
+    per_device_eval_batch_size gradient_accumulation_steps""".split())
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"), float: ((int, float), "a number"), str: ((str,), "text"), bool: ((bool,), "true or false")}
 # Fields of TRL that say how to make tokens, which finetune_data.py does instead.
 _NOT_TAKEN = set("""max_length truncation_mode packing_strategy eval_packing padding_free dataset_kwargs dataset_text_field
     eos_token pad_token chat_template_path assistant_only_loss completion_only_loss shuffle_dataset model_init_kwargs""".split())
@@ -124,6 +133,46 @@ class _Plan:
     notices: list[str]
 
 
+def _as_meant(key: str, value: Any) -> Any:
+    """YAML reads 2e-5, which has no point, as text, and `no` as False."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return "no" if key.endswith("_strategy") and value is False else value
+
+
+def _wanted(value: Any, hint: Any) -> str:
+    """What a field's type wants instead of the value; nothing where they agree, or the type says little."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        wanted = [_wanted(value, each) for each in typing.get_args(hint) if each is not type(None)]
+        return "" if "" in wanted else " or ".join(wanted)
+    kinds, name = _KINDS.get(hint, ((object,), ""))
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return ""
+    return name if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool) else ""
+
+
+def _problem_of(key: str, value: Any, hint: Any) -> str:
+    if key in _POSITIVE:
+        wanted = "a number of 1 or more" if not isinstance(value, int) or value < 1 else ""
+    elif key == "warmup_ratio":
+        wanted = "a share of the steps, from 0 to 1" if _wanted(value, float) or not 0 <= value <= 1 else ""
+    elif key in ("datasets", "test_datasets"):
+        is_list = isinstance(value, list) and all(isinstance(entry, dict) and "path" in entry for entry in value)
+        wanted = "" if is_list else "a list of entries with a path"
+    else:
+        wanted = "" if key in _VALUES or key == "resume_from_checkpoint" else _wanted(value, hint)  # which may be true
+    return f"{key}: {value}: {wanted} is needed here" if wanted else ""
+
+
+@contextlib.contextmanager
+def _refusals_said() -> Iterator[None]:
+    """Around the making of TRL's and PEFT's settings. Errors: UsageError for a value that they refuse."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise _hoist.UsageError(f"the recipe's values are refused by the libraries that take them: {error}") from error
+
+
 def _plan(recipe: dict[str, Any], command: str) -> _Plan:
     """Every key goes to its place, or into one error. Errors: UsageError."""
     formats = [key for key in _READ if key in recipe]
@@ -132,6 +181,7 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
                                 f"this one has {'both' if formats else 'neither'}")
     read, llama_factory = _READ[formats[0]], formats[0] == "model_name_or_path"
     dpo = recipe.get("stage") == "dpo" or "rl" in recipe
+    hints, lora_hints = typing.get_type_hints(trl.DPOConfig if dpo else trl.SFTConfig), typing.get_type_hints(peft.LoraConfig)
     fields = {field.name for field in dataclasses.fields(trl.DPOConfig if dpo else trl.SFTConfig)} - _NOT_TAKEN
     adapters = (recipe.get("finetuning_type", "lora") if llama_factory else recipe.get("adapter")) in ("lora", "qlora")
     plan = _Plan(llama_factory, dpo, {}, {} if adapters else None, [])
@@ -148,6 +198,10 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
         elif value not in accepted:
             problems.append(f"{key}: {value}: {why}")
             overrides.append(f"--set {key}={'null' if accepted[0] is None else str(accepted[0]).lower()}")
+        elif problem := _problem_of(key, value, lora_hints[_LORA[key]] if key in _LORA else
+                                    hints.get(_ARGUMENTS.get(key, key), object)):
+            problems.append(problem)
+            overrides.append(f"--set {key}=...")
         elif key in _LORA and plan.lora is not None:
             plan.lora[_LORA[key]] = value
         elif key in _ARGUMENTS and _ARGUMENTS[key] in fields | {"max_length"}:
@@ -202,7 +256,8 @@ def _complete(plan: _Plan, recipe: dict[str, Any], rows: int) -> None:
 def _of_llama_factory(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dict[str, Any]:
     if given.get("warmup_steps") == 0:  # then the ratio counts
         del given["warmup_steps"]
-    return {"learning_rate": 5e-5, "logging_steps": 500, "warmup_steps": recipe.get("warmup_ratio", 0), "max_length": 2048,
+    warmup = min(recipe.get("warmup_ratio", 0), math.nextafter(1, 0))  # transformers takes 1 for a number of steps
+    return {"learning_rate": 5e-5, "logging_steps": 500, "warmup_steps": warmup, "max_length": 2048,
             "gradient_checkpointing": not recipe.get("disable_gradient_checkpointing", False)}
 
 
@@ -229,7 +284,7 @@ def _of_axolotl(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dic
         given["train_sampling_strategy"] = "group_by_length"
     if recipe.get("wandb_project"):
         given["report_to"] = "wandb"
-        os.environ.update({key.upper(): recipe[key] for key in ("wandb_project", "wandb_entity") if key in recipe})
+        os.environ.update({key.upper(): str(recipe[key]) for key in ("wandb_project", "wandb_entity") if key in recipe})
     return {"logging_steps": max(min(int(0.005 * steps), 10), 1), "lr_scheduler_type": "cosine", "num_train_epochs": 1,
             "gradient_checkpointing": False, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch,
             "save_total_limit": 4, "max_length": 512,
@@ -319,7 +374,7 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
 
     Errors: UsageError, before anything is read, with all keys that hoist cannot honour.
     """
-    recipe = {key: value for key, value in recipe.items() if value is not None}
+    recipe = {key: _as_meant(key, value) for key, value in recipe.items() if value is not None}
     plan = _plan(recipe, command)
     if isinstance(file := recipe.get("deepspeed"), str) and not os.path.isfile(file):
         raise _hoist.UsageError(f"deepspeed: there is no file {file}")
@@ -352,10 +407,11 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
                                 **places, **kernel)
     base, config = (trl.DPOTrainer, trl.DPOConfig) if plan.dpo else (trl.SFTTrainer, trl.SFTConfig)
     transformers.set_seed(arguments["seed"])  # of the adapters
-    trainer = cast(Any, type(f"Hoisted{base.__name__}", (Trainer, base), {}))(
-        model=model, args=config(**arguments), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-        peft_config=None if plan.lora is None else peft.LoraConfig(task_type="CAUSAL_LM", **plan.lora),
-        hoist_config=recipe.get("deepspeed", default), callbacks=callbacks)
+    with _refusals_said():
+        trainer = cast(Any, type(f"Hoisted{base.__name__}", (Trainer, base), {}))(
+            model=model, args=config(**arguments), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+            peft_config=None if plan.lora is None else peft.LoraConfig(task_type="CAUSAL_LM", **plan.lora),
+            hoist_config=recipe.get("deepspeed", default), callbacks=callbacks)
     trainer.save_metrics("train", trainer.train(resume_from_checkpoint=resume).metrics)
     trainer.save_model()
     trainer.save_state()
@@ -385,9 +441,6 @@ def main(words: list[str] | None = None) -> int:
         if not equals:
             parser.error(f"--set {change}: it takes KEY=VALUE")
         recipe[key] = yaml.safe_load(value)
-    # YAML reads 2e-5, which has no point, as text.
-    recipe = {key: float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else value
-              for key, value in recipe.items()}
     try:
         run(recipe, " ".join(["python -m hoist.torch.finetune", options.recipe, *(f"--set {change}" for change in options.set)]))
     except _hoist.UsageError as error:

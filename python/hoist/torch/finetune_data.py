@@ -244,9 +244,9 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
     except (OSError, ValueError) as error:
         raise _hoist.UsageError(f"dataset_dir: {directory}/dataset_info.json cannot be read: {error}") from error
 
-    def load(names: str) -> Any:
+    def load(names: str | list[str]) -> Any:
         parts = []
-        for name in map(str.strip, names.split(",")):
+        for name in map(str.strip, names.split(",") if isinstance(names, str) else map(str, names)):
             if name not in known:
                 raise _hoist.UsageError(f"dataset: {name} is not in {directory}/dataset_info.json")
             data, convert = _of_info(name, known[name], directory, encoder.pretrains)
