@@ -17,7 +17,7 @@ def refuse_shared_memory(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
     """Pre: they have memory, and each is named once. Errors: UsageError that names two."""
     before: list[tuple[int, str, nn.Parameter]] = []  # with their ends: those that may reach beyond the next one's begin
     for begin, name, parameter in sorted(((p.data_ptr(), name, p) for name, p in parameters if p.numel()), key=lambda p: p[0]):
-        before = [(end, *other) for end, *other in before if end > begin]
+        before = [other for other in before if other[0] > begin]
         for _, other_name, other in before:
             trains = parameter.requires_grad or other.requires_grad
             if trains and parameter.device == other.device and _share_elements(other, parameter):
