@@ -18,14 +18,15 @@ struct MemorySize {
   std::uint64_t free_bytes = 0;
 };
 
-// The memory of the machine that this process may have, within the limits of its control groups. Free is what it can take
-// without swapping or a kill, by the kernel's estimate.
+// The memory of the machine that this process may have, within the limits of its control groups. Free is what it can
+// take without swapping or a kill, by the kernel's estimate.
 MemorySize host_memory(const ControlGroupLimits& limits = control_group_limits());
 
 // Addresses that this process may map (ulimit -v); the largest numbers if there is no limit.
 MemorySize address_space();
 
-// Processors of the machine, within the limits of this process's control groups. A launcher may have bound the process to fewer.
+// Processors of the machine, within the limits of this process's control groups. A launcher may have bound the process
+// to fewer.
 unsigned processor_count(const ControlGroupLimits& limits = control_group_limits());
 
 // host_memory() without the memory of NUMA nodes that have no processors, as far as the kernel counts it in: that of
