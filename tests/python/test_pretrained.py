@@ -472,7 +472,7 @@ def test_a_trained_model_does_not_begin_with_its_files_again(tmp_path):
     _, source = saved(tmp_path / "source")
     model = from_pretrained(transformers.LlamaForCausalLM, source)
     hoist.torch.wrap(model, config_of(tmp_path / "first")).close()
-    with pytest.raises(hoist.UsageError, match="has no values"):
+    with pytest.raises((RuntimeError, hoist.Error), match="has no values|not finite"):  # the second: before PyTorch 2.13
         hoist.torch.wrap(model, config_of(tmp_path / "second"))
     hoist.torch.wrap(model, config_of(tmp_path / "third"), weights=source).close()
 
