@@ -468,6 +468,7 @@ void UnitManager::begin(Pass pass, PassOptions options) {
 void UnitManager::forget_pass() {
   pass_.reset();
   arrived_count_ = 0;
+  walked_ = walks_again_ = false;
   has_arrived_.assign(has_arrived_.size(), false);
   complete_.clear();
   gradient_places_taken_ = 0;
@@ -539,6 +540,7 @@ void UnitManager::backward(std::uint32_t index) {
         "a backward pass whose forward pass was given up, or had its step or its backward pass already: add the losses "
         "of a forward pass, and call backward() once");
   }
+  walked_ = true;
   if (unit.in_backward) return load(unit);
   hold(unit);
   unit.in_backward = true;
@@ -551,7 +553,7 @@ void UnitManager::backward_of_call(std::uint32_t index) {
 void UnitManager::input_arrived(std::uint32_t index, Input input) {
   Unit& unit = units_[index];
   ++unit.calls_done;
-  if (is_vertical()) return;
+  if (is_vertical() || walks_again_) return;
   const bool last = input == Input::computed;
   const bool weights_done = unit.arrived == unit.trainable && (input == Input::recomputed || unit.trainable > 0);
   if (last || weights_done) end_use(unit);

@@ -191,11 +191,17 @@ class UnitManager {
   void backward_of_call(std::uint32_t unit);  // a forward call of the unit will have a backward pass
   // The gradient of an input of one such call is there.
   enum class Input : std::uint8_t {
-    computed,    // everything that the call had to do is done: autograd goes on to its maker when nothing newer is left
+    computed,  // everything that the call had to do is done: autograd goes on to its maker when nothing newer is left,
+               // but for walks_again()
     recomputed,  // it begins the graph of a part that is computed once more, which is done when the weights are
     given,       // it begins the graph of the whole pass: the program may use it late in the call, and weights before
   };
   void input_arrived(std::uint32_t unit, Input input);
+  // The graph of this pass will be walked (again): forward() or torch.autograd.grad() has ended. If it was walked
+  // before, it may have nodes of that walk's gradients. Those made on autograd's own thread are numbered apart from
+  // forward's, so an input's gradient may come before them. A unit is then done only when all its weights' gradients
+  // have come.
+  void walks_again() { walks_again_ = walked_; }
   // Takes the `grad` of a parameter's tensor, and sets it to None.
   void arrived(ParameterId parameter, nb::handle tensor);
   // In vertical order, where calls and gradients do not tell when a unit is done: a part of one micro-batch's backward
@@ -319,6 +325,8 @@ class UnitManager {
   std::uint64_t clock_ = 0;
   TorchSide torch_;
   std::uint64_t arrived_count_ = 0;
+  bool walked_ = false;  // in this pass, by a backward pass or torch.autograd.grad()
+  bool walks_again_ = false;
   PendingGradients collecting_;          // of the unit whose gradients are coming in
   std::deque<PendingGradients> adding_;  // of those before, oldest first
   std::deque<std::uint32_t> complete_;   // units that wait for gradient memory, and then are finished

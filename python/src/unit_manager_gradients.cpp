@@ -45,7 +45,7 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   has_arrived_[parameter.index] = true;
   if (is_new && ++unit.arrived == unit.trainable && !unit.shared && !is_vertical()) {
     complete(unit);
-    if (!unit.has_frozen || unit.calls_done >= unit.calls) end_use(unit);
+    if (!unit.has_frozen || (unit.calls_done >= unit.calls && !walks_again_)) end_use(unit);
   } else if (may_wait_in_gradient_memory()) {
     add_up(unit);
   }

@@ -226,6 +226,7 @@ class Passes:
         self.uses.end_call(failed)
         if torch._C._current_graph_task_id() != -1:
             return  # a recomputation, which also ends by an exception when it has made what is asked for
+        unit_manager.walks_again()
         if failed:
             self.uses.watch_next()
         if failed and unit_manager.current_pass is not None and not self.gathers:
@@ -289,6 +290,7 @@ class Passes:
             return
         if not self._is_called and not self._unit_manager.has_gradients():
             self._backward_seen = False  # torch.autograd.grad(), for the gradients of something else: the pass goes on
+            self._unit_manager.walks_again()
             return
         self._end_backward()
 

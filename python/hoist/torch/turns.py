@@ -39,7 +39,7 @@ class Turns:
     """Who has the turn: the calls under way, all of one thread, outermost first.
 
     On an accelerator autograd runs a backward pass, hooks included, on a thread of its own while the thread that began it
-    waits: it has the turn of that thread. `require_process` raises in a process that was forked from the engine's.
+    waits: it has the turn of that thread, in backward() and where forward() calls torch.autograd.grad(). `require_process` raises in a process that was forked from the engine's.
     """
 
     def __init__(self, require_process: Callable[[], None]) -> None:
@@ -51,11 +51,12 @@ class Turns:
 
     @property
     def is_free_or_mine(self) -> bool:
-        return not self._calls or self._thread is threading.current_thread() or self._is_in_its_backward_pass
+        return not self._calls or self._thread is threading.current_thread() or self._is_walked_through
 
     @property
-    def _is_in_its_backward_pass(self) -> bool:
-        return BACKWARD in self._calls and torch._C._current_graph_task_id() != -1
+    def _is_walked_through(self) -> bool:
+        """Whether this thread is autograd's, at work for the call under way."""
+        return (BACKWARD in self._calls or self._calls[-1:] == [FORWARD]) and torch._C._current_graph_task_id() != -1
 
     @property
     def under_way(self) -> str:
@@ -90,7 +91,8 @@ class Turns:
     def require(self, call: str) -> None:
         """Errors: UsageError while another thread has the turn, and in a forked process."""
         self._require_process()
-        if not self.is_free_or_mine:
+        is_of_another = call == BACKWARD and self._calls[-1:] == [FORWARD] and self._thread is not threading.current_thread()
+        if not self.is_free_or_mine or is_of_another:
             self._refuse_concurrent(call)
 
     def take_over(self) -> None:
