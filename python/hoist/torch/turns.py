@@ -39,7 +39,8 @@ class Turns:
     """Who has the turn: the calls under way, all of one thread, outermost first.
 
     On an accelerator autograd runs a backward pass, hooks included, on a thread of its own while the thread that began it
-    waits: it has the turn of that thread, in backward() and where forward() calls torch.autograd.grad(). `require_process` raises in a process that was forked from the engine's.
+    waits: it has the turn of that thread, in backward() and where forward() calls torch.autograd.grad(). `require_process`
+    raises in a process that was forked from the engine's.
     """
 
     def __init__(self, require_process: Callable[[], None]) -> None:
