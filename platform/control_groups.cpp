@@ -18,7 +18,8 @@ bool has(const std::vector<std::string>& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
 }
 
-// A hierarchy of control groups is asked for by a controller of version 1; version 2 has one, of the empty name.
+// The hierarchies of control groups that are mounted. Version 1 has several, named by their controllers ("memory");
+// version 2 has one, named "" here.
 class Hierarchies {
  public:
   explicit Hierarchies(const fs::path& proc) : mounts_(mounts(proc)) {

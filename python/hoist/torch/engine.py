@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PyTorch module whose parameters, gradients and optimizer states are lifted by hoist.
+"""A PyTorch module whose parameters, gradients and optimizer states hoist keeps and moves.
 
 Hooks on the modules say when weights are needed; gradients leave as soon as autograd has them. Between its uses a
 parameter cannot be read: what is gathered, and when, is decided in passes.py and in the extension, not by the model.

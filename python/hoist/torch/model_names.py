@@ -25,7 +25,7 @@ class StandsForModel:
         return self.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A call, with the hooks that bring weights up: the model's own forward() would pass them by."""
+        """A call, with the hooks that gather weights: the model's own forward() would pass them by."""
         return self(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

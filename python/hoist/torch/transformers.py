@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's Trainer, whose model, gradients and optimizer states are lifted by hoist.
+"""Hugging Face's Trainer, whose model, gradients and optimizer states hoist keeps and moves.
 
     from hoist.torch.transformers import Trainer
     trainer = Trainer(model=model, args=args, train_dataset=data, hoist_config="ds_config.json")
