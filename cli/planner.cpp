@@ -107,8 +107,7 @@ ProgramMemory program_of(const PlanQuestion& question, const EngineOptions& engi
 }
 
 double compute_seconds(const PlanQuestion& question, double tokens) {
-  const auto parameters = static_cast<double>(question.model.model.parameter_count());
-  return kFlopsPerToken * parameters * tokens / (question.machine.device.compute_tflops * 1e12);
+  return operations_per_token(question.model.model).all * tokens / (question.machine.device.compute_tflops * 1e12);
 }
 
 StepSpeeds speeds_for(const PlanQuestion& question, double tokens) {
@@ -123,7 +122,8 @@ StepSpeeds speeds_for(const PlanQuestion& question, double tokens) {
   if (measured.read_bytes_per_second) speeds.nvme_mixed = 0;
   prefer(measured.mixed_bytes_per_second, speeds.nvme_mixed);
   speeds.compute_seconds = compute_seconds(question, tokens);
-  speeds.forward_share = kForwardShare;
+  const TokenOperations operations = operations_per_token(question.model.model);
+  speeds.forward_share = operations.forward / operations.all;
   return speeds;
 }
 

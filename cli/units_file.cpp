@@ -85,6 +85,7 @@ struct DeclaredUnit {
   std::string name;
   std::vector<ParameterSpec> parameters;
   std::vector<std::string> tied;  // names of parameters of other units
+  UnitOptions options;
 };
 
 DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype) {
@@ -101,8 +102,21 @@ DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype
       parameters = count_of(key + ".parameters", member, 1);
     } else if (name == "tied" && member.is_array()) {
       for (const UnitsJson& tied : member) unit.tied.push_back(text_of(key + ".tied", tied));
+    } else if (name == "gathered_with" && member.is_array()) {
+      for (const UnitsJson& other : member) {
+        const std::uint64_t index = std::min<std::uint64_t>(count_of(key + "." + name, other, 0), UINT32_MAX);
+        unit.options.gathered_with.push_back(UnitId{static_cast<std::uint32_t>(index)});
+      }
+    } else if (name == "stable_address") {
+      unit.options.stable_address = flag_of(key + "." + name, member);
+    } else if (name == "stable_in_pass") {
+      unit.options.stable_in_pass = flag_of(key + "." + name, member);
+    } else if (name == "own_gradient_memory") {
+      unit.options.own_gradient_memory = flag_of(key + "." + name, member);
     } else {
-      throw ConfigError(key + "." + name, "unknown key; a unit has name, parameters and tied");
+      throw ConfigError(key + "." + name,
+                        "unknown key; a unit has name, parameters, tied, gathered_with, stable_address, "
+                        "stable_in_pass and own_gradient_memory");
     }
   }
   if (unit.name.empty()) throw ConfigError(key, "has no name");
@@ -136,7 +150,7 @@ NamedModel read_units(const std::string& path) {
     DeclaredUnit unit = unit_of(fmt::format("units[{}]", tied.size()), member, dtype);
     for (const ParameterSpec& spec : unit.parameters)
       while (model.added_groups().size() < spec.group.index) model.add_group();
-    model.add_unit(unit.name, unit.parameters);
+    model.add_unit(unit.name, unit.parameters, unit.options);
     tied.push_back(std::move(unit.tied));
   }
   for (std::uint32_t u = 0; u < tied.size(); ++u) {

@@ -14,13 +14,23 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
+from hoist.optim_groups import TORCH_ARGUMENTS, options_of
+from hoist.optim_values import (
+    DTYPES,
+    STATE_NAMES,
+    SavedState,
+    in_order_of,
+    join_master,
+    problem_of_gradient,
+    problem_of_parameter,
+    split_master,
+)
 
 _log = logging.getLogger("hoist")
 
@@ -30,15 +40,6 @@ if TYPE_CHECKING:
     from hoist.optim_offload import OffloadArguments, Offloaded
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
-
-DTYPES = {torch.float32: _hoist.DType.fp32, torch.bfloat16: _hoist.DType.bf16, torch.float16: _hoist.DType.fp16}
-
-# The names that torch.optim's states have for the first and the second moment.
-STATE_NAMES = {
-    "AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Adagrad": ("", "sum"), "Lion": ("exp_avg", ""),
-    "SGD": ("momentum_buffer", ""),
-}
-
 
 # optim_offload.OffloadArguments for offloaded states, and their defaults.
 _OFFLOAD_DEFAULTS = {
@@ -401,167 +402,6 @@ class _Optimizer(torch.optim.Optimizer):
         if self._offloaded is not None and error is not None:
             self._offloaded.abandon(error)
         self.close()
-
-
-def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """bf16 weights and their remainders, both in CPU memory, as fp32 masters."""
-    parameter, remainder = parameter.contiguous(), remainder.contiguous()
-    values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-    _hoist.join_master(parameter.data_ptr(), remainder.data_ptr(), values.data_ptr(), parameter.numel())
-    return values
-
-
-def split_master(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous fp32 values in CPU memory as bf16 weights and remainders."""
-    weight, remainder = (torch.empty(values.shape, dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.int16))
-    _hoist.split_master(values.data_ptr(), weight.data_ptr(), remainder.data_ptr(), values.numel())
-    return weight, remainder
-
-
-def in_order_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` with its elements in memory as those of the parameter (channels_last weights): a copy where it is otherwise."""
-    if parameter.is_contiguous():
-        return values.contiguous()
-    if values.stride() == parameter.stride():
-        return values
-    return torch.empty_like(parameter, dtype=values.dtype).copy_(values)
-
-
-def problem_of_parameter(parameter: torch.Tensor) -> str:
-    """Why hoist does not train a parameter, of whatever type and device, and what to do about it; "" if it does."""
-    if type(parameter) is not torch.nn.Parameter and type(parameter.data) is not torch.Tensor:
-        return f"is a {type(parameter.data).__name__}, and hoist trains only plain tensors: pass its local tensor"
-    if parameter.data_ptr() == 0 and parameter.numel() and not parameter.is_meta:
-        return "has no memory: gather it first (FullyShardedDataParallel and DTensor divide parameters)"
-    if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-        return (f"has gaps or overlaps in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}): "
-                "set parameter.data = parameter.data.contiguous() before you make the optimizer")
-    return ""
-
-
-def problem_of_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> str:
-    """Why hoist does not accept a parameter's gradient, and what to do about it; "" if it does."""
-    if gradient.layout is not torch.strided:
-        return f"has a gradient of layout {gradient.layout}; hoist accepts only dense ones (nn.Embedding: sparse=False)"
-    if gradient.dtype not in DTYPES or gradient.device != parameter.device:
-        return (f"is on {parameter.device}, and its gradient is {gradient.dtype} on {gradient.device}: hoist accepts only "
-                "gradients of float32, bfloat16 or float16 on the parameter's device")
-    if gradient.shape != parameter.shape:
-        return (f"has the shape {tuple(parameter.shape)}, and its gradient {tuple(gradient.shape)}: make a new optimizer after "
-                "you change shapes")
-    if gradient.data_ptr() == 0 and gradient.numel():
-        return f"has a gradient without memory, a {type(gradient).__name__}: hoist accepts only plain tensors"
-    return ""
-
-
-@dataclass
-class SavedState:
-    """The state of one parameter in a state_dict(), in CPU memory."""
-
-    step: int
-    moments: tuple[torch.Tensor | None, torch.Tensor | None]  # fp32
-    master: torch.Tensor | None  # fp32
-    remainder: torch.Tensor | None  # of a bf16 parameter. Without both, the parameter is its own master
-
-    def master_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The fp32 master. From the remainder, it is that of the parameter's present value."""
-        if self.master is not None or self.remainder is None:
-            return self.master
-        return join_master(parameter.detach().to("cpu"), self.remainder)
-
-    @staticmethod
-    def of(kind: str, parameter: torch.nn.Parameter, saved: dict[str, Any]) -> SavedState | None:
-        """None where nothing was saved. Errors: UsageError for a state of another shape."""
-        if not saved:
-            return None
-
-        def values(key: str, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            value = saved.get(key) if key else None
-            if value is None:
-                return None
-            if value.shape != parameter.shape:
-                raise _hoist.UsageError(f"'{key}' of a parameter of {tuple(parameter.shape)} has the shape "
-                                        f"{tuple(value.shape)} in the state_dict: it is of another model")
-            return torch.as_tensor(value).detach().to("cpu", dtype).contiguous()
-
-        first, second = STATE_NAMES[kind]
-        moments = values(first), values(second)
-        master = values("master")
-        remainder = None
-        if parameter.dtype == torch.bfloat16:
-            remainder = split_master(master)[1] if master is not None else values("remainder", torch.int16)
-        # torch.optim.SGD counts no steps: its momentum begins with the first.
-        step = int(saved["step"]) if "step" in saved else int(any(moment is not None for moment in moments))
-        return SavedState(step, moments, master, remainder)
-
-
-# Names in torch.optim's parameter groups -> the engine's.
-_SETTINGS = {
-    "lr": "learning_rate", "eps": "epsilon", "weight_decay": "weight_decay", "bias_correction": "bias_correction",
-    "momentum": "momentum", "dampening": "dampening", "nesterov": "nesterov", "lr_decay": "learning_rate_decay",
-    "initial_accumulator_value": "initial_accumulator",
-}
-
-
-# Arguments of torch.optim's optimizers that change no result here, or are refused by options_of().
-TORCH_ARGUMENTS = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "maximize", "decoupled_weight_decay")
-
-
-def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoist.OptimizerOptions:
-    """A parameter group's settings over others. Errors: UsageError for a formula that is not among them."""
-    options = _hoist.OptimizerOptions(defaults)
-    for key, name in _SETTINGS.items():
-        if key in group:
-            setattr(options, name, type(getattr(options, name))(group[key]))
-    if "betas" in group:
-        options.beta1, options.beta2 = (float(beta) for beta in group["betas"])
-    for key in ("amsgrad", "maximize", "differentiable"):
-        if group.get(key):
-            raise _hoist.UsageError(f"{key}=True is not among the settings of hoist's optimizers")
-    is_decoupled = options.kind == "AdamW"
-    if options.weight_decay and bool(group.get("decoupled_weight_decay", is_decoupled)) != is_decoupled:
-        raise _hoist.UsageError(f"decoupled_weight_decay={group['decoupled_weight_decay']} is not {options.kind}'s: AdamW "
-                                "decouples weight decay, and Adam adds it to the gradient")
-    return options
-
-
-# The options of a group, besides its learning rate, that change results. An engine takes them when it is made.
-_SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "bias_correction", "amsgrad",
-            "maximize", "lr_decay")
-
-
-def settled_of(group: dict[str, Any]) -> dict[str, Any]:
-    settled = {key: tuple(group[key]) if key == "betas" else group[key] for key in _SETTLED if key in group}
-    return settled | {"params": {id(parameter) for parameter in group["params"]}}
-
-
-def is_setting(key: str) -> bool:
-    """Whether an entry of a parameter group, besides its learning rate, says how steps are computed."""
-    return key in _SETTLED or key in TORCH_ARGUMENTS or key == "initial_accumulator_value"
-
-
-def warn_of_other_rates(resumed: list[float] | None, rates: list[float], name: str) -> None:
-    """Before the first step of a run that was resumed, and whose schedule was not continued."""
-    if resumed not in (None, rates):
-        _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule continues "
-                     "if %s.lr_scheduler is set to it in both runs", resumed, rates, name)
-
-
-def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) -> None:
-    """Errors: UsageError where the program, or a schedule of it, has changed more than learning rates."""
-    if len(groups) != len(settled):
-        raise _hoist.UsageError(f"there were {len(settled)} parameter groups when the optimizer was made, and there are "
-                                f"{len(groups)}: groups are fixed then. Set lr=0 for one that is not to be trained for a while")
-    for index, (group, before) in enumerate(zip(groups, settled, strict=True)):
-        now = settled_of(group)
-        if now["params"] != before["params"]:
-            raise _hoist.UsageError(f"the parameters of group {index} were changed: groups are fixed when the optimizer is made. "
-                                    "Set lr=0 for one that is not to be trained for a while")
-        for key in _SETTLED:
-            if before.get(key) != now.get(key):
-                raise _hoist.UsageError(
-                    f"'{key}' of parameter group {index} was changed from {before.get(key)} to {now.get(key)}; only learning "
-                    "rates can change during a run (OneCycleLR and CyclicLR need cycle_momentum=False)")
 
 
 class AdamW(_Optimizer):

@@ -16,8 +16,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -27,19 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hoist import _hoist, program_end
 from hoist.commit_values import to_json
-from hoist.optim import (
-    DTYPES,
-    STATE_NAMES,
-    SavedState,
-    is_setting,
-    join_master,
-    options_of,
-    problem_of_gradient,
-    problem_of_parameter,
-    refuse_changes,
-    settled_of,
-    warn_of_other_rates,
-)
+from hoist.optim_groups import is_setting, options_of, rates_of, refuse_changes, settled_of, warn_of_other_rates
+from hoist.optim_pieces import CutParameters, Piece, UnitValues
+from hoist.optim_values import DTYPES, STATE_NAMES, SavedState, join_master, problem_of_gradient
 from hoist.torch import channels, distributed, initial, program_state
 from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
@@ -47,11 +36,6 @@ from hoist.torch.parameters import as_type
 from hoist.torch.shared_memory import refuse_shared_memory
 
 _log = logging.getLogger("hoist")
-
-# Small parameters move together up to so many elements. A larger one is cut into pieces of _PIECE_ELEMENTS, because the device
-# holds a few of the largest unit. Results do not depend on either.
-_UNIT_ELEMENTS = 8 << 20
-_PIECE_ELEMENTS = 64 << 20
 
 _MOMENTS = (_hoist.State.moment1, _hoist.State.moment2)
 
@@ -80,65 +64,10 @@ class OffloadArguments(TypedDict, total=False):
     decoupled_weight_decay: bool  # as the optimizer's name says
 
 
-@dataclass
-class _Piece:
-    """One of the engine's parameters: a program's parameter, or elements [first, first + count) of a large one."""
-
-    number: int
-    parameter: nn.Parameter
-    group: int
-    name: str
-    first: int
-    count: int
-    shape: list[int]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.reshape(-1)[self.first:self.first + self.count]
-
-    def address_in(self, tensor: torch.Tensor) -> int:
-        return tensor.data_ptr() + self.first * tensor.element_size()
-
-
-def _pieces_of(parameter: nn.Parameter, name: str, group: int, number: int) -> Iterator[_Piece]:
-    """Rows of a large parameter, in pieces of at most 64 Mi elements, which `hoist export` joins; elements, where a row is larger
-    than that."""
-    elements, shape = parameter.numel(), list(parameter.shape)
-    if elements <= _PIECE_ELEMENTS:
-        yield _Piece(number, parameter, group, name, 0, elements, shape)
-        return
-    row = elements // shape[0]
-    if row > _PIECE_ELEMENTS:
-        row, shape = 1, [elements]
-    rows = _PIECE_ELEMENTS // row
-    for index, first in enumerate(range(0, shape[0], rows)):
-        end = min(first + rows, shape[0])
-        yield _Piece(number + index, parameter, group, f"{name}[{first}:{end}]", first * row, (end - first) * row,
-                     [end - first, *shape[1:]])
-
-
-class _UnitValues:
-    """Values for the engine, one unit after the other; keeps those of the last one alive."""
-
-    def __init__(self, units: list[list[_Piece]], values_of: Callable[[nn.Parameter], torch.Tensor]):
-        self._units = units
-        self._values_of = values_of
-        self._alive: list[torch.Tensor] = []
-
-    def __call__(self, unit: int) -> dict[int, tuple[int, _hoist.DType, int]]:
-        pieces = self._units[unit]
-        self._alive = [piece.of(self._values_of(piece.parameter).detach()).to("cpu") for piece in pieces]
-        return {piece.number: (values.data_ptr(), DTYPES[values.dtype], values.numel())
-                for piece, values in zip(pieces, self._alive, strict=True)}
-
-
 def _signs_of_change(parameter: torch.Tensor) -> tuple[Any, ...]:
     """Equal to an earlier answer unless the program has changed the values since: in place, which is a version, or by
     `parameter.data = ...`, which is another storage. Not its address: that may come again, and on some ranks only."""
     return parameter._version, StorageWeakRef(parameter.untyped_storage()), parameter.storage_offset()
-
-
-def rates_of(groups: list[dict[str, Any]]) -> list[float]:
-    return [float(group["lr"]) for group in groups]
 
 
 def _plain_entries(group: dict[str, Any]) -> dict[str, Any]:
@@ -185,9 +114,12 @@ class Offloaded:
         self._is_divided = self._has_others = False
         members, job = _ranks_of(shard_over, has_store=directory is not None)
         with channels.start(job):
-            self._cut(groups)
+            self._cut = CutParameters(groups)
+            self._types = [parameter.dtype for parameter in self._cut.parameters]
+            self._shapes = [parameter.shape for parameter in self._cut.parameters]
+            self._note_values()
             own = {
-                "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host",
+                "communicator": "self", "device": "cuda" if self._cut.device.type == "cuda" else "host",
                 "keep_steps": keep_steps or None, "update_threads": threads or None,
                 "pinned_memory": pinned_memory, "device_memory": device_memory,
                 "durability": {"every": commit_every} if offload == "nvme" and commit_every else None,
@@ -200,61 +132,9 @@ class Offloaded:
 
     # --- construction ------------------------------------------------------------------------------------------------
 
-    def _cut(self, groups: list[dict[str, Any]]) -> None:
-        self._parameters: list[nn.Parameter] = []
-        self._names: list[str] = []
-        self._pieces: list[_Piece] = []
-        self._units: list[list[_Piece]] = []
-        self._without: list[nn.Parameter] = []  # that did not require gradients
-        elements = _UNIT_ELEMENTS
-        number = -1
-        for index, group in enumerate(groups):
-            for place, parameter in enumerate(group["params"]):
-                number += 1
-                name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
-                if not parameter.requires_grad:
-                    self._without.append(parameter)
-                    continue
-                if parameter.numel() == 0:
-                    continue
-                self._refuse_unfit(name, parameter)
-                self._parameters.append(parameter)
-                self._names.append(name)
-                for piece in _pieces_of(parameter, name, index, len(self._pieces)):
-                    count = piece.count
-                    self._pieces.append(piece)
-                    if elements + count > _UNIT_ELEMENTS:
-                        self._units.append([])
-                        elements = 0
-                    self._units[-1].append(piece)
-                    elements += count
-        if not self._pieces:
-            raise _hoist.UsageError("no parameter requires gradients: there is nothing to optimize")
-        self.device = self._parameters[0].device
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            if parameter.device != self.device:
-                raise _hoist.UsageError(f"'{name}' is on {parameter.device}, and '{self._names[0]}' on {self.device}: make one "
-                                        "optimizer for the parameters of each device")
-        refuse_shared_memory(zip(self._names, self._parameters, strict=True))
-        self._types = [parameter.dtype for parameter in self._parameters]
-        self._shapes = [parameter.shape for parameter in self._parameters]
-        self._note_values()
-
     def _note_values(self) -> None:
         """The parameters' values are the masters' roundings now."""
-        self._noted = [_signs_of_change(parameter) for parameter in self._parameters]
-
-    def _refuse_unfit(self, name: str, parameter: nn.Parameter) -> None:
-        if problem := problem_of_parameter(parameter):
-            raise _hoist.UsageError(f"'{name}' {problem}")
-        if parameter.dtype not in DTYPES:
-            raise _hoist.UsageError(f"'{name}' is {parameter.dtype}; hoist trains only float32, bfloat16 and float16")
-        if not parameter.is_contiguous():
-            raise _hoist.UsageError(f"'{name}' is in another order in memory than its indices (channels_last, or transposed): "
-                                    "call contiguous() on its data. Offloaded states take contiguous parameters")
-        shares_memory = parameter.device.type in ("cpu", torch._C._get_privateuse1_backend_name())
-        if not shares_memory and parameter.device.type != "cuda":
-            raise _hoist.UsageError(f"'{name}' is on {parameter.device}; hoist trains only parameters on the CPU or on CUDA")
+        self._noted = [_signs_of_change(parameter) for parameter in self._cut.parameters]
 
     def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,
               settings: dict[str, Any]) -> None:
@@ -272,7 +152,7 @@ class Offloaded:
         optimizer: dict[str, Any] = {"type": self._kind}
         if self._kind == "Adam":
             optimizer["params"] = {"adam_w_mode": False}
-        largest = max(sum(piece.count for piece in unit) for unit in self._units)
+        largest = max(sum(piece.count for piece in unit) for unit in self._cut.units)
         config = _hoist.Config.parse(as_json({
             "optimizer": optimizer, "gradient_clipping": 0.0, "hoist": settings,
             # A few units on their way at a time, and none that stays.
@@ -283,8 +163,8 @@ class Offloaded:
         for warning in config.warnings:
             _log.warning("%s", warning)
         config.gradients_are_reduced = True
-        if self.device.type == "cuda" and self.device.index is not None:
-            config.device_ordinal = self.device.index
+        if self._cut.device.type == "cuda" and self._cut.device.index is not None:
+            config.device_ordinal = self._cut.device.index
         options = [options_of(group, config.optimizer) for group in groups]
         self._moments = tuple(zip(_MOMENTS, STATE_NAMES[self._kind], strict=True))
         self._kept = [[state for state, kept in zip(_MOMENTS, option.moments, strict=True) if kept] for option in options]
@@ -293,7 +173,7 @@ class Offloaded:
                 _hoist.ParameterSpec(piece.name, piece.shape, DTYPES[piece.parameter.dtype], True,
                                      _hoist.GroupId(piece.group + 1))
                 for piece in unit])
-            for index, unit in enumerate(self._units)
+            for index, unit in enumerate(self._cut.units)
         ]
         make, size = distributed.channels_over(members, config)
         make_job, job_size = distributed.channels_over(job, config) if len(job) > len(members) else (None, 0)
@@ -302,8 +182,8 @@ class Offloaded:
         self._has_others = max(size, job_size) > 1
         self._unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job, job_size)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
-        self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self.device),
-                                   *dlpack_device_of(self.device))
+        self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
+                                   *dlpack_device_of(self._cut.device))
         program_end.close_at_exit(self._unit_manager, self._has_others)
         if resume and self._unit_manager.find_commit() is not None:
             self._resume(groups)
@@ -311,15 +191,15 @@ class Offloaded:
             if resume:
                 distributed.refuse_stores_of_others(config.store_directory, is_of_group=len(job) > len(members))
             self._take_first_ranks()
-            self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter), self._commit_state(groups))
+            self._unit_manager.initialize(UnitValues(self._cut.units, lambda parameter: parameter), self._commit_state(groups))
 
     def _take_first_ranks(self) -> None:
         """[C] Ranks that divide the states begin with the first one's weights, as with DistributedDataParallel: each writes its
         part of the new weights into the parameters of all."""
-        shapes = repr([(piece.shape, str(piece.parameter.dtype)) for piece in self._pieces])
+        shapes = repr([(piece.shape, str(piece.parameter.dtype)) for piece in self._cut.pieces])
         if self._is_divided and self._unit_manager.same_on_all(shapes):  # else initialize() names the difference
             initial.take_first_ranks_values(self._unit_manager, (
-                [(piece.name, piece.of(piece.parameter.detach())) for piece in unit] for unit in self._units))
+                [(piece.name, piece.of(piece.parameter.detach())) for piece in unit] for unit in self._cut.units))
             self._note_versions()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -335,13 +215,13 @@ class Offloaded:
                                     f"does. Here there are {'some' if has_gradients else 'none'}")
         if not has_gradients:
             return
-        if self._noted != [_signs_of_change(parameter) for parameter in self._parameters]:
+        if self._noted != [_signs_of_change(parameter) for parameter in self._cut.parameters]:
             self.adopt()
         self._push_rates(groups)
         self._consolidated = None
-        of_parameter = {id(p): gradient for p, gradient in zip(self._parameters, gradients, strict=True)}
+        of_parameter = {id(p): gradient for p, gradient in zip(self._cut.parameters, gradients, strict=True)}
         addresses, types = [], []
-        for piece in self._pieces:
+        for piece in self._cut.pieces:
             gradient = of_parameter[id(piece.parameter)]
             addresses.append(0 if gradient is None else piece.address_in(gradient))
             types.append(DTYPES[piece.parameter.dtype if gradient is None else gradient.dtype])
@@ -358,14 +238,14 @@ class Offloaded:
     def _gradients(self) -> list[torch.Tensor | None]:
         gradients: list[torch.Tensor | None] = []
         missing = None
-        for name, parameter in zip(self._names, self._parameters, strict=True):
+        for name, parameter in self._cut.named():
             gradient = parameter.grad
             if gradient is None:
                 missing = missing or name
             elif problem := problem_of_gradient(parameter, gradient):
                 raise _hoist.UsageError(f"'{name}' {problem}")
             gradients.append(None if gradient is None else gradient.detach().resolve_neg().contiguous())
-        for parameter in self._without:
+        for parameter in self._cut.without:
             if parameter.grad is not None:
                 raise _hoist.UsageError("a parameter has a gradient that required none when the optimizer was made, and so has "
                                         "no state: call requires_grad_() before")
@@ -377,15 +257,15 @@ class Offloaded:
         return gradients
 
     def _weights(self) -> list[int]:
-        for name, parameter, dtype, shape in zip(self._names, self._parameters, self._types, self._shapes, strict=True):
+        for name, parameter, dtype, shape in zip(self._cut.names, self._cut.parameters, self._types, self._shapes, strict=True):
             if parameter.shape != shape:
                 raise _hoist.UsageError(f"'{name}' had the shape {tuple(shape)} when the optimizer was made, and has "
                                         f"{tuple(parameter.shape)}: make a new optimizer after you change shapes")
-            if parameter.device != self.device or parameter.dtype != dtype:
-                raise _hoist.UsageError(f"'{name}' was {dtype} on {self.device} when the optimizer was made, and is "
+            if parameter.device != self._cut.device or parameter.dtype != dtype:
+                raise _hoist.UsageError(f"'{name}' was {dtype} on {self._cut.device} when the optimizer was made, and is "
                                         f"{parameter.dtype} on {parameter.device}: move the model first")
             self._refuse_unfit(name, parameter)
-        return [piece.address_in(piece.parameter) for piece in self._pieces]
+        return [piece.address_in(piece.parameter) for piece in self._cut.pieces]
 
     def _push_rates(self, groups: list[dict[str, Any]]) -> None:
         rates = rates_of(groups)
@@ -398,20 +278,20 @@ class Offloaded:
 
     def _note_versions(self) -> None:
         """Called after the engine has written the parameters, so that autograd learns of the change."""
-        torch.autograd.graph.increment_version(self._parameters)
+        torch.autograd.graph.increment_version(self._cut.parameters)
         self._note_values()
 
     def adopt(self) -> None:
         """[C] Makes the parameters' present values the masters."""
         self._unit_manager.require_process()
         self._weights()
-        refuse_shared_memory(zip(self._names, self._parameters, strict=True))
+        refuse_shared_memory(self._cut.named())
 
         def values(parameter: nn.Parameter) -> torch.Tensor:
             remainder = self._remainders.get(id(parameter))
             return parameter if remainder is None else join_master(parameter.detach().to("cpu"), remainder)
 
-        self._unit_manager.change_masters(_UnitValues(self._units, values))
+        self._unit_manager.change_masters(UnitValues(self._cut.units, values))
         self._remainders = {}
         self._note_values()
 
@@ -492,13 +372,13 @@ class Offloaded:
         """[C] Sets a parameter's master, and the parameter to its rounding."""
         for piece in self._pieces_of(parameter):
             self._unit_manager.write(piece.number, _hoist.State.master, 0, piece.of(values).numpy())
-        index = next(i for i, p in enumerate(self._parameters) if p is parameter)
+        index = next(i for i, p in enumerate(self._cut.parameters) if p is parameter)
         with torch.no_grad():
             parameter.copy_(as_type(values, parameter.dtype))
         self._noted[index] = _signs_of_change(parameter)
 
-    def _pieces_of(self, parameter: torch.Tensor) -> list[_Piece]:
-        pieces = [piece for piece in self._pieces if piece.parameter is parameter]
+    def _pieces_of(self, parameter: torch.Tensor) -> list[Piece]:
+        pieces = [piece for piece in self._cut.pieces if piece.parameter is parameter]
         if not pieces:
             raise _hoist.UsageError("the parameter is not trained by this optimizer")
         return pieces
@@ -507,9 +387,9 @@ class Offloaded:
         """[C] The states, by the number that a parameter has in a state_dict()."""
         states: dict[int, Any] = {}
         step = self.step_count
-        trained = {id(parameter) for parameter in self._parameters}
+        trained = {id(parameter) for parameter in self._cut.parameters}
         numbered = enumerate(p for group in groups for p in group["params"])
-        group_of = {id(piece.parameter): piece.group for piece in self._pieces}
+        group_of = {id(piece.parameter): piece.group for piece in self._cut.pieces}
         for number, parameter in numbered:
             if id(parameter) not in trained or step == 0:
                 continue
@@ -567,12 +447,12 @@ class Offloaded:
 
         changed = [group | copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
                    for group, saved in zip(groups, saved_groups, strict=True)]
-        masters, *both_moments = (_UnitValues(self._units, of) for of in (master, moments(0), moments(1)))
+        masters, *both_moments = (UnitValues(self._cut.units, of) for of in (master, moments(0), moments(1)))
         self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
         # Loading what it has, as accelerate's prepare() does, is no reason to forget a schedule that was saved.
         is_present = step == before and [group["lr"] for group in groups] == [group["lr"] for group in changed]
         self._consolidated = None
-        self._noted = [(-1, None, 0)] * len(self._parameters)  # the next step takes the parameters as they are then
+        self._noted = [(-1, None, 0)] * len(self._cut.parameters)  # the next step takes the parameters as they are then
         self._remainders = {key: saved.remainder for key, saved in states.items() if saved.remainder is not None}
         for group, after in zip(groups, changed, strict=True):
             group.update(after)
@@ -582,7 +462,7 @@ class Offloaded:
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
         """The states by id of the parameter, and the step count of all of them: ({}, 0) before the first step."""
-        trained = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
+        trained = {id(parameter): name for name, parameter in self._cut.named()}
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         states: dict[int, SavedState] = {}
         lacking = None

@@ -259,7 +259,9 @@ void bind_unit_manager(nb::module_& module) {
           "name"_a, "parameters"_a, "shared"_a = false, "gathered_with"_a = std::vector<std::uint32_t>(),
           "own_gradient_memory"_a = false)
       .def_ro("name", &ManagedUnit::name)
-      .def_ro("parameters", &ManagedUnit::parameters);
+      .def_ro("parameters", &ManagedUnit::parameters)
+      .def_ro("gathered_with", &ManagedUnit::gathered_with)
+      .def_ro("own_gradient_memory", &ManagedUnit::own_gradient_memory);
 
   nb::class_<UnitManager>(module, "UnitManager", nb::is_weak_referenceable(),
                           "The units of a PyTorch module, brought up and down as its hooks say.")

@@ -349,6 +349,10 @@ TEST_F(Check, RefusesModelsItCannotRead) {
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1.5}]})"), HasSubstr("units[0].parameters"));
   EXPECT_THAT(with_units(R"({"units": [{"parameters": 1}]})"), HasSubstr("has no name"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "x": 1}]})"), HasSubstr("units[0].x"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "stable_in_pass": 1}]})"),
+              HasSubstr("units[0].stable_in_pass"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "gathered_with": [4294967296]}]})"),
+              HasSubstr("gathered with a unit that is not there"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1}], "dtype": "fp8"})"), HasSubstr("dtype"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "parameters": 2}]})"), HasSubstr("given twice"));
   EXPECT_THAT(with_units((R"({"units": )" + std::string(100000, '[')).c_str()), HasSubstr("nested deeper"));

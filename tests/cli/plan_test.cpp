@@ -227,6 +227,19 @@ TEST_F(Plan, CountsActivations) {
   EXPECT_EQ(device_bytes("--units units.json"), 12345);
 }
 
+TEST_F(Plan, AFrozenParameterHasNoGradientToCompute) {
+  const auto compute_seconds = [&](const char* trainable) {
+    write("units.json", fmt::format(R"({{"units": [{{"name": "a", "parameters": [{{"name": "a.weight", "shape": [1000000],
+                                     "trainable": {}}}, {{"name": "a.adapter", "shape": [1000]}}]}}]}})",
+                                    trainable));
+    EXPECT_EQ(run("plan --units units.json --tokens 1000" + std::string(kOneRank)).exit_code, 0);
+    return best(json_of("plan.json"))["busy_seconds"]["compute"].get<double>();
+  };
+  const double trained = compute_seconds("true");
+  EXPECT_GT(trained, 0);
+  EXPECT_NEAR(compute_seconds("false") / trained, (6 * 1001000.0 + 2 * 1000) / (8 * 1001000.0), 1e-9);
+}
+
 TEST_F(Plan, FollowsAConfiguration) {
   write("offload.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
             "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},

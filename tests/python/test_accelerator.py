@@ -83,7 +83,7 @@ accelerator.use()
 import torch
 from test_accelerator import digests_of
 from test_optim_offload import Program
-hoist.optim_offload._UNIT_ELEMENTS, hoist.optim_offload._PIECE_ELEMENTS = 5000, 3000
+hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
 for arguments in json.loads(sys.argv[2]):
     program = Program("AdamW", torch.bfloat16, torch.device("slate"), **arguments)
     with program.optimizer:

@@ -89,7 +89,8 @@ def test_a_units_file_tells_the_command_the_same(settings, tmp_path):
                     tmp_path / "found.json"], check=True)
     found = json.loads((tmp_path / "found.json").read_text())["prediction"]
     estimate = hoist.torch.estimate(model, settings())
-    assert (found["parameters"], found["pinned"]["bytes"]) == (estimate.parameters, estimate.pinned_bytes)
+    assert found["parameters"] == estimate.parameters
+    assert (found["device"]["bytes"], found["pinned"]["bytes"]) == (estimate.device_bytes, estimate.pinned_bytes)
 
 
 def test_a_units_file_of_what_cannot_be_trained(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 
 import hoist
 import hoist.optim
-import hoist.optim_offload
+import hoist.optim_pieces
 import hoist.store
 from models import Gpt, batches, loss_of
 
@@ -34,8 +34,8 @@ OPTIMIZERS = [
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Several units, and parameters in pieces, of models that would be one unit."""
-    monkeypatch.setattr(hoist.optim_offload, "_UNIT_ELEMENTS", 5000)
-    monkeypatch.setattr(hoist.optim_offload, "_PIECE_ELEMENTS", 3000)
+    monkeypatch.setattr(hoist.optim_pieces, "_UNIT_ELEMENTS", 5000)
+    monkeypatch.setattr(hoist.optim_pieces, "_PIECE_ELEMENTS", 3000)
 
 
 def place(offload, tmp_path, name="store"):
@@ -151,10 +151,10 @@ def test_a_killed_run_continues_with_the_same_bits(tmp_path, dtype):
     arguments = place("nvme", tmp_path)
     killed = run_program("""
         import json, os, sys
-        import hoist.optim, hoist.optim_offload
+        import hoist.optim, hoist.optim_pieces
         import torch
         from test_optim_offload import Program
-        hoist.optim_offload._UNIT_ELEMENTS, hoist.optim_offload._PIECE_ELEMENTS = 5000, 3000
+        hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
         program = Program("AdamW", getattr(torch, sys.argv[2]), **json.loads(sys.argv[1]))
         for step in range(9):
             program.optimizer.commit_state["next"] = step + 1
@@ -472,7 +472,7 @@ def test_an_interrupted_load_ends_the_optimizer_and_not_the_process(tmp_path, mo
     def interrupted(values, unit):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hoist.optim_offload._UnitValues.__call__", interrupted)
+    monkeypatch.setattr("hoist.optim_pieces.UnitValues.__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.load_state_dict(saved)
     for _ in range(2):  # the error that it failed with, as often as it is asked

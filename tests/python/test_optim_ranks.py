@@ -15,10 +15,10 @@ from ranks import results, start
 
 RANKS = """
 join()
-import hoist.optim, hoist.optim_offload
+import hoist.optim, hoist.optim_pieces
 from test_optim_ranks import *
 from test_optim_offload import gpt
-hoist.optim_offload._UNIT_ELEMENTS, hoist.optim_offload._PIECE_ELEMENTS = 5000, 3000
+hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
 arguments, group = dict(config["arguments"]), None
 if config["divided"]:
     arguments["shard_over"] = dist.group.WORLD

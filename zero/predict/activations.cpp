@@ -24,6 +24,16 @@ ActivationBytes activation_bytes(const Model& model, double tokens_kept, double 
   return {bytes(kKeptBytes * widths * tokens_kept), bytes(kWorkingBytes * widest * micro_batch_tokens)};
 }
 
+TokenOperations operations_per_token(const Model& model) {
+  double parameters = 0, trained = 0;
+  for (const ParameterSpec& spec : model.parameters()) {
+    const auto elements = static_cast<double>(element_count(spec));
+    parameters += elements;
+    if (spec.trainable) trained += elements;
+  }
+  return {.all = 6 * parameters + 2 * trained, .forward = 2 * parameters};
+}
+
 std::uint64_t assumed_layers(std::uint64_t parameters) {
   constexpr double kWidthPerLayer = 128;
   const double layers = std::cbrt(static_cast<double>(parameters) / (12 * kWidthPerLayer * kWidthPerLayer));

@@ -25,10 +25,14 @@ struct ActivationBytes {
 // `tokens_kept`: tokens of the micro-batches that are between forward and backward; in vertical order, all of a step.
 ActivationBytes activation_bytes(const Model& model, double tokens_kept, double micro_batch_tokens);
 
-// Operations of forward and backward for each parameter and token: 2 for forward, as many again for its second time, 4
-// for backward.
-inline constexpr double kFlopsPerToken = 8;
-inline constexpr double kForwardShare = 0.25;
+// Floating-point operations that a token takes, for a checkpoint at every unit. Each parameter takes part in a
+// multiplication and an addition in forward, in forward's repetition, for the gradient of the unit's input and, if it is
+// trained, for its own.
+struct TokenOperations {
+  double all = 0;
+  double forward = 0;  // of them
+};
+TokenOperations operations_per_token(const Model& model);
 
 // The layers of a model if only its size is known: as in GPT-3, where width = 128 x layers.
 std::uint64_t assumed_layers(std::uint64_t parameters);

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
-from hoist.optim import options_of, warn_of_other_rates
+from hoist.optim_groups import options_of, warn_of_other_rates
 from hoist.torch import channels, checkpoints, distributed, initial, program_state, vertical, weight_files
 from hoist.torch.casts import cast_inputs
 from hoist.torch.clipping import clip_through

@@ -73,7 +73,8 @@ def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, w
 def describe_units(model: nn.Module, config: _hoist.Config, unit_classes: Any) -> dict[str, Any]:
     """The units as a units file has them."""
     return {"units": [
-        {"name": unit.name,
+        {"name": unit.name, "stable_in_pass": True, "gathered_with": unit.gathered_with,
+         "own_gradient_memory": unit.own_gradient_memory,
          "parameters": [{"name": p.name, "shape": p.shape, "dtype": p.dtype.name, "trainable": p.trainable}
                         for p in unit.parameters]}
         for unit in _declared(model, config, unit_classes)]}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.optim import refuse_changes, settled_of
+from hoist.optim_groups import refuse_changes, settled_of
 from hoist.torch.units import Unit
 
 if TYPE_CHECKING:
