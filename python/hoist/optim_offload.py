@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hoist import _hoist, program_end
 from hoist.commit_values import to_json
 from hoist.optim_groups import is_setting, options_of, rates_of, refuse_changes, settled_of, warn_of_other_rates
-from hoist.optim_pieces import CutParameters, Piece, UnitValues
+from hoist.optim_pieces import CutParameters, Piece, UnitValues, refuse_unfit
 from hoist.optim_values import DTYPES, STATE_NAMES, SavedState, join_master, problem_of_gradient
 from hoist.torch import channels, distributed, initial, program_state
 from hoist.torch.config_files import as_json
@@ -264,7 +264,7 @@ class Offloaded:
             if parameter.device != self._cut.device or parameter.dtype != dtype:
                 raise _hoist.UsageError(f"'{name}' was {dtype} on {self._cut.device} when the optimizer was made, and is "
                                         f"{parameter.dtype} on {parameter.device}: move the model first")
-            self._refuse_unfit(name, parameter)
+            refuse_unfit(name, parameter)
         return [piece.address_in(piece.parameter) for piece in self._cut.pieces]
 
     def _push_rates(self, groups: list[dict[str, Any]]) -> None:

@@ -59,7 +59,7 @@ class CutParameters:
                     continue
                 if parameter.numel() == 0:
                     continue
-                _refuse_unfit(name, parameter)
+                refuse_unfit(name, parameter)
                 self.parameters.append(parameter)
                 self.names.append(name)
                 for piece in _pieces_of(parameter, name, index, len(self.pieces)):
@@ -114,7 +114,8 @@ def _pieces_of(parameter: nn.Parameter, name: str, group: int, number: int) -> I
                     [end - first, *shape[1:]])
 
 
-def _refuse_unfit(name: str, parameter: nn.Parameter) -> None:
+def refuse_unfit(name: str, parameter: nn.Parameter) -> None:
+    """Errors: UsageError for a parameter whose states cannot be offloaded."""
     if problem := problem_of_parameter(parameter):
         raise _hoist.UsageError(f"'{name}' {problem}")
     if parameter.dtype not in DTYPES:
