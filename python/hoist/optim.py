@@ -292,7 +292,7 @@ class _Optimizer(torch.optim.Optimizer):
         of bf16. set_master() writes it exactly.
         """
         if self._offloaded is not None:
-            return self._offloaded.read(parameter, _hoist.State.master)
+            return self._offloaded.master(parameter)
         if parameter.dtype == torch.float32 or parameter not in self.state:
             return parameter.detach().float().clone()
         return join_master(parameter, self.state[parameter]["remainder"])
@@ -377,8 +377,8 @@ class _Optimizer(torch.optim.Optimizer):
         return self._require_offload("restore()").restore(self.param_groups, name)
 
     def adopt_parameters(self) -> None:
-        """[C] Makes the parameters' present values the masters, where they are not the masters' roundings already. step() does
-        so itself when it sees by their version counters that the program changed parameters in place."""
+        """[C] Makes the parameters' present values the masters, where they are not the masters' roundings already. step(), save()
+        and master() do so themselves when they see by their version counters that the program changed parameters in place."""
         self._require_offload("adopt_parameters()").adopt()
 
     def settle(self) -> None:

@@ -105,8 +105,9 @@ class Offloaded:
         self.schedule: Any = None
         self._saved: dict[str, Any] = {}  # the restored commit's state, until a schedule continues from it
         self._consolidated: dict[int, Any] | None = None
-        # Of bf16 parameters, by id, between load() and the next step: the program may load the weights after them.
-        self._remainders: dict[int, torch.Tensor] = {}
+        # Between load() and adopt(): the program may load the weights after the states.
+        self._is_loading = False
+        self._remainders: dict[int, torch.Tensor] = {}  # of bf16 parameters, by id
         self._settled = [settled_of(group) for group in groups]
         self._rates: list[float | None] = [float(group["lr"]) for group in groups]
         self._first_rates = rates_of(groups)
@@ -132,9 +133,13 @@ class Offloaded:
 
     # --- construction ------------------------------------------------------------------------------------------------
 
+    def _signs(self) -> list[tuple[Any, ...]]:
+        return [_signs_of_change(parameter) for parameter in self._cut.parameters]
+
     def _note_values(self) -> None:
         """The parameters' values are the masters' roundings now."""
-        self._noted = [_signs_of_change(parameter) for parameter in self._cut.parameters]
+        self._noted = self._signs()
+        self._is_loading, self._remainders = False, {}
 
     def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,
               settings: dict[str, Any]) -> None:
@@ -215,8 +220,7 @@ class Offloaded:
                                     f"does. Here there are {'some' if has_gradients else 'none'}")
         if not has_gradients:
             return
-        if self._noted != [_signs_of_change(parameter) for parameter in self._cut.parameters]:
-            self.adopt()
+        self._adopt_changes(also_after_load=True)
         self._push_rates(groups)
         self._consolidated = None
         of_parameter = {id(p): gradient for p, gradient in zip(self._cut.parameters, gradients, strict=True)}
@@ -281,6 +285,12 @@ class Offloaded:
         torch.autograd.graph.increment_version(self._cut.parameters)
         self._note_values()
 
+    def _adopt_changes(self, *, also_after_load: bool = False) -> None:
+        """[C] Adopts the parameters if the program has changed some since they were the masters' roundings, or since load().
+        Called before masters are trained, committed or shown; state_dict() cannot, because one rank may call it alone."""
+        if (also_after_load and self._is_loading) or self._noted != self._signs():
+            self.adopt()
+
     def adopt(self) -> None:
         """[C] Makes the parameters' present values the masters."""
         self._unit_manager.require_process()
@@ -292,7 +302,7 @@ class Offloaded:
             return parameter if remainder is None else join_master(parameter.detach().to("cpu"), remainder)
 
         self._unit_manager.change_masters(UnitValues(self._cut.units, values))
-        self._remainders = {}
+        self._consolidated = None
         self._note_values()
 
     # --- commits -----------------------------------------------------------------------------------------------------
@@ -309,6 +319,7 @@ class Offloaded:
 
     def save(self, groups: list[dict[str, Any]], name: str) -> _hoist.Completion:
         """[C] Commits the present state; done when it is durable."""
+        self._adopt_changes(also_after_load=True)
         return self._unit_manager.save(name, self._commit_state(groups))
 
     def restore(self, groups: list[dict[str, Any]], name: str) -> int:
@@ -368,6 +379,11 @@ class Offloaded:
             self._unit_manager.read(piece.number, state, 0, piece.of(values).numpy())
         return values.view(parameter.shape)
 
+    def master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """[C] The fp32 value that is trained."""
+        self._adopt_changes()
+        return self.read(parameter, _hoist.State.master)
+
     def write_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """[C] Sets a parameter's master, and the parameter to its rounding."""
         for piece in self._pieces_of(parameter):
@@ -376,6 +392,8 @@ class Offloaded:
         with torch.no_grad():
             parameter.copy_(as_type(values, parameter.dtype))
         self._noted[index] = _signs_of_change(parameter)
+        self._remainders.pop(id(parameter), None)
+        self._consolidated = None
 
     def _pieces_of(self, parameter: torch.Tensor) -> list[Piece]:
         pieces = [piece for piece in self._cut.pieces if piece.parameter is parameter]
@@ -447,13 +465,15 @@ class Offloaded:
 
         changed = [group | copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
                    for group, saved in zip(groups, saved_groups, strict=True)]
-        masters, *both_moments = (UnitValues(self._cut.units, of) for of in (master, moments(0), moments(1)))
-        self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
+        if states or before > 0:  # otherwise nothing was trained yet, and set_master() may have set exact masters
+            masters, *both_moments = (UnitValues(self._cut.units, of) for of in (master, moments(0), moments(1)))
+            self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
+            self._note_values()
+            self._is_loading = True
+            self._remainders = {key: saved.remainder for key, saved in states.items() if saved.remainder is not None}
         # Loading what it has, as accelerate's prepare() does, is no reason to forget a schedule that was saved.
         is_present = step == before and [group["lr"] for group in groups] == [group["lr"] for group in changed]
         self._consolidated = None
-        self._noted = [(-1, None, 0)] * len(self._cut.parameters)  # the next step takes the parameters as they are then
-        self._remainders = {key: saved.remainder for key, saved in states.items() if saved.remainder is not None}
         for group, after in zip(groups, changed, strict=True):
             group.update(after)
         self._settled = [settled_of(group) for group in groups]

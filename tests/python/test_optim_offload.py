@@ -96,8 +96,8 @@ def test_bits_are_those_in_memory(tmp_path, kind, settings, dtype):
         with program.optimizer:
             assert_equal(program.train(0, 12).bits(), expected)
             assert program.optimizer.step_count == 12
-            offloaded = program.optimizer._offloaded
-            assert len(offloaded._units) > 2 and len(offloaded._pieces) > len(program.parameters)
+            cut = program.optimizer._offloaded._cut
+            assert len(cut.units) > 2 and len(cut.pieces) > len(program.parameters)
 
 
 def test_fp16_weights_have_whole_masters(tmp_path):
@@ -559,6 +559,73 @@ def test_parameters_that_the_program_changes_count():
     ours.optimizer.set_master(ours.parameters[0], values)
     assert torch.equal(ours.optimizer.master(ours.parameters[0]), values)
     ours.optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_commit_has_the_weights_that_the_program_set(tmp_path, dtype):
+    """In place since the last step, and after the states of another run were loaded."""
+    other = Program("AdamW", dtype, offload="cpu", **BUDGETS).train(0, 3)
+    saved, weights = copy.deepcopy(other.optimizer.state_dict()), other.bits()
+    program = Program("AdamW", dtype, torch.get_default_device(), keep_steps=2, offload="cpu",
+                      directory=str(tmp_path / "store"), **BUDGETS).train(0, 2)
+    with torch.no_grad():
+        for parameter in program.parameters:
+            parameter.fill_(0.5)
+    assert torch.equal(program.optimizer.master(program.parameters[0]), torch.full((70, 100), 0.5, device="cpu"))
+    halves = program.bits()
+    with torch.no_grad():
+        program.parameters[0].fill_(0.25)
+    program.optimizer.save("averaged").wait()
+    halves[0].fill_(0.25)
+    halves[5].fill_(0.25)
+    program.optimizer.load_state_dict(saved)
+    copy_weights(other, program)
+    program.optimizer.save("loaded").wait()
+    program.train(3, 5)
+    for name, expected in (("averaged", halves), ("loaded", weights)):
+        program.optimizer.restore(name)
+        assert_equal(program.bits(), expected)
+    other.optimizer.close()
+    program.optimizer.close()
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_masters_are_joined_with_what_was_loaded_last(tmp_path, offload):
+    """load_state_dict() keeps remainders of bf16 masters for weights that are loaded later: set_master() and restore() set masters
+    of their own."""
+    program = Program("AdamW", torch.bfloat16, torch.get_default_device(), keep_steps=1, offload=offload,
+                      directory=str(tmp_path / "store"), **BUDGETS).train(0, 2)
+    optimizer = program.optimizer
+    optimizer.save("kept").wait()
+    kept = program.bits()
+    program.train(2, 4)
+
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    values = torch.randn(70, 100, device="cpu")
+    optimizer.set_master(program.parameters[0], values)
+    optimizer.adopt_parameters()
+    assert torch.equal(optimizer.master(program.parameters[0]), values)
+
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.restore("kept")
+    with torch.no_grad():
+        program.parameters[1].mul_(1.0)
+    optimizer.adopt_parameters()
+    assert_equal(program.bits(), kept)
+    optimizer.close()
+
+
+def test_exact_masters_stay_when_nothing_is_loaded():
+    """accelerate's prepare() loads an optimizer's own state_dict(), which is empty before the first step."""
+    program = Program("AdamW", torch.bfloat16, torch.get_default_device(), offload="cpu", **BUDGETS)
+    values = torch.randn(70, 100, device="cpu")
+    program.optimizer.set_master(program.parameters[0], values)
+    saved = copy.deepcopy(program.optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.5
+    program.optimizer.load_state_dict(saved)
+    assert program.optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(program.optimizer.master(program.parameters[0]), values)
+    program.optimizer.close()
 
 
 def test_other_memory_of_a_parameter_counts_as_a_change():
