@@ -255,6 +255,21 @@ def test_a_file_is_cut_short(spoil):
     assert str(path) in text and "copy it once more" in text
 
 
+def test_files_of_the_old_format(checkpoints, spoil):
+    """With "checkpoint_serialization": false DeepSpeed writes files that cannot be mapped: they are read."""
+    path = spoil("zero3-fp16")
+    for file in path.glob("*.pt"):
+        change(file, lambda _: None, _use_new_zipfile_serialization=False)
+    before, after = hoist.torch.deepspeed.open(checkpoints / "zero3-fp16"), hoist.torch.deepspeed.open(path)
+    for name in before.parameters:
+        assert torch.equal(values_of(after, name, hoist.State.moment1), values_of(before, name, hoist.State.moment1))
+    hoist.torch.deepspeed.open(path, trusted=True)
+    file = next(path.glob("*optim_states.pt"))
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(hoist.StoreError, match="copy it once more"):
+        hoist.torch.deepspeed.open(path)
+
+
 def test_another_model(checkpoints, tmp_path):
     text = refusal(checkpoints / "zero2-bf16", model=Tiny(width=16), tmp=tmp_path)
     assert "parameter 'token.weight' is (16, 8), and (16, 16) here" in text
@@ -278,7 +293,7 @@ def test_another_optimizer(checkpoints, tmp_path, spoil):
     assert "of another optimizer than Adam: its states are exp_avg_sq, momentum_buffer, step" in refusal(path)
 
 
-def change(path, edit):
+def change(path, edit, **saving):
     """Rewrites a file with PyTorch's own pickling, DeepSpeed's classes left out."""
     from hoist.torch.deepspeed import files
 
@@ -289,8 +304,49 @@ def change(path, edit):
         if key in inside:
             inside[key] = int(inside[key]) if key == "zero_stage" else None
     edit(loaded)
-    torch.save(loaded, path.with_suffix(".new"))  # the old file is still mapped
+    torch.save(loaded, path.with_suffix(".new"), **saving)  # the old file is still mapped
     os.replace(path.with_suffix(".new"), path)
+
+
+def values_of(checkpoint, name, state):
+    out = torch.empty(checkpoint.parameters[name].numel(), device="cpu")
+    checkpoint.read(name, state, 0, out)
+    return out
+
+
+def test_parameters_that_deepspeed_aligned(checkpoints, spoil):
+    """With "parameter_alignment" each parameter of ZeRO 1 and 2 begins at a multiple of 16 bytes."""
+    path = spoil("zero2-bf16")
+    before = hoist.torch.deepspeed.open(checkpoints / "zero2-bf16")
+    paths = [path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    paddings, parts = [], []
+    for group in range(len(before.groups)):
+        names = [name for name in before.parameters if before.group_of[name] == group]
+        after = [-before.parameters[name].numel() % 8 for name in names[:-1]] + [0]
+        flat = [torch.cat([torch.nn.functional.pad(values_of(before, name, state), (0, padding))
+                           for name, padding in zip(names, after, strict=True)]) for state in STATES]
+        part = -(-len(flat[0]) // 4) * 2
+        parts.append([[values[rank * part:(rank + 1) * part].clone() for values in flat] for rank in range(2)])
+        paddings.append(after)
+    assert sum(map(sum, paddings)) > 0
+
+    def align(file, rank):
+        optimizer = file["optimizer_state_dict"]
+        optimizer["param_alignment_paddings"] = paddings
+        for group, (state, of_ranks) in enumerate(zip(states_in(file), parts, strict=True)):
+            optimizer["single_partition_of_fp32_groups"][group], state["exp_avg"], state["exp_avg_sq"] = of_ranks[rank]
+
+    for rank in range(2):
+        change(paths[rank], lambda file, rank=rank: align(file, rank))
+    after = hoist.torch.deepspeed.open(path)
+    for name in before.parameters:
+        for state in STATES:
+            assert torch.equal(values_of(after, name, state), values_of(before, name, state)), (name, state)
+    for wrong in ([[-8] * len(paddings[0]), *paddings[1:]], [[2**70, *paddings[0][1:]], *paddings[1:]], [[0], *paddings[1:]],
+                  paddings[:1]):
+        change(paths[0], lambda file, wrong=wrong: file["optimizer_state_dict"].update(param_alignment_paddings=wrong))
+        with pytest.raises(hoist.StoreError):
+            hoist.torch.deepspeed.open(path)
 
 
 def states_in(file):

@@ -32,7 +32,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from hoist import _hoist
-from hoist.torch.weight_files import TYPES
+from hoist.torch.weight_files import TYPES, can_be_mapped
 
 __all__ = ["from_pretrained"]
 
@@ -111,7 +111,7 @@ def _files_of(name: str, model: Any, arguments: dict[str, Any]) -> Iterator[str]
 def _tensors_in(path: str) -> dict[str, Read]:
     """Every tensor of a file, mapped into memory while it is used."""
     if not path.endswith(".safetensors"):
-        loaded = torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=True)
+        loaded = torch.load(path, map_location="cpu", mmap=can_be_mapped(path), weights_only=True)
         return {key: partial(torch.Tensor.detach, value) for key, value in loaded.items()}
     with open(path, "rb") as file:
         identity = _identity_of(file.fileno())
@@ -122,11 +122,6 @@ def _tensors_in(path: str) -> dict[str, Read]:
         if entry["dtype"] not in TYPES:
             raise _hoist.UsageError(f"{path}: '{key}' is {entry['dtype']}; quantized weights are not supported here")
     return {key: _Mapped(path, identity, 8 + length, entry) for key, entry in header.items()}
-
-
-def _is_zip(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == b"PK"  # PyTorch's format since 1.6, which can be mapped
 
 
 def _identity_of(descriptor: int) -> tuple[int, ...]:

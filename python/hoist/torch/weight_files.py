@@ -24,6 +24,12 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 FileTensor = tuple[str, str, list[int], int]
 
 
+def can_be_mapped(path: str) -> bool:
+    """Whether torch.save wrote a file in its format since PyTorch 1.6, an archive."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
 def file_tensors(buffers: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[FileTensor], list[torch.Tensor]]:
     """Buffers for a file, the widest types first, and the tensors that have to live as long. The log names those that such files
     cannot hold, which are left out."""

@@ -171,10 +171,10 @@ def _open_partitioned(folder: files.Folder, trusted: bool) -> Checkpoint:
     if any(len(rank.flat) != len(shapes) for rank in ranks):
         refuse(f"{folder.path}: the optimizer's files have another number of parameter groups than {folder.model[0]} names: they "
                "are not of the same checkpoint")
-    lay_out = _spans_of_stage3 if stage == 3 else _spans_of_groups
     spans: dict[str, list[Span]] = {}
-    for group, named in enumerate(shapes):
-        spans |= lay_out(group, named, ranks)
+    paddings = first.get("param_alignment_paddings") or [[0] * len(named) for named in shapes]
+    for group, (named, after) in enumerate(zip(shapes, paddings, strict=True)):
+        spans |= _spans_of_stage3(group, named, ranks) if stage == 3 else _spans_of_groups(group, named, after, ranks)
     frozen, frozen_spans = _frozen_of(models, count, stage, shapes)
     groups, group_of_flat = _groups_in(ranks[0].optimizer, ranks[0].path, len(shapes))
     step = _common_step([(rank.path, _step_in(state, rank.optimizer["param_groups"], group_of_flat[index]))
@@ -252,11 +252,15 @@ def _shapes_in(group: Any, path: str) -> dict[str, torch.Size]:
     return {str(name): torch.Size(shape) for name, shape in group.items()}
 
 
-# ZeRO 1 and 2: a group's parameters one after the other, in equal parts, the last of which is padded (and saved without).
-def _spans_of_groups(group: int, shapes: dict[str, torch.Size], ranks: Sequence[_Rank]) -> dict[str, list[Span]]:
+# ZeRO 1 and 2: a group's parameters one after the other, in equal parts, the last of which is padded (and saved without). With
+# "parameter_alignment" each parameter is followed by unused elements, as many as `paddings` says.
+def _spans_of_groups(group: int, shapes: dict[str, torch.Size], paddings: Sequence[int],
+                     ranks: Sequence[_Rank]) -> dict[str, list[Span]]:
     part = ranks[0].flat[group].numel()
     have = [min(rank.flat[group].numel(), part) for rank in ranks]
-    need = sum(shape.numel() for shape in shapes.values())
+    if not all(isinstance(padding, int) and padding >= 0 for padding in paddings):
+        refuse(f"{ranks[0].path}: the paddings of group {group} (param_alignment_paddings) are no numbers of elements")
+    need = sum(shape.numel() for shape in shapes.values()) + sum(paddings)
     for rank, count in enumerate(have):
         wanted = min(part, max(0, need - rank * part))
         if count < wanted:
@@ -266,13 +270,13 @@ def _spans_of_groups(group: int, shapes: dict[str, torch.Size], ranks: Sequence[
         refuse(f"{ranks[0].path}: group {group} has {part} masters of each of {len(ranks)} ranks, and its parameters need {need}")
     spans: dict[str, list[Span]] = {}
     begin = 0
-    for name, shape in shapes.items():
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         end = begin + shape.numel()
         spans[name] = []
         for rank in range(begin // part, math.ceil(end / part)) if part > 0 else ():
             low, high = max(begin, rank * part), min(end, (rank + 1) * part)
             spans[name].append(Span(low - begin, high - low, (rank, group), low - rank * part))
-        begin = end
+        begin = end + padding
     return spans
 
 

@@ -3,7 +3,7 @@
 
 DeepSpeed pickles a few objects of its own beside tensors. PyTorch's restricted unpickler makes stand-in objects, which
 hold their attributes; DeepSpeed need not be installed. Tensors are mapped, not read: their bytes come from the file when
-they are used.
+they are used. Files of PyTorch's format before 1.6 are read into memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from hoist import _hoist
+from hoist.torch.weight_files import can_be_mapped
 
 
 class ZeroStage(int):
@@ -68,11 +69,13 @@ def load(path: str, trusted: bool) -> Any:
     if not os.path.isfile(path):  # a pipe would be waited for
         refuse(f"{path} is missing, or no regular file: copy the whole checkpoint, the files of all its ranks included")
     try:
+        mmap = can_be_mapped(path)  # not with DeepSpeed's "checkpoint_serialization": false
         if trusted:
-            reader = types.SimpleNamespace(Unpickler=_TrustingUnpickler, __name__="pickle")
-            return torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=reader)
+            reader = types.SimpleNamespace(Unpickler=_TrustingUnpickler, __name__="pickle",
+                                           load=lambda file, **options: _TrustingUnpickler(file, **options).load())
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap, pickle_module=reader)
         with torch.serialization.safe_globals(list(_STAND_INS)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         _refuse_objects(path, error)
     except (RuntimeError, ValueError, EOFError, OSError, KeyError, ImportError, AttributeError) as error:
