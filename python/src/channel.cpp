@@ -17,6 +17,12 @@ namespace nb = nanobind;
 
 namespace {
 
+// What a handler of a signal raised, until raise_interruption(). The GIL guards it; it lives as long as the process.
+std::optional<nb::python_error>& interruption() {
+  static auto* const held = new std::optional<nb::python_error>();
+  return *held;
+}
+
 nb::object tensor_of(const std::byte* data, std::uint64_t bytes) {
   const std::size_t extent = bytes;
   return nb::cast(
@@ -167,9 +173,12 @@ class Channel final : public comm::Transport {
     if (!failure_.empty()) throw CommError(failure_);
     try {
       work(nb::str(what.data(), what.size()));
-    } catch (const nb::python_error& error) {
-      failure_ = fmt::format("torch.distributed: {} on rank {} of {} failed: {}", what, rank_, size_,
-                             nb::str(error.value()).c_str());
+    } catch (nb::python_error& error) {
+      const bool is_interruption = !error.matches(PyExc_RuntimeError);
+      std::string text = nb::str(error.value()).c_str();
+      if (is_interruption) text = fmt::format("{} {}", nb::str(error.type().attr("__name__")).c_str(), text);
+      failure_ = fmt::format("torch.distributed: {} on rank {} of {} failed: {}", what, rank_, size_, text);
+      if (is_interruption) interruption().emplace(std::move(error));
       throw CommError(failure_);
     }
   }
@@ -181,6 +190,13 @@ class Channel final : public comm::Transport {
 };
 
 }  // namespace
+
+bool raise_interruption() {
+  if (!interruption()) return false;
+  interruption()->restore();
+  interruption().reset();
+  return true;
+}
 
 std::shared_ptr<comm::Transport> make_channel(nb::object channel) {
   return std::make_shared<Channel>(std::move(channel));

@@ -9,7 +9,8 @@
 // Threading  Any thread, one at a time, but for abort() and why(): the GIL is taken for each call, and PyTorch lets go
 //            of it while it waits. A thread that waits for a collective in C++ must not hold it.
 // Memory     Tensors are views of the caller's memory, and gone when a call returns.
-// Errors     CommError with the Python exception's text, rank and operation.
+// Errors     CommError with the Python exception's text, rank and operation. Python gets the exception itself where it
+//            came from the program's handler of a signal.
 #pragma once
 
 #include <functional>
@@ -29,6 +30,10 @@ std::shared_ptr<comm::Transport> make_channel(nanobind::object channel);
 // Makes a channel over all ranks of a group. Takes the GIL.
 using MakeChannel = std::function<std::shared_ptr<comm::Transport>()>;
 MakeChannel channel_maker(nanobind::callable make);
+
+// If the program's handler of a signal has raised in a channel's call, makes that Python's exception, once. Pre: the
+// GIL is held.
+bool raise_interruption();
 
 // A communicator over such a channel. On a CUDA device data goes over NCCL.
 std::unique_ptr<comm::Communicator> join_over(const std::shared_ptr<comm::Transport>& control,

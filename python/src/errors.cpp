@@ -14,6 +14,7 @@
 #include <hoist/interchange/safetensors.hpp>
 
 #include "bindings.hpp"
+#include "channel.hpp"
 
 namespace hoist::python {
 
@@ -87,7 +88,7 @@ void translate(const std::exception_ptr& pointer, void*) {
   } catch (const DeviceError& e) {
     raise(types->device, e, part("code", e.code));
   } catch (const CommError& e) {
-    raise(types->comm, e);
+    if (!raise_interruption()) raise(types->comm, e);
   } catch (const Error& e) {
     raise(types->error, e);
   }

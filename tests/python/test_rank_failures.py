@@ -163,6 +163,41 @@ def test_what_fails_on_one_rank_is_an_error_on_the_other(settings, tmp_path):
     assert seconds < 40
 
 
+@pytest.mark.parametrize("handler, raised", [("signal.default_int_handler", "KeyboardInterrupt"),
+                                             ("lambda *_: broken()", "LookupError: no such token")])
+def test_what_a_handler_of_a_signal_raises_reaches_the_program(settings, tmp_path, handler, raised):
+    """While the rank waits for another one, which then learns why."""
+    ranks = results(start(f"""
+        import traceback
+        from test_rank_failures import broken
+        join()
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 1)
+        if rank == 1:
+            signal.signal(signal.SIGALRM, {handler})
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+        else:
+            time.sleep(2)
+        began = time.monotonic()
+        text = ""
+        try:
+            engine.state_dict()
+        except BaseException as error:
+            text = "".join(traceback.format_exception_only(error)).strip()
+        again = ""
+        try:
+            engine.state_dict()
+        except hoist.Error as error:
+            again = str(error)
+        print(json.dumps([text, again, time.monotonic() - began]), flush=True)
+        os._exit(0)
+    """, tmp_path / "meet", with_room(settings)))
+    (first, _, seconds), (second, again, _) = ranks
+    assert second == raised and raised.partition(":")[0] in again
+    assert first.startswith("hoist.CommError") and f"rank 1 was interrupted: {raised}" in first
+    assert seconds < 30
+
+
 class Experts(torch.nn.Module):
     """Each rank uses an expert of its own."""
 

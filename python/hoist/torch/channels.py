@@ -300,14 +300,18 @@ class Channel:
         except RuntimeError as error:
             problem = f"{error}" + ("" if peer in (None, self.rank) else f" (waiting for rank {self._name_of(peer)})")
             problem = self._ranks.explained(problem, what + self._doing(), None if peer is None else self._members[peer])
-        each = group = None  # connections live for as long as these do
-        work.clear()
-        with self._lock:
-            self._in_use = False
+        except BaseException as error:  # raised by the program's handler of a signal, such as KeyboardInterrupt
+            self._ranks.fail(f"rank {self._ranks.rank_of_job} was interrupted: {program_end.text_of(error)}")
+            raise
+        finally:
+            each = group = None  # connections live for as long as these do
+            work.clear()
+            with self._lock:
+                self._in_use = False
+            if self._ranks.failed:
+                self.hang_up()
         if problem is not None:
             raise RuntimeError(self._ranks.lost(problem))
-        if self._ranks.failed:
-            self.hang_up()
 
     def _doing(self) -> str:
         doing = self._ranks.doing()
