@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 
+#include <hoist/comm/agreement.hpp>
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/assert.hpp>
@@ -81,11 +82,19 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   note_memory();
 }
 
+comm::Communicator& UnitManager::ranks_of(Among among) {
+  return among == Among::job ? runtime().norm_group() : runtime().communicator();
+}
+
 bool UnitManager::same_on_all(std::string_view text, Among among) {
   const EngineTurn turn(engine_mutex());
-  comm::Communicator& ranks = among == Among::job ? runtime().norm_group() : runtime().communicator();
-  const auto all = comm::values_of_all(ranks, checksum(std::as_bytes(std::span(text))));
+  const auto all = comm::values_of_all(ranks_of(among), checksum(std::as_bytes(std::span(text))));
   return std::ranges::all_of(all, [&](std::uint64_t other) { return other == all.front(); });
+}
+
+std::string UnitManager::first_problem(std::string_view mine, Among among) {
+  const auto first = comm::first_problem(ranks_of(among), mine.empty() ? std::nullopt : std::optional(mine));
+  return first ? fmt::format("rank {} failed: {}", first->rank, first->text) : "";
 }
 
 std::vector<bool> UnitManager::take_first_ranks(std::span<const std::span<std::byte>> values) {

@@ -117,6 +117,9 @@ class UnitManager {
   enum class Among : std::uint8_t { sharding_group, job };
   // [C] Whether every rank passes the same.
   bool same_on_all(std::string_view text, Among among = Among::sharding_group);
+  // [C] After work that single ranks do: every rank passes what its own work failed with, or "". Returns the first of
+  // them and the rank, or "". Pre: an EngineTurn.
+  std::string first_problem(std::string_view mine, Among among = Among::sharding_group);
   // [C] Gives every rank the bytes of the first one, wherever another rank has others. Returns where that was so.
   // Pre: as many values of the same lengths on each rank.
   std::vector<bool> take_first_ranks(std::span<const std::span<std::byte>> values);
@@ -265,6 +268,7 @@ class UnitManager {
 
   // Errors: UsageError.
   void require_awake() const;
+  comm::Communicator& ranks_of(Among among);
   void require_commit(const std::string& from);
   void take_memory();
   void fall_asleep(std::uint64_t step) noexcept;

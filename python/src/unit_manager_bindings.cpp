@@ -126,7 +126,7 @@ using ProgramTensor = std::tuple<std::string, std::string, std::vector<std::uint
 
 // [C] The engine's present masters and tensors of the program's as safetensors; rank 0 writes. Files begin with the
 // widest types, so that every tensor is aligned; `buffers` come in that order. Errors: UsageError for fp16 where a
-// parameter has a larger range.
+// parameter has a larger range; those of rank 0's files, on every rank.
 std::vector<std::string> export_model(UnitManager& unit_manager, const std::string& directory, DType dtype,
                                       std::uint64_t shard_bytes_max, const std::vector<ProgramTensor>& buffers) {
   using interchange::SafetensorsWriter;
@@ -152,14 +152,29 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
   }
   tensors.insert(first_parameter, of_parameters.begin(), of_parameters.end());
   std::optional<SafetensorsWriter> writer;
-  if (engine.runtime().rank() == 0)
+  std::exception_ptr failure;
+  // Once it fails, masters are still read: the other ranks do.
+  const auto on_first_rank = [&](const auto& work) {
+    if (engine.runtime().rank() != 0 || failure) return;
+    try {
+      work();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  };
+  const auto share_failure = [&] {
+    const std::string first = unit_manager.first_problem(failure ? text_of(failure) : "");
+    if (failure) std::rethrow_exception(failure);
+    if (!first.empty()) throw Error(first);
+  };
+  on_first_rank([&] {
     writer.emplace(interchange::SafetensorsWriterOptions{.directory = directory, .shard_bytes_max = shard_bytes_max},
                    tensors);
+  });
+  share_failure();
   std::vector<float> values(kMiB);
   std::vector<std::byte> narrowed(dtype == DType::fp32 ? 0 : 2 * values.size());
-  const auto write = [&writer](std::span<const std::byte> bytes) {
-    if (writer) writer->write(bytes);
-  };
+  const auto write = [&](std::span<const std::byte> bytes) { on_first_rank([&] { writer->write(bytes); }); };
   std::ranges::for_each(wider, write);
   for (std::uint32_t p = 0; p < parameters.size(); ++p) {
     const std::uint64_t count = element_count(parameters[p]);
@@ -175,9 +190,9 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
     }
   }
   std::ranges::for_each(others, write);
-  if (!writer) return {};
-  writer->finish();
-  return writer->files();
+  on_first_rank([&] { writer->finish(); });
+  share_failure();
+  return writer ? writer->files() : std::vector<std::string>();
 }
 
 // --- statistics ------------------------------------------------------------------------------------------------------
@@ -316,6 +331,16 @@ void bind_unit_manager(nb::module_& module) {
             return unit_manager.same_on_all(text, of_job ? job : sharding_group);
           },
           "text"_a, "of_job"_a = false, "[C] Whether every rank passes the same: of the sharding group, or of the job.")
+      .def(
+          "first_problem",
+          [](UnitManager& unit_manager, const std::string& mine, bool of_job) {
+            using enum UnitManager::Among;
+            const EngineTurn turn(unit_manager.engine_mutex());
+            return unit_manager.first_problem(mine, of_job ? job : sharding_group);
+          },
+          "mine"_a, "of_job"_a = false,
+          "[C] After work that single ranks do: what it failed with on the first rank that passes something, or "
+          "nothing.")
       .def("take_first_ranks", &take_first_ranks, "values"_a,
            "[C] Gives every rank the bytes of the first one, wherever another rank has others; returns where that was "
            "so. "

@@ -198,6 +198,37 @@ def test_what_a_handler_of_a_signal_raises_reaches_the_program(settings, tmp_pat
     assert seconds < 30
 
 
+def test_files_that_one_rank_cannot_write_end_nothing(settings, tmp_path):
+    """Each rank raises the reason within seconds, and all train on."""
+    config = with_room(settings)
+    config["hoist"] |= {"keep_steps": 1, "comm_timeout_seconds": 60.0}
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.safetensors").write_bytes(b"another model")
+    (tmp_path / "file").write_bytes(b"")
+    ranks = results(start(f"""
+        join()
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 1)
+        texts = []
+        for write in (lambda: engine.export({str(tmp_path / "full")!r}),
+                      lambda: engine.save_checkpoint({str(tmp_path / "file")!r}, "tag")):
+            began = time.monotonic()
+            try:
+                write()
+            except (hoist.Error, OSError) as error:
+                texts.append(str(error))
+            assert time.monotonic() - began < 20
+        texts.append(len(engine.export({str(tmp_path / "empty")!r})))
+        train_share(engine, rank, size, 1, first=1)
+        engine.close()
+        print(json.dumps(texts))
+    """, tmp_path / "meet", config))
+    for rank, (export, checkpoint, files) in enumerate(ranks):
+        assert "already holds model.safetensors" in export and "Not a directory" in checkpoint, (export, checkpoint)
+        assert ("rank 0 failed: " in export and "rank 0 failed: " in checkpoint) == (rank == 1)
+        assert files == (1 if rank == 0 else 0)
+
+
 class Experts(torch.nn.Module):
     """Each rank uses an expert of its own."""
 

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hoist import _hoist
+from hoist.torch import distributed
 from hoist.torch.deepspeed.files import shown
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder = os.path.join(directory, tag)
     is_first = engine._is_first_of_job
-    if is_first:
-        os.makedirs(folder, exist_ok=True)
-        _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
+    with distributed.work_of_one_rank(engine._unit_manager):
+        if is_first:
+            os.makedirs(folder, exist_ok=True)
+            _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
     before = engine.checkpoints()
     engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hoist import _hoist
+from hoist import _hoist, program_end
 from hoist.torch.channels import Channel, Ranks
 
 _log = logging.getLogger("hoist")
@@ -29,6 +30,19 @@ def initialize_as_launched() -> None:
     """Joins the ranks that the launcher started, unless the program has, as deepspeed.initialize does."""
     if launched_size() > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")
+
+
+@contextlib.contextmanager
+def work_of_one_rank(unit_manager: _hoist.UnitManager) -> Iterator[None]:
+    """[C] Around work that one rank of the job does, such as beginning a file, without collective calls: if it fails, all ranks
+    raise."""
+    try:
+        yield
+    except Exception as error:
+        unit_manager.first_problem(program_end.text_of(error), of_job=True)
+        raise
+    if problem := unit_manager.first_problem("", of_job=True):
+        raise _hoist.Error(problem)
 
 
 def nothing() -> str:

@@ -18,6 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hoist import _hoist
+from hoist.torch import distributed
 from hoist.torch.checkpoints import sync
 from hoist.torch.pretrained import IS_4
 from hoist.torch.weight_files import NAMES
@@ -46,11 +47,12 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
     if not is_whole and not hasattr(model, "peft_config"):
         raise _hoist.UsageError(f"a {type(model).__name__} has no save_pretrained form: use engine.export(directory)")
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_new_model(os.fspath(directory))) if engine._is_first_of_job else None
-        if folder is not None and write_settings is not None:
-            write_settings(folder)
-        elif folder is not None and is_whole:
-            model.save_pretrained(folder, state_dict={}, max_shard_size=max_shard_size)
+        with distributed.work_of_one_rank(engine._unit_manager):
+            folder = stack.enter_context(_new_model(os.fspath(directory))) if engine._is_first_of_job else None
+            if folder is not None and write_settings is not None:
+                write_settings(folder)
+            elif folder is not None and is_whole:
+                model.save_pretrained(folder, state_dict={}, max_shard_size=max_shard_size)
         if is_whole:
             _write_weights(engine, folder, max_shard_size)
             return

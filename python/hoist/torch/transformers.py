@@ -33,6 +33,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hoist.torch
 from hoist import _hoist
+from hoist.torch import distributed
 from hoist.torch.casts import cast_inputs
 from hoist.torch.config_files import as_json, read_config, with_first_names
 from hoist.torch.parameters import dtype_of
@@ -361,9 +362,10 @@ class Trainer(transformers.Trainer):
         if isinstance(self.model, transformers.PreTrainedModel) or hasattr(self.model, "peft_config"):
             return save_pretrained(self.engine, output_dir, write_settings=self._save_settings)
         with contextlib.ExitStack() as stack:  # a plain module: model.safetensors under its own names
-            folder = stack.enter_context(_new_model(output_dir)) if self.engine._is_first_of_job else None
-            if folder is not None:
-                self._save_settings(folder)
+            with distributed.work_of_one_rank(self.engine._unit_manager):
+                folder = stack.enter_context(_new_model(output_dir)) if self.engine._is_first_of_job else None
+                if folder is not None:
+                    self._save_settings(folder)
             _write_weights(self.engine, folder, max_shard_size=sys.maxsize)
 
     def _save_settings(self, folder: str) -> None:
