@@ -99,16 +99,19 @@ void look_for_signals(std::uint64_t, std::uint64_t) {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
-// Verifies a store and describes the damage.
+// Verifies a store and describes the damage. Errors: StoreError if there is none in what could be verified, but not all
+// could.
 std::vector<std::string> verify(const std::string& directory, std::uint64_t bytes_per_second) {
-  std::vector<std::string> damage;
+  std::vector<std::string> damage, not_done;
   const auto found =
       verify_job(std::vector{directory}, {.bytes_per_second = bytes_per_second, .progress = look_for_signals});
   for (const Verification& commit : found) {
-    if (!commit.not_done.empty()) throw StoreError(commit.not_done);
+    if (!commit.not_done.empty()) not_done.push_back(commit.not_done);
     for (const CorruptionError& error : commit.damage)
       damage.push_back(error.what() + (commit.name.empty() ? "" : " (checkpoint '" + commit.name + "')"));
   }
+  if (damage.empty() && !not_done.empty()) throw StoreError(not_done.front());
+  damage.insert(damage.end(), not_done.begin(), not_done.end());
   return damage;
 }
 

@@ -108,6 +108,27 @@ def test_damage_is_found_and_no_wrong_byte_is_read(settings, tmp_path):
         assert error.value.unit == "blocks.1"
 
 
+def test_damage_is_told_also_if_a_checkpoint_is_removed_meanwhile(settings, tmp_path):
+    torch.manual_seed(0)
+    config = settings()
+    config["hoist"] |= {"keep_steps": 1}
+    found = []
+    with hoist.torch.wrap(Gpt(), config) as engine:
+        train(engine, 1)
+        engine.save("one").wait()
+        train(engine, 1, first=1)
+        engine.settle()
+        (data,) = (tmp_path / "store").rglob("rank-00000.data")
+        write(data, bytes(byte ^ 0x5A for byte in data.read_bytes()))
+        size = data.stat().st_size
+        verifying = threading.Thread(target=lambda: found.extend(hoist.store.verify(tmp_path / "store", size // 4)))
+        verifying.start()
+        time.sleep(0.5)
+        engine.save("two").wait()  # which "one" makes room for
+        verifying.join()
+    assert any("blocks.1" in text for text in found) and "checkpoint 'one' was removed meanwhile" in found[-1]
+
+
 def test_where_there_is_none(tmp_path):
     with pytest.raises(hoist.StoreError):
         hoist.store.open(tmp_path)
