@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <cerrno>
 
 #include <hoist/aio/detail/transfer_error.hpp>
@@ -7,15 +8,8 @@
 namespace hoist::aio::detail {
 
 const char* operation_name(Operation operation) {
-  switch (operation) {
-    case Operation::read:
-      return "read";
-    case Operation::write:
-      return "write";
-    case Operation::sync:
-      return "fdatasync";
-  }
-  return "transfer";
+  static constexpr std::array kNames{"read", "write", "fdatasync"};
+  return kNames[static_cast<std::size_t>(operation)];
 }
 
 namespace {

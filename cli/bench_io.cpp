@@ -60,13 +60,16 @@ Pattern parse_pattern(const std::string& text) {
   throw InputError(fmt::format("--op {}: must be read, write or mixed", text));
 }
 
-void check_combination(const BenchIoArguments& arguments, const BenchIoPlan& plan) {
+void check_numbers(const BenchIoArguments& arguments) {
   if (!(arguments.seconds >= 0 && arguments.seconds <= 86400))  // also refuses nan
     throw InputError(fmt::format("--seconds {}: must be 0 to 86400", arguments.seconds));
   if (arguments.threads < 1 || arguments.threads > 256)
     throw InputError(fmt::format("--threads {}: must be 1 to 256", arguments.threads));
   if (arguments.pairs < 1 || arguments.pairs > 10000)
     throw InputError(fmt::format("--pairs {}: must be 1 to 10000", arguments.pairs));
+}
+
+void check_comparison(const BenchIoPlan& plan) {
   if (plan.compare.empty()) return;
   if (plan.compare != "fio" && plan.compare != "libaio")
     throw InputError(fmt::format("--compare {}: must be fio or libaio", plan.compare));
@@ -78,6 +81,7 @@ void check_combination(const BenchIoArguments& arguments, const BenchIoPlan& pla
 }
 
 BenchIoPlan make_plan(const BenchIoArguments& arguments) {
+  check_numbers(arguments);
   BenchIoPlan plan;
   plan.pattern = parse_pattern(arguments.op);
   plan.drive.backend = parse_engine_option(arguments.engine);
@@ -98,7 +102,7 @@ BenchIoPlan make_plan(const BenchIoArguments& arguments) {
   plan.compare = arguments.compare;
   plan.pairs = static_cast<unsigned>(arguments.pairs);
   if (arguments.quiet) plan.style = ProgressStyle::quiet;
-  check_combination(arguments, plan);
+  check_comparison(plan);
   check_paths(arguments.paths, plan.file_bytes);
   return plan;
 }

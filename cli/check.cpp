@@ -7,7 +7,6 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/config/reference.hpp>
-#include <hoist/interchange/safetensors.hpp>
 
 #include "check_report.hpp"
 #include "commands.hpp"
@@ -20,14 +19,8 @@ namespace hoist::cli {
 
 namespace {
 
-struct CheckArguments {
-  std::string config;
-  std::string json;
-  int world_size = 0;   // 0: not given
-  int local_ranks = 0;  // 0: all of them
-  std::string device_memory, pinned_memory;
-  std::string machine;  // a file; empty: the machine that the program runs on
-  ModelArguments model;
+struct CheckArguments : ModelQuestion {  // without a machine: the one that the program runs on
+  int local_ranks = 0;                   // 0: all of them
   bool all_settings = false;
   bool print_keys = false;
   bool print_schema = false;
@@ -101,18 +94,9 @@ void check_engine(const Config& config, const CheckedMachine& machine) {
   }
 }
 
-RuntimeOptions runtime_options(const Config& config, const CheckArguments& arguments) {
-  RuntimeOptions runtime = config.runtime;
-  if (!arguments.device_memory.empty())
-    runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
-  if (!arguments.pinned_memory.empty())
-    runtime.pinned_memory_bytes = bytes_of("--pinned-memory", arguments.pinned_memory);
-  return runtime;
-}
-
 int check_config(const CheckArguments& arguments) {
   const Config config = Config::load(arguments.config, RunLength::left_to_the_trainer);
-  const CheckedMachine machine = checked_machine(arguments, runtime_options(config, arguments));
+  const CheckedMachine machine = checked_machine(arguments, arguments.runtime(config));
   check_engine(config, machine);
   CheckReport report{.config = config,
                      .training = config.training,
@@ -128,18 +112,13 @@ int check_config(const CheckArguments& arguments) {
   return report.prediction && !report.fit.fits() ? kBadInput : kOk;
 }
 
-int bad_check_input(const std::string& sentence) {
-  complain("hoist check: {}\n", sentence);
-  return kBadInput;
-}
-
 int check(const CheckArguments& arguments) {
   if (arguments.print_keys || arguments.print_schema) {
     say("{}", arguments.print_keys ? config::reference_markdown() : config::schema_json());
     return kOk;
   }
-  if (arguments.config.empty()) return bad_check_input("which configuration? Run with --help for an example.");
   try {
+    if (arguments.config.empty()) throw UsageError("which configuration? Run with --help for an example.");
     check_outputs_apart({{"--json", arguments.json}},
                         {arguments.config, arguments.model.units, arguments.model.weights, arguments.machine});
     return check_config(arguments);
@@ -148,15 +127,8 @@ int check(const CheckArguments& arguments) {
     complain("{}\n{} problem{} in {}\n", error.what(), count, count == 1 ? "" : "s", arguments.config);
     write_json(arguments.json, refused_json(arguments.config, error));
     return kBadInput;
-  } catch (const UsageError& error) {
-    return bad_check_input(error.what());
-  } catch (const interchange::SafetensorsError& error) {
-    return bad_check_input(error.what());
-  } catch (const IoError& error) {
-    // A file that cannot be read is bad input; a report that cannot be written is a failure.
-    const std::string& path = error.where.path;
-    if (path != arguments.config && path != arguments.machine && !arguments.model.is_about(path)) throw;
-    return bad_check_input(error.what());
+  } catch (...) {
+    return arguments.bad_input("check");
   }
 }
 

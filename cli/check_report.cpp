@@ -239,17 +239,15 @@ Json prediction_json(const CheckReport& report) {
             {"nvme", {{"bytes", p.nvme_bytes}}}, {"step", step_json(p.step)}};
   json["program_pinned_bytes"] = report.program_pinned_bytes;
   json["optimizer_pinned_fraction"] = p.pinned_fraction;
-  json["optimizer_pinned_fraction_max"] =
-      report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
+  json["optimizer_pinned_fraction_max"] = or_null(report.pinned_fraction_max);
   json["parameters_pinned_fraction"] = p.parameters_pinned_fraction;
-  json["parameters_pinned_fraction_max"] =
-      report.parameters_pinned_fraction_max ? Json(*report.parameters_pinned_fraction_max) : Json(nullptr);
+  json["parameters_pinned_fraction_max"] = or_null(report.parameters_pinned_fraction_max);
   json["pinned_weight_share"] = p.pinned_weight_share;
   json["spilled_gradients"] = spilled_gradients_json(p);
   json["device_state"] = device_state_json(p);
-  json["fitting_offload_ratio"] = p.fitting_offload_ratio ? Json(*p.fitting_offload_ratio) : Json(nullptr);
+  json["fitting_offload_ratio"] = or_null(p.fitting_offload_ratio);
   const auto seconds = least_nvme_seconds(p, report.config.measured);
-  json["least_nvme_seconds"] = seconds ? Json(*seconds) : Json(nullptr);
+  json["least_nvme_seconds"] = or_null(seconds);
   return json;
 }
 
@@ -348,7 +346,6 @@ std::string accepted_text(const CheckReport& report) {
 
 Json accepted_json(const CheckReport& report) {
   const Config& config = report.config;
-  const auto count = [](const std::optional<std::uint64_t>& value) { return value ? Json(*value) : Json(nullptr); };
   Json json{{"config", config.origin()}, {"accepted", true}};
   json["placement"] = placement_json(config.engine);
   json["budgets"] = {{"device", report.runtime.device_memory_bytes},
@@ -358,9 +355,9 @@ Json accepted_json(const CheckReport& report) {
   json["choices"] = Json::array();
   for (const auto& [key, value, reason] : report.choices)
     json["choices"].push_back({{"key", key}, {"value", value}, {"reason", reason}});
-  json["training"] = {{"train_batch_size", count(report.training.train_batch_size)},
-                      {"train_micro_batch_size_per_gpu", count(report.training.train_micro_batch_size_per_gpu)},
-                      {"gradient_accumulation_steps", count(report.training.gradient_accumulation_steps)}};
+  json["training"] = {{"train_batch_size", or_null(report.training.train_batch_size)},
+                      {"train_micro_batch_size_per_gpu", or_null(report.training.train_micro_batch_size_per_gpu)},
+                      {"gradient_accumulation_steps", or_null(report.training.gradient_accumulation_steps)}};
   json["prediction"] = report.prediction ? prediction_json(report) : Json(nullptr);
   json["machine"] = report.prediction ? fit_json(report.fit, report.machine) : Json(nullptr);
   json["section"] =

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <memory>
-#include <optional>
 
 #include <fmt/format.h>
 
@@ -11,7 +10,6 @@
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "commands.hpp"
-#include "interrupt.hpp"
 #include "output.hpp"
 #include "progress.hpp"
 #include "store_directory.hpp"
@@ -47,15 +45,8 @@ Json make_copy(const CopyArguments& arguments) {
   const std::vector<std::string> directories = store_directories(arguments.to);
   StoredModel model(job.groups.front().directory, which);
 
-  const InterruptGuard interrupt;
-  std::optional<Progress> progress;
-  const StoreCopyReport report = model.copy(
-      {.directories = directories, .bytes_per_second = rate, .progress = [&](std::uint64_t done, std::uint64_t total) {
-         measure::throw_if_stopped(interrupt.flag());
-         if (!progress) progress.emplace(ProgressOptions{.what = "copying", .total = total});
-         progress->update(done);
-       }});
-  progress.reset();
+  const StoreCopyReport report =
+      model.copy({.directories = directories, .bytes_per_second = rate, .progress = reported_as("copying")});
   say("step {} of {}, {}: {} of {} ranks copied to {}{}\n", report.step, job.groups.front().directory,
       format_bytes(report.data_bytes), report.ranks_copied, model.world_size(), directories.front(),
       report.ranks_compared > 0 ? fmt::format("; {} were there, and are the same", report.ranks_compared) : "");
@@ -85,11 +76,7 @@ Command add_copy(CLI::App& app) {
                    "The nvme_path of the copy, whose subdirectory hoist is made; several to spread it over drives")
       ->required()
       ->type_name("DIR");
-  command->add_option("--step", arguments->step, "One of the steps that `hoist inspect` lists; the newest by default")
-      ->type_name("N");
-  command->add_option("--from", arguments->from, "The checkpoint of this name instead")
-      ->excludes("--step")
-      ->type_name("NAME");
+  add_commit_options(*command, arguments->step, arguments->from);
   command
       ->add_option("--bytes-per-second", arguments->bytes_per_second,
                    "Copy no faster on average, so that others can use the drives as well")

@@ -10,10 +10,10 @@
 #include <hoist/core/units.hpp>
 #include <hoist/interchange/export.hpp>
 #include <hoist/interchange/safetensors.hpp>
+#include <hoist/measure/interruption.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
 #include "commands.hpp"
-#include "interrupt.hpp"
 #include "output.hpp"
 #include "progress.hpp"
 #include "store_directory.hpp"
@@ -52,12 +52,6 @@ Json report_json(const ExportArguments& arguments, std::uint64_t step, const int
           {"elements", report.element_count},
           {"data_bytes", report.data_bytes},
           {"files", report.files}};
-}
-
-DType dtype_of(const std::string& name) {
-  for (const DType dtype : {DType::bf16, DType::fp16})
-    if (name == dtype_name(dtype)) return dtype;
-  return DType::fp32;
 }
 
 // Warns, because a slice by itself looks like a model.
@@ -118,25 +112,16 @@ Json write_weights(const ExportArguments& arguments) {
     borrowed.push_back(slices.back().get());
     const bool has_bf16 =
         std::ranges::find(group.parameters, DType::bf16, &StoredParameter::dtype) != group.parameters.end();
-    if (dtype_of(arguments.dtype) == DType::fp16 && has_bf16)
+    if (*parse_dtype(arguments.dtype) == DType::fp16 && has_bf16)
       throw InputError("--dtype fp16: the store's model is bf16, and fp16 has a smaller range; use bf16 or fp32");
   }
   check_names(job, borrowed.front()->step());
   warn_of_made_names(job);
 
-  const InterruptGuard interrupt;
-  std::optional<Progress> progress;
-  const interchange::ExportReport report =
-      interchange::export_model(borrowed, {.directory = arguments.to,
-                                           .dtype = dtype_of(arguments.dtype),
-                                           .shard_bytes_max = shard_bytes_max,
-                                           .progress = [&](std::uint64_t done, std::uint64_t total) {
-                                             measure::throw_if_stopped(interrupt.flag());
-                                             if (!progress)
-                                               progress.emplace(ProgressOptions{.what = "exporting", .total = total});
-                                             progress->update(done);
-                                           }});
-  progress.reset();
+  const interchange::ExportReport report = interchange::export_model(borrowed, {.directory = arguments.to,
+                                                                                .dtype = *parse_dtype(arguments.dtype),
+                                                                                .shard_bytes_max = shard_bytes_max,
+                                                                                .progress = reported_as("exporting")});
   say("step {} of {}: {} tensors, {} parameters as {}, {}\n", borrowed.front()->step(), names_of(job),
       report.tensor_count, report.element_count, arguments.dtype, format_bytes(report.data_bytes));
   for (const std::string& file : report.files) say("  {}\n", file);
@@ -184,12 +169,7 @@ int export_store(const ExportArguments& arguments) {
 Command add_export(CLI::App& app) {
   CLI::App* command = app.add_subcommand("export", "Write a store's weights as safetensors files");
   auto arguments = std::make_shared<ExportArguments>();
-  command
-      ->add_option("STORE", arguments->stores,
-                   "The store's directory, or the nvme_path above it; for a job with several sharding groups, that of "
-                   "each group")
-      ->required()
-      ->expected(-1);
+  add_stores(*command, arguments->stores);
   command->add_option("--to", arguments->to, "Directory for the files; created if it does not exist")
       ->required()
       ->type_name("DIR");
@@ -197,11 +177,7 @@ Command add_export(CLI::App& app) {
       ->add_option("--dtype", arguments->dtype,
                    "fp32: the masters, bit by bit; bf16 or fp16: the weights that the forward pass uses [fp32]")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
-  command->add_option("--step", arguments->step, "One of the steps that `hoist inspect` lists; the newest by default")
-      ->type_name("N");
-  command->add_option("--from", arguments->from, "The checkpoint of this name instead")
-      ->excludes("--step")
-      ->type_name("NAME");
+  add_commit_options(*command, arguments->step, arguments->from);
   command->add_option("--shard-size", arguments->shard_size, "Begin another file before one holds more than this [5GB]")
       ->type_name("BYTES");
   command->add_flag("--universal", arguments->universal,

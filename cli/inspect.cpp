@@ -136,7 +136,7 @@ Json commit_json(const CommitHeader& commit) {
 Json findings_json(const Findings& findings) {
   const StoreSummary& store = findings.store;
   Json json{{"store", store.directory},
-            {"world_size", store.world_size ? Json(*store.world_size) : Json(nullptr)},
+            {"world_size", or_null(store.world_size)},
             {"durability", store.durability == tiers::Durability::step ? "step" : "none"},
             {"checkpoints", Json::array()},
             {"checkpoints_max", store.checkpoints_max},
@@ -145,8 +145,8 @@ Json findings_json(const Findings& findings) {
             {"elements", findings.elements(true) + findings.elements(false)},
             {"frozen_elements", findings.elements(false)},
             {"data_bytes", findings.data_bytes()},
-            {"age_seconds", findings.age_seconds ? Json(*findings.age_seconds) : Json(nullptr)},
-            {"in_use_by", findings.owner ? Json(*findings.owner) : Json(nullptr)},
+            {"age_seconds", or_null(findings.age_seconds)},
+            {"in_use_by", or_null(findings.owner)},
             {"ranks", Json::array()},
             {"parameters", Json::array()}};
   for (const CommitHeader& checkpoint : store.checkpoints)
@@ -218,12 +218,7 @@ int inspect(const InspectArguments& arguments) {
 Command add_inspect(CLI::App& app) {
   CLI::App* command = app.add_subcommand("inspect", "Show what a store holds; changes nothing");
   auto arguments = std::make_shared<InspectArguments>();
-  command
-      ->add_option("STORE", arguments->stores,
-                   "The store's directory, or the nvme_path above it; for a job with several sharding groups, that of "
-                   "each group")
-      ->required()
-      ->expected(-1);
+  add_stores(*command, arguments->stores);
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
       "Example: hoist inspect /local_nvme/hoist\n"

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -55,5 +56,10 @@ std::string columns(const std::vector<std::vector<std::string>>& rows, std::size
 // The median of measured ratios and its 95 % interval: "1.000 [0.990, 1.010]"; and the interval alone.
 std::string median_text(const std::vector<double>& ratios);
 nlohmann::ordered_json interval_json(const std::vector<double>& ratios);
+
+template <typename Value>
+nlohmann::ordered_json or_null(const std::optional<Value>& value) {
+  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
+}
 
 }  // namespace hoist::cli

@@ -9,7 +9,6 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/core/units.hpp>
-#include <hoist/interchange/safetensors.hpp>
 #include <hoist/measure/scratch_file.hpp>
 
 #include "commands.hpp"
@@ -26,17 +25,11 @@ namespace hoist::cli {
 
 namespace {
 
-struct PlanArguments {
-  std::string config;
-  ModelArguments model;
-  int world_size = 0;   // 0: as many as the machine has devices
-  std::string machine;  // a file, "this", or empty: assumed
+struct PlanArguments : ModelQuestion {  // the machine may be "this"; without one it is assumed
   std::vector<std::string> paths;
-  std::string device_memory, pinned_memory;
   double tokens = 16384;
   StepDisturbance disturbance;
   std::string write;
-  std::string json;
 
   bool is_this_machine() const { return machine == "this"; }
 };
@@ -59,11 +52,7 @@ MachineSpec machine_of(const PlanArguments& arguments) {
 
 // With the configuration's budgets, or else with those that a run on this machine would have.
 RuntimeOptions runtime_of(const PlanArguments& arguments, const PlanQuestion& question) {
-  RuntimeOptions runtime = question.config.runtime;
-  if (!arguments.device_memory.empty())
-    runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
-  if (!arguments.pinned_memory.empty())
-    runtime.pinned_memory_bytes = bytes_of("--pinned-memory", arguments.pinned_memory);
+  RuntimeOptions runtime = arguments.runtime(question.config);
   if (!arguments.is_this_machine()) return choose_on(question.machine, question.layout, runtime).runtime;
   runtime.local_ranks = question.layout.ranks_per_node;
   return choose_for_this_machine(runtime).runtime;
@@ -89,36 +78,30 @@ PlanQuestion question_of(const PlanArguments& arguments) {
   return question;
 }
 
-int bad_plan_input(const std::string& sentence) {
-  complain("hoist plan: {}\n", sentence);
-  return kBadInput;
-}
-
 int write_config(const PlanArguments& arguments, const PlanQuestion& question, const PlanReport& report) {
-  if (report.best() == nullptr)
-    return bad_plan_input(fmt::format("nothing fits, so {} was not written", arguments.write));
+  if (report.best() == nullptr) throw UsageError(fmt::format("nothing fits, so {} was not written", arguments.write));
   const std::string base =
       question.has_config ? read_file(arguments.config, "name the configuration to start from") : "{}\n";
   const std::string text = planned_config(question, *report.best(), base);
-  static_cast<void>(Config::parse(text, arguments.write, RunLength::left_to_the_trainer));
+  const Config config = Config::parse(text, arguments.write, RunLength::left_to_the_trainer);
+  check(config.engine, question.runtime, question.world_size);
   replace_file(arguments.write, text);
   say("\nwritten to {}\n", arguments.write);
   return kOk;
 }
 
 int plan(const PlanArguments& arguments) {
-  if (!arguments.model.given())
-    return bad_plan_input("how large a model? --parameters 7e9, --units FILE or --model DIR");
-  if (!arguments.paths.empty() && !arguments.is_this_machine())
-    return bad_plan_input("--path names this machine's drives: it belongs to --machine this");
   try {
+    if (!arguments.model.given()) throw UsageError("how large a model? --parameters 7e9, --units FILE or --model DIR");
+    if (!arguments.paths.empty() && !arguments.is_this_machine())
+      throw UsageError("--path names this machine's drives: it belongs to --machine this");
     const OutputPath json{"--json", arguments.json};
     check_outputs_apart({json, {"--write", arguments.write}},
                         {arguments.model.units, arguments.model.weights, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
     check_json(arguments.json);
     if (arguments.config.empty() && std::filesystem::is_regular_file(arguments.write))
-      return bad_plan_input(fmt::format(
+      throw UsageError(fmt::format(
           "--write {}: the file exists, and without a configuration nothing of it would stay; name it as the "
           "configuration to keep its other keys (hoist plan {} ...), or write to another file",
           arguments.write, arguments.write));
@@ -130,16 +113,8 @@ int plan(const PlanArguments& arguments) {
     say("{}", plan_text(report));
     write_json(arguments.json, plan_json(report));
     return arguments.write.empty() ? kOk : write_config(arguments, question, report);
-  } catch (const ConfigProblems& error) {
-    return bad_plan_input(error.what());
-  } catch (const UsageError& error) {
-    return bad_plan_input(error.what());
-  } catch (const interchange::SafetensorsError& error) {
-    return bad_plan_input(error.what());
-  } catch (const IoError& error) {
-    const std::string& path = error.where.path;
-    if (path != arguments.config && path != arguments.machine && !arguments.model.is_about(path)) throw;
-    return bad_plan_input(error.what());
+  } catch (...) {
+    return arguments.bad_input("plan");
   }
 }
 

@@ -254,7 +254,7 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
       {"wait_seconds", by_resource(time.wait_seconds)},
       {"limit", resource_name(time.limit)},
       {"written_bytes_a_day", PlanReport::written_a_day(row)},
-      {"drive_life_days", days ? Json(*days) : Json(nullptr)}};
+      {"drive_life_days", or_null(days)}};
 }
 
 Json disturbance_json(const PlanReport& report, const PlanRow& best) {
@@ -296,7 +296,7 @@ Json best_json(const PlanReport& report, const PlanRow& best) {
         link(Resource::wire, p.step.wire)}},
       {"overrun", report.overrun.empty() ? Json(nullptr) : Json(report.overrun)},
       {"what_if", what_ifs},
-      {"free_tokens", report.free_tokens ? Json(*report.free_tokens) : Json(nullptr)},
+      {"free_tokens", or_null(report.free_tokens)},
       {"energy_joules", joules(report.machine, report.layout, time.expected_seconds)},
       {"cost", {{"rent", costs.rent}, {"energy", costs.energy}, {"currency", report.machine.rates.currency}}}};
 }

@@ -285,20 +285,22 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     text = with_member(text, std::vector<std::string_view>(path), value);
   };
   set({"zero_optimization", "stage"}, row.engine.stage);
-  for (const std::string_view key : {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"}) {
-    if (!is_given(question.config, key)) continue;  // otherwise it would contradict the sections
-    std::vector<std::string_view> names = config::find_key(key)->aliases;
-    names.push_back(config::last_part(key));
-    for (const std::string_view name : names)
-      if (text.find("\"" + std::string(name) + "\"") != std::string::npos) set({"zero_optimization", name}, false);
-  }
+  // By the names that the text has for it, which it may not contradict.
+  const auto set_zero = [&](std::string_view key, const nlohmann::ordered_json& value) {
+    std::vector<std::string_view> names = config::find_member("zero_optimization", key)->aliases;
+    names.push_back(key);
+    std::erase_if(names, [&](std::string_view name) { return text.find(fmt::format("\"{}\"", name)) == text.npos; });
+    if (names.empty()) names.push_back(key);
+    for (const std::string_view name : names) set({"zero_optimization", name}, value);
+  };
+  for (const char* const key : {"cpu_offload", "cpu_offload_param"})  // which would contradict the sections
+    if (is_given(question.config, fmt::format("zero_optimization.{}", key))) set_zero(key, false);
   const EngineOptions &engine = row.engine, &given = question.config.engine;
   if (engine.prefetch_elements != given.prefetch_elements)
-    set({"zero_optimization", "stage3_prefetch_bucket_size"}, engine.prefetch_elements);
+    set_zero("stage3_prefetch_bucket_size", engine.prefetch_elements);
   if (engine.live_elements_max != given.live_elements_max)
-    set({"zero_optimization", "stage3_max_live_parameters"}, engine.live_elements_max);
-  if (engine.sub_group_elements != given.sub_group_elements)
-    set({"zero_optimization", "sub_group_size"}, engine.sub_group_elements);
+    set_zero("stage3_max_live_parameters", engine.live_elements_max);
+  if (engine.sub_group_elements != given.sub_group_elements) set_zero("sub_group_size", engine.sub_group_elements);
   constexpr std::array kPathKeys{"zero_optimization.offload_param.nvme_path",
                                  "zero_optimization.offload_optimizer.nvme_path", "hoist.checkpoint_path"};
   nlohmann::ordered_json paths = question.machine.drives.directories;
@@ -324,7 +326,7 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   if (row.prediction.spilled_units > 0 || given.gradient_spill_units != 0u)
     set({"hoist", "gradient_spill"}, row.prediction.spilled_units > 0);
   // What another placement asked for.
-  if (given.update_mode == UpdateMode::backward && engine.update_mode != given.update_mode)
+  if (given.update_mode != engine.update_mode && given.update_mode != UpdateMode::step)
     set({"hoist", "update_mode"}, "auto");
   if (!engine.uses_nvme() && given.durability == tiers::Durability::step) set({"hoist", "durability"}, "none");
   return text;

@@ -2,6 +2,8 @@
 #include "progress.hpp"
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <utility>
 
 #include <fmt/format.h>
@@ -9,6 +11,8 @@
 #include <unistd.h>
 
 #include <hoist/core/units.hpp>
+
+#include "interrupt.hpp"
 
 namespace hoist::cli {
 
@@ -99,6 +103,19 @@ void Progress::clear() {
   if (width_ == 0) return;
   print(fmt::format("\r{:{}}\r", "", width_));
   width_ = 0;
+}
+
+std::function<void(std::uint64_t, std::uint64_t)> reported_as(std::string what) {
+  struct Report {
+    InterruptGuard interrupt;
+    std::optional<Progress> progress;
+  };
+  return [what = std::move(what), report = std::make_shared<Report>()](std::uint64_t done, std::uint64_t total) {
+    measure::throw_if_stopped(report->interrupt.flag());
+    if (!report->progress) report->progress.emplace(ProgressOptions{.what = what, .total = total});
+    report->progress->update(done);
+    if (done == total) report->progress.reset();
+  };
 }
 
 }  // namespace hoist::cli

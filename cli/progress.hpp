@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <string>
 
 #include <hoist/core/clock.hpp>
@@ -59,5 +60,9 @@ class Progress {
   TimePoint shown_;
   std::size_t width_ = 0;  // of the text that is on the terminal now
 };
+
+// For options of long work: reports it as `what`, a bar from the first report to the last byte.
+// Errors: measure::Interrupted from the report after a signal such as Ctrl-C.
+std::function<void(std::uint64_t done_bytes, std::uint64_t total_bytes)> reported_as(std::string what);
 
 }  // namespace hoist::cli

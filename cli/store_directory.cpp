@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <system_error>
 
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <sys/stat.h>
 
@@ -75,6 +76,21 @@ std::uint64_t rate_of(const std::string& text) {
   if (!rate || *rate == 0)
     throw InputError(fmt::format("--bytes-per-second {} is not a byte count such as 200MB", text));
   return *rate;
+}
+
+void add_stores(CLI::App& command, std::vector<std::string>& stores) {
+  command
+      .add_option("STORE", stores,
+                  "The store's directory, or the nvme_path above it; for a job with several sharding groups, that of "
+                  "each group")
+      ->required()
+      ->expected(-1);
+}
+
+void add_commit_options(CLI::App& command, std::string& step, std::string& from) {
+  command.add_option("--step", step, "One of the steps that `hoist inspect` lists; the newest by default")
+      ->type_name("N");
+  command.add_option("--from", from, "The checkpoint of this name instead")->excludes("--step")->type_name("NAME");
 }
 
 std::string find_store(const std::string& path) {

@@ -12,7 +12,16 @@
 #include <hoist/measure/input_error.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
+namespace CLI {
+class App;
+}
+
 namespace hoist::cli {
+
+// Adds STORE, of which a job with several sharding groups has several.
+void add_stores(CLI::App& command, std::vector<std::string>& stores);
+// Adds --step and --from, the commit that choose_commit() chooses.
+void add_commit_options(CLI::App& command, std::string& step, std::string& from);
 
 // The directory of the store: `path` itself, or its subdirectory "hoist", because people know the nvme_path of their
 // configuration.

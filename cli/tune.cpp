@@ -270,8 +270,9 @@ Command add_tune(CLI::App& app) {
   command->add_option("--path", arguments->paths, "A directory on the drive; give it again for each further drive")
       ->required();
   command->add_option("--size", arguments->size, "Bytes of the file in each directory [1GiB]");
-  command->add_option("--seconds", arguments->seconds,
-                      "Seconds of the search at most, with the writing of the files [20]");
+  command->add_option(
+      "--seconds", arguments->seconds,
+      "Seconds of the search, with the writing of the files, but at least one pass over the settings [20]");
   command->add_option("--engine", arguments->engine, "io_uring or threads [io_uring if the system allows it]");
   command->add_option("--out", arguments->out, "Write the settings to this file");
   command->add_option(

@@ -114,13 +114,14 @@ std::string merged_configuration(const std::string& config_text, const TuneRepor
   std::string text = config_text;
   const Json before = Json::parse(config::plain_json(config_text), nullptr, false);
   const Json aio = before.is_object() && before.contains("aio") ? before["aio"] : Json::object();
-  const bool has_threads =
-      std::any_of(kThreadKeys.begin(), kThreadKeys.end(), [&](std::string_view key) { return aio.contains(key); });
+  const auto* const threads =
+      std::ranges::find_if(kThreadKeys, [&](std::string_view key) { return aio.contains(key); });
   for (const auto& [key, value] : found["aio"].items()) {
-    const bool searched = key == "block_size" || key == "queue_depth";
-    const bool there = aio.contains(key) || (key == kThreadKeys[0] && has_threads);
-    if (!searched && there) continue;
-    const std::array<std::string_view, 2> path{"aio", key};
+    const bool is_threads = key == kThreadKeys[0];
+    const std::string_view name = is_threads && threads != kThreadKeys.end() ? *threads : key;
+    const bool searched = key == "block_size" || key == "queue_depth" || (is_threads && report.engine == "threads");
+    if (!searched && aio.contains(name)) continue;
+    const std::array<std::string_view, 2> path{"aio", name};
     text = with_member(text, path, value);
   }
   for (const auto& [key, value] : found["hoist"]["measured"].items()) {

@@ -14,6 +14,8 @@
 #include <hoist/interchange/safetensors_reader.hpp>
 #include <hoist/zero/predict/activations.hpp>
 
+#include "commands.hpp"
+#include "output.hpp"
 #include "strict_json.hpp"
 
 namespace hoist::cli {
@@ -33,10 +35,9 @@ std::uint64_t count_of(const std::string& key, const UnitsJson& value, double mi
 }
 
 DType dtype_of(const std::string& key, const UnitsJson& value) {
-  if (value == "bf16") return DType::bf16;
-  if (value == "fp16") return DType::fp16;
-  if (value == "fp32") return DType::fp32;
-  refuse(key, value, "\"bf16\", \"fp16\" or \"fp32\"");
+  const auto dtype = value.is_string() ? parse_dtype(value.get_ref<const std::string&>()) : std::nullopt;
+  if (!dtype) refuse(key, value, "\"bf16\", \"fp16\" or \"fp32\"");
+  return *dtype;
 }
 
 bool flag_of(const std::string& key, const UnitsJson& value) {
@@ -242,6 +243,32 @@ void add_model_options(CLI::App& command, ModelArguments& arguments) {
       "Take the model from its weights: a .safetensors file, an index, or a directory with one of them");
   units->excludes(parameters);
   weights->excludes(parameters)->excludes(units);
+}
+
+RuntimeOptions ModelQuestion::runtime(const Config& with) const {
+  RuntimeOptions runtime = with.runtime;
+  if (!device_memory.empty()) runtime.device_memory_bytes = bytes_of("--device-memory", device_memory);
+  if (!pinned_memory.empty()) runtime.pinned_memory_bytes = bytes_of("--pinned-memory", pinned_memory);
+  return runtime;
+}
+
+int ModelQuestion::bad_input(const char* command) const {
+  std::string sentence;
+  try {
+    throw;
+  } catch (const ConfigProblems& error) {
+    sentence = error.what();
+  } catch (const UsageError& error) {
+    sentence = error.what();
+  } catch (const interchange::SafetensorsError& error) {
+    sentence = error.what();
+  } catch (const IoError& error) {
+    const std::string& path = error.where.path;
+    if (path != config && path != machine && !model.is_about(path)) throw;
+    sentence = error.what();
+  }
+  complain("hoist {}: {}\n", command, sentence);
+  return kBadInput;
 }
 
 NamedModel read_model(const ModelArguments& arguments, DType dtype) {

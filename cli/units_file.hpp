@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include <hoist/config/config.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 namespace CLI {
@@ -47,6 +48,22 @@ struct ModelArguments {
 };
 // Adds --parameters, --units and --model to a command.
 void add_model_options(CLI::App& command, ModelArguments& arguments);
+
+// What check and plan are asked about: a configuration, a model, a machine, and budgets instead of the configuration's.
+struct ModelQuestion {
+  std::string config;
+  std::string machine;  // a file, or as the command says
+  std::string device_memory, pinned_memory;
+  int world_size = 0;  // 0: not given
+  std::string json;
+  ModelArguments model;
+
+  RuntimeOptions runtime(const Config& config) const;  // of the configuration, with these budgets
+  // Called in a catch block. If the error is about the input, prints it after the command's name and returns the exit
+  // code; rethrows others, such as that of a report that cannot be written.
+  int bad_input(const char* command) const;
+};
+
 // If only a size is given, makes equal units of `dtype`. Errors: as of read_units; UsageError for an impossible size.
 NamedModel read_model(const ModelArguments& arguments, DType dtype);
 

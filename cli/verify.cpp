@@ -2,7 +2,6 @@
 // hoist verify: reads and checks every byte that a store would give back, also while a training uses it.
 #include <algorithm>
 #include <memory>
-#include <optional>
 
 #include <fmt/format.h>
 
@@ -10,7 +9,6 @@
 #include <hoist/zero/checkpoint/verification.hpp>
 
 #include "commands.hpp"
-#include "interrupt.hpp"
 #include "output.hpp"
 #include "progress.hpp"
 #include "store_directory.hpp"
@@ -66,24 +64,13 @@ Json json_of(const Verification& verification) {
   return json;
 }
 
-std::vector<Verification> verify_with_progress(const std::vector<std::string>& directories, std::uint64_t rate) {
-  const InterruptGuard interrupt;
-  std::optional<Progress> progress;
-  return verify_job(directories, {.bytes_per_second = rate, .progress = [&](std::uint64_t done, std::uint64_t total) {
-                                    measure::throw_if_stopped(interrupt.flag());
-                                    if (!progress)
-                                      progress.emplace(ProgressOptions{.what = "verifying", .total = total});
-                                    progress->update(done);
-                                    if (done == total) progress.reset();
-                                  }});
-}
-
 int verify(const VerifyArguments& arguments) {
   check_json(arguments.json);
   const std::uint64_t rate = rate_of(arguments.bytes_per_second);
   std::vector<std::string> directories;
   for (const StoreSummary& group : find_job(arguments.stores).groups) directories.push_back(group.directory);
-  const std::vector<Verification> results = verify_with_progress(directories, rate);
+  const std::vector<Verification> results =
+      verify_job(directories, {.bytes_per_second = rate, .progress = reported_as("verifying")});
   for (const Verification& verification : results) print(verification);
   const bool sound = std::ranges::all_of(results, &Verification::is_sound);
   Json json{{"sound", sound}, {"commits", Json::array()}};
@@ -97,12 +84,7 @@ int verify(const VerifyArguments& arguments) {
 Command add_verify(CLI::App& app) {
   CLI::App* command = app.add_subcommand("verify", "Read a store and compare it with its checksums; changes nothing");
   auto arguments = std::make_shared<VerifyArguments>();
-  command
-      ->add_option("STORE", arguments->stores,
-                   "The store's directory, or the nvme_path above it; for a job with several sharding groups, that of "
-                   "each group")
-      ->required()
-      ->expected(-1);
+  add_stores(*command, arguments->stores);
   command
       ->add_option("--bytes-per-second", arguments->bytes_per_second,
                    "Read no faster on average, so that a training can use the drives as well")

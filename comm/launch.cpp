@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <optional>
 #include <string_view>
@@ -9,18 +8,15 @@
 
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist::comm {
 
 namespace {
 
 std::optional<int> number(const char* text) {
-  if (text == nullptr) return std::nullopt;
-  const std::string_view view(text);
-  int value = 0;
-  const auto [end, error] = std::from_chars(view.data(), view.data() + view.size(), value);
-  if (error != std::errc() || end != view.data() + view.size() || value < 0) return std::nullopt;
-  return value;
+  const auto value = text == nullptr ? std::nullopt : parse_number<int>(text);
+  return value && *value >= 0 ? value : std::nullopt;
 }
 
 // A launcher's variable names.

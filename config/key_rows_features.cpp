@@ -102,11 +102,7 @@ std::vector<KeyRow> engine_choice_rows() {
 }  // namespace
 
 std::vector<KeyRow> feature_rows() {
-  std::vector<KeyRow> rows;
-  for (auto part : {optimizer_choice_rows, parallelism_rows, data_rows, quantisation_rows, engine_choice_rows}) {
-    for (KeyRow& row : part()) rows.push_back(std::move(row));
-  }
-  return rows;
+  return joined({}, {optimizer_choice_rows, parallelism_rows, data_rows, quantisation_rows, engine_choice_rows});
 }
 
 }  // namespace hoist::config::detail

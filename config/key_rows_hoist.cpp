@@ -340,10 +340,7 @@ std::vector<KeyRow> hoist_rows() {
                             .meaning = "Location of this file's schema, for editors; hoist does not read it.",
                             .apply = [](Draft&, const Value&) { /* for editors */ }},
                            section_row("hoist", "hoist's own settings.")};
-  for (auto part : {memory_rows, durability_rows, engine_rows, measured_rows}) {
-    for (KeyRow& row : part()) rows.push_back(std::move(row));
-  }
-  return rows;
+  return joined(std::move(rows), {memory_rows, durability_rows, engine_rows, measured_rows});
 }
 
 }  // namespace hoist::config::detail

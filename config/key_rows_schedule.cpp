@@ -195,11 +195,7 @@ std::vector<KeyRow> range_test_rows() {
 }  // namespace
 
 std::vector<KeyRow> schedule_rows() {
-  std::vector<KeyRow> rows;
-  for (auto part : {type_rows, warmup_rows, cycle_rate_rows, cycle_momentum_rows, range_test_rows}) {
-    for (KeyRow& row : part()) rows.push_back(std::move(row));
-  }
-  return rows;
+  return joined({}, {type_rows, warmup_rows, cycle_rate_rows, cycle_momentum_rows, range_test_rows});
 }
 
 }  // namespace hoist::config::detail

@@ -137,11 +137,7 @@ std::vector<KeyRow> checkpoint_rows() {
 }  // namespace
 
 std::vector<KeyRow> service_rows() {
-  std::vector<KeyRow> rows;
-  for (auto part : {logging_rows, monitor_rows, profiler_rows, activation_rows, checkpoint_rows}) {
-    for (KeyRow& row : part()) rows.push_back(std::move(row));
-  }
-  return rows;
+  return joined({}, {logging_rows, monitor_rows, profiler_rows, activation_rows, checkpoint_rows});
 }
 
 }  // namespace hoist::config::detail

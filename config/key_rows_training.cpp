@@ -373,11 +373,7 @@ std::vector<KeyRow> reduction_rows() {
 }  // namespace
 
 std::vector<KeyRow> training_rows() {
-  std::vector<KeyRow> rows;
-  for (auto part : {batch_rows, optimizer_rows, bf16_rows, fp16_rows, data_type_rows, reduction_rows}) {
-    for (KeyRow& row : part()) rows.push_back(std::move(row));
-  }
-  return rows;
+  return joined({}, {batch_rows, optimizer_rows, bf16_rows, fp16_rows, data_type_rows, reduction_rows});
 }
 
 }  // namespace hoist::config::detail

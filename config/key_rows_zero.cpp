@@ -388,11 +388,8 @@ std::vector<KeyRow> zero_rows() {
                   "device, and gradients and optimizer state are partitioned as in stage 3, with the same result.",
        .apply = [](Draft& d, const Value& v) { d.engine.stage = static_cast<int>(as_count(v)); }},
   };
-  for (auto part : {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, deprecated_rows,
-                    refused_zero_rows, aio_rows}) {
-    for (KeyRow& row : part()) rows.push_back(std::move(row));
-  }
-  return rows;
+  return joined(std::move(rows), {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, deprecated_rows,
+                                  refused_zero_rows, aio_rows});
 }
 
 }  // namespace hoist::config::detail

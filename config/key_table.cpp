@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 
@@ -12,58 +13,37 @@
 
 namespace hoist::config {
 
-std::string_view value_type_name(ValueType type) {
-  switch (type) {
-    case ValueType::boolean:
-      return "true or false";
-    case ValueType::integer:
-      return "an integer";
-    case ValueType::number:
-      return "a number";
-    case ValueType::bytes:
-      return "a byte count";
-    case ValueType::string:
-      return "a string";
-    case ValueType::choice:
-      return "a choice";
-    case ValueType::cadence:
-      return "a choice, or {\"every\": N}";
-    case ValueType::path:
-      return "a path";
-    case ValueType::path_list:
-      return "a path or a list of paths";
-    case ValueType::number_pair:
-      return "a list of two numbers";
-    case ValueType::string_list:
-      return "a list of strings";
-    case ValueType::section:
-    case ValueType::opaque:
-      return "an object";
-  }
-  return "";
+namespace {
+
+std::string_view value_type_name(ValueType type) {  // for sentences
+  static constexpr std::array kNames{"true or false",
+                                     "an integer",
+                                     "a number",
+                                     "a byte count",
+                                     "a string",
+                                     "a choice",
+                                     "a choice, or {\"every\": N}",
+                                     "a path",
+                                     "a path or a list of paths",
+                                     "a list of two numbers",
+                                     "a list of strings",
+                                     "an object",
+                                     "an object"};
+  static_assert(kNames.size() == static_cast<std::size_t>(ValueType::opaque) + 1);
+  return kNames[static_cast<std::size_t>(type)];
 }
 
+}  // namespace
+
 std::string_view key_status_name(KeyStatus status) {
-  switch (status) {
-    case KeyStatus::implemented:
-      return "implemented";
-    case KeyStatus::hint:
-      return "hint";
-    case KeyStatus::refused:
-      return "refused";
-  }
-  return "";
+  static constexpr std::array kNames{"implemented", "hint", "refused"};
+  return kNames[static_cast<std::size_t>(status)];
 }
 
 const std::vector<KeyRow>& key_table() {
-  static const std::vector<KeyRow> table = [] {
-    std::vector<KeyRow> rows;
-    for (auto part : {detail::training_rows, detail::schedule_rows, detail::zero_rows, detail::hoist_rows,
-                      detail::service_rows, detail::feature_rows}) {
-      for (KeyRow& row : part()) rows.push_back(std::move(row));
-    }
-    return rows;
-  }();
+  static const std::vector<KeyRow> table =
+      detail::joined({}, {detail::training_rows, detail::schedule_rows, detail::zero_rows, detail::hoist_rows,
+                          detail::service_rows, detail::feature_rows});
   return table;
 }
 

@@ -35,7 +35,6 @@ enum class ValueType : std::uint8_t {
   section,  // an object whose members are rows of their own
   opaque,   // an object whose members are not examined
 };
-std::string_view value_type_name(ValueType type);  // "an integer", for sentences
 
 enum class KeyStatus : std::uint8_t {
   implemented,

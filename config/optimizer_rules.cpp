@@ -4,10 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
-#include <hoist/config/detail/optimizer_rules.hpp>
+#include <hoist/config/detail/rules.hpp>
 
 namespace hoist::config::detail {
 
@@ -47,7 +44,11 @@ class OptimizerRules {
     for (const OptimizerType& type : optimizer_types()) {
       if (optim::optimizer_name(type.kind) != draft_.optimizer_type) continue;
       options_.kind = type.kind;
-      refuse_strangers(type);
+      refuse_strangers(read_, kOptimizerParams, draft_.optimizer_type, type.parameters);
+      std::erase_if(read_.settings, [&](const ConfigSetting& s) {
+        return s.row->path.starts_with(kOptimizerParams) && s.row->status == KeyStatus::implemented &&
+               std::ranges::find(type.parameters, last_part(s.row->path)) == type.parameters.end();
+      });
     }
     if (options_.kind == OptimizerKind::adamw || options_.kind == OptimizerKind::adam) return adam();
     if (options_.kind != OptimizerKind::lion) defaults();  // DeepSpeed's Lion has Adam's, not its paper's
@@ -55,34 +56,6 @@ class OptimizerRules {
   }
 
  private:
-  ConfigSetting* setting(std::string_view name) {
-    for (ConfigSetting& candidate : read_.settings) {
-      const std::string_view path = candidate.row->path;
-      if (path.starts_with(kOptimizerParams) && last_part(path) == name) return &candidate;
-    }
-    return nullptr;
-  }
-
-  bool in_file(std::string_view name) {
-    const ConfigSetting* found = setting(name);
-    return found != nullptr && found->source == ConfigSetting::Source::file;
-  }
-
-  void refuse_strangers(const OptimizerType& type) {
-    const auto is_stranger = [&](const ConfigSetting& s) {
-      return s.row->path.starts_with(kOptimizerParams) && s.row->status == KeyStatus::implemented &&
-             std::ranges::find(type.parameters, last_part(s.row->path)) == type.parameters.end();
-    };
-    for (const ConfigSetting& s : read_.settings) {
-      if (!is_stranger(s) || s.source == ConfigSetting::Source::standard) continue;
-      read_.problems.push_back({std::string(s.row->path),
-                                fmt::format("is not a parameter of {}, which has {}", draft_.optimizer_type,
-                                            fmt::join(type.parameters, ", ")),
-                                s.line, s.column});
-    }
-    std::erase_if(read_.settings, is_stranger);
-  }
-
   void adam() {
     const bool named_adam = options_.kind == OptimizerKind::adam;
     const bool decoupled = !named_adam || draft_.adam_w_mode;
@@ -92,8 +65,8 @@ class OptimizerRules {
           "optimizer.params.adam_w_mode: false has no effect on type AdamW, as in DeepSpeed; say type Adam for L2 "
           "decay");
     }
-    if (draft_.torch_adam && decoupled && !in_file("weight_decay")) {
-      standard("weight_decay", options_.weight_decay, 0.01);
+    if (draft_.torch_adam && decoupled && !read_.in_file("optimizer.params.weight_decay")) {
+      standard("optimizer.params.weight_decay", options_.weight_decay, 0.01);
       notes_.notes.push_back("optimizer.params.weight_decay is 0.01, the default that torch_adam brings in DeepSpeed");
     }
   }
@@ -101,22 +74,21 @@ class OptimizerRules {
   // A setting that the file leaves out gets the type's own default.
   void defaults() {
     const OptimizerOptions own = optim::default_options(options_.kind);
-    standard("lr", options_.learning_rate, own.learning_rate);
-    standard("eps", options_.epsilon, own.epsilon);
+    standard("optimizer.params.lr", options_.learning_rate, own.learning_rate);
+    standard("optimizer.params.eps", options_.epsilon, own.epsilon);
   }
 
-  void standard(std::string_view name, double& option, double value) {
-    if (in_file(name)) return;
+  void standard(std::string_view path, double& option, double value) {
+    if (read_.in_file(path)) return;
     option = value;
-    if (ConfigSetting* found = setting(name)) found->value = value;
+    if (ConfigSetting* found = read_.setting(path)) found->value = value;
   }
 
   void nesterov() {
     if (!options_.nesterov || (options_.momentum > 0 && options_.dampening == 0)) return;
-    const ConfigSetting* found = setting("nesterov");
-    if (found == nullptr) return;  // not SGD; already refused
-    read_.problems.push_back({std::string(found->row->path), "needs a momentum above 0 and no dampening, as in PyTorch",
-                              found->line, found->column});
+    constexpr std::string_view kPath = "optimizer.params.nesterov";
+    if (read_.setting(kPath) == nullptr) return;  // not SGD; already refused
+    read_.refuse(kPath, "needs a momentum above 0 and no dampening, as in PyTorch");
   }
 
   Draft& draft_;

@@ -281,6 +281,22 @@ class Reader {
 
 }  // namespace
 
+const ConfigSetting* ReadResult::setting(std::string_view path) const {
+  const auto found = std::ranges::find(settings, path, [](const ConfigSetting& each) { return each.row->path; });
+  return found == settings.end() ? nullptr : &*found;
+}
+
+bool ReadResult::in_file(std::string_view path) const {
+  const ConfigSetting* const found = setting(path);
+  return found != nullptr && found->source == ConfigSetting::Source::file;
+}
+
+void ReadResult::refuse(std::string_view path, std::string sentence) {
+  const ConfigSetting* const found = setting(path);
+  problems.push_back({std::string(path), std::move(sentence), found == nullptr ? 0 : found->line,
+                      found == nullptr ? 0 : found->column});
+}
+
 ReadResult read_settings(const JsonNode& root, std::string_view text) {
   ReadResult result;
   Reader reader(text, result);

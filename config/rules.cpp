@@ -11,9 +11,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <hoist/config/detail/optimizer_rules.hpp>
 #include <hoist/config/detail/rules.hpp>
-#include <hoist/config/detail/schedule_rules.hpp>
 #include <hoist/core/open_file.hpp>
 
 namespace hoist::config::detail {
@@ -77,27 +75,9 @@ class Rules {
   }
 
  private:
-  ConfigSetting* setting(std::string_view path) {
-    for (ConfigSetting& candidate : read_.settings) {
-      if (candidate.row->path == path) return &candidate;
-    }
-    return nullptr;
-  }
-
-  bool in_file(std::string_view path) {
-    const ConfigSetting* found = setting(path);
-    return found != nullptr && found->source == ConfigSetting::Source::file;
-  }
-
   bool says_true(std::string_view path) {
-    const ConfigSetting* found = setting(path);
+    const ConfigSetting* found = read_.setting(path);
     return found != nullptr && found->value == config::Value(true);
-  }
-
-  void problem(std::string_view path, std::string sentence) {
-    const ConfigSetting* found = setting(path);
-    read_.problems.push_back({std::string(path), std::move(sentence), found == nullptr ? 0 : found->line,
-                              found == nullptr ? 0 : found->column});
   }
 
   // A refused optimizer or schedule has other parameters; do not report those as well.
@@ -116,13 +96,13 @@ class Rules {
       return s.row->path.starts_with(section) && s.source != ConfigSetting::Source::standard;
     });
     if (both) {
-      problem(old_key,
-              fmt::format("must not be combined with {}, which replaces it; keep the section", last_part(section)));
+      read_.refuse(old_key, fmt::format("must not be combined with {}, which replaces it; keep the section",
+                                        last_part(section)));
       return;
     }
     placement = Placement::pinned;
-    const ConfigSetting* old_setting = setting(old_key);
-    if (ConfigSetting* device = setting(device_key); device != nullptr && old_setting != nullptr) {
+    const ConfigSetting* old_setting = read_.setting(old_key);
+    if (ConfigSetting* device = read_.setting(device_key); device != nullptr && old_setting != nullptr) {
       *device = ConfigSetting{.row = device->row,
                               .value = std::string("cpu"),
                               .source = ConfigSetting::Source::file,
@@ -144,8 +124,8 @@ class Rules {
   // Shows a value that follows from other keys instead of the file's own. Where the file has none, offload_param is the
   // cause.
   void derive(std::string_view path, config::Value value) {
-    ConfigSetting* found = setting(path);
-    const ConfigSetting* cause = setting(kParamDevice);
+    ConfigSetting* found = read_.setting(path);
+    const ConfigSetting* cause = read_.setting(kParamDevice);
     if (found == nullptr || cause == nullptr) return;
     found->value = std::move(value);
     if (found->source == ConfigSetting::Source::file) return;
@@ -220,12 +200,12 @@ class Rules {
     };
     if (engine.optimizer_pinned_fraction != 0.0 && engine.optimizer != Placement::nvme)
       is_unused("hoist.optimizer_pinned_fraction", "offload_optimizer");
-    const bool has_fraction = in_file("hoist.parameters_pinned_fraction");
+    const bool has_fraction = read_.in_file("hoist.parameters_pinned_fraction");
     if (engine.parameters != Placement::nvme) {
       if (has_fraction) is_unused("hoist.parameters_pinned_fraction", "offload_param");
       return;
     }
-    if (!in_file("zero_optimization.offload_param.max_in_cpu")) return;
+    if (!read_.in_file("zero_optimization.offload_param.max_in_cpu")) return;
     engine.parameters_pinned_elements_max = draft_.max_in_cpu;
     if (!has_fraction) engine.parameters_pinned_fraction.reset();
   }
@@ -262,7 +242,7 @@ class Rules {
       const bool is_forward = p.key == "hoist.update_mode" && draft_.engine.update_mode == UpdateMode::forward;
       return is_forward || is_wrong(p.key) || is_wrong(p.other_key);
     });
-    for (OptionProblem& p : problems) problem(p.key, std::move(p.problem));
+    for (OptionProblem& p : problems) read_.refuse(p.key, std::move(p.problem));
   }
 
   // Whether there is a problem with `path` or a key below it; its consequences are then not reported.
@@ -275,14 +255,14 @@ class Rules {
   void placement(Placement where, const std::vector<std::string>& paths, std::string_view device_key,
                  std::string_view path_key) {
     if (where == Placement::nvme && paths.empty() && !is_wrong(path_key)) {
-      problem(device_key, fmt::format("\"nvme\" needs {} beside it", last_part(path_key)));
+      read_.refuse(device_key, fmt::format("\"nvme\" needs {} beside it", last_part(path_key)));
     }
     if (where != Placement::nvme && !paths.empty()) {
       notes_.warnings.push_back(fmt::format("{} is not used: {} is not \"nvme\"", path_key, last_part(device_key)));
     }
     const std::vector<std::string> plain = plain_paths(paths);
     if (std::set<std::string>(plain.begin(), plain.end()).size() != plain.size()) {
-      problem(path_key, fmt::format("{} names a directory twice; name each drive once", quoted(paths)));
+      read_.refuse(path_key, fmt::format("{} names a directory twice; name each drive once", quoted(paths)));
     }
   }
 
@@ -296,9 +276,10 @@ class Rules {
     if (draft_.engine.uses_nvme()) {
       roots = plain_paths(nvme_paths());
       if (!roots.empty() && !draft_.checkpoint_path.empty() && plain_path(draft_.checkpoint_path) != roots.front()) {
-        problem("hoist.checkpoint_path",
-                fmt::format("\"{}\" is not needed: state on NVMe is committed in its own store; leave this key out",
-                            draft_.checkpoint_path));
+        read_.refuse(
+            "hoist.checkpoint_path",
+            fmt::format("\"{}\" is not needed: state on NVMe is committed in its own store; leave this key out",
+                        draft_.checkpoint_path));
       }
     } else if (!draft_.checkpoint_path.empty()) {
       roots = {plain_path(draft_.checkpoint_path)};
@@ -316,19 +297,21 @@ class Rules {
     std::vector<std::string> drives = draft_.engine.stripe_directories;
     drives.push_back(draft_.engine.store_directory);
     if (std::ranges::any_of(drives, [&](const auto& d) { return is_same_place(d, draft_.engine.mirror.directory); }))
-      problem("hoist.mirror.path", fmt::format("\"{}\" is where the store itself is; name a directory on another drive",
-                                               draft_.mirror_path));
+      read_.refuse(
+          "hoist.mirror.path",
+          fmt::format("\"{}\" is where the store itself is; name a directory on another drive", draft_.mirror_path));
   }
 
   void durability() {
     using tiers::Durability;
     if (!draft_.engine.uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
-      const ConfigSetting* const cadence = setting("hoist.durability");
-      problem("hoist.durability",
-              fmt::format("{} needs optimizer state or weights on NVMe; with both in memory, {} and save with "
-                          "Engine::save",
-                          cadence != nullptr ? to_text(cadence->value) : "\"step\"",
-                          draft_.checkpoint_path.empty() ? "set hoist.checkpoint_path instead" : "leave this key out"));
+      const ConfigSetting* const cadence = read_.setting("hoist.durability");
+      read_.refuse(
+          "hoist.durability",
+          fmt::format("{} needs optimizer state or weights on NVMe; with both in memory, {} and save with "
+                      "Engine::save",
+                      cadence != nullptr ? to_text(cadence->value) : "\"step\"",
+                      draft_.checkpoint_path.empty() ? "set hoist.checkpoint_path instead" : "leave this key out"));
     }
     draft_.engine.durability =
         draft_.durability.value_or(draft_.engine.uses_nvme() ? Durability::step : Durability::none);
@@ -338,7 +321,7 @@ class Rules {
     if (draft_.runtime.device != platform::DeviceKind::cuda) return;
     const auto only_there = [this](std::string_view key, bool given) {
       if (!given) return;
-      problem(key, "affects only the streams of the host device; remove it, or set hoist.device to \"host\"");
+      read_.refuse(key, "affects only the streams of the host device; remove it, or set hoist.device to \"host\"");
     };
     only_there("hoist.chaos_seed", draft_.runtime.host_device.chaos_seed != 0);
     only_there("hoist.host_link_bytes_per_second", draft_.runtime.host_device.link_bytes_per_second != 0);
@@ -354,20 +337,22 @@ class Rules {
     std::vector<std::string> factors;
     if (one) factors.push_back(fmt::format("train_micro_batch_size_per_gpu {}", *one));
     if (accumulation) factors.push_back(fmt::format("gradient_accumulation_steps {}", *accumulation));
-    problem("train_batch_size",
-            fmt::format("{} is not a multiple of {}, so no number of ranks fits", *all, fmt::join(factors, " times ")));
+    read_.refuse("train_batch_size", fmt::format("{} is not a multiple of {}, so no number of ranks fits", *all,
+                                                 fmt::join(factors, " times ")));
   }
 
   void formats() {
     if (!draft_.fp16.enabled) {
-      if (in_file("bf16.enabled")) draft_.engine.weights_dtype = says_true("bf16.enabled") ? DType::bf16 : DType::fp32;
+      if (read_.in_file("bf16.enabled"))
+        draft_.engine.weights_dtype = says_true("bf16.enabled") ? DType::bf16 : DType::fp32;
       if (draft_.engine.weights_dtype == DType::fp32) own_type_only("fp32");
       return without_fp16();
     }
-    if (in_file("bf16.enabled") && says_true("bf16.enabled")) {
-      problem("bf16.enabled", "fp16 and bf16 cannot both be enabled; remove one of the two sections");
+    if (read_.in_file("bf16.enabled") && says_true("bf16.enabled")) {
+      read_.refuse("bf16.enabled", "fp16 and bf16 cannot both be enabled; remove one of the two sections");
     }
-    if (ConfigSetting* bf16 = setting("bf16.enabled"); bf16 != nullptr && !in_file("bf16.enabled")) bf16->value = false;
+    if (ConfigSetting* bf16 = read_.setting("bf16.enabled"); bf16 != nullptr && !read_.in_file("bf16.enabled"))
+      bf16->value = false;
     draft_.engine.weights_dtype = DType::fp16;
     own_type_only("fp16");
     loss_scale();
@@ -381,8 +366,9 @@ class Rules {
           std::pair("data_types.param_dtype", "parameters are")}) {
       std::erase_if(read_.problems,
                     [&](const ConfigProblem& p) { return p.key == key && p.problem.starts_with(refusal_of_own); });
-      if (in_file(key))
-        problem(key, fmt::format("\"bf16\" is refused: {} {} in this configuration; leave this key out", what, own));
+      if (read_.in_file(key))
+        read_.refuse(key,
+                     fmt::format("\"bf16\" is refused: {} {} in this configuration; leave this key out", what, own));
     }
   }
 
@@ -401,8 +387,8 @@ class Rules {
                                 .consecutive_hysteresis = fp16.consecutive_hysteresis,
                                 .scale_min = fp16.scale_min};
     if (first < fp16.scale_min && !is_wrong("fp16")) {
-      problem("fp16.initial_scale_power",
-              fmt::format("2^{} is below min_loss_scale {}", fp16.initial_power, fp16.scale_min));
+      read_.refuse("fp16.initial_scale_power",
+                   fmt::format("2^{} is below min_loss_scale {}", fp16.initial_power, fp16.scale_min));
     }
   }
 
@@ -413,14 +399,14 @@ class Rules {
 
   // A section that says it is off may keep its other keys.
   void without_fp16() {
-    if (in_file("fp16.enabled")) {
+    if (read_.in_file("fp16.enabled")) {
       std::erase_if(read_.problems, [&](const ConfigProblem& p) {
         return p.key.starts_with("fp16.") &&
                std::ranges::any_of(read_.refused, [&](const ConfigSetting& s) { return s.row->path == p.key; });
       });
       return;
     }
-    if (const ConfigSetting* enabled = setting("fp16.enabled");
+    if (const ConfigSetting* enabled = read_.setting("fp16.enabled");
         enabled != nullptr && enabled->source == ConfigSetting::Source::automatic)
       return;
     std::vector<std::string_view> keys = dynamic_keys();
@@ -431,7 +417,7 @@ class Rules {
 
   void note_unused(const std::vector<std::string_view>& keys, std::string_view why) {
     std::vector<std::string_view> given;
-    std::ranges::copy_if(keys, std::back_inserter(given), [&](std::string_view key) { return in_file(key); });
+    std::ranges::copy_if(keys, std::back_inserter(given), [&](std::string_view key) { return read_.in_file(key); });
     if (!given.empty()) notes_.notes.push_back(fmt::format("not used, as {}: {}", why, fmt::join(given, ", ")));
   }
 
@@ -439,19 +425,19 @@ class Rules {
   void reports() {
     const std::string& metrics = draft_.engine.metrics_path;
     if (!metrics.empty() && plain_path(metrics) == plain_path(draft_.runtime.trace_path)) {
-      problem("hoist.trace", fmt::format("\"{}\" is also the file of hoist.metrics; name another file", metrics));
+      read_.refuse("hoist.trace", fmt::format("\"{}\" is also the file of hoist.metrics; name another file", metrics));
     }
   }
 
   void remarks() {
-    if (!in_file("zero_optimization.stage")) {
+    if (!read_.in_file("zero_optimization.stage")) {
       notes_.notes.push_back("zero_optimization.stage is 3 (DeepSpeed's default is 0)");
     }
-    if (const ConfigSetting* clipping = setting("gradient_clipping");
+    if (const ConfigSetting* clipping = read_.setting("gradient_clipping");
         clipping != nullptr && clipping->source == ConfigSetting::Source::standard) {
       notes_.notes.push_back("gradient_clipping is 1.0 (0 in DeepSpeed before June 2026); set 0 for none");
     }
-    if (const ConfigSetting* bf16 = setting("bf16.enabled");
+    if (const ConfigSetting* bf16 = read_.setting("bf16.enabled");
         bf16 != nullptr && bf16->source == ConfigSetting::Source::standard && !draft_.fp16.enabled) {
       notes_.notes.push_back(
           "bf16 is not enabled in the file; parameters that the program declares bf16 are bf16 anyway");
@@ -473,6 +459,17 @@ class Rules {
 };
 
 }  // namespace
+
+void refuse_strangers(ReadResult& read, std::string_view section, std::string_view type,
+                      const std::vector<std::string_view>& names) {
+  for (const ConfigSetting& s : read.settings) {
+    const std::string_view path = s.row->path;
+    if (!path.starts_with(section) || s.row->status != KeyStatus::implemented ||
+        s.source == ConfigSetting::Source::standard || std::ranges::find(names, last_part(path)) != names.end())
+      continue;
+    read.refuse(path, fmt::format("is not a parameter of {}, which has {}", type, fmt::join(names, ", ")));
+  }
+}
 
 RuleNotes apply_rules(Draft& draft, ReadResult& read, RunLength run_length) {
   return Rules(draft, read).apply(run_length);

@@ -5,9 +5,8 @@
 #include <vector>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
-#include <hoist/config/detail/schedule_rules.hpp>
+#include <hoist/config/detail/rules.hpp>
 
 namespace hoist::config::detail {
 
@@ -42,10 +41,6 @@ const std::vector<ScheduleKind>& schedule_kinds() {
   return kinds;
 }
 
-bool contains(const std::vector<std::string_view>& names, std::string_view name) {
-  return std::ranges::find(names, name) != names.end();
-}
-
 class ScheduleRules {
  public:
   ScheduleRules(Draft& draft, ReadResult& read, RunLength run_length, RuleNotes& notes)
@@ -72,14 +67,7 @@ class ScheduleRules {
 
  private:
   static bool counts(const ScheduleKind& kind, const ConfigSetting& setting) {
-    return contains(kind.parameters, last_part(setting.row->path));
-  }
-
-  const ConfigSetting* setting(std::string_view path) const {
-    for (const ConfigSetting& candidate : read_.settings) {
-      if (candidate.row->path == path) return &candidate;
-    }
-    return nullptr;
+    return std::ranges::find(kind.parameters, last_part(setting.row->path)) != kind.parameters.end();
   }
 
   bool is_automatic(std::string_view name) const {
@@ -89,14 +77,8 @@ class ScheduleRules {
 
   bool is_given(std::string_view name) const {
     const std::string path = std::string(kSchedulerParams) + std::string(name);
-    const ConfigSetting* found = setting(path);
-    if (found != nullptr && found->source == ConfigSetting::Source::file) return true;
-    return std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) { return p.key == path; });
-  }
-
-  void problem(const ConfigSetting* at, std::string key, std::string sentence) {
-    read_.problems.push_back(
-        {std::move(key), std::move(sentence), at == nullptr ? 0 : at->line, at == nullptr ? 0 : at->column});
+    return read_.in_file(path) ||
+           std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) { return p.key == path; });
   }
 
   void without_type() {
@@ -105,21 +87,13 @@ class ScheduleRules {
     if (said) return;
     for (const ConfigSetting& s : read_.settings) {
       if (s.row->path.starts_with(kSchedulerParams) && s.source == ConfigSetting::Source::file) {
-        problem(&s, std::string(s.row->path), "belongs to a schedule, but scheduler.type is missing");
+        read_.refuse(s.row->path, "belongs to a schedule, but scheduler.type is missing");
       }
     }
   }
 
   void check_parameters(const ScheduleKind& kind) {
-    std::vector<const ConfigSetting*> strangers;
-    for (const ConfigSetting& s : read_.settings) {
-      if (!s.row->path.starts_with(kSchedulerParams) || s.source == ConfigSetting::Source::standard) continue;
-      if (s.row->status == KeyStatus::implemented && !counts(kind, s)) strangers.push_back(&s);
-    }
-    for (const ConfigSetting* s : strangers) {
-      problem(s, std::string(s->row->path),
-              fmt::format("is not a parameter of {}, which has {}", kind.type, fmt::join(kind.parameters, ", ")));
-    }
+    refuse_strangers(read_, kSchedulerParams, kind.type, kind.parameters);
     for (const std::string_view name : kind.required) {
       if (is_given(name)) continue;
       if (is_automatic(name) && run_length_ == RunLength::left_to_the_trainer) {
@@ -129,8 +103,8 @@ class ScheduleRules {
             kSchedulerParams, name));
         continue;
       }
-      problem(
-          setting("scheduler.type"), "scheduler.type",
+      read_.refuse(
+          "scheduler.type",
           is_automatic(name)
               ? fmt::format("{} needs {} as a number; only a trainer that knows the run's length can resolve \"auto\"",
                             kind.type, name)
@@ -167,8 +141,7 @@ class ScheduleRules {
                       "once, as in DeepSpeed",
                       *s.total_steps, s.warmup.steps));
     }
-    const ConfigSetting* betas = setting("optimizer.params.betas");
-    if (type == "OneCycle" && s.cycle_momentum && betas != nullptr && betas->source == ConfigSetting::Source::file) {
+    if (type == "OneCycle" && s.cycle_momentum && read_.in_file("optimizer.params.betas")) {
       notes_.warnings.push_back(
           fmt::format("optimizer.params.betas is not used: OneCycle with cycle_momentum sets beta1 by the cycle and "
                       "beta2 to {}, as "

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <limits>
 
@@ -25,9 +24,8 @@ bool same_text(std::string_view a, std::string_view b) {
 bool is_number(const JsonNode& node) { return node.kind == Kind::scalar && node.scalar.is_number(); }
 
 bool reads_as_number(const std::string& text) {
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc{} && end == text.data() + text.size() && std::isfinite(number);
+  const auto number = parse_number<double>(text);
+  return number && std::isfinite(*number);
 }
 
 // The boolean meant by another spelling: 1, "yes", Python's "True".

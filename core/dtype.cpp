@@ -17,6 +17,12 @@ std::string_view dtype_name(DType dtype) {
   return "?";
 }
 
+std::optional<DType> parse_dtype(std::string_view name) {
+  for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32})
+    if (name == dtype_name(dtype)) return dtype;
+  return std::nullopt;
+}
+
 std::string_view moment_type_name(MomentType type) {
   switch (type) {
     case MomentType::fp32:

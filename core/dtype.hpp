@@ -7,6 +7,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 namespace hoist {
@@ -15,6 +16,7 @@ enum class DType : std::uint8_t { bf16 = 0, fp16 = 1, fp32 = 2 };
 
 constexpr std::uint64_t dtype_bytes(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
 std::string_view dtype_name(DType dtype);
+std::optional<DType> parse_dtype(std::string_view name);
 
 // A bfloat16 as stored: the upper half of an fp32. Arithmetic happens in float.
 struct bf16 {

@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include <hoist/core/kernel_files.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist {
 
@@ -17,11 +18,7 @@ std::optional<std::string> first_line(const std::filesystem::path& file) {
 
 std::optional<std::uint64_t> number_in(const std::filesystem::path& file) {
   const auto line = first_line(file);
-  if (!line) return std::nullopt;
-  std::uint64_t value = 0;
-  const auto [end, error] = std::from_chars(line->data(), line->data() + line->size(), value);
-  if (error != std::errc() || end != line->data() + line->size()) return std::nullopt;
-  return value;
+  return line ? parse_number<std::uint64_t>(*line) : std::nullopt;
 }
 
 std::optional<std::string> field_of(const std::filesystem::path& file, const std::string& key) {

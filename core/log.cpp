@@ -12,17 +12,8 @@ namespace hoist {
 namespace {
 
 spdlog::level::level_enum spdlog_level(LogLevel level) {
-  switch (level) {
-    case LogLevel::info:
-      return spdlog::level::info;
-    case LogLevel::warning:
-      return spdlog::level::warn;
-    case LogLevel::error:
-      return spdlog::level::err;
-    case LogLevel::critical:
-      break;
-  }
-  return spdlog::level::critical;
+  static_assert(SPDLOG_LEVEL_CRITICAL - SPDLOG_LEVEL_INFO == static_cast<int>(LogLevel::critical));
+  return static_cast<spdlog::level::level_enum>(SPDLOG_LEVEL_INFO + static_cast<int>(level));
 }
 
 // Whether this is the logger that spdlog begins with, which writes to stdout.

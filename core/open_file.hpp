@@ -33,6 +33,10 @@ enum class OutputMode { replace, append };
 // with errno set.
 std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept;
 
+struct CloseFile {
+  void operator()(std::FILE* file) const { std::fclose(file); }
+};
+
 // The remedy for an error that only these functions return; "" for other errors.
 const char* open_file_remedy(int code) noexcept;
 

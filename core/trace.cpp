@@ -40,10 +40,6 @@ std::string json_text(std::string_view text) {
 
 double microseconds(Nanoseconds duration) { return static_cast<double>(duration.count()) / 1000; }
 
-struct CloseFile {
-  void operator()(std::FILE* file) const { std::fclose(file); }
-};
-
 }  // namespace
 
 const char* trace_row_name(TraceRow row) {

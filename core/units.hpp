@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/units.hpp - parses and formats byte counts.
+// core/units.hpp - parses and formats numbers and byte counts.
 #pragma once
 
+#include <charconv>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 namespace hoist {
 
@@ -15,6 +17,14 @@ inline constexpr std::uint64_t kGiB = 1024 * kMiB;
 
 // Direct transfers are multiples of this in length, offset and address; every record region is padded to it.
 inline constexpr std::uint64_t kBlockAlignment = 4096;
+
+// All of the text as a number; nullopt where more stands there, or less, or one out of range.
+template <typename Number>
+std::optional<Number> parse_number(std::string_view text) {
+  Number number{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc{} && end == text.data() + text.size() ? std::optional(number) : std::nullopt;
+}
 
 // "8GiB", "512 MiB", "5e8", "64k", "1.5GB" -> bytes. K/M/G/T/P(+B) are powers of ten only when followed by a plain 'B'
 // ("GB"); a bare letter or the "iB" form is a power of two. nullopt if the text is not a byte count or is not integral.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <future>
 #include <optional>
 #include <set>
@@ -10,6 +9,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/core/units.hpp>
 #include <hoist/interchange/export.hpp>
 #include <hoist/interchange/safetensors_writer.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
@@ -21,7 +21,7 @@ namespace {
 // Read and converted as one piece: 4 MiB of masters.
 constexpr std::uint64_t kPieceElements = 1 << 20;
 
-// A piece of a large parameter, as hoist.optim (python/hoist/optim_offload.py) names them: "weight[0:1024]" has its
+// A piece of a large parameter, as hoist.optim (python/hoist/optim_pieces.py) names them: "weight[0:1024]" has its
 // first 1024 rows.
 struct Rows {
   std::string_view parameter;
@@ -33,16 +33,12 @@ std::optional<Rows> rows_of(const StoredParameter& piece) {
   const std::size_t bracket = name.rfind('['), colon = name.rfind(':');
   if (!name.ends_with(']') || bracket == std::string_view::npos || colon == std::string_view::npos || colon < bracket)
     return std::nullopt;
-  Rows rows{.parameter = name.substr(0, bracket)};
-  const auto is_number = [](std::string_view text, std::uint64_t& number) {
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-    return error == std::errc() && end == text.data() + text.size();
-  };
-  if (!is_number(name.substr(bracket + 1, colon - bracket - 1), rows.first) ||
-      !is_number(name.substr(colon + 1, name.size() - colon - 2), rows.end) || rows.first >= rows.end ||
-      piece.shape.empty() || static_cast<std::uint64_t>(piece.shape.front()) != rows.end - rows.first)
+  const auto first = parse_number<std::uint64_t>(name.substr(bracket + 1, colon - bracket - 1));
+  const auto end = parse_number<std::uint64_t>(name.substr(colon + 1, name.size() - colon - 2));
+  if (!first || !end || *first >= *end || piece.shape.empty() ||
+      static_cast<std::uint64_t>(piece.shape.front()) != *end - *first)
     return std::nullopt;
-  return rows;
+  return Rows{name.substr(0, bracket), *first, *end};
 }
 
 // How many of the parameters, from `first` on, are the pieces of one: all of its rows, in order. Otherwise 1.

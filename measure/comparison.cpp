@@ -97,11 +97,6 @@ class Match {
 
 }  // namespace
 
-bool ComparisonResult::holds(double limit) const {
-  const double noise = control_ratios.empty() ? 1.0 : median_interval(control_ratios).high;
-  return median_interval(ratios).high * std::max(1.0, noise) >= limit;
-}
-
 ComparisonResult compare(Contender& ours, Contender& theirs, std::span<Drive* const> drives,
                          const ComparisonOptions& options) {
   return Match(ours, theirs, drives, options).run();

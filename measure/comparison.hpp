@@ -38,9 +38,6 @@ struct ComparisonResult {
   std::vector<double> their_processor_seconds_per_gb;
   std::vector<double> our_bytes_per_second;
   std::vector<double> their_bytes_per_second;
-
-  // Whether `limit` <= ratio is compatible with the measurement: the interval, widened by the control's, reaches it.
-  bool holds(double limit) const;
 };
 
 // `ours` and `theirs` work on `drives`, whose files must be full.

@@ -22,17 +22,7 @@ std::string tunables() {
   return "GLIBC_TUNABLES=" + others + kHugePages;
 }
 
-const char* rw_of(Pattern pattern) {
-  switch (pattern) {
-    case Pattern::read:
-      return "read";
-    case Pattern::write:
-      return "write";
-    case Pattern::mixed:
-      return "rw";
-  }
-  return "";
-}
+const char* rw_of(Pattern pattern) { return pattern == Pattern::mixed ? "rw" : pattern_name(pattern); }
 
 // A colon separates file names for fio.
 std::string escaped(const std::string& path) {

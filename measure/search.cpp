@@ -3,7 +3,6 @@
 #include <numeric>
 #include <utility>
 
-#include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/measure/search.hpp>
 #include <hoist/measure/statistics.hpp>
@@ -35,9 +34,6 @@ class Search {
       if (round.keep > 0) keep_best(round.keep);
       for (unsigned pass = 0; pass < round.passes && result_.complete; ++pass) result_.complete = run_pass(round.leg);
     }
-    if (passes_.empty())
-      throw UsageError(
-          "the time did not suffice for one pass over the settings: give more --seconds, or a smaller --size");
     compare();
     result_.best = choose();
     return std::move(result_);
@@ -47,7 +43,7 @@ class Search {
   // One pass: speeds by setting and pattern; 0 if a setting did not take part.
   using Pass = std::vector<std::array<double, kPatternCount>>;
 
-  // False if time ran out; the pass then does not count.
+  // False if time ran out; the pass then does not count. The first one is always completed.
   bool run_pass(Nanoseconds leg) {
     std::vector<std::pair<std::size_t, std::size_t>> visits;
     for (const std::size_t setting : remaining_) {
@@ -56,7 +52,7 @@ class Search {
     for (std::size_t i = visits.size(); i > 1; --i) std::swap(visits[i - 1], visits[order_.below(i)]);
     Pass pass(options_.settings.size());
     for (const auto& [setting, pattern] : visits) {
-      if (options_.out_of_time && options_.out_of_time()) return false;
+      if (!passes_.empty() && options_.out_of_time && options_.out_of_time()) return false;
       pass[setting][pattern] = options_.measure(options_.settings[setting], kPatterns[pattern], leg);
       if (options_.progress) options_.progress(++done_, total_);
     }

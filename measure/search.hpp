@@ -52,7 +52,7 @@ struct SearchOptions {
   std::uint64_t seed = 1;  // of the order
   // Bytes per second.
   std::function<double(const Setting&, Pattern, Nanoseconds leg)> measure{};
-  // True: finish with the present results. Asked before each measurement.
+  // True: finish with the present results. Asked before each measurement after the first pass over all settings.
   std::function<bool()> out_of_time{};
   std::function<void(std::size_t done, std::size_t total)> progress{};
 };
@@ -73,7 +73,6 @@ struct SearchResult {
   bool complete = true;                 // false: time ran out
 };
 
-// Errors: UsageError if the time did not suffice for one pass.
 SearchResult search_settings(const SearchOptions& options);
 
 }  // namespace hoist::measure

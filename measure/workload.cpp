@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <thread>
 
@@ -173,15 +174,8 @@ double flush(std::span<Drive* const> drives) {
 }  // namespace
 
 const char* pattern_name(Pattern pattern) {
-  switch (pattern) {
-    case Pattern::read:
-      return "read";
-    case Pattern::write:
-      return "write";
-    case Pattern::mixed:
-      return "mixed";
-  }
-  return "";
+  static constexpr std::array kNames{"read", "write", "mixed"};
+  return kNames[static_cast<std::size_t>(pattern)];
 }
 
 BlockBuffers::BlockBuffers(std::uint64_t bytes, int numa_node)

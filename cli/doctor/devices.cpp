@@ -35,11 +35,10 @@ Finding driver(const MachineSources& machine, const std::vector<PciGpu>& cards) 
   Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
   finding.data = {{"version", version.value_or("")}, {"cards", cards.size()}};
   if (version || cards.empty()) return finding;
-  finding.verdict = Verdict::missing;
-  finding.cost =
-      fmt::format("{} NVIDIA GPU{} in this machine cannot be used", cards.size(), cards.size() == 1 ? "" : "s");
-  finding.remedy = "sudo apt install nvidia-driver   (or the data-center driver from NVIDIA), then reboot";
-  return finding;
+  return finding.lacks(
+      Verdict::missing,
+      fmt::format("{} NVIDIA GPU{} in this machine cannot be used", cards.size(), cards.size() == 1 ? "" : "s"),
+      "sudo apt install nvidia-driver   (or the data-center driver from NVIDIA), then reboot");
 }
 
 Finding usable_devices(const std::vector<PciGpu>& cards) {
@@ -55,19 +54,16 @@ Finding usable_devices(const std::vector<PciGpu>& cards) {
           platform::Device::create({.kind = platform::DeviceKind::cuda, .memory_bytes = kMiB, .ordinal = ordinal})
               ->description());
     } catch (const Error& error) {
-      finding.verdict = Verdict::missing;
-      finding.cost = fmt::format("device {} cannot be trained on", ordinal);
-      finding.remedy = error.what();
+      finding.lacks(Verdict::missing, fmt::format("device {} cannot be trained on", ordinal), error.what());
     }
   }
   if (!names.empty()) finding.found = fmt::format("{}", fmt::join(names, "; "));
   if (count > 0) return finding;
-  finding.verdict = cards.empty() ? Verdict::lacking : Verdict::missing;
-  finding.cost = "training runs on the CPU, with a device made of CPU memory";
-  finding.remedy = !cards.empty() && !kBuiltWithCuda ? "build again with -DHOIST_WITH_CUDA=ON, nvcc on the PATH"
-                   : cards.empty() ? "use a machine with an NVIDIA GPU; in a container: docker run --gpus all"
-                                   : "load the driver, see above; in a container: docker run --gpus all";
-  return finding;
+  return finding.lacks(cards.empty() ? Verdict::lacking : Verdict::missing,
+                       "training runs on the CPU, with a device made of CPU memory",
+                       !cards.empty() && !kBuiltWithCuda ? "build again with -DHOIST_WITH_CUDA=ON, nvcc on the PATH"
+                       : cards.empty() ? "use a machine with an NVIDIA GPU; in a container: docker run --gpus all"
+                                       : "load the driver, see above; in a container: docker run --gpus all");
 }
 
 // Says which bytes are the GPU's and which are the processors': budgets follow from it (zero/machine.hpp).
@@ -101,11 +97,9 @@ Finding toolkit() {
                            kBuiltWithCuda ? "with" : "without")};
   finding.data = {{"nvcc", compiler}, {"built_with_cuda", kBuiltWithCuda}};
   if (kBuiltWithCuda) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost = "GPUs cannot be used by this build";
-  finding.remedy = compiler.empty() ? "sudo apt install nvidia-cuda-toolkit (non-free), then build again"
-                                    : "build again with -DHOIST_WITH_CUDA=ON";
-  return finding;
+  return finding.lacks(Verdict::lacking, "GPUs cannot be used by this build",
+                       compiler.empty() ? "sudo apt install nvidia-cuda-toolkit (non-free), then build again"
+                                        : "build again with -DHOIST_WITH_CUDA=ON");
 }
 
 Finding card_link(const PciGpu& card) {
@@ -118,20 +112,18 @@ Finding card_link(const PciGpu& card) {
                   {"lanes", card.lanes.value_or(0)},
                   {"lanes_max", card.lanes_max.value_or(0)}};
   if (!card.lanes || !card.lanes_max || *card.lanes >= *card.lanes_max) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost = "weights and gradients cross a narrower link than the GPU supports";
-  finding.remedy = "put the GPU into a slot with all its lanes; sudo lspci -vv -s " + card.address + " | grep LnkSta";
-  return finding;
+  return finding.lacks(
+      Verdict::lacking, "weights and gradients cross a narrower link than the GPU supports",
+      "put the GPU into a slot with all its lanes; sudo lspci -vv -s " + card.address + " | grep LnkSta");
 }
 
 Finding nccl(std::size_t card_count) {
   Finding finding{.subject = "NCCL", .found = comm::have_nccl() ? "in this build" : "not in this build"};
   finding.data["built"] = comm::have_nccl();
   if (comm::have_nccl()) return finding;
-  finding.verdict = card_count > 1 ? Verdict::missing : Verdict::lacking;
-  finding.cost = "several GPUs cannot train together";
-  finding.remedy = "sudo apt install libnccl-dev (NVIDIA's repository), then build again with -DHOIST_WITH_NCCL=ON";
-  return finding;
+  return finding.lacks(
+      card_count > 1 ? Verdict::missing : Verdict::lacking, "several GPUs cannot train together",
+      "sudo apt install libnccl-dev (NVIDIA's repository), then build again with -DHOIST_WITH_NCCL=ON");
 }
 
 Finding mpi() {
@@ -150,11 +142,10 @@ Finding mpi() {
   if (!launch_problem.empty()) finding.found += "; " + launch_problem;
   finding.data = {{"built", comm::have_mpi()}, {"mpirun", launcher}, {"ranks_launched", launched}};
   if (comm::have_mpi() && !launcher.empty()) return finding;
-  finding.verdict = launched > 1 && !comm::have_mpi() ? Verdict::missing : Verdict::lacking;
-  finding.cost = comm::have_mpi() ? "several ranks need another launcher (srun)" : "only one rank can train";
-  finding.remedy = comm::have_mpi() ? "sudo apt install openmpi-bin"
-                                    : "sudo apt install libopenmpi-dev openmpi-bin, then build again";
-  return finding;
+  return finding.lacks(launched > 1 && !comm::have_mpi() ? Verdict::missing : Verdict::lacking,
+                       comm::have_mpi() ? "several ranks need another launcher (srun)" : "only one rank can train",
+                       comm::have_mpi() ? "sudo apt install openmpi-bin"
+                                        : "sudo apt install libopenmpi-dev openmpi-bin, then build again");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist doctor: reports what this machine and this build offer, what each gap costs, and how to close it.
+#include <array>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -42,6 +43,7 @@ void print_section(const Section& section) {
 }
 
 Json report_json(const std::vector<Section>& sections) {
+  static constexpr std::array kVerdicts{"ok", "lacking", "missing"};  // by Verdict
   Json json{{"version", HOIST_VERSION},
             {"missing", count(sections, Verdict::missing)},
             {"lacking", count(sections, Verdict::lacking)},
@@ -50,7 +52,7 @@ Json report_json(const std::vector<Section>& sections) {
     for (const Finding& finding : section.findings) {
       json["findings"].push_back({{"section", section.title},
                                   {"subject", finding.subject},
-                                  {"verdict", verdict_name(finding.verdict)},
+                                  {"verdict", kVerdicts[static_cast<std::size_t>(finding.verdict)]},
                                   {"found", finding.found},
                                   {"cost", finding.cost},
                                   {"remedy", finding.remedy},

@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
@@ -22,7 +23,6 @@ enum class Verdict : std::uint8_t {
   lacking,  // training works without it, at the stated cost
   missing,  // training needs it
 };
-const char* verdict_name(Verdict verdict);
 
 struct Finding {
   std::string subject;  // "huge pages"
@@ -31,6 +31,13 @@ struct Finding {
   std::string cost{};    // the cost of lacking it; empty if nothing is missing
   std::string remedy{};  // the command that fixes it, or what to change
   nlohmann::ordered_json data = nlohmann::ordered_json::object();  // the same in numbers, for programs
+
+  Finding& lacks(Verdict how, std::string what_it_costs, std::string what_to_do) {
+    verdict = how;
+    cost = std::move(what_it_costs);
+    remedy = std::move(what_to_do);
+    return *this;
+  }
 };
 
 std::vector<platform::GpuMemoryFacts> cuda_memories();

@@ -48,10 +48,7 @@ Finding part(const char* subject, int code, const char* cost, std::string remedy
   Finding finding{.subject = subject, .found = code == 0 ? "works" : errno_text(code)};
   finding.data = {{"errno", code}};
   if (code == 0) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost = cost;
-  finding.remedy = std::move(remedy);
-  return finding;
+  return finding.lacks(Verdict::lacking, cost, std::move(remedy));
 }
 
 Finding locked_memory(const MachineSources& machine) {
@@ -65,15 +62,13 @@ Finding locked_memory(const MachineSources& machine) {
   finding.data = {{"bytes", unlimited ? nlohmann::ordered_json(nullptr) : nlohmann::ordered_json(limit.rlim_cur)},
                   {"cap_ipc_lock", exempt}};
   if (unlimited || exempt || limit.rlim_cur >= kGiB) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost =
-      "buffers beyond it cannot be registered with io_uring: the kernel pins their pages again at each transfer";
-  finding.remedy =
+  return finding.lacks(
+      Verdict::lacking,
+      "buffers beyond it cannot be registered with io_uring: the kernel pins their pages again at each transfer",
       limit.rlim_max == RLIM_INFINITY
           ? "ulimit -l unlimited"
           : "echo '* - memlock unlimited' | sudo tee /etc/security/limits.d/memlock.conf, then log in again (docker: "
-            "--ulimit memlock=-1)";
-  return finding;
+            "--ulimit memlock=-1)");
 }
 
 }  // namespace

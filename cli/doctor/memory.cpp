@@ -37,12 +37,10 @@ Finding memory_limit(const MachineSources& machine, const platform::ControlGroup
   finding.data = {{"bytes", limits.memory->bytes}, {"file", limits.memory->file}};
   const auto total = field_bytes(machine.proc + "/meminfo", "MemTotal");
   if (!total || limits.memory->bytes >= *total) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost =
-      "hoist.pinned_memory of all ranks and the programs themselves must fit below it, or the kernel kills them";
-  finding.remedy =
-      "give the container more (docker run --memory=..., Slurm --mem=...), or keep hoist.pinned_memory below it";
-  return finding;
+  return finding.lacks(
+      Verdict::lacking,
+      "hoist.pinned_memory of all ranks and the programs themselves must fit below it, or the kernel kills them",
+      "give the container more (docker run --memory=..., Slurm --mem=...), or keep hoist.pinned_memory below it");
 }
 
 // Direct transfers of 1 MiB need 256 segments on small pages, more than most drives take at once; huge pages need one.
@@ -59,11 +57,10 @@ Finding huge_pages(const MachineSources& machine) {
       .found = fmt::format("{} reserved and free ({} each); transparent: {}", reserved, format_bytes(page), chosen)};
   finding.data = {{"reserved_free", reserved}, {"page_bytes", page}, {"transparent", chosen}};
   if (reserved > 0 || chosen == "always" || chosen == "madvise") return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost = "every transfer is cut into more requests: slower transfers that take more CPU time";
-  finding.remedy = !offered ? "sudo sysctl -w vm.nr_hugepages=N, N pages for hoist.pinned_memory"
-                            : fmt::format("echo madvise | sudo tee {}", setting);
-  return finding;
+  return finding.lacks(Verdict::lacking,
+                       "every transfer is cut into more requests: slower transfers that take more CPU time",
+                       !offered ? "sudo sysctl -w vm.nr_hugepages=N, N pages for hoist.pinned_memory"
+                                : fmt::format("echo madvise | sudo tee {}", setting));
 }
 
 Finding nodes(const platform::Topology& topology) {
@@ -85,11 +82,10 @@ Finding cpu_limit(const platform::ControlGroupLimits& limits, unsigned cpu_count
   finding.found = fmt::format("{:.2f} of {} CPUs ({})", limits.cpu->count, cpu_count, limits.cpu->file);
   finding.data = {{"cpus", limits.cpu->count}, {"file", limits.cpu->file}};
   if (limits.cpu->count >= cpu_count) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost =
-      "the process is stopped for the rest of each period once it has used its share: updates and transfers stall";
-  finding.remedy = "give the container more (docker run --cpus=..., Slurm --cpus-per-task=...)";
-  return finding;
+  return finding.lacks(
+      Verdict::lacking,
+      "the process is stopped for the rest of each period once it has used its share: updates and transfers stall",
+      "give the container more (docker run --cpus=..., Slurm --cpus-per-task=...)");
 }
 
 }  // namespace

@@ -63,23 +63,21 @@ Finding direct_transfers(const std::string& directory) {
               .remedy = "replace the drive, or use another"};
     }
     if (!file.is_direct()) {
-      finding.verdict = Verdict::lacking;
       finding.found = "not offered by this file system: transfers go through the page cache";
-      finding.cost = "each byte is copied once more, and memory beyond the budgets fills with cached state";
-      finding.remedy = "put the store on ext4 or XFS on a local drive";
+      finding.lacks(Verdict::lacking,
+                    "each byte is copied once more, and memory beyond the budgets fills with cached state",
+                    "put the store on ext4 or XFS on a local drive");
     }
   } catch (const IoError& error) {
-    finding.verdict = Verdict::missing;
     finding.found = error.what();
-    finding.cost = "no store can be made here";
-    finding.remedy = error.where.code == EACCES || error.where.code == EROFS || error.where.code == EPERM
-                         ? fmt::format("sudo chown $USER {}, or remount it writable", directory)
-                         : "free space, or choose another directory";
+    finding.lacks(Verdict::missing, "no store can be made here",
+                  error.where.code == EACCES || error.where.code == EROFS || error.where.code == EPERM
+                      ? fmt::format("sudo chown $USER {}, or remount it writable", directory)
+                      : "free space, or choose another directory");
   } catch (const std::exception& error) {  // no thread, or no memory
-    finding.verdict = Verdict::missing;
     finding.found = error.what();
-    finding.cost = "no transfer was tried";
-    finding.remedy = "raise the limits of this process (ulimit -a), and try again";
+    finding.lacks(Verdict::missing, "no transfer was tried",
+                  "raise the limits of this process (ulimit -a), and try again");
   }
   return finding;
 }
@@ -90,10 +88,10 @@ Finding file_system(const platform::FileSystem& system) {
   finding.found = fmt::format("{} on {}, mounted at {}", system.type, system.source, system.point);
   finding.data = {{"type", system.type}, {"source", system.source}, {"mount", system.point}};
   if (!system.is_memory()) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost = "this is memory, not a drive: state here competes with pinned memory and does not survive a reboot";
-  finding.remedy = "choose a directory on a drive; findmnt -t ext4,xfs lists some";
-  return finding;
+  return finding.lacks(
+      Verdict::lacking,
+      "this is memory, not a drive: state here competes with pinned memory and does not survive a reboot",
+      "choose a directory on a drive; findmnt -t ext4,xfs lists some");
 }
 
 Finding space(const std::string& directory) {
@@ -106,10 +104,7 @@ Finding space(const std::string& directory) {
                               static_cast<double>(free_bytes) / 24e9);
   finding.data = {{"free_bytes", free_bytes}};
   if (free_bytes > 0) return finding;
-  finding.verdict = Verdict::missing;
-  finding.cost = "no store can be made here";
-  finding.remedy = "free space, or choose another directory";
-  return finding;
+  return finding.lacks(Verdict::missing, "no store can be made here", "free space, or choose another directory");
 }
 
 Finding blocks(const platform::DriveFacts& drive) {
@@ -132,14 +127,13 @@ Finding blocks(const platform::DriveFacts& drive) {
                   {"virtual", drive.virtualized},
                   {"scheduler", drive.scheduler}};
   if (logical > kBlockAlignment) {
-    finding.verdict = Verdict::missing;
-    finding.cost = fmt::format("direct transfers are cut at {} B, which this drive does not accept", kBlockAlignment);
-    finding.remedy =
-        "format the namespace with blocks of 4096 B: nvme format --lbaf=N (erases it), or use another drive";
+    finding.lacks(Verdict::missing,
+                  fmt::format("direct transfers are cut at {} B, which this drive does not accept", kBlockAlignment),
+                  "format the namespace with blocks of 4096 B: nvme format --lbaf=N (erases it), or use another drive");
   } else if (drive.rotational && !drive.virtualized) {
-    finding.verdict = Verdict::lacking;
-    finding.cost = "a rotating disk moves a fraction of what an NVMe drive does, and every step waits for it";
-    finding.remedy = "choose a directory on an NVMe drive; lsblk -d -o NAME,ROTA,MODEL lists them";
+    finding.lacks(Verdict::lacking,
+                  "a rotating disk moves a fraction of what an NVMe drive does, and every step waits for it",
+                  "choose a directory on an NVMe drive; lsblk -d -o NAME,ROTA,MODEL lists them");
   }
   return finding;
 }
@@ -152,11 +146,10 @@ Finding discard(const platform::DriveFacts& drive, const platform::FileSystem& s
   finding.found =
       system.discards ? "offered, and the file system uses it at once" : "offered; not used when files are removed";
   if (system.discards) return finding;
-  finding.verdict = Verdict::lacking;
-  finding.cost = "space of removed stores stays occupied inside the drive, which then writes slower and wears faster";
-  finding.remedy =
-      fmt::format("sudo fstrim -v {}   (and for good: sudo systemctl enable --now fstrim.timer)", system.point);
-  return finding;
+  return finding.lacks(
+      Verdict::lacking,
+      "space of removed stores stays occupied inside the drive, which then writes slower and wears faster",
+      fmt::format("sudo fstrim -v {}   (and for good: sudo systemctl enable --now fstrim.timer)", system.point));
 }
 
 // The NUMA node of the drive, and whether its data crosses to a GPU of another processor.

@@ -2,6 +2,9 @@
 // config/detail/key_rows.hpp - the parts of the key table, in the order of the reference.
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
+#include <iterator>
 #include <vector>
 
 #include <hoist/config/detail/draft.hpp>
@@ -15,6 +18,13 @@ std::vector<KeyRow> zero_rows();      // zero_optimization, aio
 std::vector<KeyRow> hoist_rows();     // hoist's own settings
 std::vector<KeyRow> service_rows();   // logging, profiling, checkpoints, activations
 std::vector<KeyRow> feature_rows();   // features of DeepSpeed that hoist does not have
+
+using RowMaker = std::vector<KeyRow> (*)();
+// `rows`, and after them those of all parts.
+inline std::vector<KeyRow> joined(std::vector<KeyRow> rows, std::initializer_list<RowMaker> parts) {
+  for (const RowMaker part : parts) std::ranges::move(part(), std::back_inserter(rows));
+  return rows;
+}
 
 inline bool as_bool(const Value& value) { return std::get<bool>(value); }
 inline std::uint64_t as_count(const Value& value) { return static_cast<std::uint64_t>(std::get<std::int64_t>(value)); }

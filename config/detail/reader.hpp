@@ -4,6 +4,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <hoist/config/config.hpp>
@@ -20,6 +21,13 @@ struct ReadResult {
   std::vector<std::string> hints;       // accepted keys without effect, in the order of the text
   std::vector<std::string> automatic;   // keys given as "auto"
   std::vector<std::string> warnings;    // about old forms of a value
+
+  const ConfigSetting* setting(std::string_view path) const;  // null if it has no value
+  ConfigSetting* setting(std::string_view path) {
+    return const_cast<ConfigSetting*>(std::as_const(*this).setting(path));
+  }
+  bool in_file(std::string_view path) const;                 // with a value of its own, not "auto"
+  void refuse(std::string_view path, std::string sentence);  // a problem, at the place that the text has it
 };
 
 // The first words of the message about a key without a row.

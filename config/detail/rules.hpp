@@ -3,6 +3,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <hoist/config/detail/draft.hpp>
@@ -17,5 +18,14 @@ struct RuleNotes {
 
 // Completes the draft; problems are appended to read.problems.
 RuleNotes apply_rules(Draft& draft, ReadResult& read, RunLength run_length);
+
+// Of which the sections "optimizer" and "scheduler": their types' own defaults, and parameters that a type does not
+// have, or needs. Settings without effect are removed from read.settings.
+void apply_optimizer(Draft& draft, ReadResult& read, RuleNotes& notes);
+void apply_schedule(Draft& draft, ReadResult& read, RunLength run_length, RuleNotes& notes);
+
+// Parameters that were given below `section` ("optimizer.params.") and are not among `names` become problems.
+void refuse_strangers(ReadResult& read, std::string_view section, std::string_view type,
+                      const std::vector<std::string_view>& names);
 
 }  // namespace hoist::config::detail

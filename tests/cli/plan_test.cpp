@@ -564,6 +564,8 @@ TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
         R"({"zero_optimization": {"stage": 3, "cpu_offload": true, "cpu_offload_params": true}})",
         R"({"gradient_clipping": 0, "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
             "hoist": {"update_mode": "backward"}})",
+        R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "hoist": {"update_mode": "forward"}})",
+        R"({"zero_optimization": {"prefetch_bucket_size": "auto", "max_live_parameters": "auto"}})",
         R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}},
             "hoist": {"durability": "step"}})"}) {
     write("own.json", text);

@@ -54,9 +54,6 @@ TEST_F(ComparisonTest, AlternatesOnTheSameRegionsAndTakesDriftOut) {
   ASSERT_EQ(result.ratios.size(), 40u);
   ASSERT_EQ(result.control_ratios.size(), 20u);
   EXPECT_NEAR(median(result.ratios), 1.1, 0.005);
-  EXPECT_TRUE(result.holds(1.0));
-  EXPECT_TRUE(result.holds(1.1));
-  EXPECT_FALSE(result.holds(1.2));
   // After one trial of each: a b, b a, control a a, and again.
   const std::vector<std::string> expected{"a", "b", "a", "b", "b", "a", "a", "a", "a", "b"};
   EXPECT_EQ(std::vector<std::string>(order.begin(), order.begin() + 10), expected);

@@ -17,6 +17,7 @@
 #include <string>
 
 #include <hoist/core/ledger.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/zero/types.hpp>
 
 namespace hoist::detail {
@@ -39,9 +40,6 @@ class StepMetrics {
     double seconds = 0;
     Statistics moved;  // since the last step
     std::optional<std::uint64_t> committed_step, mirrored_step;
-  };
-  struct CloseFile {
-    void operator()(std::FILE* file) const { std::fclose(file); }
   };
 
   static Statistics read(const Ledger& ledger);

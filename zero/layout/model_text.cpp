@@ -2,7 +2,6 @@
 // The model as text: what a store keeps to recognise it by, and to be read without the program that made it.
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <optional>
 
 #include <fmt/format.h>
@@ -10,6 +9,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/first_difference.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 
 namespace hoist::detail {
@@ -45,13 +45,6 @@ namespace {
 constexpr std::size_t kFieldCount = 7;
 constexpr std::string_view kSeparator = " | ";  // no name holds a '|'
 
-template <typename Integer>
-bool read_number(std::string_view text, Integer& number) {
-  const char* const last = text.data() + text.size();
-  const auto [end, error] = std::from_chars(text.data(), last, number);
-  return error == std::errc{} && end == last;
-}
-
 // Everything before `separator`; `text` is left with what follows it.
 std::string_view take_until(std::string_view& text, std::string_view separator) {
   const std::size_t at = text.find(separator);
@@ -65,9 +58,9 @@ std::optional<std::vector<std::int64_t>> read_shape(std::string_view text) {
   text = text.substr(1, text.size() - 2);
   std::vector<std::int64_t> shape;
   while (!text.empty()) {
-    std::int64_t extent = 0;
-    if (!read_number(take_until(text, ", "), extent)) return std::nullopt;
-    shape.push_back(extent);
+    const auto extent = parse_number<std::int64_t>(take_until(text, ", "));
+    if (!extent) return std::nullopt;
+    shape.push_back(*extent);
   }
   return shape;
 }
@@ -98,37 +91,24 @@ std::optional<Line> read_line(std::string_view text) {
   std::array<std::string_view, kFieldCount> fields;
   for (std::string_view& field : fields) field = take_until(text, kSeparator);
   Line line{.unit = std::string(fields[0]), .spec = {.name = std::string(fields[1])}};
-  bool known_dtype = false;
-  for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32}) {
-    if (fields[2] != dtype_name(dtype)) continue;
-    line.spec.dtype = dtype;
-    known_dtype = true;
-  }
+  const auto dtype = parse_dtype(fields[2]);
   auto shape = read_shape(fields[3]);
   line.spec.trainable = fields[4] == "trainable";
   take_until(fields[5], "segment ");
-  const bool known_segment = read_number(take_until(fields[5], " at "), line.spec.group.index);
+  const auto group = parse_number<std::uint32_t>(take_until(fields[5], " at "));
   const auto state = read_state(fields[6]);
-  if (!known_dtype || !shape || !known_segment || !state) return std::nullopt;
+  if (!dtype || !shape || !group || !state) return std::nullopt;
+  line.spec.dtype = *dtype;
   line.spec.shape = std::move(*shape);
+  line.spec.group.index = *group;
   line.state = *state;
   return line;
 }
 
 std::string_view trained_by(optim::OptimizerState state) {
-  switch (state) {
-    case optim::OptimizerState::none:
-      return "SGD";
-    case optim::OptimizerState::momentum:
-      return "SGD with momentum";
-    case optim::OptimizerState::lion:
-      return "Lion";
-    case optim::OptimizerState::adagrad:
-      return "Adagrad";
-    case optim::OptimizerState::adam:
-      return "AdamW or Adam";
-  }
-  return "";
+  static constexpr std::array kNames{"SGD", "SGD with momentum", "Lion", "Adagrad", "AdamW or Adam"};
+  static_assert(kNames.size() == optim::kOptimizerStates.size());
+  return kNames[static_cast<std::size_t>(state)];
 }
 
 std::string shown(const optim::StateForm& state) {
