@@ -90,8 +90,9 @@ class Communicator {
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
   // [collective] A communicator over this rank's group of `ranks` consecutive ranks: ranks 0 to ranks - 1 are one, and
-  // so on. It has no scratch: control plane and all_gather only. It shares the ledger; sent_bytes() counts it
-  // separately. Errors: UsageError if `ranks` does not divide size(), or the program's own channels cannot be split.
+  // so on. It has no scratch: control plane and, unless this is a duplicate, all_gather only. It shares the ledger;
+  // sent_bytes() counts it separately. Errors: UsageError if `ranks` does not divide size(), or the program's own
+  // channels cannot be split.
   virtual std::unique_ptr<Communicator> split(int ranks) = 0;
   // Bytes that this rank has sent on this communicator's data plane, as the ledger counts them.
   virtual std::uint64_t sent_bytes() const = 0;

@@ -166,7 +166,7 @@ std::unique_ptr<Communicator> HostCommunicator::duplicate() {
 std::unique_ptr<Communicator> HostCommunicator::split(int ranks) {
   check_split(ranks, size());
   std::shared_ptr<Transport> control = control_->split(ranks);
-  std::shared_ptr<Transport> data = control->duplicate();
+  std::shared_ptr<Transport> data = data_ ? control->duplicate() : nullptr;
   CommunicatorOptions options = options_;
   options.scratch = {};
   return std::make_unique<HostCommunicator>(name_, std::move(data), std::move(control), options);

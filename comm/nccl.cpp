@@ -372,8 +372,7 @@ std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank
                                                                       .size = size,
                                                                       .device_ordinal = options.device_ordinal,
                                                                       .timeout = options.timeout});
-  // Only its control plane is used, so one transport is enough for both.
-  auto control = std::make_unique<detail::HostCommunicator>("nccl", transport, transport, CommunicatorOptions{});
+  auto control = std::make_unique<detail::HostCommunicator>("nccl", nullptr, transport, CommunicatorOptions{});
   return make_nccl_over(std::move(control), options);
 }
 

@@ -17,6 +17,7 @@
 #include <nccl.h>
 
 #include <hoist/comm/detail/nccl_transport.hpp>
+#include <hoist/core/assert.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
@@ -74,25 +75,13 @@ class NcclTransport final : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
-  void all_gather(std::span<const GatherPiece> pieces) override {
-    for (const GatherPiece& piece : pieces) {
-      const std::byte* const own = piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_bytes;
-      pieces_of(piece.shard_bytes, [&](std::uint64_t first, std::uint64_t bytes) {
-        gather("all_gather", own + first, bytes);
-        for (std::uint64_t r = 0; r < ranks(); ++r)
-          std::memcpy(piece.data + r * piece.shard_bytes + first, received() + r * bytes, bytes);
-      });
-    }
-  }
+  void all_gather(std::span<const GatherPiece>) override { HOIST_ASSERT(false, "no data plane over this channel"); }
 
   void exchange_shards(std::span<const ShardExchange> parts) override {
     for (const ShardExchange& part : parts) {
+      HOIST_ASSERT(part.stride_bytes == 0, "no data plane over this channel");
       pieces_of(part.chunk_bytes, [&](std::uint64_t first, std::uint64_t bytes) {
-        if (part.stride_bytes == 0) {
-          gather("exchange", part.source + first, bytes);
-        } else {
-          swap(part, first, bytes);
-        }
+        gather("exchange", part.source + first, bytes);
         for (std::uint64_t r = 0; r < ranks(); ++r)
           std::memcpy(part.received + r * part.chunk_bytes + first, received() + r * bytes, bytes);
       });
@@ -121,9 +110,9 @@ class NcclTransport final : public Transport {
 
  private:
   std::uint64_t ranks() const { return static_cast<std::uint64_t>(size_); }
-  // One rank's use of either half of the staging memory: the sent bytes, and [rank, piece] of the received ones.
+  // The staging memory: the sent bytes, then [rank, piece] of the received ones.
   std::uint64_t piece_bytes_max() const { return std::max<std::uint64_t>(64, kStagingBytes / 2 / ranks()); }
-  std::byte* received() const { return staging_ + ranks() * piece_bytes_max(); }
+  std::byte* received() const { return staging_ + piece_bytes_max(); }
 
   // A channel over the ranks that name the same group.
   std::unique_ptr<Transport> split_off(int group, int rank, int size) {
@@ -146,7 +135,7 @@ class NcclTransport final : public Transport {
   void take_buffers() {
     cuda("cudaStreamCreate", cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     void* memory = nullptr;
-    cuda("cudaHostAlloc", cudaHostAlloc(&memory, 2 * ranks() * piece_bytes_max(), cudaHostAllocPortable));
+    cuda("cudaHostAlloc", cudaHostAlloc(&memory, (1 + ranks()) * piece_bytes_max(), cudaHostAllocPortable));
     staging_ = static_cast<std::byte*>(memory);
   }
 
@@ -167,30 +156,6 @@ class NcclTransport final : public Transport {
     std::memcpy(staging_, mine, bytes);
     check(what, ncclAllGather(staging_, received(), bytes, ncclInt8, communicator_, stream_));
     finish(what);
-  }
-
-  // Rank r's piece of the source to rank r.
-  void swap(const ShardExchange& part, std::uint64_t first, std::uint64_t bytes) {
-    constexpr const char* kWhat = "exchange";
-    require_communicator(kWhat);
-    const CurrentDevice current(device_ordinal_);
-    for (std::uint64_t r = 0; r < ranks(); ++r)
-      std::memcpy(staging_ + r * bytes, part.source + r * part.stride_bytes + first, bytes);
-    check(kWhat, ncclGroupStart());
-    // The group is always closed, and the first error counts.
-    ncclResult_t failed = ncclSuccess;
-    const auto note = [&](ncclResult_t code) {
-      if (failed == ncclSuccess && code != ncclInProgress) failed = code;
-    };
-    for (int r = 0; r < size_; ++r) {
-      const std::uint64_t at = static_cast<std::uint64_t>(r) * bytes;
-      note(ncclSend(staging_ + at, bytes, ncclInt8, r, communicator_, stream_));
-      note(ncclRecv(received() + at, bytes, ncclInt8, r, communicator_, stream_));
-    }
-    const ncclResult_t ended = ncclGroupEnd();
-    check(kWhat, failed);
-    check(kWhat, ended);
-    finish(kWhat);
   }
 
   // Waits for a call that has only begun.

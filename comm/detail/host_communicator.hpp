@@ -18,8 +18,7 @@ namespace hoist::comm::detail {
 
 class HostCommunicator final : public Communicator {
  public:
-  // `name` must be a literal. `data`: null without a data plane; `control` itself where the two planes are never used
-  // at once.
+  // `name` must be a literal. `data`: null without a data plane.
   HostCommunicator(std::string_view name, std::shared_ptr<Transport> data, std::shared_ptr<Transport> control,
                    const CommunicatorOptions& options);
 

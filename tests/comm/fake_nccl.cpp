@@ -231,11 +231,5 @@ ncclResult_t ncclBroadcast(const void* source, void* target, std::size_t count, 
                            ncclComm_t communicator, cudaStream_t) {
   return operation("broadcast", source, target, count, type, communicator);
 }
-ncclResult_t ncclSend(const void*, std::size_t count, ncclDataType_t type, int, ncclComm_t communicator, cudaStream_t) {
-  return operation("send", nullptr, nullptr, count, type, communicator);
-}
-ncclResult_t ncclRecv(void*, std::size_t count, ncclDataType_t type, int, ncclComm_t communicator, cudaStream_t) {
-  return operation("receive", nullptr, nullptr, count, type, communicator);
-}
 
 }  // extern "C"
