@@ -27,12 +27,6 @@ struct Statement {
 };
 static_assert(sizeof(Statement) == 128);  // no padding: every byte that travels is set
 
-struct ProblemText {
-  std::uint64_t bytes = 0;
-  std::array<char, kProblemTextBytes> text{};
-};
-static_assert(sizeof(ProblemText) == 1024);
-
 // Every rank's text, of which the first bytes travel.
 std::vector<std::string> texts_of_all(Communicator& communicator, std::string text) {
   constexpr std::size_t kBytesMax = std::size_t{1} << 20;
@@ -87,16 +81,11 @@ std::optional<Problem> first_problem(Communicator& communicator, std::optional<s
   const std::vector<std::byte> flags = values_of_all(communicator, flag);
   const auto first = std::ranges::find(flags, std::byte{1});
   if (first == flags.end()) return std::nullopt;
+  const auto rank = static_cast<std::size_t>(first - flags.begin());
   // A text of every rank, since only one exchange brings it to all.
-  ProblemText text;
-  if (mine) {
-    text.bytes = std::min(mine->size(), kProblemTextBytes);
-    std::memcpy(text.text.data(), mine->data(), text.bytes);
-  }
-  const std::vector<ProblemText> texts = values_of_all(communicator, text);
-  const ProblemText& told = texts[static_cast<std::size_t>(first - flags.begin())];
-  return Problem{static_cast<int>(first - flags.begin()),
-                 std::string(told.text.data(), std::min<std::uint64_t>(told.bytes, kProblemTextBytes))};
+  std::vector<std::string> texts =
+      texts_of_all(communicator, std::string(mine.value_or("").substr(0, kProblemTextBytes)));
+  return Problem{static_cast<int>(rank), std::move(texts[rank])};
 }
 
 }  // namespace hoist::comm

@@ -33,8 +33,8 @@ struct Problem {
 };
 
 // [collective] The problem of the first rank that has one, the same on every rank; nullopt if no rank has one. The
-// first kProblemTextBytes of a text travel. Cost: one exchange of a byte per rank; if there is a problem, another one
-// of its text.
+// first kProblemTextBytes of a text travel. Cost: one exchange of a byte per rank; if there is a problem, two more: of
+// the texts' lengths and of the texts.
 std::optional<Problem> first_problem(Communicator& communicator, std::optional<std::string_view> mine);
 
 inline constexpr std::size_t kProblemTextBytes = 1016;
