@@ -270,28 +270,8 @@ class ThreadTransport final : public Transport {
     channel_->meet(rank_, Offer{MeetingKind::barrier, 0, 0, 0, nullptr, {}}, timeout_, [](int, const void*) {});
   }
 
-  std::unique_ptr<Transport> duplicate() override {
-    // Rank 0 makes the channel and the others take theirs from it.
-    std::shared_ptr<Channel> channel = rank_ == 0 ? group_.make_channel(size()) : nullptr;
-    const Offer offer{MeetingKind::duplicate, 0, 0, 0, &channel, {}};
-    std::shared_ptr<Channel> shared;
-    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
-      if (peer == 0) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
-    });
-    return std::make_unique<ThreadTransport>(std::move(shared), rank_, rank_in_world_, timeout_, group_);
-  }
-
-  // As duplicate(), with a channel of each group's first rank.
-  std::unique_ptr<Transport> split(int ranks) override {
-    const int first = rank_ - rank_ % ranks;
-    std::shared_ptr<Channel> channel = rank_ == first ? group_.make_channel(ranks) : nullptr;
-    const Offer offer{MeetingKind::split, static_cast<std::uint64_t>(ranks), 0, 0, &channel, {}};
-    std::shared_ptr<Channel> shared;
-    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
-      if (peer == first) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
-    });
-    return std::make_unique<ThreadTransport>(std::move(shared), rank_ - first, rank_in_world_, timeout_, group_);
-  }
+  std::unique_ptr<Transport> duplicate() override { return part_of(MeetingKind::duplicate, size()); }
+  std::unique_ptr<Transport> split(int ranks) override { return part_of(MeetingKind::split, ranks); }
 
   void abort(std::string_view why) noexcept override {
     try {
@@ -307,6 +287,18 @@ class ThreadTransport final : public Transport {
   }
 
  private:
+  // The first rank of each group of consecutive ranks makes its channel, and the others take theirs from it.
+  std::unique_ptr<Transport> part_of(MeetingKind kind, int ranks) {
+    const int first = rank_ - rank_ % ranks;
+    std::shared_ptr<Channel> channel = rank_ == first ? group_.make_channel(ranks) : nullptr;
+    const Offer offer{kind, static_cast<std::uint64_t>(ranks), 0, 0, &channel, {}};
+    std::shared_ptr<Channel> shared;
+    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
+      if (peer == first) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
+    });
+    return std::make_unique<ThreadTransport>(std::move(shared), rank_ - first, rank_in_world_, timeout_, group_);
+  }
+
   static void copy(std::byte* target, const std::byte* source, std::uint64_t bytes) {
     if (bytes > 0) std::memcpy(target, source, bytes);
   }
