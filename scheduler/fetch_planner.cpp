@@ -4,18 +4,8 @@
 
 namespace hoist::scheduler {
 
-FetchPlanner::FetchPlanner(FetchPlannerOptions options)
-    : options_(std::move(options)),
-      places_(rooms_of(options_.items), options_.room_bytes),
-      residency_(options_.items) {}
-
-PlanInputs FetchPlanner::inputs() const {
-  return {.items = options_.items,
-          .room_bytes = options_.room_bytes,
-          .prefetch_elements = options_.prefetch_elements,
-          .live_elements_max = options_.live_elements_max,
-          .reuse_distance_elements = options_.reuse_distance_elements};
-}
+FetchPlanner::FetchPlanner(PlanInputs inputs)
+    : inputs_(std::move(inputs)), places_(rooms_of(inputs_.items), inputs_.room_bytes), residency_(inputs_.items) {}
 
 std::span<const Fetch> FetchPlanner::begin(std::size_t kind) {
   HOIST_ASSERT(kind < kPassKinds);
@@ -79,7 +69,7 @@ void FetchPlanner::end(bool complete) {
   places_.reset();
   if (!complete || trace_.empty()) return;
   const bool as_planned = plans_[kind_] && plans_[kind_]->trace == trace_;
-  if (!as_planned) plans_[kind_] = plan(trace_, inputs());
+  if (!as_planned) plans_[kind_] = plan(trace_, inputs_);
 }
 
 std::vector<Item> FetchPlanner::upcoming_fetches() const {
@@ -100,7 +90,7 @@ std::vector<Item> FetchPlanner::planned_fetches(std::size_t kind) const {
 
 std::vector<std::uint32_t> FetchPlanner::fetch_counts(std::size_t kind) const {
   if (!plans_[kind]) return {};
-  std::vector<std::uint32_t> counts(options_.items.size(), 0);
+  std::vector<std::uint32_t> counts(inputs_.items.size(), 0);
   for (const Fetch& fetch : plans_[kind]->fetches) ++counts[fetch.item];
   return counts;
 }

@@ -18,17 +18,9 @@ namespace hoist::scheduler {
 
 inline constexpr std::size_t kPassKinds = 3;
 
-struct FetchPlannerOptions {
-  std::vector<ItemShape> items;
-  std::uint64_t room_bytes = 0;
-  std::uint64_t prefetch_elements = 0;
-  std::uint64_t live_elements_max = 0;
-  std::uint64_t reuse_distance_elements = 0;
-};
-
 class FetchPlanner {
  public:
-  explicit FetchPlanner(FetchPlannerOptions options);
+  explicit FetchPlanner(PlanInputs inputs);
   FetchPlanner(const FetchPlanner&) = delete;
   FetchPlanner& operator=(const FetchPlanner&) = delete;
 
@@ -57,11 +49,10 @@ class FetchPlanner {
  private:
   std::span<const Fetch> access(Access access);
   std::span<const Fetch> serve_on_demand(Access access);
-  bool has_own_memory(Item item) const { return options_.items[item].has_own_memory(); }
-  PlanInputs inputs() const;
+  bool has_own_memory(Item item) const { return inputs_.items[item].has_own_memory(); }
   void apply(std::span<const Fetch> fetches);
 
-  FetchPlannerOptions options_;
+  const PlanInputs inputs_;
   Places places_;
   Residency residency_;
   std::array<std::optional<Plan>, kPassKinds> plans_;

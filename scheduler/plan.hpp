@@ -44,7 +44,7 @@ struct ItemShape {
 std::vector<ItemRoom> rooms_of(std::span<const ItemShape> items);
 
 struct PlanInputs {
-  std::span<const ItemShape> items;
+  std::vector<ItemShape> items;
   std::uint64_t room_bytes = 0;         // the gather memory
   std::uint64_t prefetch_elements = 0;  // fetched ahead at most; 0: nothing is prefetched
   std::uint64_t live_elements_max = 0;  // resident at once at most, unless a single gather needs more

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::uint64_t kItemBytes = 10;
 
-FetchPlannerOptions options(Item items, std::uint64_t at_once) {
+PlanInputs options(Item items, std::uint64_t at_once) {
   return {.items = std::vector<ItemShape>(items, {.elements = 100, .room = {.bytes = kItemBytes}}),
           .room_bytes = at_once * kItemBytes,
           .prefetch_elements = 150,
@@ -24,7 +24,7 @@ FetchPlannerOptions options(Item items, std::uint64_t at_once) {
 
 class Simulation {
  public:
-  explicit Simulation(const FetchPlannerOptions& o) : planner(o) {}
+  explicit Simulation(const PlanInputs& o) : planner(o) {}
 
   void begin(std::size_t kind) {
     resident_.clear();

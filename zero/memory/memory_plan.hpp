@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-#include <hoist/scheduler/fetch_planner.hpp>
+#include <hoist/scheduler/plan.hpp>
 #include <hoist/zero/memory/device_buffers.hpp>
 #include <hoist/zero/memory/pinned_buffers.hpp>
 #include <hoist/zero/memory/unit_regions.hpp>
@@ -56,8 +56,7 @@ class MemoryPlan {
 // open count as 0.
 std::uint64_t free_for_pinned(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts);
 
-// The input of the planner of fetches, with so much gather memory.
-scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,
-                                                     std::uint64_t gather_bytes);
+// What fetches are planned from, with so much gather memory.
+scheduler::PlanInputs plan_inputs(const EngineOptions& options, const UnitRegions& units, std::uint64_t gather_bytes);
 
 }  // namespace hoist::detail

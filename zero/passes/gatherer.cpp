@@ -29,7 +29,7 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       updates_(updates),
       abort_notifier_(abort_notifier),
       group_(group),
-      planner_(fetch_planner_options(options, memory.plan().units(), gather_bytes)),
+      planner_(plan_inputs(options, memory.plan().units(), gather_bytes)),
       states_(table.units().size()) {}
 
 void Gatherer::begin_pass(std::size_t kind, bool last) {

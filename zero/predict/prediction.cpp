@@ -52,16 +52,11 @@ scheduler::AccessTrace plain_pass(const detail::UnitTable& table) {
 // The fetches that the engine's planner makes of it.
 std::vector<PlannedFetch> fetches_of(const EngineOptions& engine, const detail::MemoryPlan& memory) {
   using scheduler::AccessKind;
-  const scheduler::FetchPlannerOptions options =
-      detail::fetch_planner_options(engine, memory.units(), memory.device_buffers().gather_bytes);
-  const scheduler::Plan plan =
-      scheduler::plan(plain_pass(memory.units().table()), {.items = options.items,
-                                                           .room_bytes = options.room_bytes,
-                                                           .prefetch_elements = options.prefetch_elements,
-                                                           .live_elements_max = options.live_elements_max,
-                                                           .reuse_distance_elements = options.reuse_distance_elements});
+  const scheduler::PlanInputs inputs =
+      detail::plan_inputs(engine, memory.units(), memory.device_buffers().gather_bytes);
+  const scheduler::Plan plan = scheduler::plan(plain_pass(memory.units().table()), inputs);
   std::vector<PlannedFetch> fetches;
-  std::vector<std::optional<std::size_t>> latest(options.items.size());  // of each unit
+  std::vector<std::optional<std::size_t>> latest(inputs.items.size());  // of each unit
   std::uint32_t slot = 0;
   bool gathering = false;  // the accesses of a slot's gather, until its releases
   const auto issue = [&](std::size_t point) {
