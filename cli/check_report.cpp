@@ -284,9 +284,9 @@ const char* placement_id(Placement placement) {
 Json budgets_section(const Prediction& p, const RuntimeOptions& runtime) {
   std::uint64_t device_bytes = runtime.device_memory_bytes, pinned_bytes = runtime.pinned_memory_bytes;
   if (const std::uint64_t both = runtime.host_memory_bytes; both > 0) {
-    const std::uint64_t unused = both - std::min(both, p.device.bytes + p.pinned.bytes);
+    const std::uint64_t unused = left_of(both, p.device.bytes + p.pinned.bytes);
     device_bytes = std::max(round_up(p.device.bytes + unused / 2, kBlockAlignment), kBlockAlignment);
-    pinned_bytes = std::max(both - std::min(device_bytes, both), kBlockAlignment);
+    pinned_bytes = std::max(left_of(both, device_bytes), kBlockAlignment);
   }
   return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
           {"device_memory", budget_json(device_bytes, p.device.bytes)},

@@ -67,20 +67,19 @@ std::string refusals_text(const PlanReport& report) {
 
 std::string seconds_text(double seconds) { return fmt::format("{:.3g} s", seconds); }
 
-std::uint64_t shortfall(const Prediction::Tier& tier) { return tier.fits() ? 0 : tier.least_bytes - tier.budget_bytes; }
+std::uint64_t shortfall(const Prediction::Tier& tier) { return left_of(tier.least_bytes, tier.budget_bytes); }
 
 // The bytes that the least of both tiers lacks in the memory that contains both.
 std::uint64_t host_shortfall(const Prediction& p) {
-  const std::uint64_t least = p.device.least_bytes + p.pinned.least_bytes;
-  return p.host_budget_bytes == 0 || least <= p.host_budget_bytes ? 0 : least - p.host_budget_bytes;
+  return p.host_budget_bytes == 0 ? 0 : left_of(p.device.least_bytes + p.pinned.least_bytes, p.host_budget_bytes);
 }
 
 // The placement that lacks least, and what it needs.
 std::string nothing_fits_text(const PlanReport& report) {
   const auto lacks = [](const PlanRow& row) {
     const Prediction& p = row.prediction;
-    const std::uint64_t drives = row.fits_drives() ? 0 : p.nvme_bytes - row.drive_bytes;
-    return std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p)) + drives;
+    return std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p)) +
+           left_of(p.nvme_bytes, row.drive_bytes);
   };
   const PlanRow* closest = nullptr;
   for (const PlanRow& row : report.rows)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/units.hpp - parses and formats numbers and byte counts.
+// core/units.hpp - parses and formats numbers and byte counts, and computes with byte counts.
 #pragma once
 
 #include <charconv>
@@ -40,5 +40,7 @@ constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t multiple) 
 constexpr std::uint64_t divide_up(std::uint64_t value, std::uint64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
+// What `taken` leaves of `all`: 0 if it is more.
+constexpr std::uint64_t left_of(std::uint64_t all, std::uint64_t taken) { return all > taken ? all - taken : 0; }
 
 }  // namespace hoist

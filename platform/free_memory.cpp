@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <hoist/core/kernel_files.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/platform/control_groups.hpp>
 #include <hoist/platform/free_memory.hpp>
 
@@ -33,7 +34,7 @@ MemorySize address_space() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kNoLimit;
   const std::uint64_t used = field_bytes("/proc/self/status", "VmSize").value_or(0);
-  return {limit.rlim_cur, limit.rlim_cur > used ? limit.rlim_cur - used : 0};
+  return {limit.rlim_cur, left_of(limit.rlim_cur, used)};
 }
 
 MemorySize host_memory(const ControlGroupLimits& limits) {

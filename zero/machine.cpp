@@ -34,7 +34,7 @@ Allowance allowance(const MemorySize& memory, int shares, const char* what) {
   const std::uint64_t reserve =
       std::min(std::clamp(memory.total_bytes / 10, kReserveLeast, kReserveMost), memory.total_bytes / 2);
   const std::uint64_t step = std::max(round_down(memory.total_bytes / 32, kBlockAlignment), kBlockAlignment);
-  const std::uint64_t usable = memory.free_bytes > reserve ? round_down(memory.free_bytes - reserve, step) : 0;
+  const std::uint64_t usable = round_down(left_of(memory.free_bytes, reserve), step);
   // At least 1 MiB, because 0 means that the budget is still to be chosen. An engine that needs more is refused.
   const std::uint64_t share = std::max(round_down(usable / static_cast<unsigned>(shares), kBlockAlignment), kMiB);
   std::string reason =
@@ -129,7 +129,7 @@ class Chooser {
     }
     const bool device_given = runtime.device_memory_bytes != 0;
     const std::uint64_t given = device_given ? runtime.device_memory_bytes : runtime.pinned_memory_bytes;
-    const std::uint64_t rest = std::max(host.bytes > given ? round_down(host.bytes - given, kBlockAlignment) : 0, kMiB);
+    const std::uint64_t rest = std::max(round_down(left_of(host.bytes, given), kBlockAlignment), kMiB);
     (device_given ? runtime.pinned_memory_bytes : runtime.device_memory_bytes) = rest;
     say(device_given ? "hoist.pinned_memory" : "hoist.device_memory", bytes_value(rest),
         fmt::format("{}; {} are for {}", host.reason, format_bytes(given),
@@ -256,9 +256,8 @@ void divide_shared_memory(ChosenOptions& chosen) {
     chosen.choices.push_back({"memory that the GPU takes at the start", bytes_value(runtime.device_arena_bytes),
                               "it is half of what GPU and processors share; hoist.device_memory sets it"});
   }
-  const std::uint64_t rest =
-      runtime.host_memory_bytes - std::min(runtime.host_memory_bytes, runtime.device_arena_bytes);
-  runtime.pinned_memory_bytes = std::min(runtime.pinned_memory_bytes, rest);
+  runtime.pinned_memory_bytes =
+      std::min(runtime.pinned_memory_bytes, left_of(runtime.host_memory_bytes, runtime.device_arena_bytes));
 }
 
 ChosenOptions choose(const RuntimeOptions& options, const Machine& machine) { return Chooser(options, machine).run(); }

@@ -19,11 +19,6 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-// The bytes of a budget that are neither held nor needed for the store's tables.
-std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory_bytes) {
-  return budget.free_bytes() > store_memory_bytes ? budget.free_bytes() - store_memory_bytes : 0;
-}
-
 }  // namespace
 
 BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose) {
@@ -37,10 +32,10 @@ BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, c
 MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes) {
   return {.device_access = device_access(runtime.options()),
           .free_device_bytes = runtime.device_arena().largest_hole_bytes(),
-          .free_pinned_bytes = free_bytes(runtime.pinned_budget(), store_memory_bytes),
+          .free_pinned_bytes = left_of(runtime.pinned_budget().free_bytes(), store_memory_bytes),
           .free_host_bytes = runtime.pinned_budget().common() == nullptr
                                  ? kUnlimited
-                                 : free_bytes(*runtime.pinned_budget().common(), store_memory_bytes)};
+                                 : left_of(runtime.pinned_budget().common()->free_bytes(), store_memory_bytes)};
 }
 
 void require_device_memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
@@ -51,7 +46,7 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
   const std::uint64_t least = program + least_device_bytes(options, table, access);
   const std::uint64_t available = std::min(runtime.device_arena().largest_hole_bytes(), budget.free_bytes());
   if (least <= available) return;
-  const auto ratio = fitting_offload_ratio(options, table, access, available > program ? available - program : 0);
+  const auto ratio = fitting_offload_ratio(options, table, access, left_of(available, program));
   throw over_budget(
       budget, budget.limit_bytes() - available + least,
       fmt::format(
@@ -105,7 +100,7 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   if (common == nullptr) return;
   const std::uint64_t device_bytes = plan_.bytes(MemoryTier::device);
   const std::uint64_t pinned_bytes = plan_.bytes(MemoryTier::pinned);
-  if (device_bytes + pinned_bytes <= free_bytes(*common, store_memory_bytes)) return;
+  if (device_bytes + pinned_bytes <= left_of(common->free_bytes(), store_memory_bytes)) return;
   throw over_budget(
       *common, round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
       fmt::format("{} of device memory, and {} of gradients, states kept in memory and the smallest transfer buffers",
@@ -115,7 +110,7 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
 void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const {
   const tiers::Budget& budget = runtime_.pinned_budget();
   const std::uint64_t need = plan_.bytes(MemoryTier::pinned);
-  if (need <= free_bytes(budget, store_memory_bytes)) return;
+  if (need <= left_of(budget.free_bytes(), store_memory_bytes)) return;
   std::string purpose = "gradients";
   if (may_spill_gradients(options)) purpose += " (hoist.gradient_spill takes them to NVMe)";
   purpose += ", states kept in memory";

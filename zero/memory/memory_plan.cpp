@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include <hoist/core/units.hpp>
 #include <hoist/zero/memory/memory_plan.hpp>
 
 namespace hoist::detail {
-
-namespace {
-
-std::uint64_t beside(std::uint64_t all, std::uint64_t taken) { return all > taken ? all - taken : 0; }
-
-}  // namespace
 
 MemoryPlan::MemoryPlan(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts)
     : units_(options, table, facts.device_access) {
@@ -30,10 +25,10 @@ MemoryPlan::MemoryPlan(const EngineOptions& options, const UnitTable& table, con
   const DeviceBufferChooser device(options, units_);
   const PinnedBufferChooser pinned(options, units_);
   const std::uint64_t pinned_least = pinned.bytes(pinned.choose(0));
-  device_buffers_ = device.choose(std::min(facts.free_device_bytes, beside(facts.free_host_bytes, pinned_least)));
+  device_buffers_ = device.choose(std::min(facts.free_device_bytes, left_of(facts.free_host_bytes, pinned_least)));
   add_buffers(MemoryTier::device, device, device_buffers_);
   const std::uint64_t device_bytes = bytes(MemoryTier::device);
-  pinned_buffers_ = pinned.choose(std::min(facts.free_pinned_bytes, beside(facts.free_host_bytes, device_bytes)));
+  pinned_buffers_ = pinned.choose(std::min(facts.free_pinned_bytes, left_of(facts.free_host_bytes, device_bytes)));
   add_buffers(MemoryTier::pinned, pinned, pinned_buffers_);
   bytes_[static_cast<std::size_t>(MemoryTier::nvme)] = units_.layout(MemoryTier::nvme).bytes();
 }
@@ -45,7 +40,7 @@ std::uint64_t MemoryPlan::buffer_bytes(MemoryRole role) const {
 
 std::uint64_t free_for_pinned(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts) {
   const MemoryPlan plan(options, table, facts);
-  return std::min(facts.free_pinned_bytes, beside(facts.free_host_bytes, plan.bytes(MemoryTier::device)));
+  return std::min(facts.free_pinned_bytes, left_of(facts.free_host_bytes, plan.bytes(MemoryTier::device)));
 }
 
 scheduler::PlanInputs plan_inputs(const EngineOptions& options, const UnitRegions& units, std::uint64_t gather_bytes) {

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/scheduler/plan.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
@@ -88,11 +89,6 @@ std::vector<std::uint32_t> counts_of(const std::vector<PlannedFetch>& fetches, s
   return counts;
 }
 
-// Bytes of a budget beside others that it holds.
-std::uint64_t beside(std::uint64_t budget_bytes, std::uint64_t other_bytes) {
-  return budget_bytes > other_bytes ? budget_bytes - other_bytes : 0;
-}
-
 // The program's own blocks and what the communicator takes.
 std::uint64_t other_device_bytes(const RuntimeOptions& runtime, const ProgramMemory& program, int world_size) {
   const auto rounded = [](std::uint64_t bytes) { return round_up(bytes, tiers::DeviceArena::kAlignment); };
@@ -102,10 +98,10 @@ std::uint64_t other_device_bytes(const RuntimeOptions& runtime, const ProgramMem
 detail::MachineFacts facts_of(const RuntimeOptions& runtime, std::uint64_t other_device, std::uint64_t other_pinned) {
   detail::MachineFacts facts{
       .device_access = detail::device_access(runtime),
-      .free_device_bytes = beside(round_down(runtime.device_memory_bytes, kBlockAlignment), other_device),
-      .free_pinned_bytes = beside(runtime.pinned_memory_bytes, other_pinned)};
+      .free_device_bytes = left_of(round_down(runtime.device_memory_bytes, kBlockAlignment), other_device),
+      .free_pinned_bytes = left_of(runtime.pinned_memory_bytes, other_pinned)};
   if (runtime.host_memory_bytes != 0)
-    facts.free_host_bytes = beside(runtime.host_memory_bytes, other_device + other_pinned);
+    facts.free_host_bytes = left_of(runtime.host_memory_bytes, other_device + other_pinned);
   return facts;
 }
 

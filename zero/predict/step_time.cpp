@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/zero/predict/step_graph.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
@@ -77,9 +78,8 @@ std::vector<UnitSeconds> unit_seconds(const Prediction& p, const StepSpeeds& spe
 
 // Pinned memory for state on its way from and to NVMe: the buffers, and what the budget has left.
 double transit_bytes(const Prediction& p) {
-  const auto left = [](std::uint64_t all, std::uint64_t taken) { return all > taken ? all - taken : 0; };
-  std::uint64_t unused = left(p.pinned.budget_bytes, p.pinned.bytes);
-  if (p.host_budget_bytes > 0) unused = std::min(unused, left(p.host_budget_bytes, p.device.bytes + p.pinned.bytes));
+  std::uint64_t unused = left_of(p.pinned.budget_bytes, p.pinned.bytes);
+  if (p.host_budget_bytes > 0) unused = std::min(unused, left_of(p.host_budget_bytes, p.device.bytes + p.pinned.bytes));
   return static_cast<double>(p.update_buffers * p.update_buffer_bytes + p.staging_buffers * p.staging_buffer_bytes +
                              unused);
 }
