@@ -16,10 +16,6 @@ using Tasks = std::vector<TaskIndex>;
 constexpr std::uint64_t kPiecesMax = 2048;
 constexpr std::size_t kBuffersLeast = 3;
 
-double time_of(std::uint64_t bytes, double bytes_per_second) {
-  return bytes_per_second > 0 ? static_cast<double>(bytes) / bytes_per_second : 0;
-}
-
 // The latest tasks of a number of buffers that are used in turn.
 class Turns {
  public:

@@ -32,6 +32,11 @@ StepGraph step_graph(const Prediction& prediction, const StepSpeeds& speeds, uns
 // The bytes that the memory plan reserves, by HeldIn.
 std::vector<std::uint64_t> reserved_bytes(const Prediction& prediction);
 
+// 0 where no speed is known.
+template <typename Bytes>
+double time_of(Bytes bytes, double bytes_per_second) {
+  return bytes_per_second > 0 ? static_cast<double>(bytes) / bytes_per_second : 0;
+}
 // Seconds of a read or write of so many bytes in a step that reads and writes so many in all.
 double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step, const StepSpeeds& speeds);
 

@@ -13,16 +13,13 @@ namespace hoist {
 
 namespace {
 
+using detail::time_of;
 using Seconds = std::array<double, kResourceCount>;
 
 // Steps that are simulated: the first ones fill the buffers, and the last ones are timed.
 constexpr unsigned kSteps = 5, kTimedSteps = 2;
 
 double& at(Seconds& seconds, Resource resource) { return seconds[static_cast<std::size_t>(resource)]; }
-
-double time_of(std::uint64_t bytes, double bytes_per_second) {
-  return bytes_per_second > 0 ? static_cast<double>(bytes) / bytes_per_second : 0;
-}
 
 Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   Seconds seconds{};
@@ -209,7 +206,6 @@ std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& spee
 }
 
 double least_nvme_seconds(double read, double written, const StepSpeeds& speeds) {
-  const auto time_of = [](double bytes, double speed) { return speed > 0 ? bytes / speed : 0; };
   const bool mixes = speeds.nvme_mixed > 0 && speeds.nvme_read > 0 && speeds.nvme_write > 0;
   const double both = mixes ? std::min(read, written) : 0;
   return time_of(2 * both, speeds.nvme_mixed) + time_of(read - both, speeds.nvme_read) +
