@@ -3,10 +3,10 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sched.h>
 
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/control_groups.hpp>
 #include <hoist/platform/numa_placement.hpp>
@@ -58,13 +58,6 @@ std::string list_of(const std::vector<int>& ascending) {
 }
 
 std::string bytes_value(std::uint64_t bytes) { return fmt::format("\"{}MiB\"", bytes / kMiB); }
-
-unsigned allowed_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return 0;
-  return static_cast<unsigned>(CPU_COUNT(&set));
-}
 
 class Chooser {
  public:
@@ -216,7 +209,7 @@ Machine this_machine(const RuntimeOptions& options) {
                   .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,
                   .local_rank = launch.local_rank,
                   .cpu_count = platform::processor_count(limits),
-                  .allowed_cpu_count = std::max(allowed_cpus(), 1u)};
+                  .allowed_cpu_count = static_cast<unsigned>(current_processors().size())};
   if (limits.cpu) machine.cpu_limit = limits.cpu->count;
   // Reading the topology takes milliseconds: only where there is something to choose.
   std::optional<platform::Topology> topology;
