@@ -248,26 +248,28 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
   const MutexLock lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(step_open_, "no step is under way");
-  const CommitHeader header{.step = step_, .incarnation = incarnation_, .revision = revision_};
-  Job job{{header, caller_state.size()}, std::move(agree), {}};
-  const Completion completion = job.promise.completion();
   if (durability_ == Durability::step) {
-    // A promise may not be dropped; these exceptions come before any code can see it.
-    const auto refuse = [&](auto error) {
-      job.promise.complete();
-      throw error;
-    };
-    if (caller_state.size() > superblock_.caller_state_bytes_max)
-      refuse(UsageError(fmt::format("the caller state is {} bytes long, and the store has room for {}",
-                                    caller_state.size(), superblock_.caller_state_bytes_max)));
+    require_room(caller_state);
     if (const std::string problem = table_.incomplete(); !problem.empty())
-      refuse(StoreError(fmt::format("step {} cannot be committed: {}", step_, problem)));
+      throw StoreError(fmt::format("step {} cannot be committed: {}", step_, problem));
     SlotImage image(image_.span(), superblock_);
-    std::copy(caller_state.begin(), caller_state.end(), image.caller_state_area().begin());
+    std::ranges::copy(caller_state, image.caller_state_area().begin());
   }
   step_open_ = false;
-  committing_ = true;
+  const CommitHeader header{.step = step_, .incarnation = incarnation_, .revision = revision_};
+  return enqueue({{header, caller_state.size()}, std::move(agree), {}});
+}
+
+void Store::Impl::require_room(std::span<const std::byte> caller_state) const {
+  if (caller_state.size() > superblock_.caller_state_bytes_max)
+    throw UsageError(fmt::format("the caller state is {} bytes long, and the store has room for {}",
+                                 caller_state.size(), superblock_.caller_state_bytes_max));
+}
+
+Completion Store::Impl::enqueue(Job job) {
+  const Completion completion = job.promise.completion();
   jobs_.push_back(std::move(job));
+  committing_ = true;
   wake_.notify_all();
   return completion;
 }

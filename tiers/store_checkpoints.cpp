@@ -61,15 +61,9 @@ Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const 
   HOIST_ASSERT(committing_ || committed_step_, "a checkpoint is made before the first commit of {}", paths_.directory);
   if (const std::string problem = wrong_step_name(name); !problem.empty())
     throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
-  if (caller_state.size() > superblock_.caller_state_bytes_max)
-    throw UsageError(fmt::format("the caller state is {} bytes long, and the store has room for {}",
-                                 caller_state.size(), superblock_.caller_state_bytes_max));
+  require_room(caller_state);
   const SlotHeader header{{.incarnation = incarnation_, .name = name}, caller_state.size()};
-  jobs_.push_back({header, std::move(agree), {}, true, {caller_state.begin(), caller_state.end()}});
-  const Completion completion = jobs_.back().promise.completion();
-  committing_ = true;
-  wake_.notify_all();
-  return completion;
+  return enqueue({header, std::move(agree), {}, true, {caller_state.begin(), caller_state.end()}});
 }
 
 void Store::Impl::remove_checkpoint(std::uint64_t checkpoint_serial) {

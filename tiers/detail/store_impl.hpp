@@ -86,6 +86,8 @@ class Store::Impl {
     std::vector<std::uint32_t> extents;  // of all records
   };
 
+  void require_room(std::span<const std::byte> caller_state) const;  // UsageError
+  Completion enqueue(Job job) HOIST_REQUIRES(mutex_);
   void commit_loop();
   // Everything that makes a job durable, in its order; then agrees, or says that it failed.
   void land(const Job& job);
