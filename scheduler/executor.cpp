@@ -44,32 +44,21 @@ void Executor::run() {
     Task task = std::move(tasks_.front());
     tasks_.pop_front();
     busy_ = true;
-    const std::exception_ptr failed = error_;
+    std::exception_ptr error = error_;
     lock.unlock();
-    if (failed) {
-      task.promise.fail(failed);
-    } else {
-      execute(task);
+    try {
+      if (!error) task.work();
+    } catch (...) {
+      error = current_failure();
     }
+    lock.lock();
+    error_ = error;
+    lock.unlock();
+    task.promise.settle(error);
     lock.lock();
     busy_ = false;
     changed_.notify_all();
   }
-}
-
-void Executor::execute(Task& task) {
-  try {
-    task.work();
-  } catch (...) {
-    const std::exception_ptr error = current_failure();
-    {
-      MutexLock lock(mutex_);
-      error_ = error;
-    }
-    task.promise.fail(error);
-    return;
-  }
-  task.promise.complete();
 }
 
 }  // namespace hoist::scheduler

@@ -34,7 +34,6 @@ class Executor {
     Promise promise;
   };
   void run();
-  void execute(Task& task);
 
   Mutex mutex_;
   ConditionVariable changed_;
