@@ -8,7 +8,6 @@
 #include <fmt/ranges.h>
 
 #include <hoist/aio/stripe_layout.hpp>
-#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 
 namespace hoist::aio {
@@ -107,14 +106,6 @@ std::uint64_t StripeLayout::drive_bytes(unsigned drive, std::uint64_t logical_by
   const std::uint64_t slot = unit % pattern_.size();
   const std::uint64_t whole_units = unit / pattern_.size() * weights_[drive] + units_before(drive, slot);
   return whole_units * unit_bytes_ + (pattern_[slot].drive == drive ? logical_bytes % unit_bytes_ : 0);
-}
-
-std::uint64_t StripeLayout::logical_bytes(std::span<const std::uint64_t> drive_bytes) const {
-  HOIST_ASSERT(drive_bytes.size() == drive_count(), "{} lengths for {} drives", drive_bytes.size(), drive_count());
-  std::uint64_t bytes = std::numeric_limits<std::uint64_t>::max();
-  for (unsigned drive = 0; drive < drive_count(); ++drive)
-    bytes = std::min(bytes, logical_offset(drive, drive_bytes[drive]));  // of the first byte that does not fit
-  return bytes;
 }
 
 std::string StripeLayout::encode() const {

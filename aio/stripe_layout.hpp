@@ -11,7 +11,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -45,8 +44,6 @@ class StripeLayout {
   std::uint64_t logical_offset(unsigned drive, std::uint64_t offset_bytes) const;
   // How many of the first `logical_bytes` bytes are on the drive: the space it needs, and the offset of a range on it.
   std::uint64_t drive_bytes(unsigned drive, std::uint64_t logical_bytes) const;
-  // The length of the longest logical file that fits drives with these lengths. Pre: one value for each drive.
-  std::uint64_t logical_bytes(std::span<const std::uint64_t> drive_bytes) const;
 
   // "stripe1 unit=1048576 weights=3,1", for a store's superblock. decode() returns nullopt unless `text` is exactly
   // what encode() writes.

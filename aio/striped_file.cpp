@@ -73,12 +73,6 @@ Completion StripedFile::sync() {
   return drives_.size() == 1 ? parts.front() : when_all(std::span(parts).first(drives_.size()));
 }
 
-std::uint64_t StripedFile::size_bytes() const {
-  std::vector<std::uint64_t> lengths;
-  for (const StripeDrive& drive : drives_) lengths.push_back(drive.file.size_bytes());
-  return layout_.logical_bytes(lengths);
-}
-
 std::vector<std::string> StripedFile::data_paths() const {
   std::vector<std::string> paths;
   for (const StripeDrive& drive : drives_) paths.push_back(drive.file.path());

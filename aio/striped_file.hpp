@@ -44,8 +44,6 @@ class StripedFile {
   Completion sync();
 
   const StripeLayout& layout() const { return layout_; }
-  // Length of the logical file, from the files' lengths when they were opened.
-  std::uint64_t size_bytes() const;
   const File& file(unsigned drive) const { return drives_[drive].file; }
   std::vector<std::string> data_paths() const;
 
