@@ -5,9 +5,9 @@
 
 #include <hoist/aio/detail/drive_queue_impl.hpp>
 #include <hoist/aio/drive_queue.hpp>
-#include <hoist/aio/quarantine.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/owning_process.hpp>
 
 namespace hoist::aio {
 
@@ -58,8 +58,8 @@ DriveQueue::DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend
 
 DriveQueue::~DriveQueue() {
   if (impl_->stop()) return;
-  // The kernel, or a stuck thread, may still use the queue's memory. Kept reachable and never used again.
-  quarantine(impl_.release());
+  // The kernel, or a stuck thread, may still use the queue's memory.
+  leave_unfreed(impl_.release());
 }
 
 Completion DriveQueue::start(const detail::Request& request, Priority priority) {

@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 #include <hoist/aio/file.hpp>
-#include <hoist/aio/quarantine.hpp>
+#include <hoist/aio/given_up.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>

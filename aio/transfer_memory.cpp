@@ -2,8 +2,9 @@
 #include <cstring>
 #include <new>
 
-#include <hoist/aio/quarantine.hpp>
+#include <hoist/aio/given_up.hpp>
 #include <hoist/aio/transfer_memory.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::aio {
@@ -15,7 +16,7 @@ TransferMemory::TransferMemory(std::uint64_t bytes)
 
 TransferMemory::~TransferMemory() {
   if (a_drive_was_given_up())
-    quarantine(data_);
+    leave_unfreed(data_);
   else
     ::operator delete (data_, std::align_val_t{kBlockAlignment});
 }

@@ -32,7 +32,7 @@ void OwningProcess::require_this(const char* what) const {
                   what));
 }
 
-void detail::leave_unfreed(const void* memory) noexcept {
+void leave_unfreed(const void* memory) noexcept {
   static Mutex mutex;
   static auto* const left = new std::vector<const void*>;
   const MutexLock lock(mutex);

@@ -24,10 +24,9 @@ class OwningProcess {
   unsigned forks_;  // before this process, since the program began
 };
 
-namespace detail {
-// Keeps memory that a forked process does not free reachable, for leak checkers.
+// Keeps memory that is never freed reachable, for leak checkers: another process's, or what a stuck thread or the
+// kernel may still write to.
 void leave_unfreed(const void* memory) noexcept;
-}  // namespace detail
 
 // A std::unique_ptr for an object that belongs to one process.
 template <typename Object>
@@ -58,7 +57,7 @@ class InOneProcess {
 
  private:
   void end() noexcept {
-    if (object_ && !process_.is_this()) detail::leave_unfreed(object_.release());
+    if (object_ && !process_.is_this()) leave_unfreed(object_.release());
     object_.reset();
   }
 

@@ -6,7 +6,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/core/mutex.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
@@ -46,11 +46,6 @@ std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& w
   return memory_.bytes().subspan(offset, bytes);
 }
 
-void PinnedPool::quarantine() {
-  static Mutex mutex;
-  static auto* const kept = new std::vector<platform::HostMemory>;  // never destroyed: reachable to the end
-  const MutexLock lock(mutex);
-  kept->push_back(std::move(memory_));
-}
+void PinnedPool::quarantine() { leave_unfreed(new platform::HostMemory(std::move(memory_))); }
 
 }  // namespace hoist::tiers

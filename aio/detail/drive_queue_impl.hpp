@@ -14,7 +14,7 @@
 #include <hoist/aio/detail/busy_clock.hpp>
 #include <hoist/aio/detail/transfer.hpp>
 #include <hoist/aio/drive_queue.hpp>
-#include <hoist/aio/quarantine.hpp>
+#include <hoist/aio/given_up.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/mutex.hpp>
 

@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <hoist/aio/quarantine.hpp>
+#include <hoist/aio/given_up.hpp>
 #include <hoist/aio/unaligned.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/owning_process.hpp>
@@ -171,7 +171,7 @@ class Transfer {
     file_ = {nullptr, "the transfer"};
     if (!aio::a_drive_was_given_up()) return;
     const nb::gil_scoped_acquire acquire;
-    aio::quarantine(tensor_.release().ptr());  // a drive that answers late may still write there
+    leave_unfreed(tensor_.release().ptr());  // a drive that answers late may still write there
   }
 
   bool done() const { return completion_.done(); }

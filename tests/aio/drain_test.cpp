@@ -9,7 +9,8 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <hoist/aio/quarantine.hpp>
+#include <hoist/aio/given_up.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -241,7 +242,7 @@ TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheEngineHasGone) {
   if (!drive.mounted()) GTEST_SKIP() << "a loop device cannot be mounted here (needs root)";
   // As its owner has to: given up for good when the engine says ETIMEDOUT.
   auto* const memory = new AlignedBuffer(4 * kBlock);
-  quarantine(memory);
+  leave_unfreed(memory);
   {
     const File file(drive / "file", {.mode = OpenMode::create, .reserve_bytes = 4 * kBlock});
     fill_pattern(memory->span(), 1);

@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-#include <hoist/aio/quarantine.hpp>
+#include <hoist/aio/given_up.hpp>
 #include <hoist/aio/stripe_weights.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
