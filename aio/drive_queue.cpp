@@ -33,11 +33,6 @@ void check(const DriveQueueOptions& options) {
   }
 }
 
-const DriveQueueOptions& checked(const DriveQueueOptions& options) {
-  check(options);
-  return options;
-}
-
 void check_aligned(const detail::Request& request) {
   const auto aligned = [](std::uint64_t value) { return value % File::kAlignment == 0; };
   HOIST_ASSERT(aligned(request.offset_bytes) && aligned(request.length_bytes) &&
@@ -48,12 +43,11 @@ void check_aligned(const detail::Request& request) {
 
 }  // namespace
 
-DriveQueue::DriveQueue(const DriveQueueOptions& options) : DriveQueue(options, make_backend(checked(options))) {}
+DriveQueue::DriveQueue(const DriveQueueOptions& options) : DriveQueue(options, nullptr) {}
 
 DriveQueue::DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend> backend) {
   check(options);
-  HOIST_ASSERT(backend != nullptr);
-  impl_ = std::make_unique<Impl>(options, std::move(backend));
+  impl_ = std::make_unique<Impl>(options, backend ? std::move(backend) : make_backend(options));
 }
 
 DriveQueue::~DriveQueue() {

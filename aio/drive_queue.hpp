@@ -62,7 +62,7 @@ class DriveQueue {
  public:
   // Errors: UsageError for options out of range.
   explicit DriveQueue(const DriveQueueOptions& options);
-  // With the caller's own backend (fault injection in tests).
+  // With the caller's own backend (fault injection in tests); null: that of the options.
   DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend> backend);
   // Finishes every started transfer. Transfers that the drive does not answer within `drain_timeout` fail with
   // ETIMEDOUT; the kernel may still write to those buffers, so their owner must never use them again. The queue leaks
