@@ -36,7 +36,7 @@ struct Block {
 
 class Backend {
  public:
-  static constexpr Nanoseconds kForever = Nanoseconds::max();
+  static constexpr Nanoseconds kForever = std::chrono::hours(24 * 365);  // the longest could not be added to a time
 
   Backend() = default;
   virtual ~Backend() = default;

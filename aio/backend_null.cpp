@@ -38,11 +38,7 @@ class NullBackend final : public Backend {
  private:
   void wait(Nanoseconds timeout) {
     MutexLock lock(mutex_);
-    if (timeout == kForever) {
-      changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return woken_; });
-    } else {
-      changed_.wait_for(lock, timeout, [&]() HOIST_REQUIRES(mutex_) { return woken_; });
-    }
+    changed_.wait_for(lock, timeout, [&]() HOIST_REQUIRES(mutex_) { return woken_; });
     woken_ = false;
   }
 

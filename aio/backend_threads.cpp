@@ -103,12 +103,7 @@ class ThreadsBackend final : public Backend {
 
   std::size_t reap(std::span<Block*> done, Nanoseconds timeout) override {
     MutexLock lock(mutex_);
-    const auto ready = [&]() HOIST_REQUIRES(mutex_) { return !finished_.empty() || woken_; };
-    if (timeout == kForever) {
-      something_finished_.wait(lock, ready);
-    } else {
-      something_finished_.wait_for(lock, timeout, ready);
-    }
+    something_finished_.wait_for(lock, timeout, [&]() HOIST_REQUIRES(mutex_) { return !finished_.empty() || woken_; });
     woken_ = false;
     std::size_t count = 0;
     while (count < done.size() && !finished_.empty()) done[count++] = finished_.pop().block;

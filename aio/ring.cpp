@@ -151,9 +151,8 @@ void Ring::wait(Nanoseconds timeout) {
   unsubmitted_ = false;
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
   __kernel_timespec limit{.tv_sec = seconds.count(), .tv_nsec = (timeout - seconds).count()};
-  __kernel_timespec* const limit_or_none = timeout == Backend::kForever ? nullptr : &limit;
   io_uring_cqe* first = nullptr;
-  const int result = io_uring_submit_and_wait_timeout(&ring_, &first, 1, limit_or_none, nullptr);
+  const int result = io_uring_submit_and_wait_timeout(&ring_, &first, 1, &limit, nullptr);
   HOIST_ASSERT(result >= 0 || result == -ETIME || is_passing(result), "io_uring_enter: {}", errno_text(-result));
   if (result == -EAGAIN || result == -EBUSY) ::usleep(kStarvedPauseUs);
 }

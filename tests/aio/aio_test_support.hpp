@@ -151,12 +151,7 @@ class GateBackend final : public Backend {
   }
   std::size_t reap(std::span<Block*> done, Nanoseconds timeout) override {
     std::unique_lock lock(gate_->mutex_);
-    const auto ready = [&] { return gate_->woken_ || !gate_->finished_.empty(); };
-    if (timeout == kForever) {
-      gate_->changed_.wait(lock, ready);
-    } else {
-      gate_->changed_.wait_for(lock, timeout, ready);
-    }
+    gate_->changed_.wait_for(lock, timeout, [&] { return gate_->woken_ || !gate_->finished_.empty(); });
     gate_->woken_ = false;
     std::size_t count = 0;
     for (; count < done.size() && !gate_->finished_.empty(); gate_->finished_.pop_front())
