@@ -86,7 +86,7 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
   void read_shared_sectors(const Bounce& bounce);
   void write_bounce(const Bounce& bounce);
   void finish_bounce(const Bounce& bounce, std::exception_ptr error);
-  void finish(const std::shared_ptr<Transfer>& transfer, std::size_t pieces, std::exception_ptr error);
+  void finish(const std::shared_ptr<Transfer>& transfer, std::exception_ptr error);
 
   const std::uint64_t piece_bytes_;
   const TransferMemory memory_;
@@ -117,7 +117,7 @@ Completion Unaligned::Impl::start(const Request& request) {
     }
     pump();
   }
-  finish(transfer, 1, nullptr);
+  finish(transfer, nullptr);
   return completion;
 }
 
@@ -128,7 +128,7 @@ void Unaligned::Impl::start_direct(const std::shared_ptr<Transfer>& transfer, co
                                ? request.file->read(piece.offset_bytes, part, request.priority)
                                : request.file->write(piece.offset_bytes, part, request.priority);
   moved.then(
-      [self = shared_from_this(), transfer](std::exception_ptr error) { self->finish(transfer, 1, std::move(error)); });
+      [self = shared_from_this(), transfer](std::exception_ptr error) { self->finish(transfer, std::move(error)); });
 }
 
 // Starts pieces that have a buffer and whose sectors are free. One thread at a time: a piece may end, and call this
@@ -227,27 +227,23 @@ void Unaligned::Impl::finish_bounce(const Bounce& bounce, std::exception_ptr err
     release(bounce);
     free_.push_back(bounce.buffer);
   }
-  finish(bounce.transfer, 1, std::move(error));
+  finish(bounce.transfer, std::move(error));
   pump();
 }
 
-void Unaligned::Impl::finish(const std::shared_ptr<Transfer>& transfer, std::size_t pieces, std::exception_ptr error) {
+void Unaligned::Impl::finish(const std::shared_ptr<Transfer>& transfer, std::exception_ptr error) {
   {
     const MutexLock lock(mutex_);
+    --transfer->unfinished;
     if (error && !transfer->error) {
       transfer->error = std::move(error);
       auto& queue = queues_[static_cast<std::size_t>(transfer->request.priority)];
       // Pieces that have not started are not started any more.
-      if (std::erase(queue, transfer) > 0) pieces += transfer->pieces.size() - transfer->next;
+      if (std::erase(queue, transfer) > 0) transfer->unfinished -= transfer->pieces.size() - transfer->next;
     }
-    transfer->unfinished -= pieces;
     if (transfer->unfinished > 0) return;
   }
-  if (transfer->error) {
-    transfer->promise.fail(transfer->error);
-  } else {
-    transfer->promise.complete();
-  }
+  transfer->promise.settle(transfer->error);
 }
 
 Unaligned::Unaligned(const UnalignedOptions& options) {

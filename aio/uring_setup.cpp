@@ -27,19 +27,18 @@ Unavailable io_uring_unavailable(int code) {
   switch (code) {
     case EPERM:
     case EACCES:
-      if (disabled_by_sysctl()) return {code, errno_text(code), "set the sysctl kernel.io_uring_disabled to 0"};
-      return {code, errno_text(code),
+      if (disabled_by_sysctl()) return {errno_text(code), "set the sysctl kernel.io_uring_disabled to 0"};
+      return {errno_text(code),
               "allow io_uring_setup, io_uring_enter and io_uring_register in the container's seccomp profile"};
     case ENOSYS:
-      return {code, errno_text(code),
-              "use Linux 5.11 or newer, with io_uring allowed by the container's seccomp profile"};
+      return {errno_text(code), "use Linux 5.11 or newer, with io_uring allowed by the container's seccomp profile"};
     case ENOMEM:
-      return {code, errno_text(code), "raise the memlock limit (ulimit -l) or lower the queue depth"};
+      return {errno_text(code), "raise the memlock limit (ulimit -l) or lower the queue depth"};
     case EMFILE:
     case ENFILE:
-      return {code, errno_text(code), "raise the limit of open files (ulimit -n)"};
+      return {errno_text(code), "raise the limit of open files (ulimit -n)"};
     default:
-      return {code, errno_text(code), "use Linux 5.11 or newer"};
+      return {errno_text(code), "use Linux 5.11 or newer"};
   }
 }
 

@@ -9,9 +9,8 @@
 
 namespace hoist::aio::detail {
 
-// Why io_uring is not available: the errno, and the remedy.
+// Why io_uring is not available: the errno's text, and the remedy.
 struct Unavailable {
-  int code = 0;
   std::string reason;
   std::string remedy;
 };
