@@ -75,8 +75,11 @@ constexpr bf16 to_bf16(float value) {
 
 // Masters at or beyond this magnitude (bits) round to a bf16 infinity or are not finite; they are never committed.
 inline constexpr std::uint32_t kMasterLimitBits = 0x7F7F8000u;
-constexpr bool master_is_committable(float master) {
-  return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < kMasterLimitBits;
+// The same for masters beside fp16 weights: from 65520 on they round to infinity.
+inline constexpr std::uint32_t kFp16MasterLimitBits = 0x477FF000u;
+constexpr bool master_is_committable(float master, DType weights = DType::bf16) {
+  const std::uint32_t limit_bits = weights == DType::fp16 ? kFp16MasterLimitBits : kMasterLimitBits;
+  return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < limit_bits;
 }
 
 // To the nearest master of 24 bits, halves away from zero; down at the end of the range that may be committed.
@@ -84,13 +87,6 @@ constexpr float to_master24(float master) {
   const auto b = std::bit_cast<std::uint32_t>(master);
   const std::uint32_t nearest = (b + 0x80u) & ~0xFFu;
   return std::bit_cast<float>((nearest & 0x7FFFFFFFu) < kMasterLimitBits ? nearest : b & ~0xFFu);
-}
-
-// The same for masters beside fp16 weights: from 65520 on they round to infinity.
-inline constexpr std::uint32_t kFp16MasterLimitBits = 0x477FF000u;
-constexpr bool master_is_committable(float master, DType weights) {
-  const std::uint32_t limit_bits = weights == DType::fp16 ? kFp16MasterLimitBits : kMasterLimitBits;
-  return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < limit_bits;
 }
 
 }  // namespace hoist

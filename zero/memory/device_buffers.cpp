@@ -34,7 +34,7 @@ std::uint64_t bytes_of_elements(const std::vector<Unit>& units, std::uint64_t co
 std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
   const std::vector<Unit>& units = regions.table().units();
   std::vector<scheduler::ItemRoom> rooms(units.size());
-  const auto shares = [&](UnitId id) { return regions.unit(id).shares_gather_memory; };
+  const auto shares = [&](UnitId id) { return !regions.unit(id).stays_gathered; };
   for (std::uint32_t u = 0; u < units.size(); ++u) {
     if (!shares(UnitId{u})) continue;
     rooms[u].bytes = arena_bytes(units[u].gathered_bytes);

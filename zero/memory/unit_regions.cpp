@@ -164,7 +164,6 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   UnitPlacement& placement = units_[id.index];
   const bool on_device = options.parameters == Placement::device;
   placement.stays_gathered = stays_gathered(options, table_, unit);
-  placement.shares_gather_memory = !placement.stays_gathered;
   const bool has_device_shard = on_device && !(table_.world_size() == 1 && placement.stays_gathered);
   const bool weights_on_device = on_device && placement.state_on_device;
   const HostPieces pieces = host_pieces(id);

@@ -113,8 +113,7 @@ struct UnitPlacement {
   bool device_only = false;
   bool gradient_spilled = false;
   bool gradient_in_ring = false;  // it passes through the ring, and has no region of its own
-  bool stays_gathered = false;
-  bool shares_gather_memory = false;
+  bool stays_gathered = false;    // else it shares the gather memory
   // The first ones, which are in memory: state and weights of the trainable record, weights of the frozen one.
   std::uint32_t state_tiles = 0, weight_tiles = 0, frozen_tiles = 0;
 

@@ -138,10 +138,6 @@ void TilePipeline::abandon(std::deque<Job>& jobs) noexcept {
   jobs.clear();
 }
 
-bool TilePipeline::ends_unit(std::size_t index) const {
-  return index + 1 == first_sub_group_[memory_.sub_groups()[index].unit.index + 1];
-}
-
 // `buffer` may be null if the sub-group needs none.
 TilePipeline::Job TilePipeline::job_of(std::size_t index, Buffer* buffer) const {
   const SubGroup& sub_group = memory_.sub_groups()[index];
@@ -151,7 +147,7 @@ TilePipeline::Job TilePipeline::job_of(std::size_t index, Buffer* buffer) const 
           .state = place.state,
           .gradient = place.gradient,
           .buffer = buffer,
-          .ends_unit = ends_unit(index)};
+          .ends_unit = index + 1 == first_sub_group_[sub_group.unit.index + 1]};
 }
 
 bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs) {

@@ -108,7 +108,6 @@ class TilePipeline {
   void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
   bool is_only_written(UnitId unit, const WalkOptions& options) const;
   Job job_of(std::size_t index, Buffer* buffer) const;
-  bool ends_unit(std::size_t index) const;
   std::deque<Job>::iterator read_already(const SubGroup& sub_group);  // in ahead_
   bool start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
   std::byte* target_of(const SubGroup& sub_group, std::byte* unit_target) const;
