@@ -151,12 +151,7 @@ class StoredModel::Impl {
   void read(std::size_t parameter, State state, std::uint64_t first, std::span<float> out) {
     check(parameter, first, out.size());
     if (state == State::gradient) throw UsageError("gradients are not stored");
-    if (state != State::master && !summary_.parameters[parameter].trainable)
-      throw UsageError(
-          fmt::format("parameter '{}' is frozen: it has weights only", summary_.parameters[parameter].name));
-    if (state != State::master && !table_.segment_of(ParameterId{static_cast<std::uint32_t>(parameter)}).has(state))
-      throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment",
-                                   summary_.parameters[parameter].name, state == State::moment1 ? "first" : "second"));
+    table_.require_kept(ParameterId{static_cast<std::uint32_t>(parameter)}, state);
     for_each_shard(parameter, first, out.size(), [&](const Shard& shard) {
       detail::read_values(*shard.layout, *shard.segment, state, shard.owned.shard.first,
                           out.subspan(shard.owned.offset, shard.owned.shard.count), shard.fetch);

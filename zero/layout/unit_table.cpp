@@ -44,6 +44,14 @@ bool UnitTable::keeps(ParameterId id, State state) const {
   return state == State::gradient ? segment_of(id).trainable : segment_of(id).has(state);
 }
 
+void UnitTable::require_kept(ParameterId id, State state) const {
+  if (keeps(id, state)) return;
+  if (!spec(id).trainable)
+    throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", spec(id).name));
+  throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment", spec(id).name,
+                               state == State::moment1 ? "first" : "second"));
+}
+
 void UnitTable::require(ParameterId id) const {
   if (id.index >= parameters_.size()) throw UsageError(fmt::format("there is no parameter {}", id.index));
 }

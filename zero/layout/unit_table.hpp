@@ -128,6 +128,7 @@ class UnitTable {
   int world_size() const { return world_size_; }
   // Whether there is such a state of the parameter: a frozen one has its master only.
   bool keeps(ParameterId id, State state) const;
+  void require_kept(ParameterId id, State state) const;  // UsageError
   // UsageError unless the program's id is one of the model's.
   void require(ParameterId id) const;
   void require(UnitId id) const;

@@ -22,14 +22,6 @@ void StateCalls::require_elements(ParameterId parameter, std::uint64_t first, st
   }
 }
 
-void StateCalls::require_kept(ParameterId parameter, State state) const {
-  if (parts_.table.keeps(parameter, state)) return;
-  const ParameterSpec& spec = parts_.table.spec(parameter);
-  if (!spec.trainable) throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", spec.name));
-  throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment", spec.name,
-                               state == State::moment1 ? "first" : "second"));
-}
-
 // The parts that ranks send each other are nameless: those of two calls would be taken for one.
 void StateCalls::agree_on(const char* call, ParameterId parameter, State state, std::uint64_t first,
                           std::uint64_t count, std::span<const float> written) const {
@@ -48,7 +40,7 @@ void StateCalls::agree_on(const char* call, ParameterId parameter, State state, 
 void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
   require_elements(parameter, first, out.size());
   if (parts_.pass.under_way()) throw UsageError("state is read between passes, not inside of one");
-  require_kept(parameter, state);
+  parts_.table.require_kept(parameter, state);
   if (state == State::gradient && !parts_.pass.gradients_due())
     throw UsageError("gradients are there after the last pass of a step, and until step()");
   const Parameter& p = parts_.table.parameter(parameter);
@@ -82,7 +74,7 @@ void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, 
   require_elements(parameter, first, values.size());
   if (parts_.pass.under_way()) throw UsageError("state is written between passes, not inside of one");
   if (state == State::gradient) throw UsageError("gradients cannot be written; use accumulate() in a pass");
-  require_kept(parameter, state);
+  parts_.table.require_kept(parameter, state);
   require_committable(parts_.table.spec(parameter), state, values);
   stepper_.policy().require_undecided("write()");
   agree_on("write()", parameter, state, first, values.size(), values);

@@ -41,7 +41,6 @@ class StateCalls {
   // [C] CommError unless every rank makes this call. `written`: the values, of write().
   void agree_on(const char* call, ParameterId parameter, State state, std::uint64_t first, std::uint64_t count,
                 std::span<const float> written) const;
-  void require_kept(ParameterId parameter, State state) const;
 
   StepParts parts_;
   StepRunner& stepper_;
