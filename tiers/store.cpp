@@ -381,7 +381,7 @@ Completion Store::add_checkpoint(const std::string& name, std::span<const std::b
   return impl_->add_checkpoint(name, caller_state, std::move(agree));
 }
 void Store::remove_checkpoint(std::uint64_t checkpoint_serial) { impl_->remove_checkpoint(checkpoint_serial); }
-std::span<const CommitHeader> Store::abandoned() const { return impl_->abandoned(); }
+std::vector<CommitHeader> Store::commits_and_abandoned() const { return impl_->commits_and_abandoned(); }
 std::vector<CommitHeader> Store::checkpoints() const { return impl_->checkpoints(); }
 std::vector<CommitHeader> Store::checkpoints_apart_from(const CorruptionError::Where& damage) const {
   return impl_->checkpoints_apart_from(damage);

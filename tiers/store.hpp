@@ -80,13 +80,14 @@ class Store {
   // The commits in a rank's manifest.
   struct Commits {
     std::vector<CommitHeader> commits;      // valid ones, newest first, without abandoned ones
-    std::vector<CommitHeader> abandoned;    // see Store::abandoned()
+    std::vector<CommitHeader> abandoned;    // see Store::commits_and_abandoned()
     std::vector<CommitHeader> checkpoints;  // named checkpoints, oldest first
     // Whether there is or was a commit, readable or not. Otherwise create() replaces the files.
     bool ever_committed = false;
     // Whether there was more than the commit that a store begins with: of step 0 or, where the store `took_over` from
     // another, of any step.
     bool came_further(bool took_over) const;
+    std::vector<CommitHeader> commits_and_abandoned() const;
   };
   // Describes what `directory` holds for this rank, without changing or locking anything; for people and for early
   // refusals. The commit to adopt is chosen from commits() of the opened store instead, because a process that still
@@ -150,9 +151,9 @@ class Store {
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
-  // Commits that commits() leaves out. They can be adopted until a step begins. If ranks were returning to an earlier
-  // step and some died before they had adopted it, these are the commits that all have in common.
-  std::span<const CommitHeader> abandoned() const;
+  // Also those that commits() leaves out, at the end. They can be adopted until a step begins. If ranks were returning
+  // to an earlier step and some died before they had adopted it, these are the commits that all have in common.
+  std::vector<CommitHeader> commits_and_abandoned() const;
   // Named checkpoints, oldest first, without those of an unfinished add_checkpoint().
   std::vector<CommitHeader> checkpoints() const;
   // The checkpoints of checkpoints() that this damage, found by verify(), does not affect: their copy of that tile is

@@ -300,6 +300,12 @@ bool Store::Commits::came_further(bool took_over) const {
   return ever_committed && !is_at_first;
 }
 
+std::vector<CommitHeader> Store::Commits::commits_and_abandoned() const {
+  std::vector<CommitHeader> all = commits;
+  all.insert(all.end(), abandoned.begin(), abandoned.end());
+  return all;
+}
+
 Store::Found Store::look(const std::string& directory, int rank) {
   const StorePaths paths(directory, rank);
   const detail::ManifestView view = detail::view_manifest(paths.manifest);

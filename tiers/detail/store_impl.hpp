@@ -63,7 +63,7 @@ class Store::Impl {
   std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Engines engines) const;
 
   std::span<const CommitHeader> commits() const { return found_.commits; }
-  std::span<const CommitHeader> abandoned() const { return found_.abandoned; }
+  std::vector<CommitHeader> commits_and_abandoned() const { return found_.commits_and_abandoned(); }
   std::vector<CommitHeader> checkpoints() const;
   std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
   std::uint32_t checkpoints_max() const { return superblock_.checkpoints_max - held_max_; }

@@ -105,8 +105,7 @@ void Mirror::reopen() {
     return;
   }
   std::unique_ptr<tiers::Store> store = tiers::Store::open(store_options_, *io_);
-  std::vector<tiers::CommitHeader> commits(store->commits().begin(), store->commits().end());
-  commits.insert(commits.end(), store->abandoned().begin(), store->abandoned().end());
+  const std::vector<tiers::CommitHeader> commits = store->commits_and_abandoned();
   const auto wanted =
       std::ranges::find_if(commits, [&](const auto& commit) { return !newest_ || newest_->is(commit); });
   if (wanted == commits.end())

@@ -113,10 +113,8 @@ std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& opti
   const CommonCommit chosen = StoreSearch(ranks, options).choose(store, from);
   ranks.run_in_job("adopt the commit", [&] {
     std::vector<CommitHeader> all = store.checkpoints();
-    const auto commits = store.commits();
+    const auto commits = store.commits_and_abandoned();
     all.insert(all.end(), commits.begin(), commits.end());
-    const auto abandoned = store.abandoned();
-    all.insert(all.end(), abandoned.begin(), abandoned.end());
     store.adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
   });
   forget_what_others_lack(ranks, options, store);

@@ -357,11 +357,8 @@ std::uint64_t StoreSearch::newest_order() const {
 CommonCommit StoreSearch::choose(const tiers::Store& store, const std::string& from) const {
   std::vector<CommitHeader> candidates;
   if (from.empty()) {
-    const auto commits = store.commits();
-    candidates.assign(commits.begin(), commits.end());
-    if (const auto shared = common(candidates, store.store_number()); !shared.empty()) return shared.front();
-    const auto abandoned = store.abandoned();
-    candidates.insert(candidates.end(), abandoned.begin(), abandoned.end());
+    if (const auto shared = common(store.commits(), store.store_number()); !shared.empty()) return shared.front();
+    candidates = store.commits_and_abandoned();
   } else {
     for (const CommitHeader& checkpoint : store.checkpoints())
       if (checkpoint.name == from) candidates.push_back(checkpoint);

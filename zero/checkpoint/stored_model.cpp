@@ -26,17 +26,11 @@ using tiers::Store;
 
 namespace {
 
-std::vector<CommitHeader> with_abandoned(const StoreSummary::Rank& rank) {
-  std::vector<CommitHeader> all = rank.commits;
-  all.insert(all.end(), rank.abandoned.begin(), rank.abandoned.end());
-  return all;
-}
-
 // The entries that all ranks have.
 void find_common(StoreSummary& summary) {
   const std::span<const StoreSummary::Rank> ranks(summary.ranks);
   summary.commits = detail::common_commits(ranks, &StoreSummary::Rank::commits);
-  summary.all_commits = detail::common_commits(ranks, with_abandoned);
+  summary.all_commits = detail::common_commits(ranks, &StoreSummary::Rank::commits_and_abandoned);
   summary.checkpoints = detail::common_commits(ranks, &StoreSummary::Rank::checkpoints);
 }
 
@@ -125,7 +119,7 @@ class StoredModel::Impl {
         table_(detail::UnitTable::from_identity(summary_.layout, *summary_.world_size)),
         records_(table_) {
     for (const StoreSummary::Rank& rank : summary_.ranks) {
-      const std::vector<CommitHeader> commits = commit_.name.empty() ? with_abandoned(rank) : rank.checkpoints;
+      const std::vector<CommitHeader> commits = commit_.name.empty() ? rank.commits_and_abandoned() : rank.checkpoints;
       const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return c.same_commit(commit_); });
       readers_.push_back(std::make_unique<tiers::StoreReader>(summary_.directory, rank.rank, records_.records(),
                                                               *commit, io_, tiers::StoreReader::Lock::shared,

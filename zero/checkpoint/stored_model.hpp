@@ -55,7 +55,7 @@ struct StoreSummary {
   tiers::Durability durability = tiers::Durability::step;
   // Commits that every rank has, newest first. Empty when a rank is missing.
   std::vector<tiers::CommitHeader> commits;
-  std::vector<tiers::CommitHeader> all_commits;  // the same, with abandoned ones (Store::abandoned())
+  std::vector<tiers::CommitHeader> all_commits;  // the same, with abandoned ones (Store::commits_and_abandoned())
   std::vector<tiers::CommitHeader> checkpoints;  // likewise, oldest first
   std::uint32_t checkpoints_max = 0;
 };
