@@ -17,14 +17,6 @@ namespace hoist::detail {
 
 namespace {
 
-// A store's directory may not exist yet; what is measured, or looked up, is the drive.
-std::string existing_part(const std::string& directory) {
-  std::filesystem::path path = std::filesystem::absolute(directory);
-  std::error_code ignored;
-  while (path.has_relative_path() && !std::filesystem::exists(path, ignored)) path = path.parent_path();
-  return path.string();
-}
-
 // The processors of a drive's I/O thread. Empty: any.
 std::vector<int> io_processors(const std::vector<platform::IoPlace>& places, const std::string& path) {
   if (places.empty()) return {};
@@ -35,6 +27,13 @@ std::vector<int> io_processors(const std::vector<platform::IoPlace>& places, con
 }
 
 }  // namespace
+
+std::string existing_part(const std::string& directory) {
+  std::filesystem::path path = std::filesystem::absolute(directory);
+  std::error_code ignored;
+  while (path.has_relative_path() && !std::filesystem::exists(path, ignored)) path = path.parent_path();
+  return path.string();
+}
 
 std::vector<int> staging_nodes(const RuntimeOptions& runtime, const EngineOptions& options) {
   if (!runtime.staging_nodes.empty()) return runtime.staging_nodes;

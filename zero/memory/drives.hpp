@@ -17,6 +17,10 @@
 
 namespace hoist::detail {
 
+// The directory, or that above it which exists: a store's may not yet, and what is measured, or looked up, is its
+// drive.
+std::string existing_part(const std::string& directory);
+
 // The queue for transfers of a directory's drive. `registered_memory`: may be empty.
 std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime, const std::string& directory,
                                                   const std::vector<std::span<std::byte>>& registered_memory);

@@ -9,6 +9,7 @@
 
 #include <hoist/core/units.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/memory/drives.hpp>
 #include <hoist/zero/predict/machine_fit.hpp>
 
 namespace hoist {
@@ -18,13 +19,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kDriveRemedy = "name a larger drive, or several, in nvme_path";
-
-// The directory, or that above it which exists.
-fs::path nearest_existing(fs::path directory) {
-  std::error_code error;
-  while (!fs::exists(directory, error) && directory.has_relative_path()) directory = directory.parent_path();
-  return directory.empty() ? "." : directory;
-}
 
 std::uint64_t free_space(const fs::path& directory) {
   std::error_code error;
@@ -57,7 +51,7 @@ std::vector<FileSystem> file_systems(const std::vector<std::string>& directories
   std::vector<FileSystem> all;
   for (const std::string& directory : directories) {
     struct stat status {};
-    const fs::path existing = nearest_existing(directory);
+    const fs::path existing = detail::existing_part(directory);
     if (::stat(existing.c_str(), &status) != 0) continue;
     auto found = std::ranges::find(all, status.st_dev, &FileSystem::device);
     if (found == all.end())
