@@ -130,12 +130,10 @@ class Store {
   // one for each directory, in their order; the first also carries the manifest.
   using Engines = std::span<aio::DriveQueue* const>;
   static std::unique_ptr<Store> create(const StoreOptions& options, Engines engines);
-  static std::unique_ptr<Store> create(const StoreOptions& options, aio::DriveQueue& engine);  // one drive
   // Opens the store of the same model and locks it. The commits it holds are in commits(); one is chosen by adopt().
   // Refuses one of durability none, of another rank, world size or layout, and files that were cut off. A store made
   // with room for more caller state than asked for keeps its room.
   static std::unique_ptr<Store> open(const StoreOptions& options, Engines engines);
-  static std::unique_ptr<Store> open(const StoreOptions& options, aio::DriveQueue& engine);
   // Memory the store keeps for its tables and manifest image, and bytes on disk, for a plan.
   struct Cost {
     std::uint64_t memory_bytes = 0;

@@ -359,16 +359,6 @@ Store::Cost Store::cost(const StoreOptions& options) {
   return {Impl::memory_bytes(options, superblock), superblock.data_bytes + superblock.manifest_bytes()};
 }
 
-std::unique_ptr<Store> Store::create(const StoreOptions& options, aio::DriveQueue& engine) {
-  aio::DriveQueue* const one = &engine;
-  return create(options, Engines(&one, 1));
-}
-
-std::unique_ptr<Store> Store::open(const StoreOptions& options, aio::DriveQueue& engine) {
-  aio::DriveQueue* const one = &engine;
-  return open(options, Engines(&one, 1));
-}
-
 std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engines) {
   Superblock superblock = superblock_for(options);
   superblock.store_number = options.store_number != 0 ? options.store_number : random_store_number();

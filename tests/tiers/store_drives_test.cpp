@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store spread over several drives: same contents, and every way of bringing the wrong drives is refused.
+#include <array>
 #include <filesystem>
 #include <fstream>
 
@@ -259,7 +260,8 @@ TEST_F(StoreDrivesTest, OptionsThatMakeNoSenseAreRefused) {
   StoreOptions unweighted = small_model_on(directory_ / "unweighted", 2);
   unweighted.stripe_weights = {1};
   EXPECT_THROW(create_store(unweighted, *engine_), UsageError);
-  EXPECT_THROW((void)Store::create(small_model_on(directory_ / "engines", 2), *engine_), UsageError);
+  const std::array one{engine_.get()};
+  EXPECT_THROW((void)Store::create(small_model_on(directory_ / "engines", 2), one), UsageError);
   EXPECT_FALSE(fs::exists(directory_ / "unweighted"));
 }
 

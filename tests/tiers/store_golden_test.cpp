@@ -49,7 +49,7 @@ class StoreGoldenTest : public ::testing::Test {
     options_.identity.world_size = 3;
     options_.store_number = 0x0123456789ABCDEFull;
     const auto engine = clean_engine();
-    const auto store = Store::create(options_, *engine);
+    const auto store = create_store(options_, *engine);
     run_step(*store, options_, 0, all_records(options_));
     run_step(*store, options_, 1, {0});
     std::ifstream file(std::string(HOIST_TIERS_GOLDEN) + "/manifest-v4.hex");

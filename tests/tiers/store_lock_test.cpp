@@ -50,7 +50,7 @@ void end(pid_t child) {
 // As the data loaders of a program do.
 TEST_F(StoreLockTest, AForkedChildDoesNotKeepAStoreThatWasClosed) {
   make_committed();
-  auto store = Store::open(options_, *engine_);
+  auto store = open_store(options_, *engine_);
   const pid_t child = forked_sleeper();
   ASSERT_GT(child, 0);
   store.reset();
@@ -129,7 +129,7 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndOneGetsIt) {
     std::atomic<int> made{0}, refused{0}, failed{0};
     on_four_threads([&](auto& engine) {
       try {
-        const auto store = Store::create(options_, engine);
+        const auto store = create_store(options_, engine);
         ++made;
         while (made + refused + failed < 4) std::this_thread::yield();  // none comes after another
       } catch (const StoreError&) {
@@ -152,7 +152,7 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
     std::atomic<int> made{0};
     on_four_threads([&](auto& engine) {
       try {
-        const auto store = Store::create(options_, engine);
+        const auto store = create_store(options_, engine);
         run_step(*store, options_, 0, all_records(options_));
         ++made;
       } catch (const StoreError& error) {
@@ -160,7 +160,7 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
       }
     });
     EXPECT_EQ(made, 1);
-    EXPECT_NO_THROW(Store::open(options_, *engine_));
+    EXPECT_NO_THROW(open_store(options_, *engine_));
     fs::remove_all(options_.directory);
   }
 }
@@ -170,7 +170,7 @@ TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
   make_committed(2);
   const auto before = contents();
   {
-    const auto store = Store::open(options_, *engine_);
+    const auto store = open_store(options_, *engine_);
     EXPECT_FALSE(Store::remove(directories, {}));
   }
   EXPECT_EQ(contents(), before);
@@ -187,14 +187,14 @@ TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
 TEST_F(StoreLockTest, RemovingDoesNotTakeTheStoreThatCameAfterTheOneItWaitedFor) {
   const std::array directories{options_.directory};
   make_committed(2);
-  auto first = Store::open(options_, *engine_);
+  auto first = open_store(options_, *engine_);
   std::optional<bool> removed;
   std::thread remover([&] { removed = Store::remove(directories, std::chrono::milliseconds(500)); });
   std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it waits for the first store's lock, mostly
   const std::string other = options_.directory + "-other";
   fs::rename(options_.directory, other);  // the files keep their locks
   make_committed(5);
-  const auto second = Store::open(options_, *engine_);
+  const auto second = open_store(options_, *engine_);
   first.reset();
   remover.join();
   EXPECT_EQ(removed, false);

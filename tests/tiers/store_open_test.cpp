@@ -86,8 +86,7 @@ TEST_F(StoreOpenTest, WhatIsNoFileIsRefusedAndNeverWaitedFor) {
         return "went well";
       };
       const std::string found = attempt([&] { Store::look(options_.directory, 0); });
-      const std::string opened =
-          attempt([&] { Store::open(options_, *engine_)->adopt({.step = 2, .incarnation = 1}); });
+      const std::string opened = attempt([&] { open_store(options_, *engine_)->adopt({.step = 2, .incarnation = 1}); });
       const std::string created = attempt([&] { create(); });
       attempt([&] { Store::holder(options_.directory, 0); });
       EXPECT_THAT(created, HasSubstr(options_.directory)) << "a store with a commit was replaced";
@@ -409,8 +408,8 @@ TEST_F(StoreOpenTest, SymbolicLinksAreNotFollowed) {
   for (const char* ending : {"data", "manifest"}) {
     fs::rename(file(ending), directory_ / "elsewhere");
     fs::create_symlink(directory_ / "elsewhere", file(ending));
-    EXPECT_THROW(Store::open(options_, *engine_), IoError) << ending;
-    EXPECT_THROW(Store::create(options_, *engine_), IoError) << ending;
+    EXPECT_THROW(open_store(options_, *engine_), IoError) << ending;
+    EXPECT_THROW(create_store(options_, *engine_), IoError) << ending;
     fs::remove(file(ending));
     fs::rename(directory_ / "elsewhere", file(ending));
   }
@@ -438,7 +437,7 @@ TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
     const auto faults = std::make_shared<Faults>(1);
     faults->add({.kind = Fault::Kind::error, .first = operation, .code = ENOSPC});
     aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
-    EXPECT_THROW(Store::create(options_, engine), IoError);
+    EXPECT_THROW(create_store(options_, engine), IoError);
     EXPECT_EQ(faults->hits(Fault::Kind::error), 1u);
     EXPECT_FALSE(fs::exists(directory_ / "a"));
   }
@@ -448,7 +447,7 @@ TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
   const auto faults = std::make_shared<Faults>(1);
   faults->add({.kind = Fault::Kind::error, .code = EIO});
   aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
-  EXPECT_THROW(Store::create(options_, engine), IoError);
+  EXPECT_THROW(create_store(options_, engine), IoError);
   EXPECT_EQ(contents().size(), 1u);
 }
 
@@ -462,7 +461,7 @@ TEST_F(StoreOpenTest, AReservationThatFailsIsUndone) {
     ::setrlimit(RLIMIT_FSIZE, &limit);
     const auto engine = clean_engine();
     try {
-      Store::create(options_, *engine);
+      create_store(options_, *engine);
     } catch (const IoError&) {
       ::_exit(fs::exists(directory_ / "a") ? 77 : 0);
     }

@@ -84,7 +84,7 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   ranks_.run_in_job(same_run ? "open its mirror" : "make its mirror", [&] {
     store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
     store_options_.store_number = store_number;
-    store_ = same_run ? tiers::Store::open(store_options_, *io_) : tiers::Store::create(store_options_, *io_);
+    store_ = same_run ? tiers::Store::open(store_options_, drives_) : tiers::Store::create(store_options_, drives_);
   });
   if (!same_run) return;
   adopt_commit(ranks_, options_, *store_, "");
@@ -101,10 +101,10 @@ void Mirror::reopen() {
   std::ranges::fill(fingerprints_, 0);
   const tiers::Store::Found found = tiers::Store::look(store_options_.directory, store_options_.identity.rank);
   if (!found.exists || (!found.ever_committed && !newest_)) {
-    store_ = tiers::Store::create(store_options_, *io_);
+    store_ = tiers::Store::create(store_options_, drives_);
     return;
   }
-  std::unique_ptr<tiers::Store> store = tiers::Store::open(store_options_, *io_);
+  std::unique_ptr<tiers::Store> store = tiers::Store::open(store_options_, drives_);
   const std::vector<tiers::CommitHeader> commits = store->commits_and_abandoned();
   const auto wanted =
       std::ranges::find_if(commits, [&](const auto& commit) { return !newest_ || newest_->is(commit); });

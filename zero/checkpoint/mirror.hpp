@@ -15,6 +15,7 @@
 // Main path  claim -> (commit) -> start -> Store::hold -> copy_records -> commit -> barrier -> done.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -91,6 +92,7 @@ class Mirror {
 
   // The copy's thread uses these alone.
   const std::unique_ptr<aio::DriveQueue> io_;
+  const std::array<aio::DriveQueue*, 1> drives_{io_.get()};
   std::unique_ptr<tiers::Store> store_;      // null after a copy has failed
   std::optional<Copied> newest_;             // the newest commit in it that all ranks have
   std::vector<std::uint64_t> fingerprints_;  // of the records that the mirror holds; 0 where that is unknown
