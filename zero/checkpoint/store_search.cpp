@@ -288,11 +288,6 @@ std::optional<std::uint64_t> StoreSearch::newest_step_of_any() const {
   return newest < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(newest));
 }
 
-std::optional<std::uint64_t> StoreSearch::find_commit() const {
-  const auto source = find(std::nullopt);
-  return source ? std::optional(source->commits.front().step) : std::nullopt;
-}
-
 std::vector<NamedCheckpoint> StoreSearch::find_checkpoints() const {
   std::vector<NamedCheckpoint> steps;
   std::vector<StoreDirectory> places = directories();

@@ -65,7 +65,6 @@ class StoreSearch {
   // keeps, or the name of one.
   std::optional<RestoreSource> find(const std::optional<std::string>& from,
                                     Incomplete incomplete = Incomplete::refuse) const;
-  std::optional<std::uint64_t> find_commit() const;       // [J]
   std::vector<NamedCheckpoint> find_checkpoints() const;  // [J]
   // [J] Every store that any rank sees, newest first.
   std::vector<StoreDirectory> directories() const;

@@ -69,7 +69,7 @@ void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use, std:
   // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed. A
   // store that takes over from another is in a directory of its own, where nothing is.
   const bool first_commit_is_useless =
-      create_store && !former_run && ranks.job().size() > 1 && !StoreSearch(ranks, options).find_commit();
+      create_store && !former_run && ranks.job().size() > 1 && !StoreSearch(ranks, options).find(std::nullopt);
   if (const int size = detail::gathering_group(options, runtime.world_size()); size > 1)
     gathering_group = runtime.communicator().split(size);
   try {
