@@ -229,9 +229,10 @@ TEST_F(Plan, CountsActivations) {
 
 TEST_F(Plan, AFrozenParameterHasNoGradientToCompute) {
   const auto compute_seconds = [&](const char* trainable) {
-    write("units.json", fmt::format(R"({{"units": [{{"name": "a", "parameters": [{{"name": "a.weight", "shape": [1000000],
+    write("units.json",
+          fmt::format(R"({{"units": [{{"name": "a", "parameters": [{{"name": "a.weight", "shape": [1000000],
                                      "trainable": {}}}, {{"name": "a.adapter", "shape": [1000]}}]}}]}})",
-                                    trainable));
+                      trainable));
     EXPECT_EQ(run("plan --units units.json --tokens 1000" + std::string(kOneRank)).exit_code, 0);
     return best(json_of("plan.json"))["busy_seconds"]["compute"].get<double>();
   };

@@ -591,8 +591,8 @@ def test_a_commit_has_the_weights_that_the_program_set(tmp_path, dtype):
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 def test_masters_are_joined_with_what_was_loaded_last(tmp_path, offload):
-    """load_state_dict() keeps remainders of bf16 masters for weights that are loaded later: set_master() and restore() set masters
-    of their own."""
+    """load_state_dict() keeps remainders of bf16 masters for weights that are loaded later; set_master() and restore() bring
+    masters of their own."""
     program = Program("AdamW", torch.bfloat16, torch.get_default_device(), keep_steps=1, offload=offload,
                       directory=str(tmp_path / "store"), **BUDGETS).train(0, 2)
     optimizer = program.optimizer

@@ -26,8 +26,8 @@ struct ActivationBytes {
 ActivationBytes activation_bytes(const Model& model, double tokens_kept, double micro_batch_tokens);
 
 // Floating-point operations that a token takes, for a checkpoint at every unit. Each parameter takes part in a
-// multiplication and an addition in forward, in forward's repetition, for the gradient of the unit's input and, if it is
-// trained, for its own.
+// multiplication and an addition in forward, in forward's repetition, for the gradient of the unit's input and, if it
+// is trained, for its own.
 struct TokenOperations {
   double all = 0;
   double forward = 0;  // of them
