@@ -3,6 +3,7 @@
 // contents.
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -50,7 +51,7 @@ class Fresh {
 };
 
 bool is_all(std::span<const std::byte> bytes, std::byte value) {
-  return std::ranges::all_of(bytes, [&](std::byte byte) { return byte == value; });
+  return bytes.front() == value && std::memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0;
 }
 
 TEST(FirstTouch, EveryPageOfAnyPieceIsInMemoryOnce) {
