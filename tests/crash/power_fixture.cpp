@@ -20,9 +20,8 @@ namespace {
 
 const ToyShape kShape{.matrices = {3000, 5000}, .norm = 40};
 
-std::string digests_without_losses(ToyModel& model) {
-  model.losses.clear();
-  const Digests d = digests_of(model);
+std::string state_of(ToyModel& model) {
+  const Digests d = state_digests(model);
   return fmt::format("{} {} {}", d.master, d.moment1, d.moment2);
 }
 
@@ -84,7 +83,7 @@ void Power::SetUp() {
     const auto model = make_model(runtime, undisturbed, group);
     model->initialize();
     model->train(1, last_step_);
-    const std::string digests = digests_without_losses(*model);
+    const std::string digests = state_of(*model);
     if (runtime.rank() == 0) expected_[static_cast<std::size_t>(group)] = digests;
     return "";
   });
@@ -218,7 +217,7 @@ std::string Power::judge_rank(ToyModel& model, const History& history, const std
     model.initialize();
   }
   model.train(first, last_step_);
-  const std::string digests = digests_without_losses(model);
+  const std::string digests = state_of(model);
   return digests == expected ? "" : fmt::format("ended in {} instead of {}", digests, expected);
 }
 
@@ -237,7 +236,7 @@ std::string Power::judge_checkpoints(const History& history) const {
         found = fmt::format("step {} is there, {} was saved", step, history.checkpoint.load());
       model->restore({.from = checkpoints.front().name});
       model->train(checkpoints.front().step + 1, last_step_);
-      if (digests_without_losses(*model) != expected_[static_cast<std::size_t>(group)] && found.empty())
+      if (state_of(*model) != expected_[static_cast<std::size_t>(group)] && found.empty())
         found = "from the named checkpoint it ends elsewhere";
     }
     return found;

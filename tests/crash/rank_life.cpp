@@ -158,8 +158,7 @@ std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, Wat
   rank.stage = Stage::forward;  // the last update has no pass of its own
   engine.settle();
   rank.stage = Stage::ended;
-  model.losses.clear();
-  const Digests digests = digests_of(model);
+  const Digests digests = state_digests(model);
   return fmt::format("{} {} {}", digests.master, digests.moment1, digests.moment2);
 }
 

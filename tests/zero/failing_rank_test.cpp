@@ -90,28 +90,12 @@ struct DriveCase {
 
 class FailingDrive : public testing::TestWithParam<std::tuple<DriveCase, int>> {};
 
-// Masters and moments after each step, on `size` ranks.
-std::vector<Digests> digests_by_step(int size) {
-  std::vector<Digests> all(kSteps + 1);
-  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
-  run_ranks(size, setup, [&](int rank, ToyModel& model) {
-    model.initialize();
-    for (std::uint64_t step = 0; step <= kSteps; ++step) {
-      if (step > 0) model.train(step, step);
-      Digests digests = digests_of(model);
-      digests.losses.clear();
-      if (rank == 0) all[step] = digests;
-    }
-  });
-  return all;
-}
-
 // From the third step on, the n-th block of the given kind and all later ones fail. The seed draws n, so the failure
 // hits a fetch, an update or a commit.
 TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
   const auto& drive = std::get<0>(GetParam());
   const int size = std::get<1>(GetParam());
-  const std::vector<Digests> reference = digests_by_step(size);
+  const std::vector<Digests>& reference = digests_by_step(size, kSteps, kShape);
   for (const std::uint64_t seed : {1u, 2u, 3u}) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const int failing = static_cast<int>(random_bits(seed, 1) % static_cast<std::uint64_t>(size));

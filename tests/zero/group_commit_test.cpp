@@ -110,11 +110,6 @@ class GroupCommit : public testing::TestWithParam<Cell> {
     });
   }
 
-  static Digests digests(ToyModel& model) {
-    model.losses.clear();
-    return digests_of(model);
-  }
-
   // The groups' state after so many undisturbed steps, in memory, without a store.
   std::vector<Digests> undisturbed(std::uint64_t steps) const {
     std::vector<Digests> found(sizes_.size());
@@ -124,7 +119,7 @@ class GroupCommit : public testing::TestWithParam<Cell> {
       ToyModel model(runtime, toy.engine, shape(group));
       model.initialize();
       model.train(1, steps);
-      const Digests mine = digests(model);
+      const Digests mine = state_digests(model);
       if (rank == 0) found[static_cast<std::size_t>(group)] = mine;
     });
     return found;
@@ -161,9 +156,9 @@ class GroupCommit : public testing::TestWithParam<Cell> {
         EXPECT_EQ(model.find_commit(), step);
       }
       EXPECT_EQ(model.restore({.from = from}).step, step);
-      EXPECT_EQ(digests(model), there[static_cast<std::size_t>(group)]);
+      EXPECT_EQ(state_digests(model), there[static_cast<std::size_t>(group)]);
       model.train(step + 1, kLastStep);
-      EXPECT_EQ(digests(model), end[static_cast<std::size_t>(group)]);
+      EXPECT_EQ(state_digests(model), end[static_cast<std::size_t>(group)]);
       EXPECT_EQ(model.engine().committed_step(), kLastStep);
     });
   }
@@ -271,7 +266,7 @@ TEST_P(GroupCommit, AGroupThatCannotBeRestoredIsHeardByAll) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 3 of the norm group"), HasSubstr("rank-00001.manifest")));
     }
     EXPECT_EQ(model.restore().step, 2u);
-    EXPECT_EQ(digests(model), there[static_cast<std::size_t>(group)]);
+    EXPECT_EQ(state_digests(model), there[static_cast<std::size_t>(group)]);
   });
   EXPECT_LT(Clock::now() - start, kAtOnce);
 }
@@ -396,12 +391,12 @@ class GroupReshard : public GroupCommit {
       if (before.empty())
         model.initialize();
       else
-        EXPECT_EQ(digests(model), before[static_cast<std::size_t>(group)]);
+        EXPECT_EQ(state_digests(model), before[static_cast<std::size_t>(group)]);
       Engine& engine = model.engine();
       model.train(step + 1, step + 1);
       engine.settle();
       EXPECT_EQ(engine.committed_step(), step + 1);
-      const Digests mine = digests(model);
+      const Digests mine = state_digests(model);
       if (rank == 0) after[static_cast<std::size_t>(group)] = mine;
     });
     before = after;
@@ -473,7 +468,7 @@ TEST_P(GroupReshard, WhatOneGroupLacksIsTakenOverByNone) {
     sizes_ = {1, 1};
     on_engines([&](int group, int, ToyModel& model) {
       EXPECT_EQ(model.restore({.from = from}).step, 2u);
-      EXPECT_EQ(digests(model), there[static_cast<std::size_t>(group)])
+      EXPECT_EQ(state_digests(model), there[static_cast<std::size_t>(group)])
           << "group " << group << " from '" << from << "'";
     });
   }

@@ -10,6 +10,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/remembered.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
@@ -67,12 +68,6 @@ class MirrorTest : public testing::TestWithParam<Cell> {
     model.engine().step({.caller_state = bytes_of(state)});
   }
 
-  static Digests state_of(ToyModel& model) {
-    Digests state = digests_of(model);
-    state.losses.clear();
-    return state;
-  }
-
   // Trains from scratch, and leaves the last step in the mirror.
   void train_and_mirror(int ranks, std::uint64_t steps) {
     on_engines(ranks, [&](int, ToyModel& model) {
@@ -85,19 +80,22 @@ class MirrorTest : public testing::TestWithParam<Cell> {
   }
 
   // The state after each step of a run that nobody disturbed. It is the same for 1, 2 and 4 ranks.
-  std::map<std::uint64_t, Digests> undisturbed(std::uint64_t steps) {
-    ToySetup setup = toy_setup(GetParam().parameters, GetParam().optimizer, directory_ / "undisturbed");
-    setup.engine.gradient_clipping = 0;
-    setup.engine.update_mode = UpdateMode::step;
-    ToyTraining training(setup);
-    training.model.equal_gradients = true;
-    training.model.initialize();
-    std::map<std::uint64_t, Digests> states;
-    for (std::uint64_t step = 1; step <= steps; ++step) {
-      take_step(training.model, step);
-      states[step] = state_of(training.model);
-    }
-    return states;
+  static const std::map<std::uint64_t, Digests>& undisturbed(std::uint64_t steps) {
+    static std::map<std::uint64_t, std::map<std::uint64_t, Digests>> made;
+    return remembered(made, steps, [&] {
+      ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+      setup.engine.gradient_clipping = 0;
+      setup.engine.update_mode = UpdateMode::step;
+      ToyTraining training(setup);
+      training.model.equal_gradients = true;
+      training.model.initialize();
+      std::map<std::uint64_t, Digests> states;
+      for (std::uint64_t step = 1; step <= steps; ++step) {
+        take_step(training.model, step);
+        states[step] = state_digests(training.model);
+      }
+      return states;
+    });
   }
 
   std::vector<detail::StoreDirectory> stores_in(const std::string& directory) const {
@@ -110,7 +108,7 @@ class MirrorTest : public testing::TestWithParam<Cell> {
 };
 
 TEST_P(MirrorTest, ARunGoesOnFromItWhenItsDriveIsGone) {
-  const auto states = undisturbed(6);
+  const auto& states = undisturbed(6);
   for (const auto& [before, after] : std::vector<std::pair<int, int>>{{1, 1}, {2, 2}, {2, 1}, {1, 4}}) {
     SCOPED_TRACE(std::to_string(before) + " ranks, then " + std::to_string(after));
     train_and_mirror(before, 4);
@@ -122,10 +120,10 @@ TEST_P(MirrorTest, ARunGoesOnFromItWhenItsDriveIsGone) {
       EXPECT_EQ(report.mirror, setup_.engine.mirror.directory);
       EXPECT_EQ(std::string(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size()),
                 "step 4");
-      EXPECT_EQ(state_of(model), states.at(4));
+      EXPECT_EQ(state_digests(model), states.at(4));
       for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
       model.engine().save("", bytes_of("step 6"), {.mirror = true}).wait();
-      EXPECT_EQ(state_of(model), states.at(6));
+      EXPECT_EQ(state_digests(model), states.at(6));
     });
     // The store that the first run's mirror was is gone, and the one that took its place is whole.
     EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
@@ -140,7 +138,7 @@ TEST_P(MirrorTest, ARunGoesOnFromItWhenItsDriveIsGone) {
       const RestoreReport report = model.restore();
       EXPECT_EQ(report.step, 6u);
       EXPECT_EQ(report.mirror, "");
-      EXPECT_EQ(state_of(model), states.at(6));
+      EXPECT_EQ(state_digests(model), states.at(6));
     });
     fs::remove_all(setup_.engine.store_directory);
     fs::remove_all(setup_.engine.mirror.directory);
@@ -150,7 +148,7 @@ TEST_P(MirrorTest, ARunGoesOnFromItWhenItsDriveIsGone) {
 // Whatever step a copy under way holds, it is one of the run's, and whole.
 TEST_P(MirrorTest, TrainingDoesNotWaitForASlowOne) {
   constexpr std::uint64_t kSteps = 8;
-  const auto states = undisturbed(kSteps);
+  const auto& states = undisturbed(kSteps);
   setup_.engine.mirror.every = 1;
   setup_.engine.mirror.bytes_per_second = 200 * kKiB;
   constexpr double kSecondsACopy = 2;  // at least, of a rank's 400 KiB and more
@@ -163,19 +161,19 @@ TEST_P(MirrorTest, TrainingDoesNotWaitForASlowOne) {
     }
     model.engine().settle();
     EXPECT_LT(to_seconds(Clock::now() - begin), static_cast<double>(kSteps) * kSecondsACopy);
-    EXPECT_EQ(state_of(model), states.at(kSteps));
+    EXPECT_EQ(state_digests(model), states.at(kSteps));
   });
   fs::remove_all(setup_.engine.store_directory);
   on_engines(2, [&](int, ToyModel& model) {
     const RestoreReport report = model.restore();
     EXPECT_GE(report.step, 1u);
-    EXPECT_EQ(state_of(model), states.at(report.step));
+    EXPECT_EQ(state_digests(model), states.at(report.step));
   });
 }
 
 TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
   constexpr std::uint64_t kSteps = 12;
-  const auto states = undisturbed(kSteps);
+  const auto& states = undisturbed(kSteps);
   setup_.engine.mirror.every = 1;
   for (std::uint64_t last = 3; last <= kSteps; last += 3) {
     on_engines(2, [&](int, ToyModel& model) {
@@ -190,7 +188,7 @@ TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
     on_engines(2, [&](int, ToyModel& model) {
       const RestoreReport report = model.restore();
       EXPECT_GE(report.step, 1u);
-      EXPECT_EQ(state_of(model), states.at(report.step));
+      EXPECT_EQ(state_digests(model), states.at(report.step));
     });
     fs::remove_all(setup_.engine.store_directory);
     fs::remove_all(setup_.engine.mirror.directory);
@@ -199,7 +197,7 @@ TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
 
 // The second one begins while the first is still being written. `every`: the first is copied as the next that is due.
 TEST_P(MirrorTest, SavesInARowAreCopiedOneAfterTheOther) {
-  const auto states = undisturbed(2);
+  const auto& states = undisturbed(2);
   setup_.engine.keep_steps = 2;
   for (const unsigned every : {0u, 1u}) {
     SCOPED_TRACE("every " + std::to_string(every));
@@ -219,7 +217,7 @@ TEST_P(MirrorTest, SavesInARowAreCopiedOneAfterTheOther) {
     fs::remove_all(setup_.engine.store_directory);
     on_engines(2, [&](int, ToyModel& model) {
       EXPECT_EQ(model.restore().step, 2u);
-      EXPECT_EQ(state_of(model), states.at(2));
+      EXPECT_EQ(state_digests(model), states.at(2));
     });
     fs::remove_all(setup_.engine.store_directory);
     fs::remove_all(setup_.engine.mirror.directory);
@@ -229,7 +227,7 @@ TEST_P(MirrorTest, SavesInARowAreCopiedOneAfterTheOther) {
 // The files of a healthy rank stay where they are: a person may want them.
 TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
   own_drives_ = true;
-  const auto states = undisturbed(6);
+  const auto& states = undisturbed(6);
   on_engines(2, [&](int, ToyModel& model) {
     model.initialize();
     for (std::uint64_t step = 1; step <= 6; ++step) {
@@ -242,9 +240,9 @@ TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
     fs::remove_all(setup_.engine.store_directory + "1");
     on_engines(2, [&](int, ToyModel& model) {
       EXPECT_EQ(model.restore().step, 4u);
-      EXPECT_EQ(state_of(model), states.at(4));
+      EXPECT_EQ(state_digests(model), states.at(4));
       for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
-      EXPECT_EQ(state_of(model), states.at(6));
+      EXPECT_EQ(state_digests(model), states.at(6));
       if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
     });
   }
@@ -256,7 +254,7 @@ TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
 // training. (With nothing on NVMe a restore commits nothing, and leaves a store without a commit whenever it ends.)
 TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
   own_drives_ = true;
-  const auto states = undisturbed(4);
+  const auto& states = undisturbed(4);
   train_and_mirror(2, 4);
   fs::remove_all(setup_.engine.store_directory + "1");
   for (const int failing : {0, 1}) {
@@ -285,7 +283,7 @@ TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
   }
   on_engines(2, [&](int, ToyModel& model) {
     EXPECT_EQ(model.restore().mirror, setup_.engine.mirror.directory);
-    EXPECT_EQ(state_of(model), states.at(4));
+    EXPECT_EQ(state_digests(model), states.at(4));
     model.engine().save("", bytes_of("step 4")).wait();
   });
   // It is the rank's training now, of which the mirror holds an older commit.
@@ -295,7 +293,7 @@ TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
 // A store cannot be read without each of its drives. When one is lost, the others keep their files: it may come back.
 TEST_P(MirrorTest, OneOfARanksDrivesIsEnoughToLose) {
   own_drives_ = true;
-  const auto states = undisturbed(4);
+  const auto& states = undisturbed(4);
   setup_.engine.stripe_directories = {directory_ / "further"};
   const std::string first = of_rank(1).engine.store_directory, further = of_rank(1).engine.stripe_directories.front();
   for (const auto& [lost, other] : {std::pair(first, further), std::pair(further, first)}) {
@@ -305,7 +303,7 @@ TEST_P(MirrorTest, OneOfARanksDrivesIsEnoughToLose) {
     for (const bool again : {false, true}) {
       on_engines(2, [&](int, ToyModel& model) {
         EXPECT_EQ(model.restore().mirror, again ? "" : setup_.engine.mirror.directory);
-        EXPECT_EQ(state_of(model), states.at(4));
+        EXPECT_EQ(state_digests(model), states.at(4));
         model.engine().save("", bytes_of("step 4")).wait();
       });
       EXPECT_TRUE(fs::exists(other + "/rank-00001.data"));
@@ -352,7 +350,7 @@ TEST_P(MirrorTest, AStoreThatLacksAFileIsRefusedAndLeftAsItIs) {
 // Errors of a copy: each reaches every rank, the training goes on, and the next copy is whole.
 TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
   const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
-  const auto states = undisturbed(6);
+  const auto& states = undisturbed(6);
   for (const std::uint64_t first_failure : {1u, 3u}) {  // before there is a whole copy, and after
     on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
       ToySetup setup = setup_;
@@ -380,12 +378,12 @@ TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
         const auto whole = model.engine().mirror().step;
         EXPECT_EQ(whole, !fails ? std::optional(step) : first_failure == 1 ? std::nullopt : std::optional(2ul));
       }
-      EXPECT_EQ(state_of(model), states.at(6));
+      EXPECT_EQ(state_digests(model), states.at(6));
     });
     fs::remove_all(setup_.engine.store_directory);
     on_engines(2, [&](int, ToyModel& model) {
       EXPECT_EQ(model.restore().step, 6u);
-      EXPECT_EQ(state_of(model), states.at(6));
+      EXPECT_EQ(state_digests(model), states.at(6));
     });
     fs::remove_all(setup_.engine.store_directory);
     fs::remove_all(setup_.engine.mirror.directory);
@@ -509,7 +507,7 @@ TEST_P(MirrorTest, ARestartGoesOnWithItAndWhatHasNotChangedIsNotCopiedAgain) {
 // After going back a step, the mirror's commits no longer belong to the run. The first whole copy replaces them.
 TEST_P(MirrorTest, AStepBackMakesItAnew) {
   setup_.engine.keep_steps = 1;
-  const auto states = undisturbed(4);
+  const auto& states = undisturbed(4);
   on_engines(1, [&](int, ToyModel& model) {
     model.initialize();
     for (std::uint64_t step = 1; step <= 4; ++step) {
@@ -531,7 +529,7 @@ TEST_P(MirrorTest, AStepBackMakesItAnew) {
   fs::remove_all(setup_.engine.store_directory);
   on_engines(1, [&](int, ToyModel& model) {
     EXPECT_EQ(model.restore().step, 3u);
-    EXPECT_EQ(state_of(model), states.at(3));
+    EXPECT_EQ(state_digests(model), states.at(3));
   });
 }
 

@@ -46,8 +46,7 @@ Digests train(int rank, const Runtime::Groups& groups, const std::string& direct
   model.train(found + 1, found + steps);
   model.engine().settle();
   expect(model.engine().committed_step() == found + steps, rank, "the last step is not durable");
-  model.losses.clear();
-  return digests_of(model);
+  return state_digests(model);
 }
 
 // Stopped and resumed, the slices end in what they come to in one go.

@@ -52,8 +52,7 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
       EXPECT_EQ(report.world_size, ranks_before_);
       const std::string state(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size());
       EXPECT_EQ(state, "rank " + std::to_string(rank < ranks_before_ ? rank : 0));
-      Digests found = digests_of(model);
-      found.losses.clear();
+      const Digests found = state_digests(model);
       if (from.empty())
         EXPECT_EQ(found, before_);
       else
@@ -73,8 +72,7 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
     if (!on_nvme()) model.engine().save("", std::as_bytes(std::span(state))).wait();
     model.engine().settle();
     EXPECT_EQ(model.engine().committed_step(), last_step);
-    Digests mine = digests_of(model);
-    mine.losses.clear();
+    const Digests mine = state_digests(model);
     if (rank == 0) after = mine;
   }
 
@@ -181,8 +179,7 @@ TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
     const std::string state = "rank " + std::to_string(rank);
     model.train(1, 2);
     engine.save("two", std::as_bytes(std::span(state))).wait();
-    Digests mine = digests_of(model);
-    mine.losses.clear();
+    const Digests mine = state_digests(model);
     if (rank == 0) at_["two"] = mine;
     go_on(rank, model, 2, 4, before_);
   });

@@ -101,6 +101,7 @@ struct Digests {
 };
 std::ostream& operator<<(std::ostream& out, const Digests& digests);
 Digests digests_of(ToyModel& model);
+Digests state_digests(ToyModel& model);  // without losses, which a run that was interrupted does not have all of
 
 // Trains `steps` steps from scratch in one process and rank; the reference of every comparison.
 Digests train_once(const ToySetup& setup, const ToyShape& shape, std::uint64_t steps);

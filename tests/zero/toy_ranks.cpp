@@ -3,10 +3,14 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <memory>
 #include <thread>
+#include <tuple>
 
 #include <spdlog/spdlog.h>
+
+#include <hoist/tests/support/remembered.hpp>
 
 namespace hoist::test {
 
@@ -98,6 +102,25 @@ std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& s
     run.digests = digests_of(model);
   });
   return runs;
+}
+
+const std::vector<Digests>& digests_by_step(int size, std::uint64_t steps, const ToyShape& shape) {
+  static std::map<std::tuple<int, std::uint64_t, std::vector<std::int64_t>>, std::vector<Digests>> made;
+  return remembered(made, {size, steps, shape.matrices}, [&] {
+    std::vector<Digests> all;
+    const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+    on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup.runtime, join);
+      ToyModel model(runtime, setup.engine, shape);
+      model.initialize();
+      for (std::uint64_t step = 0; step <= steps; ++step) {
+        if (step > 0) model.train(step, step);
+        const Digests digests = state_digests(model);
+        if (rank == 0) all.push_back(digests);
+      }
+    });
+    return all;
+  });
 }
 
 Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps) {

@@ -31,6 +31,10 @@ struct RankRun {
 // Trains on `size` ranks and returns what each saw.
 std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps);
 
+// Rank 0's state (digests without losses) after each step of an undisturbed training on `size` ranks, all of it in
+// pinned memory; the first is of the state that it begins with. Made once for shapes with the same matrices.
+const std::vector<Digests>& digests_by_step(int size, std::uint64_t steps, const ToyShape& shape = {});
+
 // Trains ToyShape{} on `size` ranks, each step of as many micro-batches as the setup's engine is made for, in its
 // order. Returns what rank 0 ends in.
 Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps);
