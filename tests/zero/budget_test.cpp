@@ -14,7 +14,7 @@
 namespace hoist::test::budget_test {
 namespace {
 
-const ToyShape kShape{.matrices = {300000, 500000, 400000, 300000}, .norm = 64, .tied = false};
+const ToyShape kShape{.matrices = {150000, 250000, 200000, 150000}, .norm = 64, .tied = false};
 
 ToySetup setup_with(std::uint64_t device, std::uint64_t pinned, const std::string& directory) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
@@ -153,7 +153,7 @@ class ByteTest : public testing::TestWithParam<ByteCase> {};
 
 TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   const ByteCase& c = GetParam();
-  const ToyShape shape{.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+  const ToyShape shape{.matrices = {1 << 18, 1 << 18, 1 << 18}, .norm = 32, .frozen = false, .tied = false};
   const TempDirectory directory;
   ToySetup setup = toy_setup(c.parameters, Placement::nvme, (directory / "store"));
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
@@ -161,7 +161,7 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   setup.engine.update_mode = c.mode;
   if (c.mode == UpdateMode::backward) setup.engine.gradient_clipping = 0;
   setup.engine.reuse_distance_elements = 0;  // every use fetches, as the formula assumes
-  setup.engine.sub_group_elements = 200000;
+  setup.engine.sub_group_elements = 50000;
   setup.engine.optimizer_pinned_fraction = c.pinned_fraction;
   setup.engine.parameters_pinned_fraction = c.pinned_weights;
   setup.engine.gradient_spill_units = c.spills ? 99 : 0;

@@ -320,7 +320,7 @@ TEST_P(OptimizersTest, HowManyRanksShareTheStateChangesNothing) {
 TEST_P(OptimizersTest, BytesArePredictedCountedAndMinimal) {
   const Choice& choice = GetParam();
   const ToyShape shape{
-      .matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false, .vectors = choice.vectors};
+      .matrices = {1 << 18, 1 << 18}, .norm = 32, .frozen = false, .tied = false, .vectors = choice.vectors};
   const TempDirectory directory;
   ToySetup setup = setup_of(choice, kNvme, kNvme, directory / "store");
   setup.runtime.pinned_memory_bytes = 128 * kMiB;

@@ -15,8 +15,8 @@
 namespace hoist::test::read_ahead_test {
 namespace {
 
-constexpr std::uint64_t kElements = 3 << 20;
-const ToyShape kShape{.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+constexpr std::uint64_t kElements = 3 << 18;
+const ToyShape kShape{.matrices = {1 << 18, 1 << 18, 1 << 18}, .norm = 32, .frozen = false, .tied = false};
 
 struct Where {
   const char* name;
@@ -32,7 +32,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
       return std::make_unique<CountingBackend>(aio::make_backend(options), aio::Operation::read, read_);
     };
     setup.engine.update_mode = UpdateMode::forward;
-    setup.engine.sub_group_elements = 100000;
+    setup.engine.sub_group_elements = 25000;
     setup.engine.update_buffer_count = 4;
     setup.engine.reuse_distance_elements = 0;  // every use of weights fetches them
     return std::make_unique<ToyTraining>(setup, kShape);
@@ -52,7 +52,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
   }
   bool weights_on_nvme() const { return GetParam().parameters == Placement::nvme; }
   // The most that a pass reads without read-ahead for the update; some of it may have been read before the pass.
-  std::uint64_t weights_read_in_a_pass() const { return weights_on_nvme() ? 2 * 2 * (kElements + 100000) : 0; }
+  std::uint64_t weights_read_in_a_pass() const { return weights_on_nvme() ? 2 * 2 * (kElements + 25000) : 0; }
 
   TempDirectory directory_;
   std::atomic<std::uint64_t> read_{0};
@@ -67,7 +67,7 @@ TEST_P(ReadAhead, FillsTheBuffersInThePassAndReadsNothingTwice) {
   r->engine().settle();  // every buffer is idle
   const std::uint64_t before = read_;
   r->model.pass(4);
-  const std::uint64_t of_buffers = 4 * 6 * 16384 * (weights_on_nvme() ? 12 : 10);  // pieces are whole tiles
+  const std::uint64_t of_buffers = 4 * 16384 * (weights_on_nvme() ? 12 : 10);  // pieces are whole tiles
   EXPECT_LE(read_ - before, of_buffers + weights_read_in_a_pass());
   EXPECT_GE(read_ - before, weights_on_nvme() ? of_buffers + 2 * kElements : of_buffers);
   r->engine().step();
