@@ -186,7 +186,7 @@ const std::vector<Cell>& cells() {
   return kCells;
 }
 
-constexpr std::uint64_t kSteps = 10;
+constexpr std::uint64_t kSteps = 6;
 
 const Digests& reference(DType dtype) {
   static const auto train = [](DType d) {
@@ -201,7 +201,7 @@ const Digests& reference(DType dtype) {
 
 class PlacementTest : public testing::TestWithParam<Cell> {};
 
-TEST_P(PlacementTest, TenStepsEndInTheSameBits) {
+TEST_P(PlacementTest, EndsInTheSameBits) {
   for (const DType dtype : kDTypes) {
     for (const UpdateMode mode : {UpdateMode::automatic, UpdateMode::step}) {
       const TempDirectory directory;
