@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <unistd.h>
 
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 
 #include "program.hpp"
@@ -18,20 +19,7 @@ namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-class Inspect : public test::ProgramTest {
- protected:
-  // Changes bytes of a file, `stride` bytes apart.
-  void damage(const std::string& name, std::uint64_t first, std::uint64_t stride = 1ull << 40) const {
-    std::fstream file(path(name), std::ios::in | std::ios::out | std::ios::binary);
-    const auto length = fs::file_size(path(name));
-    for (std::uint64_t at = first; at < length; at += stride) {
-      file.seekg(static_cast<std::streamoff>(at));
-      const char changed = static_cast<char>(file.get() ^ 0x10);
-      file.seekp(static_cast<std::streamoff>(at));
-      file.put(changed);
-    }
-  }
-};
+using Inspect = test::ProgramTest;
 
 TEST_F(Inspect, SaysWhatTheModelIsAndWhereItResumes) {
   test::make_store(path("nvme/hoist"), 2, 3);
@@ -70,7 +58,7 @@ TEST_F(Inspect, ARankThatIsElsewhereIsSaid) {
 
 TEST_F(Inspect, ADamagedManifestIsAFailure) {
   test::make_store(path("store"), 1, 1);
-  damage("store/rank-00000.manifest", 64);
+  test::flip_bits(path("store/rank-00000.manifest"), 64);
   const auto result = run("inspect store --json report.json");
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("no manifest can be read"));

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <unistd.h>
 
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 
 #include "program.hpp"
@@ -18,20 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 
-class Verify : public test::ProgramTest {
- protected:
-  // Changes bytes of a file, `stride` bytes apart.
-  void damage(const std::string& name, std::uint64_t first, std::uint64_t stride = 1ull << 40) const {
-    std::fstream file(path(name), std::ios::in | std::ios::out | std::ios::binary);
-    const auto length = fs::file_size(path(name));
-    for (std::uint64_t at = first; at < length; at += stride) {
-      file.seekg(static_cast<std::streamoff>(at));
-      const char changed = static_cast<char>(file.get() ^ 0x10);
-      file.seekp(static_cast<std::streamoff>(at));
-      file.put(changed);
-    }
-  }
-};
+using Verify = test::ProgramTest;
 
 TEST_F(Verify, ReadsEverythingAndChangesNothing) {
   test::make_store(path("store"), 2, 2);
@@ -55,7 +43,7 @@ TEST_F(Verify, ReadsEverythingAndChangesNothing) {
 
 TEST_F(Verify, NamesADamagedTile) {
   test::make_store(path("store"), 1, 0);  // the first commit lies at the beginning of the file
-  damage("store/rank-00000.data", 5);
+  test::flip_bits(path("store/rank-00000.data"), 5);
   const auto result = run("verify store --json report.json");
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("damaged: 1 tile"));
@@ -72,7 +60,7 @@ TEST_F(Verify, NamesADamagedTile) {
 
 TEST_F(Verify, ListsAllDamage) {
   test::make_store(path("store"), 1, 2);
-  damage("store/rank-00000.data", 7, 4096);
+  test::flip_bits(path("store/rank-00000.data"), 7, 4096);
   const auto result = run("verify store --json report.json");
   EXPECT_EQ(result.exit_code, 1);
   const auto report = json_of("report.json")["commits"][0];
@@ -112,7 +100,7 @@ TEST_F(Verify, ReadsNamedCheckpointsToo) {
     EXPECT_TRUE(kept["damage"].empty());
   }
   // Step 0 took the first extents, 1 the second, 2 the first that were free again: those of step 0.
-  damage("store/rank-00000.data", 5);
+  test::flip_bits(path("store/rank-00000.data"), 5);
   report = verified(1);
   EXPECT_EQ(report["sound"], false);
   EXPECT_TRUE(report["commits"][0]["damage"].empty());

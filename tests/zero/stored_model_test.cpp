@@ -12,6 +12,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/full_table.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
@@ -244,13 +245,7 @@ TEST(StoredModel, DamageIsListedAndNeverHandedOut) {
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   trained(1, setup, {.matrices = {3000, 5000}, .norm = 40}, 2);
   const std::string data = directory / "store/rank-00000.data";
-  const auto bytes = std::filesystem::file_size(data);
-  const int fd = ::open(data.c_str(), O_RDWR);
-  for (std::uint64_t offset = 11; offset < bytes; offset += 4096) {  // every tile of every extent
-    const char wrong = 0x5a;
-    ASSERT_EQ(::pwrite(fd, &wrong, 1, static_cast<off_t>(offset)), 1);
-  }
-  ::close(fd);
+  flip_bits(data, 11, 4096);  // every tile of every extent
   StoredModel model(directory / "store");
   const std::vector<CorruptionError> damage = verify_job(std::vector{directory / "store"})[0].damage;
   EXPECT_GT(damage.size(), 4u);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <filesystem>
-#include <fstream>
 #include <thread>
 #include <utility>
 
@@ -14,6 +13,7 @@
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
 #include "toy_program.hpp"
@@ -33,15 +33,9 @@ class VerificationTest : public testing::TestWithParam<Placement> {
   std::vector<Verification> verify(const VerifyOptions& options = {}) const {
     return verify_job(std::vector{setup_.engine.store_directory}, options);
   }
-  // Damages every tile of every extent.
+  // Every tile of every extent.
   void damage(int rank) const {
-    const std::string path = fmt::format("{}/rank-{:05}.data", setup_.engine.store_directory, rank);
-    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
-    for (std::uint64_t at = 11; at < fs::file_size(path); at += 4096) {
-      file.seekg(static_cast<std::streamoff>(at));
-      const char changed = static_cast<char>(file.get() ^ 0x10);
-      file.seekp(static_cast<std::streamoff>(at)).put(changed);
-    }
+    flip_bits(fmt::format("{}/rank-{:05}.data", setup_.engine.store_directory, rank), 11, 4096);
   }
 
   const TempDirectory directory_;
