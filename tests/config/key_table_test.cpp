@@ -4,7 +4,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <nlohmann/json.hpp>
 
 #include <hoist/config/config.hpp>
 #include <hoist/config/detail/json_text.hpp>
