@@ -36,13 +36,13 @@ constexpr double kRatioAim = 1.2;
 constexpr std::uint64_t kAimedBytes = 8 * kMiB;  // smaller units are a stream's wake-up as much as a transfer
 constexpr double kIdleAim = 0.1;
 constexpr std::chrono::milliseconds kLate{100};
-constexpr std::uint64_t kLegBytes = 128 * kMiB;    // of a unit's repeated calls
 constexpr std::uint64_t kScratchBytes = 4 * kMiB;  // the default of hoist.comm_scratch
 
 struct Arguments {
   std::vector<std::uint64_t> units{1 * kMiB, 8 * kMiB, 64 * kMiB};
   unsigned pairs = 31;
   std::chrono::milliseconds late{1000};
+  std::uint64_t leg_bytes = 128 * kMiB;  // of a unit's repeated calls
   std::string json;
 };
 
@@ -50,7 +50,7 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  if (smoke) arguments = {{1 * kMiB}, 3, std::chrono::milliseconds(200), {}};
+  if (smoke) arguments = {{1 * kMiB}, 3, std::chrono::milliseconds(200), 8 * kMiB, {}};
   arguments.units = options.byte_counts("--units", arguments.units);
   arguments.pairs = static_cast<unsigned>(options.number("--pairs", arguments.pairs));
   arguments.json = options.text("--json");
@@ -131,7 +131,8 @@ class Bench {
   Figure compare(const char* operation, std::uint64_t shard, std::chrono::milliseconds late, const Blocking& blocking,
                  const Hoist& hoist) {
     Figure figure{operation, shard * static_cast<std::uint64_t>(size()), {}, {}, {}};
-    const std::uint64_t calls = late.count() > 0 ? 1 : std::max<std::uint64_t>(1, kLegBytes / figure.unit_bytes);
+    const std::uint64_t calls =
+        late.count() > 0 ? 1 : std::max<std::uint64_t>(1, arguments_.leg_bytes / figure.unit_bytes);
     // Each leg returns when its last call ended.
     const auto repeated = [&] {
       for (std::uint64_t i = 0; i < calls; ++i) blocking();

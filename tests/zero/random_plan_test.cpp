@@ -20,7 +20,7 @@
 namespace hoist::test::random_plan_test {
 namespace {
 
-constexpr std::uint64_t kPlansOfShortRun = 400;
+constexpr std::uint64_t kPlansOfShortRun = 200;
 constexpr double kRounding = 1 - 1e-9;  // of sums
 
 std::uint64_t number_of(const char* variable, std::uint64_t otherwise) {
