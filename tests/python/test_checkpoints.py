@@ -138,32 +138,23 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("how", ["newest", "kept"])
-def test_a_schedule_goes_on_where_it_was(settings, kind, how):
+def test_a_schedule_goes_back_to_where_it_was(settings, kind):
     config = keeping(settings, 1)
     rates, losses = [], []
     with hoist.torch.wrap(make(), config) as engine:
         engine.lr_scheduler = SCHEDULES[kind](engine.optimizer)
         for step in range(10):
-            if step == 5 and how == "kept":
+            if step == 5:
                 engine.save("five")
             losses += train(engine, 1, first=step)
             rates.append(engine.optimizer.param_groups[0]["lr"])
-            if step == 4 and how == "newest":
-                break
     with hoist.torch.wrap(make(seed=4), config, resume=True) as engine:
-        if how == "kept":
-            engine.restore("five")
+        engine.restore("five")
         engine.lr_scheduler = SCHEDULES[kind](engine.optimizer)
         assert engine.optimizer.param_groups[0]["lr"] == rates[4]
         for step in range(5, 10):
-            loss = train(engine, 1, first=step)
-            rate = engine.optimizer.param_groups[0]["lr"]
-            if how == "kept":
-                assert loss == losses[step:step + 1] and rate == rates[step]
-            else:
-                losses += loss
-                rates.append(rate)
+            assert train(engine, 1, first=step) == losses[step:step + 1]
+            assert engine.optimizer.param_groups[0]["lr"] == rates[step]
     plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     schedule = SCHEDULES[kind](plain)
     for rate in rates:
@@ -451,8 +442,9 @@ def test_after_damage_was_undone_a_failed_engine_goes_on(settings, tmp_path, how
         files = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
         assert files
         whole = [path.read_bytes() for path in files]
+        every_byte_wrong = bytes(byte ^ 0x5A for byte in range(256))
         for path, content in zip(files, whole, strict=True):
-            write(path, bytes(byte ^ 0x5A for byte in content))
+            write(path, content.translate(every_byte_wrong))
         with pytest.raises(hoist.CorruptionError):
             train(engine, 1, first=3)
         with pytest.raises(hoist.Error):
