@@ -56,13 +56,8 @@ struct JustFastEnough {
   double factor;
 };
 constexpr JustFastEnough kJustFastEnough[] = {
-    {{"1e9", "laptop", 1024, "", "pinned", "nvme"}, 0.234},
     {{"7e9", "laptop", 512, "", "nvme", "nvme"}, 2.425},
-    {{"7e9", "h200-4-drives", 16384, "", "nvme", "nvme"}, 1.316},
     {{"30e9", "h200-4-drives", 16384, "", "pinned", "nvme"}, 1.321},
-    {{"70e9", "h200-4-drives", 16384, "", "nvme", "nvme"}, 3.187},
-    {{"70e9", "h100-8", 16384, "", "nvme", "nvme"}, 1.302},
-    {{"175e9", "h100-8", 16384, "", "pinned", "nvme"}, 1.415},
     {{"175e9", "h100-8x32", 16384, "", "nvme", "nvme"}, 0.041},
     {{"70e9", "h200-4-drives", 65536, "vertical", "nvme", "nvme"}, 1.272},
 };
