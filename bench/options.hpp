@@ -14,13 +14,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <vector>
 
 #include <fmt/format.h>
@@ -56,12 +54,10 @@ class Options {
   std::uint64_t number(std::string_view name, std::uint64_t otherwise, std::uint64_t least = 1) {
     const std::string value = text(name);
     if (value.empty()) return otherwise;
-    std::uint64_t number = 0;
-    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-    if (error != std::errc() || end != value.data() + value.size())
-      throw UsageError(fmt::format("{} {}: this is not a number", name, value));
-    if (number < least) throw UsageError(fmt::format("{} {}: must be at least {}", name, value, least));
-    return number;
+    const auto number = parse_number<std::uint64_t>(value);
+    if (!number) throw UsageError(fmt::format("{} {}: this is not a number", name, value));
+    if (*number < least) throw UsageError(fmt::format("{} {}: must be at least {}", name, value, least));
+    return *number;
   }
 
   // Such as 64MiB; several with commas between them.

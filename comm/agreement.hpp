@@ -37,6 +37,6 @@ struct Problem {
 // the texts' lengths and of the texts.
 std::optional<Problem> first_problem(Communicator& communicator, std::optional<std::string_view> mine);
 
-inline constexpr std::size_t kProblemTextBytes = 1016;
+inline constexpr std::size_t kProblemTextBytes = 1024;
 
 }  // namespace hoist::comm

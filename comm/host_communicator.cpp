@@ -113,8 +113,7 @@ void HostCommunicator::enqueue(std::string_view what, platform::Stream& stream, 
 }
 
 void HostCommunicator::require_data_plane(std::string_view what) const {
-  if (data_ == nullptr)
-    throw UsageError(fmt::format("{}: this communicator was made by duplicate() and has no data plane", what));
+  if (data_ == nullptr) throw UsageError(fmt::format("{}: this communicator has no data plane", what));
 }
 
 void HostCommunicator::all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) {

@@ -260,14 +260,21 @@ class Offloaded:
                 "parameter that is never used should not require gradients when the optimizer is made")
         return gradients
 
-    def _weights(self) -> list[int]:
+    def _change_of_form(self) -> str:
+        """What the program has made of a parameter since the optimizer was made, so that it is no weight of its master; or ""."""
         for name, parameter, dtype, shape in zip(self._cut.names, self._cut.parameters, self._types, self._shapes, strict=True):
             if parameter.shape != shape:
-                raise _hoist.UsageError(f"'{name}' had the shape {tuple(shape)} when the optimizer was made, and has "
-                                        f"{tuple(parameter.shape)}: make a new optimizer after you change shapes")
+                return (f"'{name}' had the shape {tuple(shape)} when the optimizer was made, and has {tuple(parameter.shape)}: "
+                        "make a new optimizer after you change shapes")
             if parameter.device != self._cut.device or parameter.dtype != dtype:
-                raise _hoist.UsageError(f"'{name}' was {dtype} on {self._cut.device} when the optimizer was made, and is "
-                                        f"{parameter.dtype} on {parameter.device}: move the model first")
+                return (f"'{name}' was {dtype} on {self._cut.device} when the optimizer was made, and is {parameter.dtype} on "
+                        f"{parameter.device}: move the model first")
+        return ""
+
+    def _weights(self) -> list[int]:
+        if change := self._change_of_form():
+            raise _hoist.UsageError(change)
+        for name, parameter in self._cut.named():
             refuse_unfit(name, parameter)
         return [piece.address_in(piece.parameter) for piece in self._cut.pieces]
 
@@ -287,8 +294,10 @@ class Offloaded:
 
     def _adopt_changes(self, *, also_after_load: bool = False) -> None:
         """[C] Adopts the parameters if the program has changed some since they were the masters' roundings, or since load().
-        Called before masters are trained, committed or shown; state_dict() cannot, because one rank may call it alone."""
-        if (also_after_load and self._is_loading) or self._noted != self._signs():
+        Called before masters are trained, committed or shown; state_dict() cannot, because one rank may call it alone. A model
+        that was moved or converted has its masters still, and step() refuses it."""
+        is_changed = (also_after_load and self._is_loading) or self._noted != self._signs()
+        if is_changed and not self._change_of_form():
             self.adopt()
 
     def adopt(self) -> None:

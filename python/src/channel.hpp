@@ -10,7 +10,7 @@
 //            of it while it waits. A thread that waits for a collective in C++ must not hold it.
 // Memory     Tensors are views of the caller's memory, and gone when a call returns.
 // Errors     CommError with the Python exception's text, rank and operation. Python gets the exception itself where it
-//            came from the program's handler of a signal.
+//            came from the program's handler of a signal and is no RuntimeError.
 #pragma once
 
 #include <functional>

@@ -63,6 +63,7 @@ nb::list problems_of(const ConfigProblems& error) {
 }
 
 void translate(const std::exception_ptr& pointer, void*) {
+  if (raise_interruption()) return;  // whatever error the call ended with because of it
   try {
     std::rethrow_exception(pointer);
   } catch (const ConfigProblems& e) {
@@ -88,7 +89,7 @@ void translate(const std::exception_ptr& pointer, void*) {
   } catch (const DeviceError& e) {
     raise(types->device, e, part("code", e.code));
   } catch (const CommError& e) {
-    if (!raise_interruption()) raise(types->comm, e);
+    raise(types->comm, e);
   } catch (const Error& e) {
     raise(types->error, e);
   }

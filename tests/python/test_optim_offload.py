@@ -628,6 +628,24 @@ def test_exact_masters_stay_when_nothing_is_loaded():
     program.optimizer.close()
 
 
+def test_masters_of_a_model_that_was_converted_stay(tmp_path):
+    """A program may convert its model for an export, and save after that."""
+    program = Program("AdamW", torch.bfloat16, torch.get_default_device(), keep_steps=1, offload="cpu",
+                      directory=str(tmp_path / "store"), **BUDGETS).train(0, 2)
+    masters = program.bits()[5:]
+    for parameter in program.parameters:
+        parameter.data = parameter.data.half()
+    assert_equal(program.bits()[5:], masters)
+    program.optimizer.save("kept").wait()
+    with pytest.raises(hoist.UsageError, match="move the model first"):
+        program.train(2, 3)
+    for parameter in program.parameters:
+        parameter.data = parameter.data.bfloat16()
+    program.optimizer.restore("kept")
+    assert_equal(program.bits()[5:], masters)
+    program.optimizer.close()
+
+
 def test_other_memory_of_a_parameter_counts_as_a_change():
     """vector_to_parameters() and `parameter.data = ...` leave the version counters as they are."""
     ours = Program("AdamW", device=torch.get_default_device(), offload="cpu", **BUDGETS)

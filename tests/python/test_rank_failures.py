@@ -229,6 +229,46 @@ def test_files_that_one_rank_cannot_write_end_nothing(settings, tmp_path):
         assert files == (1 if rank == 0 else 0)
 
 
+def test_a_full_disk_below_a_saved_model_is_told_to_all_ranks(settings, tmp_path):
+    """Also where it is found between the reads that all ranks make."""
+    pytest.importorskip("transformers")
+    config = with_room(settings)
+    config["hoist"] |= {"comm_timeout_seconds": 60.0}
+    ranks = results(start(f"""
+        import transformers
+        from hoist.torch import pretrained_export
+        join()
+        shape = transformers.LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                         num_attention_heads=2)
+        model = transformers.LlamaForCausalLM(shape)
+        engine = hoist.torch.wrap(model, config)
+        written = pretrained_export._Files.write
+        def write(files, *values):
+            if len(calls := globals().setdefault("calls", [])) == 2:
+                raise OSError(28, "No space left on device")
+            calls.append(values)
+            written(files, *values)
+        pretrained_export._Files.write = write
+        texts = []
+        began = time.monotonic()
+        try:
+            pretrained_export.save_pretrained(engine, {str(tmp_path / "model")!r})
+        except (hoist.Error, OSError) as error:
+            texts.append(str(error))
+        assert time.monotonic() - began < 20
+        pretrained_export._Files.write = written
+        pretrained_export.save_pretrained(engine, {str(tmp_path / "model")!r})
+        tokens = torch.arange(16).view(2, 8) + rank
+        engine.backward(engine(tokens, labels=tokens).loss)
+        engine.step()
+        engine.close()
+        print(json.dumps(texts))
+    """, tmp_path / "meet", config))
+    for rank, (text,) in enumerate(ranks):
+        assert "No space left on device" in text and ("rank 0 failed: " in text) == (rank == 1), text
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
 class Experts(torch.nn.Module):
     """Each rank uses an expert of its own."""
 

@@ -57,7 +57,9 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     engine.save(tag).wait()
     after = engine.checkpoints()
     evictions = before.keys() - after.keys()
-    if is_first:
+    with distributed.work_of_one_rank(engine._unit_manager):
+        if not is_first:
+            return
         if evictions and engine.config.setting("hoist.keep_steps") is None and not engine.eviction_was_said:
             engine.eviction_was_said = True
             _log.warning("checkpoint '%s' made room for '%s': the last %d stay, beside the newest commit. \"hoist\": "

@@ -10,7 +10,7 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,41 @@ def initialize_as_launched() -> None:
         dist.init_process_group("gloo")
 
 
+_T = TypeVar("_T")
+
+
 @contextlib.contextmanager
 def work_of_one_rank(unit_manager: _hoist.UnitManager) -> Iterator[None]:
-    """[C] Around work that one rank of the job does, such as beginning a file, without collective calls: if it fails, all ranks
-    raise."""
+    """[C] Around work that one rank of the job does, such as writing a file: if it fails, all ranks raise. What it does between
+    collective calls is in a KeptError."""
     try:
         yield
     except Exception as error:
-        unit_manager.first_problem(program_end.text_of(error), of_job=True)
+        with contextlib.suppress(_hoist.Error):  # of an engine that has ended: the other ranks know
+            unit_manager.first_problem(program_end.text_of(error), of_job=True)
         raise
     if problem := unit_manager.first_problem("", of_job=True):
         raise _hoist.Error(problem)
+
+
+class KeptError:
+    """For work of one rank between collective calls: once it fails, the rest of it is left out, and the rank makes the calls that
+    the others make."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def call(self, work: Callable[[], _T]) -> _T | None:
+        if self._error is None:
+            try:
+                return work()
+            except Exception as error:
+                self._error = error
+        return None
+
+    def raise_it(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def nothing() -> str:

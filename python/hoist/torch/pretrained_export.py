@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 import json
 import os
 import shutil
@@ -46,7 +47,7 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
     is_whole = isinstance(model, transformers.PreTrainedModel)
     if not is_whole and not hasattr(model, "peft_config"):
         raise _hoist.UsageError(f"a {type(model).__name__} has no save_pretrained form: use engine.export(directory)")
-    with contextlib.ExitStack() as stack:
+    with distributed.work_of_one_rank(engine._unit_manager), contextlib.ExitStack() as stack:
         with distributed.work_of_one_rank(engine._unit_manager):
             folder = stack.enter_context(_new_model(os.fspath(directory))) if engine._is_first_of_job else None
             if folder is not None and write_settings is not None:
@@ -73,15 +74,18 @@ def refuse_adapters(model: Any, world_size: int) -> None:
 
 
 def _write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
+    """[C] Pre: within work_of_one_rank()."""
     engine._parameters.names_in_model()  # refuses another model than the one that was wrapped
     planned, parts = _plan(engine)
     buffers = dict(engine._parameters.persistent_buffers())
-    with contextlib.ExitStack() as stack:
-        files = stack.enter_context(_Files(folder, planned, max_shard_size)) if folder is not None else None
+    kept = distributed.KeptError()
+    files = None if folder is None else kept.call(functools.partial(_Files, folder, planned, max_shard_size))
+    with files or contextlib.nullcontext():
         for part in parts:
             values = {name: buffers[name] if name in buffers else engine._parameters.read_as_stored(name) for name in part}
             if files is not None:
-                files.write(_as_in_files(engine.module, values))
+                kept.call(functools.partial(files.write, engine.module, values))
+    kept.raise_it()
 
 
 def _plan(engine: Engine) -> tuple[Tensors, list[list[str]]]:
@@ -183,8 +187,9 @@ class _Files:
         for name in tensors:
             self._place[name] = descriptor, 8 + len(text) + header[name]["data_offsets"][0]
 
-    def write(self, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
+    def write(self, model: Any, values: Tensors) -> None:
+        """Values under the model's own names, which have others in files."""
+        for name, tensor in _as_in_files(model, values).items():
             descriptor, offset = self._place[name]
             raw: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             data = memoryview(raw)

@@ -361,7 +361,8 @@ class Trainer(transformers.Trainer):
             self._save_settings(output_dir)  # save_on_each_node: all but the weights
         if isinstance(self.model, transformers.PreTrainedModel) or hasattr(self.model, "peft_config"):
             return save_pretrained(self.engine, output_dir, write_settings=self._save_settings)
-        with contextlib.ExitStack() as stack:  # a plain module: model.safetensors under its own names
+        # A plain module: model.safetensors under its own names.
+        with distributed.work_of_one_rank(self.engine._unit_manager), contextlib.ExitStack() as stack:
             with distributed.work_of_one_rank(self.engine._unit_manager):
                 folder = stack.enter_context(_new_model(output_dir)) if self.engine._is_first_of_job else None
                 if folder is not None:

@@ -33,7 +33,8 @@ OWN_KEYS = {
 def open(directory: str | os.PathLike[str], tag: str | None = None, trusted: bool = False) -> Checkpoint:
     """A checkpoint below `directory`: of a tag, or the newest (`latest`); or a tag's directory itself.
 
-    Only the descriptions in the files are read; tensors stay on disk until they are used. `trusted`: load any object that
+    Only the descriptions in the files are read; tensors stay on disk until they are used, but for files in PyTorch's format
+    before 1.6, which are read into memory. `trusted`: load any object that
     the files hold, which may run any code.
 
     Errors: StoreError, naming the file and what helps.

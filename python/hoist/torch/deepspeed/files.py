@@ -89,7 +89,8 @@ def _refuse_objects(path: str, error: Exception) -> NoReturn:
     with contextlib.suppress(Exception):
         found = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
     if not found:
-        refuse(f"{path} cannot be read as a file of torch.save: {str(error).splitlines()[0][:200]}")
+        advice = "" if can_be_mapped(path) else ". If you trust the file, pass trusted=True to hoist.torch.deepspeed.open()"
+        refuse(f"{path} cannot be read as a file of torch.save: {str(error).splitlines()[0][:200]}{advice}")
     refuse(f"{path} holds objects of {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}, and making such objects may run "
            "any program: they are the program's own client state, or a version of DeepSpeed writes what 0.19 does not. If you "
            "trust the file, allow these classes with torch.serialization.add_safe_globals([...]), or everything with "
