@@ -18,7 +18,7 @@ inline constexpr std::uint64_t kGiB = 1024 * kMiB;
 // Direct transfers are multiples of this in length, offset and address; every record region is padded to it.
 inline constexpr std::uint64_t kBlockAlignment = 4096;
 
-// All of the text as a number; nullopt where more stands there, or less, or one out of range.
+// The number that the whole text is; nullopt if it is none, or one that is out of range.
 template <typename Number>
 std::optional<Number> parse_number(std::string_view text) {
   Number number{};

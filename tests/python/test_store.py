@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """hoist.store: what a run has left on NVMe, without its program."""
 
+import os
+import pathlib
 import shutil
 import threading
 import time
@@ -108,6 +110,11 @@ def test_damage_is_found_and_no_wrong_byte_is_read(settings, tmp_path):
         assert error.value.unit == "blocks.1"
 
 
+def opened(path):
+    """How often this process has a file open."""
+    return sum(os.path.realpath(link) == os.path.realpath(path) for link in pathlib.Path("/proc/self/fd").iterdir())
+
+
 def test_damage_is_told_also_if_a_checkpoint_is_removed_meanwhile(settings, tmp_path):
     torch.manual_seed(0)
     config = settings()
@@ -122,8 +129,10 @@ def test_damage_is_told_also_if_a_checkpoint_is_removed_meanwhile(settings, tmp_
         write(data, bytes(byte ^ 0x5A for byte in data.read_bytes()))
         size = data.stat().st_size
         verifying = threading.Thread(target=lambda: found.extend(hoist.store.verify(tmp_path / "store", size // 4)))
+        before = opened(data)
         verifying.start()
-        time.sleep(0.5)
+        while opened(data) == before and verifying.is_alive():  # the engine has it open as well
+            time.sleep(0.01)
         engine.save("two").wait()  # which "one" makes room for
         verifying.join()
     assert any("blocks.1" in text for text in found) and "checkpoint 'one' was removed meanwhile" in found[-1]

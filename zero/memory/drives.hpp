@@ -17,8 +17,8 @@
 
 namespace hoist::detail {
 
-// The directory, or that above it which exists: a store's may not yet, and what is measured, or looked up, is its
-// drive.
+// The directory itself or, if it does not exist yet, the closest one above it that does: callers ask about the drive
+// that a store will be on.
 std::string existing_part(const std::string& directory);
 
 // The queue for transfers of a directory's drive. `registered_memory`: may be empty.
