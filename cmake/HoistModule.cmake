@@ -29,14 +29,15 @@ endfunction()
 # combine them, because each includes itself. The sets: the baseline, AVX2 and AVX3; on ARM, NEON. Processors with SSSE3 or
 # SSE4 alone were made before 2013; they run the baseline. No kernel keeps vectors of unknown length (SVE) in a structure,
 # which GCC does not compile. The sanitizers look at the baseline and AVX2 only; that for threads, which sees the same
-# accesses in any set, at AVX2 alone, which Clang compiles in an eighth of the baseline's time.
+# accesses in any set, at AVX2 alone, which Clang compiles in an eighth of the baseline's time, and at -O2, which takes it less
+# than half of the time of -O1: 61 s instead of 143 s for update.cpp.
 function(hoist_kernel_sources)
   set(disabled HWY_SSSE3 HWY_SSE4 HWY_SVE HWY_SVE2 HWY_SVE_256 HWY_SVE2_128)
   if(HOIST_SANITIZE)
     list(APPEND disabled HWY_AVX3)
   endif()
   if(HOIST_SANITIZE STREQUAL "thread" AND CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
-    set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS -march=haswell)
+    set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS -march=haswell -O2)
   endif()
   list(JOIN disabled "|" disabled)
   set_source_files_properties(${ARGN} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
