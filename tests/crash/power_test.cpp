@@ -33,7 +33,8 @@ TEST_P(Power, KilledAtEveryOperationOfThreeSteps) {
 }
 
 // One operation fails, once. A short transfer is finished by trying again. An error of a write or a flush ends the
-// step and the engine; one of a read does, too, unless nobody came to want what was read ahead.
+// step and the engine; one of a read does, too, unless nobody came to want what was read ahead. Short transfers change
+// nothing, whichever they are: every eighth does.
 TEST_P(Power, OneFailureAtEveryOperationOfThreeSteps) {
   struct Case {
     const char* name;
@@ -44,8 +45,9 @@ TEST_P(Power, OneFailureAtEveryOperationOfThreeSteps) {
                           Case{"a failed write", Fault::Kind::error, aio::Operation::write},
                           Case{"a failed flush", Fault::Kind::error, aio::Operation::sync},
                           Case{"a short transfer", Fault::Kind::short_transfer, std::nullopt}}) {
+    const bool may_fail = one.kind == Fault::Kind::error;
     std::uint64_t hits = 0;
-    for (std::uint64_t at = 0;; at += cut_points().stride, ++hits) {
+    for (std::uint64_t at = 0;; at += cut_points().stride * (may_fail ? 1 : 8), ++hits) {
       SCOPED_TRACE(fmt::format("{}: number {}", one.name, at));
       start_over();
       const auto faults = std::make_shared<Faults>(0);
@@ -53,7 +55,6 @@ TEST_P(Power, OneFailureAtEveryOperationOfThreeSteps) {
       History history;
       const bool failed = live(faults, kCutSteps, {}, history);
       if (faults->hits(one.kind) == 0) break;
-      const bool may_fail = one.kind == Fault::Kind::error;
       const bool may_pass = !may_fail || one.operation == aio::Operation::read;
       EXPECT_TRUE(failed ? may_fail : may_pass);
       if (!failed) {
@@ -116,19 +117,14 @@ TEST_P(PowerAgreement, WithoutItTheJudgeObjects) {
 }
 
 TEST_P(PowerAgreement, WithoutItOnNamedCheckpointsTheJudgeObjects) {
-  if (!GetParam().keeps) GTEST_SKIP() << "nothing is kept";
   EXPECT_NE(found({.no_keep_barrier = true, .slow_manifest = true}), "");
 }
 
 INSTANTIATE_TEST_SUITE_P(OneRank, PowerMutation, testing::Values(PowerSetup{}), setup_name);
 INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerMutation,
-                         testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2},
-                                         PowerSetup{Placement::pinned, UpdateMode::step, 2, true}),
-                         setup_name);
+                         testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2, true}), setup_name);
 INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerAgreement,
-                         testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2},
-                                         PowerSetup{Placement::pinned, UpdateMode::step, 2, true}),
-                         setup_name);
+                         testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2, true}), setup_name);
 INSTANTIATE_TEST_SUITE_P(
     TwoGroups, PowerAgreement,
     testing::Values(PowerSetup{

@@ -2,6 +2,8 @@
 import contextlib
 import copy
 import os
+import shutil
+import tarfile
 
 import pytest
 
@@ -52,3 +54,29 @@ def settings(tmp_path):
         return config
 
     return make
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """hoist.optim has several units, and parameters in pieces, of models that would be one unit."""
+    monkeypatch.setattr("hoist.optim_pieces._UNIT_ELEMENTS", 5000)
+    monkeypatch.setattr("hoist.optim_pieces._PIECE_ELEMENTS", 3000)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """What DeepSpeed 0.19 wrote (make_deepspeed_files.py)."""
+    directory = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(os.path.join(os.path.dirname(__file__), "deepspeed_files.tar.xz")) as tar:
+        tar.extractall(directory, filter="data")
+    return directory
+
+
+@pytest.fixture
+def spoil(checkpoints, tmp_path):
+    """A copy of a checkpoint of DeepSpeed's, to be changed."""
+    def copied(cell):
+        shutil.copytree(checkpoints / cell, tmp_path / "copy")
+        return tmp_path / "copy" / "global_step20"
+
+    return copied

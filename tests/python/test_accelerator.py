@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch.utils.cpp_extension
-from test_optim_offload import Program, place
+from optim_program import Program, place
 
 from hoist.torch.unit_tensors import CAN_REFUSE
 
@@ -82,7 +82,7 @@ import accelerator, hoist.optim_offload
 accelerator.use()
 import torch
 from test_accelerator import digests_of
-from test_optim_offload import Program
+from optim_program import Program
 hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
 for arguments in json.loads(sys.argv[2]):
     program = Program("AdamW", torch.bfloat16, torch.device("slate"), **arguments)

@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from test_optim_offload import BUDGETS, gpt, place, small_units  # noqa: F401
+from optim_program import BUDGETS, gpt, place
 from torch import nn  # noqa: F401 - for programs
 
 import hoist
@@ -13,11 +13,13 @@ import hoist.store
 from models import batches, loss_of
 from ranks import results, start
 
+pytestmark = pytest.mark.usefixtures("small_units")
+
 RANKS = """
 join()
 import hoist.optim, hoist.optim_pieces
 from test_optim_ranks import *
-from test_optim_offload import gpt
+from optim_program import gpt
 hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
 arguments, group = dict(config["arguments"]), None
 if config["divided"]:
@@ -118,7 +120,7 @@ def test_a_store_of_other_ranks_is_not_begun_anew(tmp_path, ranks_before):
     assert on_two_ranks(tmp_path, "store", False, "nvme", resume=True, program="""
 join()
 import hoist.optim
-from test_optim_offload import gpt
+from optim_program import gpt
 try:
     hoist.optim.AdamW(gpt().parameters(), lr=1e-2, **config["arguments"])
 except hoist.StoreError as error:

@@ -5,7 +5,7 @@ import pytest
 import test_engine
 import torch
 from accelerator import random_delays
-from test_optim_offload import Program, assert_equal, small_units  # noqa: F401
+from optim_program import Program, assert_equal
 
 import hoist
 import hoist.torch
@@ -91,6 +91,7 @@ def test_a_gradient_whose_memory_the_system_takes_back(settings):
         hook.remove()
 
 
+@pytest.mark.usefixtures("small_units")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_with_offloaded_states(dtype):
     expected = Program("AdamW", dtype).train(0, 4).bits()

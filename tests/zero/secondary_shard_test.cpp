@@ -49,26 +49,32 @@ class SecondaryShard : public testing::TestWithParam<Groups> {
 TEST_P(SecondaryShard, ChangesNoBit) {
   const TempDirectory directory;
   int cell = 0;
+  struct Case {
+    Placement parameters, optimizer;
+    UpdateMode mode;
+  };
+  // Each place of weights and of states, in either mode.
+  const Case cases[] = {{Placement::device, Placement::device, UpdateMode::step},
+                        {Placement::device, Placement::nvme, UpdateMode::forward},
+                        {Placement::pinned, Placement::pinned, UpdateMode::forward},
+                        {Placement::pinned, Placement::nvme, UpdateMode::step},
+                        {Placement::nvme, Placement::pinned, UpdateMode::step},
+                        {Placement::nvme, Placement::nvme, UpdateMode::forward}};
   for (const int micro_batches : {1, 2}) {
     ToySetup plain = toy_setup(Placement::pinned, Placement::pinned);
     plain.engine.micro_batches_max = 2;
     const Digests expected = train(plain, micro_batches);
-    for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
-      for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
-        for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward}) {
-          if (mode == UpdateMode::forward && optimizer == Placement::device) continue;
-          ToySetup setup = toy_setup(parameters, optimizer, directory / ("store" + std::to_string(cell++)));
-          if (parameters != Placement::nvme && optimizer != Placement::nvme) setup.engine.store_directory.clear();
-          setup.engine.micro_batches_max = 2;
-          setup.engine.update_mode = mode;
-          setup.engine.secondary_shard_ranks = GetParam().ranks;
-          setup.engine.reuse_distance_elements = cell % 3 == 0 ? 1'000'000'000 : 0;
-          setup.engine.prefetch_elements = cell % 2 == 0 ? 50'000'000 : 0;
-          setup.engine.persistence_elements = cell % 5 == 0 ? 10'500 : 0;
-          setup.runtime.host_device.chaos_seed = static_cast<std::uint64_t>(cell % 2 == 0 ? 0 : cell);
-          EXPECT_EQ(train(setup, micro_batches), expected) << "cell " << cell << ", micro-batches " << micro_batches;
-        }
-      }
+    for (const auto& [parameters, optimizer, mode] : cases) {
+      ToySetup setup = toy_setup(parameters, optimizer, directory / ("store" + std::to_string(cell++)));
+      if (parameters != Placement::nvme && optimizer != Placement::nvme) setup.engine.store_directory.clear();
+      setup.engine.micro_batches_max = 2;
+      setup.engine.update_mode = mode;
+      setup.engine.secondary_shard_ranks = GetParam().ranks;
+      setup.engine.reuse_distance_elements = cell % 3 == 0 ? 1'000'000'000 : 0;
+      setup.engine.prefetch_elements = cell % 2 == 0 ? 50'000'000 : 0;
+      setup.engine.persistence_elements = cell % 5 == 0 ? 10'500 : 0;
+      setup.runtime.host_device.chaos_seed = static_cast<std::uint64_t>(cell % 2 == 0 ? 0 : cell);
+      EXPECT_EQ(train(setup, micro_batches), expected) << "cell " << cell << ", micro-batches " << micro_batches;
     }
   }
 }

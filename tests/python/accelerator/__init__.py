@@ -89,15 +89,13 @@ def use():
         torch.set_default_device(NAME)
         return
     home = pathlib.Path(__file__).parent
-    sources = [str(file) for file in sorted(home.glob("*.cpp"))]
     contents = b"".join(file.read_bytes() for file in sorted(home.glob("*.[ch]pp")))
     places = f"{home} {torch.__file__}".encode()  # which the compiler is told: another checkout builds its own
     version = hashlib.sha256(places + contents).hexdigest()[:12]
     folder = os.path.join(tempfile.gettempdir(), f"hoist-test-accelerator-{os.getuid()}-{torch.__version__}-{version}")
     os.makedirs(folder, exist_ok=True)
     extension = torch.utils.cpp_extension.load(
-        "hoist_test_accelerator", sources, extra_cflags=["-O1", "-std=c++20"],
-        build_directory=folder)
+        "hoist_test_accelerator", str(home / "extension.cpp"), extra_cflags=["-O1", "-std=c++20"], build_directory=folder)
     streams = [_hoist.HostStream() for _ in range(STREAMS)]
     extension.start(_hoist.HostStream.functions(), [stream.address for stream in streams],
                     int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))
