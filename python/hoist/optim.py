@@ -31,6 +31,7 @@ from hoist.optim_values import (
     problem_of_parameter,
     split_master,
 )
+from hoist.shared_memory import refuse_shared_memory
 
 _log = logging.getLogger("hoist")
 
@@ -121,6 +122,8 @@ class _Optimizer(torch.optim.Optimizer):
             self._offloaded.step(self.param_groups)
             return loss
         updates = [self._checked(index, group) for index, group in enumerate(self.param_groups)]  # before anything changes
+        refuse_shared_memory((self._name_of(index, place), parameter) for index, group in enumerate(self.param_groups)
+                             for place, parameter in enumerate(group["params"]) if parameter.grad is not None)
         for options, ready in updates:
             by_step: dict[int, list[_Ready]] = {}
             for parameter, gradient in ready:
@@ -137,12 +140,16 @@ class _Optimizer(torch.optim.Optimizer):
             if (gradient := parameter.grad) is None:
                 continue
             if problem := self._problem_of(parameter) or problem_of_gradient(parameter, gradient):
-                name = f"'{group['param_names'][place]}'" if "param_names" in group else f"parameter {place} of group {index}"
-                raise _hoist.UsageError(f"{name} {problem}")
+                name = self._name_of(index, place)
+                raise _hoist.UsageError(f"'{name}' {problem}" if "param_names" in group else f"parameter {name} {problem}")
             ready.append((parameter, gradient))
         options = options_of(group, self._default_options())
         self._pool.update(options, 1, 1.0, [])  # checks the settings
         return options, ready
+
+    def _name_of(self, index: int, place: int) -> str:
+        names = self.param_groups[index].get("param_names")
+        return f"{place} of group {index}" if names is None else names[place]
 
     def _problem_of(self, parameter: torch.Tensor) -> str:
         """Why a parameter cannot be updated in memory, and what to do about it; "" if it can."""

@@ -29,11 +29,11 @@ from hoist.commit_values import to_json
 from hoist.optim_groups import is_setting, options_of, rates_of, refuse_changes, settled_of, warn_of_other_rates
 from hoist.optim_pieces import CutParameters, Piece, UnitValues, refuse_unfit
 from hoist.optim_values import DTYPES, STATE_NAMES, SavedState, join_master, problem_of_gradient
+from hoist.shared_memory import refuse_shared_memory
 from hoist.torch import channels, distributed, initial, program_state
 from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
-from hoist.torch.shared_memory import refuse_shared_memory
 
 _log = logging.getLogger("hoist")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hoist import _hoist
 from hoist.optim_values import DTYPES, problem_of_parameter
-from hoist.torch.shared_memory import refuse_shared_memory
+from hoist.shared_memory import refuse_shared_memory
 
 # Small parameters move together up to so many elements. A larger one is cut into pieces of _PIECE_ELEMENTS, because the device
 # holds a few of the largest unit. Results do not depend on either.

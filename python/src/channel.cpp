@@ -2,6 +2,7 @@
 #include "channel.hpp"
 
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -11,17 +12,13 @@
 
 #include <hoist/core/error.hpp>
 
+#include "interruption.hpp"
+
 namespace hoist::python {
 
 namespace nb = nanobind;
 
 namespace {
-
-// What a handler of a signal raised, until raise_interruption(). The GIL guards it; it lives as long as the process.
-std::optional<nb::python_error>& interruption() {
-  static auto* const held = new std::optional<nb::python_error>();
-  return *held;
-}
 
 nb::object tensor_of(const std::byte* data, std::uint64_t bytes) {
   const std::size_t extent = bytes;
@@ -178,7 +175,7 @@ class Channel final : public comm::Transport {
       std::string text = nb::str(error.value()).c_str();
       if (is_interruption) text = fmt::format("{} {}", nb::str(error.type().attr("__name__")).c_str(), text);
       failure_ = fmt::format("torch.distributed: {} on rank {} of {} failed: {}", what, rank_, size_, text);
-      if (is_interruption) interruption().emplace(std::move(error));
+      if (is_interruption) keep_interruption(std::move(error));
       throw CommError(failure_);
     }
   }
@@ -190,13 +187,6 @@ class Channel final : public comm::Transport {
 };
 
 }  // namespace
-
-bool raise_interruption() {
-  if (!interruption()) return false;
-  interruption()->restore();
-  interruption().reset();
-  return true;
-}
 
 std::shared_ptr<comm::Transport> make_channel(nb::object channel) {
   return std::make_shared<Channel>(std::move(channel));

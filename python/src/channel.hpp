@@ -31,10 +31,6 @@ std::shared_ptr<comm::Transport> make_channel(nanobind::object channel);
 using MakeChannel = std::function<std::shared_ptr<comm::Transport>()>;
 MakeChannel channel_maker(nanobind::callable make);
 
-// If the program's handler of a signal has raised in a channel's call, makes that Python's exception, once. Pre: the
-// GIL is held.
-bool raise_interruption();
-
 // A communicator over such a channel. On a CUDA device data goes over NCCL.
 std::unique_ptr<comm::Communicator> join_over(const std::shared_ptr<comm::Transport>& control,
                                               platform::DeviceKind device, const comm::CommunicatorOptions& options);

@@ -14,7 +14,7 @@
 #include <hoist/interchange/safetensors.hpp>
 
 #include "bindings.hpp"
-#include "channel.hpp"
+#include "interruption.hpp"
 
 namespace hoist::python {
 

@@ -18,6 +18,7 @@
 #include <hoist/core/units.hpp>
 
 #include "host_stream.hpp"
+#include "interruption.hpp"
 
 namespace hoist::python {
 
@@ -242,11 +243,9 @@ void UnitManager::unbind() noexcept {
     unit.memory = nullptr;
     unit.is_shown = false;
   }
-  try {
-    if (torch_.unbind.is_valid()) torch_.unbind();
-  } catch (const std::exception& error) {
-    log_warning("the model's tensors keep the engine's memory: {}", error.what());
-  }
+  if (!torch_.unbind.is_valid()) return;
+  if (const std::string why = call_in_spite_of_interruption(torch_.unbind); !why.empty())
+    log_warning("the model's tensors keep the engine's memory: {}", why);
 }
 
 int UnitManager::world_size_at_start() const {
@@ -419,17 +418,14 @@ void UnitManager::show(Unit& unit) {
     torch_.bind(unit.id.index, array);
     unit.memory = memory;
   }
+  unit.is_shown = true;  // first: a call that is interrupted may have opened them
   torch_.open(unit.id.index);
-  unit.is_shown = true;
 }
 
 void UnitManager::hide(Unit& unit) noexcept {
   if (!std::exchange(unit.is_shown, false)) return;
-  try {
-    torch_.close(unit.id.index);
-  } catch (const std::exception& error) {
-    log_warning("unit '{}' can still be read: {}", model_.units()[unit.id.index].name, error.what());
-  }
+  if (const std::string why = call_in_spite_of_interruption([&] { torch_.close(unit.id.index); }); !why.empty())
+    log_warning("unit '{}' can still be read: {}", model_.units()[unit.id.index].name, why);
 }
 
 void UnitManager::close_unheld() noexcept {

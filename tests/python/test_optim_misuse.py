@@ -130,6 +130,18 @@ def test_what_is_not_a_plain_tensor_is_refused():
         hoist.optim.AdamW([parameter]).step()
 
 
+@pytest.mark.parametrize("share", [lambda p: p, lambda p: nn.Parameter(p.detach()), lambda p: nn.Parameter(p.detach()[10:20])])
+def test_parameters_that_share_memory_are_refused(share):
+    """Threads would update them at the same time."""
+    first = nn.Parameter(torch.randn(100))
+    groups = [{"params": [first], "lr": 0.1}]
+    optimizer = hoist.optim.AdamW(groups)
+    with_gradients(first)
+    optimizer.step()
+    optimizer.param_groups.append(optimizer.param_groups[0] | {"params": list(with_gradients(share(first)))})
+    refused(optimizer, "parameters '0 of group 0' and '0 of group 1' share memory|parameters '0 of group 1' and '0 of group 0'")
+
+
 def test_sparse_gradients_are_refused_before_a_step_counts():
     dense, = with_gradients(nn.Parameter(torch.ones(3)))
     embedding = nn.Embedding(5, 3, sparse=True)

@@ -574,6 +574,8 @@ def test_a_wrapped_model_is_not_copied(wrapped):
         for copies in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
             with pytest.raises(hoist.UsageError, match=r"engine\.state_dict\(\)"):
                 copies(engine.module)
+        with pytest.raises(hoist.UsageError, match=r"engine\.save\(\)"):
+            copy.deepcopy(engine.optimizer)
 
 
 def test_a_change_of_gathered_weights_is_refused_at_once(wrapped):

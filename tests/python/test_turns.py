@@ -9,6 +9,7 @@ import torch
 
 import hoist
 import hoist.torch
+from hoist.torch.unit_tensors import CAN_REFUSE, UnitTensors
 from models import batches, loss_of
 from training import digests, make, train
 
@@ -134,6 +135,13 @@ def interrupted_in(engine, monkeypatch, name):
     monkeypatch.undo()
 
 
+def undisturbed(config):
+    """A configuration of another store."""
+    config["zero_optimization"]["offload_param"]["nvme_path"] += "-undisturbed"
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] += "-undisturbed"
+    return config
+
+
 @pytest.mark.parametrize("name", ["step", "end_backward"])
 def test_after_an_interrupted_step_the_engine_is_restored(settings, monkeypatch, name):
     """Also in place: what follows is bit for bit what an undisturbed run computes."""
@@ -146,9 +154,40 @@ def test_after_an_interrupted_step_the_engine_is_restored(settings, monkeypatch,
         assert step == (3 if name == "step" else 2)
         train(engine, 4 - step, first=step)
         found = digests(engine)
-    config = settings()
-    config["zero_optimization"]["offload_param"]["nvme_path"] += "-undisturbed"
-    config["zero_optimization"]["offload_optimizer"]["nvme_path"] += "-undisturbed"
-    with hoist.torch.wrap(make(), config) as engine:
+    with hoist.torch.wrap(make(), undisturbed(settings())) as engine:
         train(engine, 4)
+        assert digests(engine) == found
+
+
+def interrupted_after(call, at):
+    """`call`, with what a signal handler raises at the end of its use number `at`."""
+    def interrupted(*args):
+        nonlocal at
+        call(*args)
+        at -= 1
+        if at == 0:
+            raise KeyboardInterrupt
+
+    return interrupted
+
+
+@pytest.mark.parametrize("name, at", [("bind", 1), ("bind", 3), ("open", 1), ("open", 9), ("close", 1), ("close", 5),
+                                      ("close", 9)])
+def test_an_interruption_while_weights_come_or_go_is_not_lost(settings, monkeypatch, name, at):
+    with monkeypatch.context() as context:
+        context.setattr(UnitTensors, name, interrupted_after(getattr(UnitTensors, name), at))
+        engine = hoist.torch.wrap(make(), settings())
+        with pytest.raises(KeyboardInterrupt):
+            train(engine, 3)
+    step = engine.restore()
+    train(engine, 3 - step, first=step)
+    found = digests(engine)
+    for module in engine.module.children():
+        for parameter in module.parameters():
+            if CAN_REFUSE:
+                with pytest.raises(RuntimeError, match="not loaded"):
+                    parameter.sum()
+    engine.close()
+    with hoist.torch.wrap(make(), undisturbed(settings())) as engine:
+        train(engine, 3)
         assert digests(engine) == found

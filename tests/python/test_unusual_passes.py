@@ -149,6 +149,14 @@ def with_gradient_of_input(model, x):
     return slope.pow(2).mean() + u.pow(2).mean()
 
 
+def with_second_derivative(model, x):
+    x = x.clone().requires_grad_()
+    u = model(x)
+    slope, = torch.autograd.grad(u.sum(), x, create_graph=True)
+    bend, = torch.autograd.grad(slope.pow(2).sum(), x, create_graph=True)
+    return bend.pow(2).mean() + u.pow(2).mean()
+
+
 class Forces(nn.Module):
     """Its forward() returns a gradient with respect to its input, too."""
 
@@ -169,6 +177,7 @@ def of_forces(model, x):
 
 
 @pytest.mark.parametrize("make, loss_of", [(model_of, with_gradient_of_input), (Checkpointed, with_gradient_of_input),
+                                           (model_of, with_second_derivative), (Checkpointed, with_second_derivative),
                                            (Forces, of_forces)])
 @pytest.mark.parametrize("nodes_before", [0, 10000])
 def test_losses_of_gradients_of_the_input(wrap, make, loss_of, nodes_before):

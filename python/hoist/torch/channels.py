@@ -332,7 +332,8 @@ class Channel:
                 places = sorted([(self._name_of(self.rank), mine), (self._name_of(peer), theirs)])
                 return ("the ranks have diverged: " +
                         ", and ".join(f"rank {rank} is at {_text_in(header)}" for rank, header in places) +
-                        ". Every rank must use the same layers and make the same calls, in the same order")
+                        ". Every rank must use the same layers, have gradients of the same parameters and make the same calls, "
+                        "in the same order")
         return None
 
 

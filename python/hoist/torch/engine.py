@@ -356,8 +356,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._skipped_in_a_row += 1
         ordinary = 0 if not self.dynamic_loss_scale() or not self.fp16_enabled() else 16
         if self._skipped_in_a_row > ordinary and (self._skipped_in_a_row - ordinary).bit_count() == 1:
-            _log.warning("step %d was skipped, for the %s time in a row: a gradient was not finite, and the weights stay as they "
-                         "were", self.global_steps, self._skipped_in_a_row)
+            _log.warning("step %d was skipped, %d in a row: a gradient was not finite, and the weights stay as they were",
+                         self.global_steps, self._skipped_in_a_row)
 
     @takes_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -502,6 +502,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._passes.forget()
         self._last_report = None
         self._parameters.changed()
+        self._parameters.tensors.given_another()  # not by the program: a call that was interrupted has shown half of a unit
         self.optimizer.forget_rates()
         self._load_commit_state(bytes(state))
         for group, rate in zip(self.optimizer.param_groups, self._saved.get("rates", ()), strict=False):

@@ -240,6 +240,9 @@ class Optimizer(torch.optim.Optimizer):
         """As engine.zero_grad()."""
         self._engine._passes.zero_grad()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise _hoist.UsageError("the optimizer of a wrapped model cannot be copied or pickled: engine.save() saves its states")
+
     def state_dict(self) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"step": self._engine.step_count, "param_groups": groups}

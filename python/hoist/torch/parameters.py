@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
+from hoist.shared_memory import refuse_shared_memory
 from hoist.torch import initial, weight_files
-from hoist.torch.shared_memory import refuse_shared_memory
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
 from hoist.torch.wrapped import keep_hooks, remove_hooks
@@ -88,7 +88,8 @@ class Parameters:
                                     f"{self._device.type}: set \"hoist\": {{\"device\": ...}}, or wrap the model on the CPU")
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         if dtype not in initial.DTYPES:
-            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; hoist trains only float32, bfloat16 and float16")
+            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; hoist trains only float32, bfloat16 and float16. What is "
+                                    "not trained can be a buffer (register_buffer)")
         if dtype == torch.float16 and self._dtype != torch.float16 and parameter.requires_grad:
             raise _hoist.UsageError(f"parameter '{name}' is float16, and its gradients need a loss scale: set \"fp16\": "
                                     "{\"enabled\": true}, or build the model in float32")

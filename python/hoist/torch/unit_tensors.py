@@ -117,7 +117,7 @@ class UnitTensors:
         unit = self._units[index]
         data = torch.from_dlpack(memory)
         if unit.storage is not None:
-            del self._unit_of[unit.storage._cdata]
+            self._unit_of.pop(unit.storage._cdata, None)  # not there if an interrupted call has done this
         unit.storage = data.untyped_storage()
         self._unit_of[unit.storage._cdata] = index
         unit.views = []
@@ -148,7 +148,7 @@ class UnitTensors:
             if unit.storage is None:
                 continue
             unit.mark(unit.storage)  # for views that the program has
-            del self._unit_of[unit.storage._cdata]
+            self._unit_of.pop(unit.storage._cdata, None)
             unit.storage = None
             unit.views = []
             unit.show(unit.absent)
