@@ -402,6 +402,48 @@ def test_a_schedule_of_another_optimizer_is_refused(wrapped, settings):
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 3}}
 
 
+def make_none(optimizer):
+    raise RuntimeError("the program's own error")
+
+
+@pytest.mark.parametrize(("failing", "error", "message"), [
+    ({"scheduler": make_none}, RuntimeError, "the program's own"),
+    ({"scheduler": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, RATE)}, ValueError, "total_steps"),
+    ({"groups": []}, ValueError, "empty parameter list"),
+], ids=["a factory that raises", "a wrong argument", "no groups"])
+def test_a_model_keeps_its_weights_where_its_schedule_or_groups_are_refused(wrapped, failing, error, message):
+    model = model_of()
+    if "groups" in failing:
+        model.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        wrapped(model, **failing)
+    for name, values in model.state_dict().items():
+        assert torch.equal(values, before[name]), name
+    model.requires_grad_(True)
+    with wrapped(model) as engine:
+        close_to(run(engine), trained(model_of()))
+
+
+@pytest.mark.parametrize(("section", "of_another", "message"), [
+    (None, True, "StepLR sets the rates of another optimizer"), ("WarmupLR", False, "StepLR beside the configuration's scheduler")])
+def test_a_model_keeps_its_weights_where_initialize_refuses_its_schedule(settings, section, of_another, message):
+    config = settings(optimizer={"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}}, zero_optimization={"stage": 3},
+                      hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+    model = model_of()
+    optimizer = reference_of(model)
+    schedule = lr_scheduler.StepLR(reference_of(model) if of_another else optimizer, 1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(hoist.UsageError, match=message):
+        hoist.torch.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule,
+                               config=config | ({"scheduler": WARMUP} if section else {}))
+    for name, values in model.state_dict().items():
+        assert torch.equal(values, before[name]), name
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=reference_of(model), config=config)
+    with engine:
+        close_to(run(engine), trained(model_of()))
+
+
 @pytest.mark.parametrize("with_groups", [False, True])
 def test_rates_have_one_source(wrapped, with_groups):
     model = model_of()

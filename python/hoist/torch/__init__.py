@@ -204,15 +204,11 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
                 groups = None  # plain parameters: the configuration's settings
         engine = _engine_of(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
                             optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,
-                            **_groups_of(mpu))
+                            scheduler=lr_scheduler, client=optimizer, **_groups_of(mpu))
     if engine.device.type == "cuda":
         torch.cuda.set_device(engine.device)  # as deepspeed.initialize does: batch.cuda() is on this rank's GPU then
-    if optimizer is not None:
-        engine.optimizer.adopt(optimizer)
-    scheduler = lr_scheduler
-    if scheduler is None and loaded.has_schedule:
-        scheduler = ConfiguredSchedule(engine)
-    engine.lr_scheduler = scheduler
+    if engine.lr_scheduler is None and loaded.has_schedule:
+        engine.lr_scheduler = ConfiguredSchedule(engine)
     loader = None
     if training_data is not None:
         sampler = ShuffledShare(training_data, engine.world_size, engine.rank) if engine.world_size > 1 else None

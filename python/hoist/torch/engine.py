@@ -70,13 +70,13 @@ class Engine(StandsForModel, DeepSpeedNames):
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
                  scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None,
                  mesh: Any = None, tensor_parallel: Any = None,
-                 deepspeed: str | os.PathLike[str] | Checkpoint | None = None):
+                 deepspeed: str | os.PathLike[str] | Checkpoint | None = None, client: torch.optim.Optimizer | None = None):
         refuse_model(model)
         if optimizer is not None and not isinstance(optimizer, str):
             raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
                                     "the optimizer to hoist.torch.initialize()")
         refuse_schedule(scheduler)
-        refuse_other_optimizer(scheduler, None)
+        refuse_other_optimizer(scheduler, None if client is None else client.param_groups)
         self.module = model
         self.config = config = config.copy()  # what is settled here is not for the next engine
         self._last_report: _hoist.StepReport | None = None
@@ -134,16 +134,17 @@ class Engine(StandsForModel, DeepSpeedNames):
                                                  [config.optimizer, *options], group_of))
             elif not is_found:
                 self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
-        del sources
-        self._parameters.place_buffers()
-        self._parameters.note_versions()
-
-        self._install_hooks()
-        self.optimizer = Optimizer(self, param_groups)
-        self._continue_rates()
-        self.lr_scheduler = scheduler
-        if self._unit_manager.is_alive:  # else load_checkpoint() comes
-            self.optimizer.show_rates()
+            del sources
+            self._parameters.place_buffers()
+            self._parameters.note_versions()
+            self._install_hooks()
+            self.optimizer = Optimizer(self, param_groups)
+            self._continue_rates()
+            if client is not None:
+                self.optimizer.adopt(client)
+            self.lr_scheduler = scheduler
+            if self._unit_manager.is_alive:  # else load_checkpoint() comes
+                self.optimizer.show_rates()
         self._last_step = self.step_count if self._unit_manager.is_alive else 0
         self._is_made = True
         self._register()
