@@ -567,6 +567,11 @@ def test_a_state_dict_with_moments_of_another_step_is_refused(wrapped):
         saved["param_groups"][0]["lr"] = 0.5
         engine.optimizer.load_state_dict(saved)
         assert engine.optimizer.param_groups[0]["lr"] == 0.5
+        other = {"param_groups": [*saved["param_groups"], {"lr": 0.1}]}
+        other["param_groups"][0] = {"lr": 0.1}
+        with pytest.raises(hoist.UsageError, match="the state_dict has 2 parameter groups, and this optimizer has 1"):
+            engine.optimizer.load_state_dict(other)
+        assert engine.optimizer.param_groups[0]["lr"] == 0.5
         optimizer = reference_of(model)
         F.mse_loss(model(batches()[0][0]), batches()[0][1]).backward()
         optimizer.step()

@@ -256,5 +256,8 @@ class Optimizer(torch.optim.Optimizer):
         now = self._engine.step_count
         if (step := state.get("step", now)) != now:
             raise _hoist.UsageError(f"a state_dict of step {step}, and this engine is at {now}: {_CONTINUES}")
+        if len(state["param_groups"]) != len(self.param_groups):
+            raise _hoist.UsageError(f"the state_dict has {len(state['param_groups'])} parameter groups, and this optimizer has "
+                                    f"{len(self.param_groups)}")
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
