@@ -13,6 +13,8 @@ _TUPLE = "hoist.tuple"  # the only key of a tuple, with its items
 
 def to_json(value: Any, name: str) -> Any:
     """What JSON can hold of the value. Errors: UsageError for what it cannot, with the name of the part."""
+    if isinstance(value, dict) and value.keys() in ({INTEGER_KEYS}, {_TUPLE}):
+        raise _hoist.UsageError(f"{name} has no key but {next(iter(value))!r}, by which commits know other values: add another")
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: to_json(item, f"{name}[{key!r}]") for key, item in value.items()}
     if isinstance(value, dict) and all(type(key) is int for key in value):

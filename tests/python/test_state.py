@@ -119,7 +119,9 @@ def test_a_schedule_that_the_program_steps_and_sets_back_on_resume_is_warned_of(
 
 def test_what_a_commit_cannot_hold_is_named(settings):
     with hoist.torch.wrap(make(), settings()) as engine:
-        for value, what in ((numpy.float32(1), "numpy.float32"), ({1: 0, "a": 0}, "keys of the types ['int', 'str']")):
+        for value, what in ((numpy.float32(1), "numpy.float32"), ({1: 0, "a": 0}, "keys of the types ['int', 'str']"),
+                            ({"hoist.tuple": 5}, "no key but 'hoist.tuple'"),
+                            ({"hoist.integer_keys": []}, "no key but 'hoist.integer_keys'")):
             engine.state["runs"] = [{"loss": value}]
             name = re.escape("engine.state['runs'][0]['loss'] has ")
             with pytest.raises(hoist.UsageError, match=f"{name}.*{re.escape(what)}"):
