@@ -2,6 +2,7 @@
 """State that goes in and out: commits, state dicts, safetensors, models too large to be built in memory."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -225,6 +226,13 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         wrong[last] = wrong[last][..., :1]
         with pytest.raises(hoist.UsageError, match="the values are"):
             engine.load_state_dict(wrong)
+        for value in (math.nan, 3.4e38, 1j):
+            wrong[last] = torch.full_like(before[last], value, dtype=torch.complex64 if value == 1j else None)
+            for load in (engine.load_state_dict, model.load_state_dict):
+                with pytest.raises(hoist.UsageError, match="not finite, or too large|complex values"):
+                    load(wrong)
+        with pytest.raises(hoist.UsageError, match="complex values"):
+            engine.write(last, wrong[last])
         assert_same(engine.state_dict(), before)  # nothing has changed
 
 

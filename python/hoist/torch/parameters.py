@@ -362,13 +362,26 @@ class Parameters:
 
     def _write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         name = self.own_name(name)
-        self._require_shape(name, values)
-        array: Any = values.detach().to("cpu", torch.float32).resolve_neg().contiguous().view(-1)  # as in read()
+        array: Any = self._as_masters(name, values)  # as in read()
         self._unit_manager.write(self._number[name], state, 0, array)
 
-    def _require_shape(self, name: str, values: torch.Tensor) -> None:
+    def _write_all(self, masters: dict[str, torch.Tensor]) -> None:
+        """Errors: UsageError for values that no master can have, before the first is written."""
+        for name, values in masters.items():
+            name = self.own_name(name)
+            # The masters of fp32 weights have the range of bf16 as well.
+            rounded = as_type(self._as_masters(name, values), torch.float16 if self._type[name] is torch.float16 else torch.bfloat16)
+            if not rounded.isfinite().all():
+                raise _hoist.UsageError(f"'{name}' is given a value that is not finite, or too large for {rounded.dtype}")
+        for name, values in masters.items():
+            self._write(name, values)
+
+    def _as_masters(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.shape != self._shape[name]:
             raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
+        if values.is_complex():
+            raise _hoist.UsageError(f"'{name}' is given complex values, and has real ones")
+        return values.detach().to("cpu", torch.float32).resolve_neg().contiguous().view(-1)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         self._between_passes()
@@ -406,14 +419,11 @@ class Parameters:
             raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
         masters = {name: values for name, values in state.items()
                    if name in self._number or (name in aliases and aliases[name] not in state)}
-        for name, values in masters.items():  # before the first is written
-            self._require_shape(self.own_name(name), values)
         for name in buffers.keys() & state.keys():
             if buffers[name].shape != state[name].shape:
                 raise _hoist.UsageError(f"buffer '{name}' is {tuple(buffers[name].shape)}, the values are "
                                         f"{tuple(state[name].shape)}")
-        for name, values in masters.items():
-            self._write(name, values)
+        self._write_all(masters)
         for name in buffers.keys() & state.keys():
             buffers[name].copy_(state[name])
         for name in others.keys() & state.keys():
@@ -453,8 +463,7 @@ class Parameters:
                     if prefix + name in state_dict:
                         found.setdefault(own, state_dict.pop(prefix + name))
                         written.add(prefix + name)
-                for own, values in found.items():
-                    self._write(own, values)
+                self._write_all(found)
 
         def loaded(module: nn.Module, keys: Any) -> None:
             keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
