@@ -289,8 +289,13 @@ class _Optimizer(torch.optim.Optimizer):
 
     def _new_state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         self._refuse_unfit(parameter)
-        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        return self._state_of(parameter, options_of(group, self._default_options()))
+        return self._state_of(parameter, options_of(self._group_of(parameter), self._default_options()))
+
+    def _group_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(p is parameter for p in group["params"]):
+                return group
+        raise _hoist.UsageError("the parameter is not trained by this optimizer")
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """[C] The fp32 value that is trained.
@@ -298,6 +303,7 @@ class _Optimizer(torch.optim.Optimizer):
         In memory, a bf16 parameter that the program changes keeps its remainder: the master is the new value up to half a step
         of bf16. set_master() writes it exactly.
         """
+        self._group_of(parameter)
         if self._offloaded is not None:
             return self._offloaded.master(parameter)
         if parameter.dtype == torch.float32 or parameter not in self.state:
@@ -306,6 +312,7 @@ class _Optimizer(torch.optim.Optimizer):
 
     def set_master(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
         """[C] Makes `values` the fp32 master, and its rounding the parameter."""
+        self._group_of(parameter)
         values = values.detach().float().cpu().contiguous()
         if values.shape != parameter.shape:
             raise _hoist.UsageError(f"the parameter is {tuple(parameter.shape)}, the values {tuple(values.shape)}")

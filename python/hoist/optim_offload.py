@@ -90,6 +90,10 @@ class Offloaded:
             raise _hoist.UsageError(f"offload={offload!r}: choose None, \"cpu\" or \"nvme\"")
         if missing_gradients not in ("refuse", "zeros"):
             raise _hoist.UsageError(f"missing_gradients={missing_gradients!r}: choose \"refuse\" or \"zeros\"")
+        if commit_every is not None and commit_every < 1:
+            raise _hoist.UsageError(f"commit_every={commit_every}: choose a number of steps from 1, or None")
+        if directory is not None and not directory:
+            raise _hoist.UsageError(f"directory={directory!r}: name one, or several")
         if directory is None:
             for name, value in (("resume", resume), ("keep_steps", keep_steps), ("commit_every", commit_every)):
                 if value:

@@ -220,10 +220,25 @@ def test_arguments_without_effect_are_taken(name, arguments):
     ("AdamW", {"offload": "cpu", "momentum": 0.9}, TypeError, "unexpected keyword argument 'momentum'"),
     ("AdamW", {"commit_every": 3}, hoist.UsageError, "commit_every=... is for offloaded states"),
     ("AdamW", {"missing_gradients": "zeros"}, hoist.UsageError, "missing_gradients=... is for offloaded states"),
+    ("AdamW", {"offload": "cpu", "directory": "store", "commit_every": -1}, hoist.UsageError, "commit_every=-1: choose"),
+    ("AdamW", {"offload": "nvme", "directory": "store", "commit_every": 0}, hoist.UsageError, "commit_every=0: choose"),
+    ("AdamW", {"offload": "nvme", "directory": []}, hoist.UsageError, r"directory=\[\]: name one"),
 ])
-def test_arguments_that_cannot_be_followed_are_refused(name, arguments, error, match):
+def test_arguments_that_cannot_be_followed_are_refused(name, arguments, error, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for directories
     with pytest.raises(error, match=match):
         getattr(hoist.optim, name)([nn.Parameter(torch.ones(3))], **arguments)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_of_other_parameters_are_refused(offload, dtype):
+    own, other = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    with hoist.optim.AdamW([own], offload=offload) as optimizer:
+        for call in (lambda: optimizer.master(other), lambda: optimizer.set_master(other, torch.zeros(3))):
+            with pytest.raises(hoist.UsageError, match="the parameter is not trained by this optimizer"):
+                call()
+    assert torch.equal(other, torch.ones(3, dtype=dtype))
 
 
 # --- copies --------------------------------------------------------------------------------------------------------------
