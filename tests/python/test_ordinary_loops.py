@@ -426,7 +426,8 @@ def test_a_model_keeps_its_weights_where_its_schedule_or_groups_are_refused(wrap
 
 
 @pytest.mark.parametrize(("section", "of_another", "message"), [
-    (None, True, "StepLR sets the rates of another optimizer"), ("WarmupLR", False, "StepLR beside the configuration's scheduler")])
+    (None, True, "StepLR sets the rates of another optimizer"),
+    ("WarmupLR", False, "StepLR beside the configuration's scheduler")])
 def test_a_model_keeps_its_weights_where_initialize_refuses_its_schedule(settings, section, of_another, message):
     config = settings(optimizer={"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}}, zero_optimization={"stage": 3},
                       hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})

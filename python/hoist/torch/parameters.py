@@ -370,7 +370,8 @@ class Parameters:
         for name, values in masters.items():
             name = self.own_name(name)
             # The masters of fp32 weights have the range of bf16 as well.
-            rounded = as_type(self._as_masters(name, values), torch.float16 if self._type[name] is torch.float16 else torch.bfloat16)
+            dtype = torch.float16 if self._type[name] is torch.float16 else torch.bfloat16
+            rounded = as_type(self._as_masters(name, values), dtype)
             if not rounded.isfinite().all():
                 raise _hoist.UsageError(f"'{name}' is given a value that is not finite, or too large for {rounded.dtype}")
         for name, values in masters.items():
