@@ -80,7 +80,7 @@ TESTS = [program(("zero",), "random_program", HOIST_TEST_SECONDS="20"),
          program(("tiers",), "tiers_memory", "*Activation*"), program(("comm",), "comm"),
          program(("comm", "zero"), "secondary_shard"),
          python("streams", HOIST_TEST_ACCELERATOR="1"), python("waits"), python("waits", HOIST_TEST_ACCELERATOR="1"),
-         python("optim_offload"), python("vertical", HOIST_TEST_ACCELERATOR="1"), python("sleep")]
+         python("optim_offload"), python("optim_values"), python("vertical", HOIST_TEST_ACCELERATOR="1"), python("sleep")]
 PROGRAMS = sorted({pathlib.Path(test.command[0]).name for test in TESTS if "run.py" not in test.command[1]})
 
 

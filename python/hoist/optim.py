@@ -77,6 +77,7 @@ class _Optimizer(torch.optim.Optimizer):
             if value and value != _OFFLOAD_DEFAULTS[name]:
                 raise _hoist.UsageError(f'{name}=... is for offloaded states: pass offload="cpu" or offload="nvme"')
         self._pool = _hoist.UpdatePool(threads)
+        self._places: list[tuple[int, int]] = []  # of the last step's parameters in memory: their addresses and elements
 
     def _offload_arguments(self, settings: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """Without the arguments of torch.optim's optimizers. Errors: UsageError for those that would change results."""
@@ -105,6 +106,7 @@ class _Optimizer(torch.optim.Optimizer):
         if "_pool" not in self.__dict__:  # a copy; PyTorch's load_state_dict() also calls this
             self._offloaded = None
             self._pool = _hoist.UpdatePool(self._threads)
+            self._places = []
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -122,8 +124,11 @@ class _Optimizer(torch.optim.Optimizer):
             self._offloaded.step(self.param_groups)
             return loss
         updates = [self._checked(index, group) for index, group in enumerate(self.param_groups)]  # before anything changes
-        refuse_shared_memory((self._name_of(index, place), parameter) for index, group in enumerate(self.param_groups)
-                             for place, parameter in enumerate(group["params"]) if parameter.grad is not None)
+        places = [(parameter.data_ptr(), parameter.numel()) for _, ready in updates for parameter, _ in ready]
+        if places != self._places:  # what has no element in common with another one has none as long as it stays
+            refuse_shared_memory((self._name_of(index, place), parameter) for index, group in enumerate(self.param_groups)
+                                 for place, parameter in enumerate(group["params"]) if parameter.grad is not None)
+            self._places = places
         for options, ready in updates:
             by_step: dict[int, list[_Ready]] = {}
             for parameter, gradient in ready:

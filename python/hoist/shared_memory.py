@@ -14,11 +14,13 @@ from hoist import _hoist
 
 
 def refuse_shared_memory(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Pre: they have memory, and each is named once. Errors: UsageError that names two."""
+    """Pre: they have memory. Errors: UsageError that names two."""
     before: list[tuple[int, str, nn.Parameter]] = []  # with their ends: those that may reach beyond the next one's begin
     for begin, name, parameter in sorted(((p.data_ptr(), name, p) for name, p in parameters if p.numel()), key=lambda p: p[0]):
         before = [other for other in before if other[0] > begin]
         for _, other_name, other in before:
+            if other is parameter:
+                raise _hoist.UsageError(f"a parameter is listed twice, as '{other_name}' and as '{name}': list it once")
             trains = parameter.requires_grad or other.requires_grad
             if trains and parameter.device == other.device and _share_elements(other, parameter):
                 raise _hoist.UsageError(f"parameters '{other_name}' and '{name}' share memory (parameter.data = ...), and would "

@@ -11,6 +11,7 @@
 #include <nanobind/stl/string.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 
 #include "interruption.hpp"
 
@@ -150,17 +151,13 @@ class Channel final : public comm::Transport {
     return text + " bytes";
   }
 
-  // From any thread, while another one is in a call.
+  // From any thread, while another one is in a call. What is not told, the others notice by waiting.
   template <typename Question>
   void ask(const Question& question) noexcept {
     if (!nb::is_alive()) return;
     const nb::gil_scoped_acquire acquire;
-    try {
-      question();
-    } catch (nb::python_error& error) {
-      error.discard_as_unraisable("a channel that is asked");
-    } catch (...) {  // no memory for the words: the others notice by waiting
-    }
+    if (const std::string why = call_in_spite_of_interruption(question); !why.empty())
+      log_warning("a channel of torch.distributed: {}", why);
   }
 
   // A channel that failed once refuses everything after.

@@ -8,24 +8,34 @@ namespace hoist::python {
 
 namespace {
 
+struct Kept {
+  nanobind::python_error error;
+  unsigned long thread;
+};
+
 // Guarded by the GIL; lives as long as the process.
-std::optional<nanobind::python_error>& kept() {
-  static auto* const held = new std::optional<nanobind::python_error>();
+std::optional<Kept>& kept() {
+  static auto* const held = new std::optional<Kept>();
   return *held;
+}
+
+int raise_kept(void*) {
+  if (!kept()) return 0;
+  kept()->error.restore();
+  kept().reset();
+  return -1;
 }
 
 }  // namespace
 
 void keep_interruption(nanobind::python_error error) {
-  kept().emplace(std::move(error));
-  Py_AddPendingCall([](void*) { return raise_interruption() ? -1 : 0; }, nullptr);
+  if (kept()) return;  // the first one ends the call as well
+  kept().emplace(std::move(error), PyThread_get_thread_ident());
+  Py_AddPendingCall(raise_kept, nullptr);
 }
 
 bool raise_interruption() {
-  if (!kept()) return false;
-  kept()->restore();
-  kept().reset();
-  return true;
+  return kept() && kept()->thread == PyThread_get_thread_ident() && raise_kept(nullptr) != 0;
 }
 
 }  // namespace hoist::python

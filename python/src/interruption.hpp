@@ -5,16 +5,18 @@
 
 #include <exception>
 #include <string>
+#include <utility>
 
 #include <nanobind/nanobind.h>
 
 namespace hoist::python {
 
-// Keeps it, and has it raised: by the call that ends with an error because of it (raise_interruption()), or else by the
-// next line of the program that the main thread runs.
+// Keeps it, and has it raised: by the call of this thread that ends with an error because of it (raise_interruption()),
+// or else by the next Python code of the main thread, be it one of these functions, where it is kept again. A second
+// one that comes before is dropped.
 void keep_interruption(nanobind::python_error error);
 
-// Makes what is kept Python's exception, once. Returns whether there was any.
+// Makes what this thread keeps Python's exception, once. Returns whether there was any.
 bool raise_interruption();
 
 // Calls a Python function that must have its effect and may be called twice: once more if the first call raises, and

@@ -418,8 +418,13 @@ void UnitManager::show(Unit& unit) {
     torch_.bind(unit.id.index, array);
     unit.memory = memory;
   }
-  unit.is_shown = true;  // first: a call that is interrupted may have opened them
-  torch_.open(unit.id.index);
+  unit.is_shown = true;
+  try {
+    torch_.open(unit.id.index);
+  } catch (...) {  // interrupted, before or after it opened them
+    hide(unit);
+    throw;
+  }
 }
 
 void UnitManager::hide(Unit& unit) noexcept {

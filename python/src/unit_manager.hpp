@@ -205,6 +205,8 @@ class UnitManager {
   // forward's, so an input's gradient may come before them. A unit is then done only when all its weights' gradients
   // have come.
   void walks_again() { walks_again_ = walked_; }
+  // This walk of the graph makes another graph (create_graph=True), whose walk needs the weights again.
+  void walk_is_recorded() { walks_again_ = true; }
   // Takes the `grad` of a parameter's tensor, and sets it to None.
   void arrived(ParameterId parameter, nb::handle tensor);
   // In vertical order, where calls and gradients do not tell when a unit is done: a part of one micro-batch's backward

@@ -391,6 +391,7 @@ void bind_unit_manager(nb::module_& module) {
       .def("keeps_all_up", &UnitManager::keeps_all_up)
       .def("has_gradients", &UnitManager::has_gradients)
       .def("walks_again", &UnitManager::walks_again)
+      .def("walk_is_recorded", &UnitManager::walk_is_recorded)
       .def("is_up", &UnitManager::is_up, "unit"_a)
       .def("is_held", &UnitManager::is_held, "unit"_a)
       .def("watch_backward", &UnitManager::watch_backward, "watched"_a)

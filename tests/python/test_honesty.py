@@ -131,7 +131,7 @@ def test_a_skipped_step_is_said(settings, caplog):
             engine.backward(engine(torch.full((4, WIDTH), float("nan"))).sum())
             assert not engine.step().applied
     said = [record.getMessage() for record in caplog.records if "was skipped" in record.getMessage()]
-    assert len(said) == 2 and "2 time" in said[1]  # the first, the second, the fourth, ...
+    assert len(said) == 2 and "2 in a row" in said[1]  # the first, the second, the fourth, ...
 
 
 def test_arguments_that_are_not_known_are_errors(settings, tmp_path):

@@ -425,6 +425,14 @@ def test_a_model_keeps_its_weights_where_its_schedule_or_groups_are_refused(wrap
         close_to(run(engine), trained(model_of()))
 
 
+def test_buffers_keep_their_type_where_a_schedule_is_refused(settings):
+    model = model_of()
+    model.register_buffer("scale", torch.tensor([1.23456]))
+    with pytest.raises(RuntimeError, match="the program's own"):
+        hoist.torch.wrap(model, settings(bf16={"enabled": True}), scheduler=make_none)
+    assert torch.equal(model.scale, torch.tensor([1.23456]))
+
+
 @pytest.mark.parametrize(("section", "of_another", "message"), [
     (None, True, "StepLR sets the rates of another optimizer"),
     ("WarmupLR", False, "StepLR beside the configuration's scheduler")])
@@ -440,7 +448,8 @@ def test_a_model_keeps_its_weights_where_initialize_refuses_its_schedule(setting
                                config=config | ({"scheduler": WARMUP} if section else {}))
     for name, values in model.state_dict().items():
         assert torch.equal(values, before[name]), name
-    engine, *_ = hoist.torch.initialize(model=model, optimizer=reference_of(model), config=config)
+    assert optimizer.param_groups[0]["lr"] == RATE
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=optimizer, config=config)
     with engine:
         close_to(run(engine), trained(model_of()))
 

@@ -226,7 +226,8 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         wrong[last] = wrong[last][..., :1]
         with pytest.raises(hoist.UsageError, match="the values are"):
             engine.load_state_dict(wrong)
-        for value in (math.nan, 3.4e38, 1j):
+        all_bits = torch.tensor(-1, dtype=torch.int32).view(torch.float32).item()  # a NaN that is rounded to 0
+        for value in (math.nan, all_bits, 3.4e38, 1j):
             wrong[last] = torch.full_like(before[last], value, dtype=torch.complex64 if value == 1j else None)
             for load in (engine.load_state_dict, model.load_state_dict):
                 with pytest.raises(hoist.UsageError, match="not finite, or too large|complex values"):

@@ -159,23 +159,25 @@ def test_after_an_interrupted_step_the_engine_is_restored(settings, monkeypatch,
         assert digests(engine) == found
 
 
-def interrupted_after(call, at):
-    """`call`, with what a signal handler raises at the end of its use number `at`."""
-    def interrupted(*args):
+def interrupted(call, at, before):
+    """`call`, with what a signal handler raises at the begin or end of its use number `at`."""
+    def call_and_raise(*args):
         nonlocal at
-        call(*args)
         at -= 1
+        if before and at == 0:
+            raise KeyboardInterrupt
+        call(*args)
         if at == 0:
             raise KeyboardInterrupt
 
-    return interrupted
+    return call_and_raise
 
 
-@pytest.mark.parametrize("name, at", [("bind", 1), ("bind", 3), ("open", 1), ("open", 9), ("close", 1), ("close", 5),
-                                      ("close", 9)])
-def test_an_interruption_while_weights_come_or_go_is_not_lost(settings, monkeypatch, name, at):
+@pytest.mark.parametrize("name, at", [("bind", 1), ("bind", 3), ("open", 1), ("open", 9), ("close", 1), ("close", 5)])
+@pytest.mark.parametrize("before", [False, True])
+def test_an_interruption_while_weights_come_or_go_is_not_lost(settings, monkeypatch, name, at, before):
     with monkeypatch.context() as context:
-        context.setattr(UnitTensors, name, interrupted_after(getattr(UnitTensors, name), at))
+        context.setattr(UnitTensors, name, interrupted(getattr(UnitTensors, name), at, before))
         engine = hoist.torch.wrap(make(), settings())
         with pytest.raises(KeyboardInterrupt):
             train(engine, 3)
@@ -191,3 +193,18 @@ def test_an_interruption_while_weights_come_or_go_is_not_lost(settings, monkeypa
     with hoist.torch.wrap(make(), undisturbed(settings())) as engine:
         train(engine, 3)
         assert digests(engine) == found
+
+
+def test_an_interrupted_close_gives_all_memory_back(settings, monkeypatch):
+    engine = hoist.torch.wrap(make(), settings())
+    train(engine, 1)
+    units = engine._parameters.tensors._units
+
+    def show(_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(units[0], "show", show)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert all(unit.storage is None and unit.shown is unit.absent for unit in units)

@@ -157,6 +157,17 @@ def with_second_derivative(model, x):
     return bend.pow(2).mean() + u.pow(2).mean()
 
 
+class Scaled(nn.Module):
+    """Does something after its last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = model_of()
+
+    def forward(self, x):
+        return self.layers(x) * 1.5
+
+
 class Forces(nn.Module):
     """Its forward() returns a gradient with respect to its input, too."""
 
@@ -178,6 +189,7 @@ def of_forces(model, x):
 
 @pytest.mark.parametrize("make, loss_of", [(model_of, with_gradient_of_input), (Checkpointed, with_gradient_of_input),
                                            (model_of, with_second_derivative), (Checkpointed, with_second_derivative),
+                                           (Scaled, with_second_derivative),
                                            (Forces, of_forces)])
 @pytest.mark.parametrize("nodes_before", [0, 10000])
 def test_losses_of_gradients_of_the_input(wrap, make, loss_of, nodes_before):

@@ -85,6 +85,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._skipped_in_a_row = 0
         self.eviction_was_said = False
         self._boundary: bool | None = None
+        self._refuse_second_schedule(scheduler)
         self._lr_scheduler: Any = None
         self._resumed_rates: list[float] | None = None  # until the first step after that
         self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
@@ -379,11 +380,14 @@ class Engine(StandsForModel, DeepSpeedNames):
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         scheduler = schedule_for(self.optimizer, scheduler)
+        self._refuse_second_schedule(scheduler)
+        self._lr_scheduler = scheduler
+        self._continue_schedule()
+
+    def _refuse_second_schedule(self, scheduler: Any) -> None:
         if self.config.has_schedule and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
             raise _hoist.UsageError(f"{type(scheduler).__name__} beside the configuration's scheduler, which sets the rates: "
                                     "leave one of them out")
-        self._lr_scheduler = scheduler
-        self._continue_schedule()
 
     def _continue_rates(self) -> None:
         """After wrap(resume=True): the rates that the run had come to, unless this program asks for others than that one did.

@@ -101,6 +101,7 @@ class Parameters:
         values, by id: if that fails, the model is as it was before."""
         own = [(module, name, parameter) for module in self._module.modules() for name, parameter in module._parameters.items()]
         former = [(p, p.data, dict(p.__dict__)) for p in {id(p): p for _, _, p in own if p is not None}.values()]
+        buffers = [(module, dict(module._buffers)) for module in self._module.modules()]
         try:
             yield self._move(unit_manager, device)
         except BaseException:
@@ -110,6 +111,8 @@ class Parameters:
             for parameter, data, attributes in former:
                 parameter.data = data
                 parameter.__dict__.update(attributes)
+            for module, own_buffers in buffers:
+                module._buffers.update(own_buffers)
             raise
         for parameter, _, _ in former:
             parameter.grad = None
@@ -371,9 +374,9 @@ class Parameters:
             name = self.own_name(name)
             # The masters of fp32 weights have the range of bf16 as well.
             dtype = torch.float16 if self._type[name] is torch.float16 else torch.bfloat16
-            rounded = as_type(self._as_masters(name, values), dtype)
-            if not rounded.isfinite().all():
-                raise _hoist.UsageError(f"'{name}' is given a value that is not finite, or too large for {rounded.dtype}")
+            for part in self._as_masters(name, values).split(_PIECE):
+                if not (part.isfinite().all() and as_type(part, dtype).isfinite().all()):
+                    raise _hoist.UsageError(f"'{name}' is given a value that is not finite, or too large for {dtype}")
         for name, values in masters.items():
             self._write(name, values)
 

@@ -277,8 +277,8 @@ class Passes:
         self.turns.require(BACKWARD)
         if self._backward_seen:
             return
-        if torch.is_grad_enabled():  # create_graph=True: that graph's backward pass needs these weights again
-            self._unit_manager.walks_again()
+        if torch.is_grad_enabled():  # create_graph=True
+            self._unit_manager.walk_is_recorded()
         if self._scales_losses and not self._is_scaled:
             self._drop_pass()
             raise _hoist.UsageError("a loss that the loss scale of fp16 is missing from: use engine.backward(loss), or "

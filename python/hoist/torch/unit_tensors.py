@@ -149,6 +149,6 @@ class UnitTensors:
                 continue
             unit.mark(unit.storage)  # for views that the program has
             self._unit_of.pop(unit.storage._cdata, None)
-            unit.storage = None
-            unit.views = []
             unit.show(unit.absent)
+            unit.views = []
+            unit.storage = None  # last: an interrupted call is made once more
