@@ -35,8 +35,8 @@ const char* wait_cause_name(WaitCause cause) {
   return kNames[static_cast<std::size_t>(cause)];
 }
 
-void Ledger::count(Link link, std::uint64_t bytes, Nanoseconds busy) {
-  Cell& cell = cells_[outside_depth_.load(std::memory_order_relaxed) > 0 ? 1 : 0][static_cast<std::size_t>(link)];
+void Ledger::count(Link link, std::uint64_t bytes, Nanoseconds busy, Account account) {
+  Cell& cell = cells_[static_cast<std::size_t>(account)][static_cast<std::size_t>(link)];
   cell.bytes.fetch_add(bytes, std::memory_order_relaxed);
   cell.busy_ns.fetch_add(busy.count(), std::memory_order_relaxed);
   Trace* const trace = trace_.load(std::memory_order_relaxed);
@@ -47,7 +47,7 @@ void Ledger::count(Link link, std::uint64_t bytes, Nanoseconds busy) {
 }
 
 void Ledger::waited(WaitCause cause, Nanoseconds duration) {
-  if (outside_depth_.load(std::memory_order_relaxed) > 0) return;
+  if (current_account() == Account::outside_steps) return;
   waits_[static_cast<std::size_t>(cause)].fetch_add(duration.count(), std::memory_order_relaxed);
   Trace* const trace = trace_.load(std::memory_order_relaxed);
   if (trace == nullptr) return;

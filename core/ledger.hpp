@@ -34,13 +34,16 @@ class Ledger {
     Nanoseconds busy{0};
   };
 
-  void count(Link link, std::uint64_t bytes, Nanoseconds busy);
+  // Without an account, bytes go to that of the moment: an OutsideSteps would also take what other threads count then.
+  void count(Link link, std::uint64_t bytes, Nanoseconds busy) { count(link, bytes, busy, current_account()); }
+  void count(Link link, std::uint64_t bytes, Nanoseconds busy, Account account);
   void waited(WaitCause cause, Nanoseconds duration);
 
   // From now on, also draws counts and waits into this trace; null stops that. Store transfers draw themselves.
   void trace_to(Trace* trace) { trace_ = trace; }
   Trace* trace() const { return trace_; }
 
+  Account current_account() const { return outside_depth_ > 0 ? Account::outside_steps : Account::steps; }
   LinkTotals totals(Link link, Account account = Account::steps) const;
   Nanoseconds waited(WaitCause cause) const;  // inside steps
 

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <hoist/aio/file.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
@@ -90,8 +91,7 @@ TEST_F(FileTest, StartingOverDropsTheContentAndKeepsTheLock) {
   ASSERT_TRUE(file.lock(milliseconds(0)));
   file.start_over(64 * kKiB);
   EXPECT_EQ(file.size_bytes(), 64 * kKiB);
-  std::ifstream reader(directory_ / "there");
-  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(reader), {}), std::string(64 * kKiB, '\0'));
+  EXPECT_EQ(hoist::test::contents_of(directory_ / "there"), std::string(64 * kKiB, '\0'));
   EXPECT_FALSE(File(directory_ / "there", {}).lock(milliseconds(0)));
 }
 

@@ -2,6 +2,8 @@
 // The fuzzer's corpus, run without a fuzzer. Each finding of a fuzzing run becomes a file of it.
 #include <gtest/gtest.h>
 
+#include <hoist/tests/support/file_contents.hpp>
+
 #include "samples.hpp"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t count);
@@ -17,7 +19,7 @@ TEST(Corpus, EveryFileIsAConfigurationOrRefused) {
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator(HOIST_CORPUS_DIR)) {
     SCOPED_TRACE(entry.path().string());
-    run(test::read_text(entry.path()));
+    run(test::contents_of(entry.path()));
     ++count;
   }
   EXPECT_GE(count, 15);

@@ -6,6 +6,7 @@
 
 #include <hoist/config/key_table.hpp>
 #include <hoist/config/reference.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 
 #include "samples.hpp"
 
@@ -16,7 +17,7 @@ namespace {
 void expect_in_tree(const std::filesystem::path& file, const std::string& text) {
   const std::filesystem::path path = std::filesystem::path(HOIST_SOURCE_DIR) / file;
   if (std::getenv("HOIST_UPDATE_GOLDEN") != nullptr) std::ofstream(path, std::ios::binary) << text;
-  EXPECT_TRUE(test::read_text(path) == text)
+  EXPECT_TRUE(test::contents_of(path) == text)
       << file << " is out of date; write it anew with HOIST_UPDATE_GOLDEN=1, or with hoist check --print-keys and "
       << "--print-schema";
 }

@@ -18,6 +18,8 @@
 #include <string_view>
 #include <vector>
 
+#include <hoist/tests/support/file_contents.hpp>
+
 namespace hoist::test {
 
 struct Sample {
@@ -28,11 +30,6 @@ struct Sample {
 
 inline std::filesystem::path data_directory() {
   return std::filesystem::path(HOIST_SOURCE_DIR) / "tests" / "config" / "data";
-}
-
-inline std::string read_text(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 // The files of a kind ("accept", "refuse", "wild"), sorted.
@@ -112,7 +109,7 @@ inline Sample table_sample(const std::string& kind, std::string_view name) {
 // The text of every sample.
 inline std::vector<std::string> sample_texts() {
   std::vector<std::string> texts;
-  for (const auto& file : sample_files("accept")) texts.push_back(read_text(file));
+  for (const auto& file : sample_files("accept")) texts.push_back(contents_of(file));
   for (const char* kind : {"refuse", "wild"}) {
     for (Sample& sample : table_samples(kind)) texts.push_back(std::move(sample.text));
   }

@@ -46,6 +46,18 @@ TEST(Ledger, WorkApartStaysOutOfTheSteps) {
   EXPECT_EQ(ledger.waited(WaitCause::nvme), 3ns);
 }
 
+TEST(Ledger, AnAccountThatIsNamedIsThatOfOneCountOnly) {
+  Ledger ledger;
+  ledger.count(Link::nvme_read, 10, 1ns, Account::outside_steps);
+  ledger.count(Link::nvme_read, 1, 1ns);
+  EXPECT_EQ(ledger.current_account(), Account::steps);
+  EXPECT_EQ(ledger.totals(Link::nvme_read, Account::outside_steps).bytes, 10u);
+  const Ledger::OutsideSteps outside_steps(ledger);
+  EXPECT_EQ(ledger.current_account(), Account::outside_steps);
+  ledger.count(Link::nvme_read, 2, 1ns, Account::steps);
+  EXPECT_EQ(ledger.totals(Link::nvme_read).bytes, 3u);
+}
+
 TEST(Ledger, FromManyThreads) {
   Ledger ledger;
   std::vector<std::thread> threads;

@@ -25,6 +25,7 @@ constexpr std::uint64_t kSteps = LifeTerms{}.last_step;
 constexpr std::uint64_t kStepsToMoment = 2, kStepsToMomentMirrored = 12;
 constexpr unsigned kStepsToCopy = 2;
 constexpr std::uint64_t kLossesOneIn = 3;  // kills after which there is a copy to go on from
+constexpr std::chrono::minutes kSignalsFor{1};
 constexpr Nanoseconds kRivalsTimeout = std::chrono::milliseconds(300);  // two processes may each hold one rank's lock
 
 }  // namespace
@@ -181,7 +182,8 @@ LifeEnd Campaign::live_with(Disturbance disturbance, const LifeTerms& terms, Wit
     interrupt.sa_handler = [](int) {};
     ::sigaction(SIGUSR1, &interrupt, &before);
     ChildLife child(life(witness, terms), witness);
-    while (!child.has_ended()) {
+    const auto end = std::chrono::steady_clock::now() + kSignalsFor;
+    while (!child.has_ended() && std::chrono::steady_clock::now() < end) {
       child.send(SIGUSR1);
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }

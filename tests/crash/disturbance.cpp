@@ -8,6 +8,8 @@
 
 #include <fmt/format.h>
 
+#include <hoist/tests/support/file_contents.hpp>
+
 namespace hoist::test {
 
 namespace fs = std::filesystem;
@@ -15,11 +17,6 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::uint64_t kAllOfARankOneIn = 3, kAllOfTheStoreOneIn = 4;
-
-std::string content_of(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 void put(const fs::path& path, const std::optional<std::string>& content) {
   fs::remove(path);
@@ -63,7 +60,7 @@ Files files_below(const std::string& directory) {
   if (!fs::exists(directory)) return files;
   for (const fs::directory_entry& entry : fs::recursive_directory_iterator(directory)) {
     if (entry.is_regular_file() && entry.path().extension() != ".lock-info")
-      files[fs::relative(entry.path(), directory).string()] = content_of(entry.path());
+      files[fs::relative(entry.path(), directory).string()] = contents_of(entry.path());
   }
   return files;
 }
@@ -95,7 +92,7 @@ DisturbedFiles::DisturbedFiles(Disturbance disturbance, const std::string& store
 
 void DisturbedFiles::write(const std::string& path, const std::optional<std::string>& content) {
   const fs::path whole = fs::path(store_) / path;
-  before_.emplace(path, fs::exists(whole) ? std::optional(content_of(whole)) : std::nullopt);
+  before_.emplace(path, fs::exists(whole) ? std::optional(contents_of(whole)) : std::nullopt);
   text_ += " " + path;
   put(whole, content);
 }

@@ -6,8 +6,6 @@
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <thread>
 
 #include <fcntl.h>
@@ -17,6 +15,7 @@
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tiers/store.hpp>
 
 namespace hoist::test {
@@ -30,12 +29,6 @@ constexpr std::chrono::milliseconds kPoll{5};
 
 std::string program_beside_this(const std::string& name) {
   return (std::filesystem::canonical("/proc/self/exe").parent_path() / name).string();
-}
-
-std::string text_of(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
 }
 
 pid_t start(std::vector<std::string> words, const std::string& log) {
@@ -98,7 +91,7 @@ std::string MpiCampaign::obstacle() {
   const std::string log = directory / "version";
   int status = 0;
   ::waitpid(start({HOIST_TEST_MPIEXEC, "--version"}, log), &status, 0);
-  const std::string version = text_of(log);  // mpiexec calls itself OpenRTE
+  const std::string version = contents_of(log);  // mpiexec calls itself OpenRTE
   if (version.find("Open MPI") == std::string::npos && version.find("OpenRTE") == std::string::npos)
     return "that a rank dies and the others live needs Open MPI's mpirun --enable-recovery";
   return {};
@@ -157,7 +150,7 @@ std::string MpiCampaign::live(const Life& life, std::uint64_t seed, const Witnes
       if (is_there((*witness)->process)) ::kill(static_cast<pid_t>((*witness)->process.load()), SIGKILL);
     }
     ::waitpid(job, &status, 0);
-    return "the job hangs\n" + text_of(log_);
+    return "the job hangs\n" + contents_of(log_);
   }
   // The ranks of an aborted job are gone a moment after mpirun.
   for (const auto& witness : witnesses) {
@@ -175,7 +168,7 @@ std::string MpiCampaign::live(const Life& life, std::uint64_t seed, const Witnes
     if ((*witness)->failed) return (*witness)->text.data();
   }
   if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-    return fmt::format("mpirun ended with status {:#x}\n{}", status, text_of(log_));
+    return fmt::format("mpirun ended with status {:#x}\n{}", status, contents_of(log_));
   end = LifeEnd::finished;
   return {};
 }
@@ -187,7 +180,7 @@ std::string MpiCampaign::judge_survivors(const Life& life, const Witnesses& witn
     if (rank == life.victim) continue;
     const Witness& witness = **witnesses[static_cast<std::size_t>(rank)];
     const std::string text = witness.text.data();
-    if (!witness.failed) return fmt::format("rank {} did not end with an error\n{}", rank, text_of(log_));
+    if (!witness.failed) return fmt::format("rank {} did not end with an error\n{}", rank, contents_of(log_));
     if (text.find(dead) == std::string::npos) return fmt::format("rank {} does not name {}: {}", rank, dead, text);
     const Nanoseconds after(witness.ended_ns - died);
     if (after > kTimeout + kEnding)

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <iostream>
 #include <thread>
 #include <vector>
 
@@ -22,6 +23,8 @@
 namespace hoist::test {
 
 namespace {
+
+constexpr std::chrono::minutes kHangsAfter{10};
 
 std::uint64_t step_in(std::span<const std::byte> state) {
   std::uint64_t step = 0;
@@ -179,7 +182,7 @@ ChildLife::ChildLife(const std::function<std::string()>& life, Witness& witness)
 ChildLife::~ChildLife() {
   if (process_ < 0 || has_ended()) return;
   send(SIGKILL);
-  wait(true);
+  ::waitpid(process_, nullptr, 0);
 }
 
 void ChildLife::send(int signal) const {
@@ -197,12 +200,13 @@ LifeEnd ChildLife::wait(bool killed) {
     say(witness_, "there was no process for it");
     return LifeEnd::failed;
   }
-  int status = 0;
+  if (!status_) status_ = status_within(process_, kHangsAfter);
   if (!status_) {
-    ::waitpid(process_, &status, 0);
-    status_ = status;
+    say(witness_, "it hangs");
+    std::cerr << stacks_of(process_) << '\n';
+    return LifeEnd::failed;  // the destructor kills it
   }
-  status = *status_;
+  const int status = *status_;
   if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && (witness_.killed_itself || killed)) return LifeEnd::killed;
   if (WIFEXITED(status) && WEXITSTATUS(status) == kExitFinished) return LifeEnd::finished;
   if (WIFSIGNALED(status)) say(witness_, fmt::format("died of signal {}", WTERMSIG(status)));

@@ -3,13 +3,13 @@
 // finds becomes a file.
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <string>
 
 #include <gtest/gtest.h>
 
 #include <hoist/core/rng.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 
 extern "C" {
 int fuzz_manifest(const std::uint8_t* data, std::size_t count);
@@ -38,8 +38,7 @@ TEST_P(StoreCorpus, NothingInItAndNoSmallChangeDoesHarm) {
   for (const auto& entry :
        std::filesystem::directory_iterator(std::string(HOIST_STORE_CORPORA) + "/" + GetParam().name + "-corpus")) {
     SCOPED_TRACE(testing::Message() << entry.path().filename().string() << ", seed " << kSeed);
-    std::ifstream file(entry.path(), std::ios::binary);
-    const std::string bytes(std::istreambuf_iterator<char>(file), {});
+    const std::string bytes = test::contents_of(entry.path());
     run(bytes);
     ++files;
     for (int change = 0; change < kChanges && bytes.size() > 1; ++change) {

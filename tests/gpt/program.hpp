@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -17,11 +16,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::gpt::program_test {
 
 using nlohmann::json;
+using hoist::test::contents_of;
 using testing::HasSubstr;
 
 struct Outcome {
@@ -29,12 +30,6 @@ struct Outcome {
   std::string out;
   std::string error;
 };
-
-inline std::string content_of(const std::string& path) {
-  std::stringstream content;
-  content << std::ifstream(path).rdbuf();
-  return content.str();
-}
 
 class Program : public testing::Test {
  protected:
@@ -95,8 +90,8 @@ class Program : public testing::Test {
   Outcome finish(pid_t child) const {
     int status = 0;
     waitpid(child, &status, 0);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), content_of(path("out")),
-            content_of(path("error"))};
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), contents_of(path("out")),
+            contents_of(path("error"))};
   }
   Outcome run(const std::vector<std::string>& words) const { return finish(start(words)); }
 
@@ -110,7 +105,7 @@ class Program : public testing::Test {
     EXPECT_EQ(std::count(outcome.error.begin(), outcome.error.end(), '\n'), 1) << outcome.error;
   }
 
-  json report() const { return json::parse(content_of(path("report.json"))); }
+  json report() const { return json::parse(contents_of(path("report.json"))); }
   json report_of(const std::vector<std::string>& words) const {
     std::vector<std::string> with_report = words;
     with_report.insert(with_report.end(), {"--report", path("report.json")});

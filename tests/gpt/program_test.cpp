@@ -36,7 +36,7 @@ TEST_F(Program, RefusesAPathWhereNoStoreCanBe) {
   const Outcome outcome = run(usual(1));
   EXPECT_EQ(outcome.code, 2) << outcome.error;
   EXPECT_THAT(outcome.error, HasSubstr(path("store")));
-  EXPECT_EQ(content_of(path("store")), "a file is in the way");
+  EXPECT_EQ(contents_of(path("store")), "a file is in the way");
 }
 
 TEST_F(Program, ABudgetTooSmallNamesTheKey) {
@@ -113,17 +113,17 @@ TEST_F(Program, TrainsAndReports) {
   }
   EXPECT_GT(report["links"]["nvme_read"]["bytes"].get<std::uint64_t>(), 0u);
   EXPECT_EQ(report["links"]["wire"]["bytes"], 0);
-  const std::string out = content_of(path("out"));
+  const std::string out = contents_of(path("out"));
   for (const char* part :
        {"step 1/5", "step 5/5", "tokens/s", "left", "NVMe read", "formula", "where the time went", "budget"}) {
     EXPECT_THAT(out, HasSubstr(part));
   }
-  EXPECT_EQ(content_of(path("error")), "");
+  EXPECT_EQ(contents_of(path("error")), "");
 }
 
 // From a scale at which every gradient overflows; stopped and resumed in the middle of its way down and after it.
 TEST_F(Program, TrainsInFp16AndResumesWithItsScale) {
-  json config = json::parse(content_of(path("config.json")));
+  json config = json::parse(contents_of(path("config.json")));
   config.erase("bf16");
   config["fp16"] = {{"enabled", true}, {"initial_scale_power", 28}, {"loss_scale_window", 3}, {"hysteresis", 1}};
   write("config.json", config.dump());
@@ -138,7 +138,7 @@ TEST_F(Program, TrainsInFp16AndResumesWithItsScale) {
   EXPECT_GE(applied, 4);
   EXPECT_LT(whole["steps"][15]["loss"].get<double>(), whole["steps"][0]["loss"].get<double>());
   EXPECT_EQ(whole["committed_step"], applied);
-  EXPECT_THAT(content_of(path("out")), HasSubstr("skipped, as their gradients were not finite"));
+  EXPECT_THAT(contents_of(path("out")), HasSubstr("skipped, as their gradients were not finite"));
   for (const int stop : {4, 13}) {
     remove_store();
     report_of(usual(stop));
@@ -190,7 +190,7 @@ TEST_F(Program, ResumingAnotherRunIsRefused) {
   ASSERT_EQ(run(usual(1)).code, 0);
   expect_refused(usual(2, {"--resume", "--seed", "9"}), "--seed 1, not 9");
   expect_refused(usual(2, {"--resume", "--batch", "3"}), "2 samples a step, not 3");
-  write("text", content_of(path("text")) + "!");
+  write("text", contents_of(path("text")) + "!");
   expect_refused(usual(2, {"--resume"}), "another text");
   std::vector<std::string> wider = usual(2, {"--resume"});
   *(std::find(wider.begin(), wider.end(), "--width") + 1) = "64";
@@ -228,7 +228,7 @@ TEST_F(Program, TheTableCountsTheSaveAtTheEndWithAndWithoutAReport) {
   EXPECT_GE(std::stod(written) * 1024, kStateBytes);
   remove_store();
   report_of(usual(2));
-  EXPECT_EQ(written_outside_steps(content_of(path("out"))), written);
+  EXPECT_EQ(written_outside_steps(contents_of(path("out"))), written);
 
   // On NVMe, too, where steps write as well.
   std::vector<std::string> tables;
@@ -258,7 +258,7 @@ TEST_F(Program, ASignalEndsTheRunAfterItsStep) {
   for (const int signal : {SIGINT, SIGTERM}) {
     remove_store();
     const pid_t child = start(usual(1000000, {"--report", path("report.json")}));
-    for (int i = 0; i < 600 && content_of(path("out")).find("step 1/") == std::string::npos; ++i) {
+    for (int i = 0; i < 600 && contents_of(path("out")).find("step 1/") == std::string::npos; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     }
     for (int i = 0; i < 2; ++i) kill(child, signal);  // as timeout(1) does
@@ -324,14 +324,14 @@ TEST_F(Program, CheckPredictsPeaksAndBytesOfItsConfigurations) {
     SCOPED_TRACE(std::string(c.parameters) + " " + c.optimizer + " " + c.hoist.dump());
     remove_store();
     write_config("config.json", c.parameters, c.optimizer, c.hoist.is_null() ? json::object() : c.hoist);
-    json config = json::parse(content_of(path("config.json")));
+    json config = json::parse(contents_of(path("config.json")));
     config["gradient_accumulation_steps"] = c.micro_batches;
     write("config.json", config.dump());
     ASSERT_EQ(run(usual(1, {"--units", path("units.json")})).code, 0);
     const std::string check = std::string(HOIST_PROGRAM) + " check " + path("config.json") + " --world 1 --units " +
                               path("units.json") + " --json " + path("check.json") + " > /dev/null";
     ASSERT_EQ(std::system(check.c_str()), 0);
-    const json predicted = json::parse(content_of(path("check.json"))).at("prediction");
+    const json predicted = json::parse(contents_of(path("check.json"))).at("prediction");
     const json real = report_of(usual(20));
     const auto within = [&](const char* what, double prediction, double reality) {
       EXPECT_NEAR(prediction, reality, 0.02 * reality) << what;
@@ -387,7 +387,7 @@ TEST_F(Program, TrainsWithTheConfigurationThatPlanWrites) {
                              device_memory + " --pinned-memory " + pinned_memory + " --tokens 32 --write " +
                              path("config.json") + " > /dev/null";
     ASSERT_EQ(std::system(plan.c_str()), 0);
-    const json config = json::parse(content_of(path("config.json")));
+    const json config = json::parse(contents_of(path("config.json")));
     EXPECT_EQ(config.at("zero_optimization").at("offload_optimizer").at("device"), optimizer);
     const json trained = report_of(words(3, {}));
     for (const char* tier : {"device", "pinned"}) {
@@ -411,7 +411,7 @@ TEST_F(Program, MicroBatchesMakeALargerStepAndResumeAsSuch) {
 }
 
 TEST_F(Program, InVerticalOrderWeightsAndGradientsMoveOnceAStep) {
-  json config = json::parse(content_of(path("config.json")));
+  json config = json::parse(contents_of(path("config.json")));
   config["zero_optimization"]["stage3_param_persistence_threshold"] = 0;
   config["zero_optimization"]["stage3_max_reuse_distance"] = 0;  // weights come up for each use
   write("config.json", config.dump());
@@ -467,8 +467,8 @@ Outcome run_limited(const std::string& limits, const std::vector<std::string>& w
   command += " >'" + directory / "limited.out" + "' 2>'" + directory / "limited.err" + "'";
   const int status = std::system(command.c_str());
   return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status),
-          .out = content_of(directory / "limited.out"),
-          .error = content_of(directory / "limited.err")};
+          .out = contents_of(directory / "limited.out"),
+          .error = contents_of(directory / "limited.err")};
 }
 
 // OpenBLAS repeats a refused request for memory for ever.

@@ -3,8 +3,6 @@
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,6 +10,7 @@
 #include <unistd.h>
 
 #include <hoist/core/units.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 
 #include "progress.hpp"
 #include "text.hpp"
@@ -132,9 +131,7 @@ TEST_F(ReportFileTest, AppearsWhole) {
     EXPECT_FALSE(std::filesystem::exists(path));
     file.write("{}\n");
   }
-  std::stringstream content;
-  content << std::ifstream(path).rdbuf();
-  EXPECT_EQ(content.str(), "{}\n");
+  EXPECT_EQ(hoist::test::contents_of(path), "{}\n");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_), {}), 1);
 }
 

@@ -2,13 +2,13 @@
 // The fuzzer's corpus as an ordinary test: nothing in it, and no small change of it, does more than throw
 // SafetensorsError. Files named good-* are accepted.
 #include <filesystem>
-#include <fstream>
 #include <iterator>
 
 #include <gtest/gtest.h>
 
 #include <hoist/core/rng.hpp>
 #include <hoist/interchange/safetensors.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 
 namespace hoist::interchange::corpus_test {
 namespace {
@@ -27,10 +27,8 @@ bool is_accepted(std::string_view file) {
 
 std::vector<std::pair<std::string, std::string>> corpus() {
   std::vector<std::pair<std::string, std::string>> files;
-  for (const auto& entry : std::filesystem::directory_iterator(HOIST_CORPUS_DIR)) {
-    std::ifstream file(entry.path(), std::ios::binary);
-    files.emplace_back(entry.path().filename().string(), std::string(std::istreambuf_iterator<char>(file), {}));
-  }
+  for (const auto& entry : std::filesystem::directory_iterator(HOIST_CORPUS_DIR))
+    files.emplace_back(entry.path().filename().string(), test::contents_of(entry.path()));
   return files;
 }
 

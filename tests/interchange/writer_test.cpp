@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing: how tensors are dealt to shards, and that an unfinished export leaves nothing that looks whole.
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <iterator>
 #include <set>
@@ -14,6 +13,7 @@
 #include <unistd.h>
 
 #include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/full_table.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
@@ -197,9 +197,7 @@ TEST(SafetensorsWriter, ADelayedExportLeavesAFinishedOneAlone) {
   SafetensorsWriter delayed({.directory = directory / "m"}, bytes_of({4}));
   put(delayed, 4, 'b');
   EXPECT_THROW(delayed.finish(), IoError);
-  std::ifstream file(directory / "m/model.safetensors", std::ios::binary);
-  const std::string content{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_THAT(content, testing::EndsWith("aaaa"));
+  EXPECT_THAT(test::contents_of(directory / "m/model.safetensors"), testing::EndsWith("aaaa"));
 }
 
 TEST(SafetensorsWriter, AFileSystemThatIsTooSmallIsSaidBeforeTheFirstByte) {

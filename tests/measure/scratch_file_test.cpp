@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 
 #include <gmock/gmock.h>
 #include <sys/wait.h>
@@ -10,6 +9,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/measure/scratch_file.hpp>
 #include <hoist/tests/aio/small_file_system.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -25,10 +25,6 @@ class ScratchFileTest : public ::testing::Test {
   std::string parent() const { return directory_.path().string(); }
   fs::path inside() const { return directory_.path() / ScratchFile::kDirectoryName; }
   static void write(const fs::path& path, const std::string& text) { std::ofstream(path) << text; }
-  static std::string text_of(const fs::path& path) {
-    std::ifstream file(path);
-    return {std::istreambuf_iterator<char>(file), {}};
-  }
 
   // As kill -9 would leave it: a child that makes the file and disappears without a destructor.
   void leave_behind() const {
@@ -87,12 +83,12 @@ TEST_F(ScratchFileTest, WhatIsNotOursIsRefusedAndLeftAlone) {
   fs::create_directory(inside());
   write(inside() / ScratchFile::kDataName, "precious");
   EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("was not made by")));
-  EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious");
+  EXPECT_EQ(test::contents_of(inside() / ScratchFile::kDataName), "precious");
 
   write(inside() / ScratchFile::kMarkerName, "somebody else's");
   EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("holds something else")));
-  EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious");
-  EXPECT_EQ(text_of(inside() / ScratchFile::kMarkerName), "somebody else's");
+  EXPECT_EQ(test::contents_of(inside() / ScratchFile::kDataName), "precious");
+  EXPECT_EQ(test::contents_of(inside() / ScratchFile::kMarkerName), "somebody else's");
 }
 
 TEST_F(ScratchFileTest, AMarkerThatIsNoFileIsRefusedAndNeverWaitedFor) {
@@ -104,7 +100,7 @@ TEST_F(ScratchFileTest, AMarkerThatIsNoFileIsRefusedAndNeverWaitedFor) {
       EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("not a regular file")))
           << kind.name;
     }
-    EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious") << kind.name;
+    EXPECT_EQ(test::contents_of(inside() / ScratchFile::kDataName), "precious") << kind.name;
     fs::remove_all(inside());
   }
 }
@@ -115,14 +111,14 @@ TEST_F(ScratchFileTest, LinksAreNotFollowed) {
   write(elsewhere / ScratchFile::kDataName, "precious");
   fs::create_directory_symlink(elsewhere, inside());
   EXPECT_THROW(ScratchFile(parent(), kMiB), InputError);
-  EXPECT_EQ(text_of(elsewhere / ScratchFile::kDataName), "precious");
+  EXPECT_EQ(test::contents_of(elsewhere / ScratchFile::kDataName), "precious");
 }
 
 TEST_F(ScratchFileTest, ForeignFilesAmongOursSurvive) {
   leave_behind();
   write(inside() / "notes", "precious");
   { const ScratchFile file(parent(), kMiB); }
-  EXPECT_EQ(text_of(inside() / "notes"), "precious");
+  EXPECT_EQ(test::contents_of(inside() / "notes"), "precious");
   EXPECT_FALSE(fs::exists(inside() / ScratchFile::kDataName));
 }
 

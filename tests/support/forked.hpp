@@ -1,16 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/support/forked.hpp - runs something in a forked process, which must not hang.
+// tests/support/forked.hpp - waits for a forked process, which must not hang, and runs something in one.
 #pragma once
 
+#include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <exception>
-#include <thread>
+#include <optional>
+#include <string>
 
+#include <poll.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 namespace hoist::test {
+
+// The status that the child ended with; nothing if it still runs after `limit`.
+inline std::optional<int> status_within(pid_t child, std::chrono::seconds limit) {
+  pollfd end{static_cast<int>(::syscall(SYS_pidfd_open, child, 0)), POLLIN, 0};
+  if (end.fd >= 0) {
+    int ready = -1;
+    while (ready < 0) ready = ::poll(&end, 1, static_cast<int>(std::chrono::milliseconds(limit).count()));
+    ::close(end.fd);
+    if (ready == 0) return std::nullopt;
+  }
+  int status = 0;
+  while (::waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  return status;
+}
+
+// Where each thread of a process stands, as gdb says; empty without gdb.
+inline std::string stacks_of(pid_t process) {
+  const std::string command =
+      "gdb -batch -p " + std::to_string(process) + " -ex 'thread apply all backtrace 20' 2>/dev/null";
+  std::string text;
+  std::FILE* const output = ::popen(command.c_str(), "r");
+  if (!output) return text;
+  char line[4096];
+  while (std::fgets(line, sizeof(line), output)) text += line;
+  ::pclose(output);
+  return text;
+}
 
 // The child's exit code, which is what `body` returns; 99 for an exception, -1 if it ended by a signal or has not ended
 // after `seconds`.
@@ -25,11 +58,8 @@ int exit_code_of_fork(Body body, int seconds = 20) {
     }
     ::_exit(code);
   }
-  for (int tick = 0; tick < 50 * seconds; ++tick) {
-    int status = 0;
-    if (::waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
+  const auto status = status_within(child, std::chrono::seconds(seconds));
+  if (status) return WIFEXITED(*status) ? WEXITSTATUS(*status) : -1;
   ::kill(child, SIGKILL);
   ::waitpid(child, nullptr, 0);
   return -1;

@@ -18,16 +18,11 @@
 
 #include <hoist/core/rng.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::test::program_test {
 namespace {
-
-std::string read_file(const std::string& path) {
-  std::stringstream content;
-  content << std::ifstream(path).rdbuf();
-  return content.str();
-}
 
 struct RunOptions {
   std::string parameters;  // "cpu" or "nvme"
@@ -39,7 +34,7 @@ struct RunOptions {
 class GptRun {
  public:
   GptRun(const TempDirectory& directory, const RunOptions& setup) : directory_(directory), setup_(setup) {
-    std::ofstream(directory / "text") << read_file("/usr/share/common-licenses/Apache-2.0") << std::string(4000, 'x');
+    std::ofstream(directory / "text") << contents_of("/usr/share/common-licenses/Apache-2.0") << std::string(4000, 'x');
     std::ofstream(directory / "config.json")
         << R"({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}, "gradient_clipping": 0.5,)"
         << R"("optimizer": {"type": "AdamW", "params": {"lr": 0.003}}, "zero_optimization": {"stage": 3, "sub_group_size": 50000,)"
@@ -71,10 +66,10 @@ class GptRun {
     ::_exit(127);
   }
 
-  std::string output() const { return read_file(directory_ / "output"); }
+  std::string output() const { return contents_of(directory_ / "output"); }
   // The report's digest object, as text.
   std::string digest(const std::string& report) const {
-    const std::string text = read_file(directory_ / report);
+    const std::string text = contents_of(directory_ / report);
     const std::size_t begin = text.find("\"digest\"");
     return begin == std::string::npos ? "" : text.substr(begin, text.find('}', begin) - begin);
   }

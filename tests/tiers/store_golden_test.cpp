@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
 namespace hoist::tiers::test::store_golden_test {
@@ -52,8 +53,7 @@ class StoreGoldenTest : public ::testing::Test {
     const auto store = create_store(options_, *engine);
     run_step(*store, options_, 0, all_records(options_));
     run_step(*store, options_, 1, {0});
-    std::ifstream file(std::string(HOIST_TIERS_GOLDEN) + "/manifest-v4.hex");
-    golden_.assign(std::istreambuf_iterator<char>(file), {});
+    golden_ = hoist::test::contents_of(std::string(HOIST_TIERS_GOLDEN) + "/manifest-v4.hex");
   }
   std::string path() const { return options_.directory + "/rank-00001.manifest"; }
 

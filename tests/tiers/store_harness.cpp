@@ -10,6 +10,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
 namespace hoist::tiers::test {
@@ -164,9 +165,7 @@ std::uint64_t reopen_and_compare(const StoreOptions& options, const std::map<std
 }
 
 std::vector<std::byte> read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_TRUE(file.good()) << path;
+  const std::string bytes = hoist::test::contents_of(path);
   std::vector<std::byte> result(bytes.size());
   if (!bytes.empty()) std::memcpy(result.data(), bytes.data(), bytes.size());
   return result;

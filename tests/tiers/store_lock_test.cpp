@@ -15,6 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/tiers/store_open_fixture.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 
@@ -64,8 +65,7 @@ TEST_F(StoreLockTest, ALockThatOutlivesItsProcessIsExplained) {
   ASSERT_GT(dead, 0);
   end(dead);
   const detail::StorePaths paths(options_.directory, 0);
-  std::ifstream before(paths.lock_info);
-  const std::string text(std::istreambuf_iterator<char>(before), {});
+  const std::string text = hoist::test::contents_of(paths.lock_info);
   ASSERT_THAT(text, HasSubstr(" on "));
   std::ofstream(paths.lock_info) << "process " << dead << text.substr(text.find(" on "));
   EXPECT_THAT(refusal_to_open(), HasSubstr("in use by process " + std::to_string(dead) + " on "));

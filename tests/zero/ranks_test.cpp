@@ -4,7 +4,6 @@
 #include <cfenv>
 #include <chrono>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <iterator>
 #include <limits>
@@ -16,6 +15,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
@@ -150,10 +150,8 @@ TEST_P(RanksTest, AManifestThatIsMissingForAMomentCostsNothing) {
   fs::rename(manifest, directory / "aside");
   const auto contents = [&] {
     std::map<std::string, std::string> files;
-    for (const auto& entry : fs::directory_iterator(directory / "store")) {
-      std::ifstream file(entry.path());
-      files[entry.path().string()].assign(std::istreambuf_iterator<char>(file), {});
-    }
+    for (const auto& entry : fs::directory_iterator(directory / "store"))
+      files[entry.path().string()] = contents_of(entry.path());
     return files;
   };
   const auto before = contents();

@@ -115,15 +115,12 @@ void Drives::count_into(Ledger& ledger, bool in_steps, const OutsideBytes& outsi
   const std::uint64_t written_outside = std::min(outside.written - counted_outside_.written, written);
   counted_outside_.read += read_outside;
   counted_outside_.written += written_outside;
-  {
-    const Ledger::OutsideSteps outside_steps(ledger);
-    ledger.count(Link::nvme_read, read_outside, {});
-    ledger.count(Link::nvme_write, written_outside, {});
-  }
-  std::optional<Ledger::OutsideSteps> outside_steps;
-  if (!in_steps) outside_steps.emplace(ledger);
-  ledger.count(Link::nvme_read, read - read_outside, now.read_busy - counted_.read_busy);
-  ledger.count(Link::nvme_write, written - written_outside, now.write_busy - counted_.write_busy);
+  constexpr auto kOutside = Ledger::Account::outside_steps;
+  ledger.count(Link::nvme_read, read_outside, {}, kOutside);
+  ledger.count(Link::nvme_write, written_outside, {}, kOutside);
+  const Ledger::Account account = in_steps ? ledger.current_account() : kOutside;
+  ledger.count(Link::nvme_read, read - read_outside, now.read_busy - counted_.read_busy, account);
+  ledger.count(Link::nvme_write, written - written_outside, now.write_busy - counted_.write_busy, account);
   counted_ = now;
 }
 
