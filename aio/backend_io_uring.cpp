@@ -38,11 +38,11 @@ class IoUringBackend final : public Backend {
     std::size_t count = collect(done);
     if (count > 0) {
       ring_.flush();  // the queue is busy with these for a while: submit everything
-    } else if (!woken_) {
+    } else if (!wake_up_seen_) {
       ring_.wait(timeout);
       count = collect(done);
     }
-    if (woken_) hear();
+    if (wake_up_seen_) clear_wake_up();
     return count;
   }
 
@@ -57,22 +57,22 @@ class IoUringBackend final : public Backend {
 
   void serve() {
     ring_.serve_closing_files();
-    if (listening_) return;
-    listening_ = true;
+    if (poll_armed_) return;
+    poll_armed_ = true;
     ring_.put_poll(wake_up_->descriptor());
   }
 
   std::size_t collect(std::span<Block*> done) {
     const Ring::Collected collected = ring_.collect(done);
     if (collected.polled) {
-      woken_ = true;
-      listening_ = false;
+      wake_up_seen_ = true;
+      poll_armed_ = false;
     }
     return collected.block_count;
   }
 
-  void hear() {
-    woken_ = false;
+  void clear_wake_up() {
+    wake_up_seen_ = false;
     wake_up_->clear();
     ring_.serve_closing_files();
   }
@@ -82,8 +82,8 @@ class IoUringBackend final : public Backend {
   std::string description_;
   // I/O thread only.
   bool started_ = false;
-  bool listening_ = false;
-  bool woken_ = false;
+  bool poll_armed_ = false;
+  bool wake_up_seen_ = false;
 };
 
 }  // namespace

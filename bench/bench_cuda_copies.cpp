@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies between a card and the pinned pool, through hoist's streams, against one plain cudaMemcpyAsync from one big
-// block of cudaHostAlloc: to the card, from it, and both at once.
+// Copies between a GPU and the pinned pool, through hoist's streams, against one plain cudaMemcpyAsync from one big
+// block of cudaHostAlloc: to the GPU, from it, and both at once.
 //
 //   bench_cuda_copies [--bytes N] [--piece N] [--pairs N] [--ordinal N] [--json FILE] [--smoke]
 //
 // Legs alternate, plain and pool, on the same device memory; a control compares the plain leg with itself. Both
 // directions at once are compared with plain copies at once, and with the sum of both plain speeds of the same round:
-// no link need reach that. Ends with 77 where there is no card. Aims: 0.97 of plain copies, 0.9 of the sum; an aim is
+// no link need reach that. Ends with 77 where there is no GPU. Aims: 0.97 of plain copies, 0.9 of the sum; an aim is
 // missed if the whole interval, widened by the control's, lies below it.
 #include <algorithm>
 #include <array>
@@ -219,7 +219,7 @@ int main(int argc, char** argv) try {
   const Arguments arguments = parse(argc, argv);
   std::string why;
   if (platform::cuda_device_count(&why) == 0) {
-    fmt::print("skipped: no CUDA card ({})\n", why);
+    fmt::print("skipped: no CUDA GPU ({})\n", why);
     return kNoCard;
   }
   const std::vector<Figure> figures = measured(arguments);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kTag = 0;
 // The longest time for the last messages, which are small and need no receiver.
-constexpr std::chrono::milliseconds kFarewell{100};
+constexpr std::chrono::milliseconds kLastMessagesMax{100};
 
 }  // namespace
 
@@ -131,7 +131,7 @@ void LivenessProbe::tell(News news, std::string_view why) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) send(peer, news == News::failed ? Kind::failure : Kind::verdict, 0, why);
   }
-  for (const TimePoint end = Clock::now() + kFarewell; !sent_.empty() && Clock::now() < end;) {
+  for (const TimePoint end = Clock::now() + kLastMessagesMax; !sent_.empty() && Clock::now() < end;) {
     clear_sent();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -176,7 +176,7 @@ class NcclCommunicator final : public Communicator {
 
   static constexpr std::chrono::milliseconds kWatchPeriod{50};
   static constexpr std::chrono::microseconds kPollInterval{20};
-  static constexpr std::chrono::milliseconds kFarewell{200};
+  static constexpr std::chrono::milliseconds kLastMessagesMax{200};
 
   // Waits for the mutex no longer than a call takes to notice `ending_`.
   void watch(const std::stop_token& stop) {
@@ -223,7 +223,7 @@ class NcclCommunicator final : public Communicator {
       while (state == ncclInProgress && !deadline.is_over()) {
         if (!others_gone && control_->broken()) {  // or they ended in order, a moment before this one
           others_gone = true;
-          deadline = Deadline(std::min<Nanoseconds>(kFarewell, timeout_));
+          deadline = Deadline(std::min<Nanoseconds>(kLastMessagesMax, timeout_));
         }
         std::this_thread::sleep_for(kPollInterval);
         if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &state); asked != ncclSuccess)

@@ -222,7 +222,7 @@ int device_of(int ordinal) {
 
 CurrentDevice::CurrentDevice(int ordinal) {
   try {
-    card_.emplace(ordinal);
+    gpu_.emplace(ordinal);
   } catch (const DeviceError& error) {
     throw CommError(fmt::format("nccl: CUDA device {}: {}", ordinal, error.what()));
   }

@@ -154,7 +154,7 @@ JsonSyntaxError explain(std::string_view text, const SyntaxFailure& failure) {
   return {begin, or_parsers(sentence(text, {begin, failure.offset, failure.parser_says}))};
 }
 
-std::optional<JsonSyntaxError> refuse_at_sight(std::string_view text) {
+std::optional<JsonSyntaxError> refuse_by_content(std::string_view text) {
   for (const std::string_view mark : {std::string_view("\xFF\xFE"), std::string_view("\xFE\xFF")}) {
     if (text.starts_with(mark)) return JsonSyntaxError(0, "UTF-16 text; save the file as UTF-8");
   }

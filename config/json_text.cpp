@@ -152,7 +152,7 @@ bool is_infinite(const JsonNode& node) {
 }
 
 JsonNode parse_json_text(std::string_view original) {
-  if (const auto refusal = refuse_at_sight(original)) throw *refusal;
+  if (const auto refusal = refuse_by_content(original)) throw *refusal;
   const std::string text = plain_json(original);
   std::size_t consumed = 0;
   TreeBuilder builder(text, consumed);

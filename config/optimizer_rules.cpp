@@ -44,7 +44,7 @@ class OptimizerRules {
     for (const OptimizerType& type : optimizer_types()) {
       if (optim::optimizer_name(type.kind) != draft_.optimizer_type) continue;
       options_.kind = type.kind;
-      refuse_strangers(read_, kOptimizerParams, draft_.optimizer_type, type.parameters);
+      refuse_other_parameters(read_, kOptimizerParams, draft_.optimizer_type, type.parameters);
       std::erase_if(read_.settings, [&](const ConfigSetting& s) {
         return s.row->path.starts_with(kOptimizerParams) && s.row->status == KeyStatus::implemented &&
                std::ranges::find(type.parameters, last_part(s.row->path)) == type.parameters.end();

@@ -50,21 +50,21 @@ class Reader {
 
   // DeepSpeed reads its keys by name and ignores others at the top level, such as those of the project that wrote the
   // file, and in sections about the program. A file without any key of DeepSpeed's is something else.
-  void note_strangers() {
-    if (strangers_.empty()) return;
+  void note_unknown_keys() {
+    if (unknown_keys_.empty()) return;
     if (!knows_a_key_) {
-      problem("", "no key of DeepSpeed is in this file: is it the right one?", strangers_.front().offset);
+      problem("", "no key of DeepSpeed is in this file: is it the right one?", unknown_keys_.front().offset);
       return;
     }
     std::vector<std::string> names;
     constexpr std::size_t kNamesMax = 20;
-    for (const Stranger& stranger : strangers_ | std::views::take(kNamesMax)) {
-      const std::string advice = suggestion(stranger.section_path, stranger.key);
-      names.push_back(advice == kNoSuggestion ? stranger.shown : fmt::format("{} ({})", stranger.shown, advice));
+    for (const UnknownKey& unknown : unknown_keys_ | std::views::take(kNamesMax)) {
+      const std::string advice = suggestion(unknown.section_path, unknown.key);
+      names.push_back(advice == kNoSuggestion ? unknown.shown : fmt::format("{} ({})", unknown.shown, advice));
     }
     result_.warnings.push_back(fmt::format("not used, since neither hoist nor DeepSpeed 0.19 knows such keys: {}{}",
                                            fmt::join(names, ", "),
-                                           strangers_.size() > kNamesMax ? ", and others" : ""));
+                                           unknown_keys_.size() > kNamesMax ? ", and others" : ""));
   }
 
   // One setting for each row that ends with a value.
@@ -91,7 +91,7 @@ class Reader {
 
  private:
   // A key that neither hoist nor DeepSpeed reads, where DeepSpeed ignores such keys.
-  struct Stranger {
+  struct UnknownKey {
     std::string shown;
     std::string_view section_path;
     std::string_view key;
@@ -108,11 +108,11 @@ class Reader {
   void unknown_key(std::string_view section_path, const JsonMember& member, const std::string& shown) {
     if (is_comment(member.key)) return note_comment(member, shown);
     const bool is_ignored = section_path.empty()
-                                ? strangers_.size() >= kProblemsMax || !is_slip_at_top_level(member.key)
+                                ? unknown_keys_.size() >= kProblemsMax || !is_slip_at_top_level(member.key)
                                 : has_only_hints(section_path);
     if (is_ignored) {
       refuse_duplicates(member.value, shown);
-      strangers_.push_back({shown, section_path, member.key, member.key_offset});
+      unknown_keys_.push_back({shown, section_path, member.key, member.key_offset});
     } else if (!is_full()) {
       problem(shown, std::string(kUnknownKey) + suggestion(section_path, member.key), member.key_offset);
     }
@@ -275,7 +275,7 @@ class Reader {
   std::string_view text_;
   ReadResult& result_;
   std::map<const KeyRow*, ConfigSetting> given_;
-  std::vector<Stranger> strangers_;
+  std::vector<UnknownKey> unknown_keys_;
   bool knows_a_key_ = false;
 };
 
@@ -302,7 +302,7 @@ ReadResult read_settings(const JsonNode& root, std::string_view text) {
   Reader reader(text, result);
   if (root.kind == Kind::object) {
     reader.read_object(root, "", "");
-    reader.note_strangers();
+    reader.note_unknown_keys();
   } else {
     reader.problem("", fmt::format("the configuration is not an object but {}", display(root)), root.offset);
   }

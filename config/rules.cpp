@@ -49,8 +49,8 @@ class Rules {
 
   RuleNotes apply(RunLength run_length) {
     std::ranges::move(read_.warnings, std::back_inserter(notes_.warnings));
-    forgive_parameters("optimizer.type", "optimizer.params.");
-    forgive_parameters("scheduler.type", "scheduler.params.");
+    drop_problems_of_parameters("optimizer.type", "optimizer.params.");
+    drop_problems_of_parameters("scheduler.type", "scheduler.params.");
     if (!is_wrong("optimizer.type")) apply_optimizer(draft_, read_, notes_);
     old_offload(draft_.old_parameter_offload, "zero_optimization.cpu_offload_param", kParamDevice,
                 draft_.engine.parameters);
@@ -81,7 +81,7 @@ class Rules {
   }
 
   // A refused optimizer or schedule has other parameters; do not report those as well.
-  void forgive_parameters(std::string_view type_key, std::string_view section) {
+  void drop_problems_of_parameters(std::string_view type_key, std::string_view section) {
     if (!is_wrong(type_key)) return;
     std::erase_if(read_.problems, [&](const ConfigProblem& p) {
       return p.key.starts_with(section) && p.problem.starts_with(kUnknownKey);
@@ -460,8 +460,8 @@ class Rules {
 
 }  // namespace
 
-void refuse_strangers(ReadResult& read, std::string_view section, std::string_view type,
-                      const std::vector<std::string_view>& names) {
+void refuse_other_parameters(ReadResult& read, std::string_view section, std::string_view type,
+                             const std::vector<std::string_view>& names) {
   for (const ConfigSetting& s : read.settings) {
     const std::string_view path = s.row->path;
     if (!path.starts_with(section) || s.row->status != KeyStatus::implemented ||

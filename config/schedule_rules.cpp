@@ -93,7 +93,7 @@ class ScheduleRules {
   }
 
   void check_parameters(const ScheduleKind& kind) {
-    refuse_strangers(read_, kSchedulerParams, kind.type, kind.parameters);
+    refuse_other_parameters(read_, kSchedulerParams, kind.type, kind.parameters);
     for (const std::string_view name : kind.required) {
       if (is_given(name)) continue;
       if (is_automatic(name) && run_length_ == RunLength::left_to_the_trainer) {

@@ -177,9 +177,10 @@ SafetensorsWriter::MadeDirectory::~MadeDirectory() {
 
 // People or a loader would confuse a model beside the new one with it.
 void SafetensorsWriter::check_directory() const {
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(options_.directory, ignored)) {
-    const std::string name = entry.path().filename().string();
+  std::error_code failed;
+  for (fs::directory_iterator entry(options_.directory, failed), end; !failed && entry != end;
+       entry.increment(failed)) {
+    const std::string name = entry->path().filename().string();
     if (!name.ends_with(".safetensors") && !name.ends_with(".safetensors.index.json")) continue;
     throw SafetensorsError(options_.directory, fmt::format("it already holds {}; choose another directory", name));
   }

@@ -19,12 +19,12 @@ void cuda_check(cudaError_t code, const char* call);
 //
 // Use it around every call, also those that take an event or a stream of another GPU: on a thread that never chose a
 // GPU, they would make a context on GPU 0.
-class CurrentCard {
+class CurrentGpu {
  public:
-  explicit CurrentCard(int ordinal);
-  ~CurrentCard();
-  CurrentCard(const CurrentCard&) = delete;
-  CurrentCard& operator=(const CurrentCard&) = delete;
+  explicit CurrentGpu(int ordinal);
+  ~CurrentGpu();
+  CurrentGpu(const CurrentGpu&) = delete;
+  CurrentGpu& operator=(const CurrentGpu&) = delete;
 
  private:
   int previous_ = -1;                                              // negative: nothing to restore

@@ -63,7 +63,7 @@ void cuda_check(cudaError_t code, const char* call) {
   throw DeviceError(call, static_cast<int>(code), cudaGetErrorString(code), remedy(code));
 }
 
-CurrentCard::CurrentCard(int ordinal) {
+CurrentGpu::CurrentGpu(int ordinal) {
   int current = -1;
   cuda_check(cudaGetDevice(&current), "cudaGetDevice");
   if (current != ordinal) {
@@ -78,7 +78,7 @@ CurrentCard::CurrentCard(int ordinal) {
   cuda_check(code, "cudaThreadExchangeStreamCaptureMode");
 }
 
-CurrentCard::~CurrentCard() {
+CurrentGpu::~CurrentGpu() {
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
   if (previous_ >= 0) static_cast<void>(cudaSetDevice(previous_));
 }
@@ -131,7 +131,7 @@ CudaCore::CudaCore(int ordinal, Ledger* ledger)
 
 CudaCore::~CudaCore() {
   stop();
-  with_card(ordinal_, [&] {
+  with_gpu(ordinal_, [&] {
     for (const auto& stock : stock_) {
       for (cudaEvent_t event : stock)
         static_cast<void>(cudaEventDestroy(event));  // fails only after the context is lost
@@ -149,7 +149,7 @@ cudaEvent_t CudaCore::take_event(PooledEvent::Timing timing) {
       return event;
     }
   }
-  const CurrentCard card(ordinal_);
+  const CurrentGpu gpu(ordinal_);
   cudaEvent_t event = nullptr;
   // Blocking: a thread that waits for a GPU must not take a core from the optimizer by spinning.
   const unsigned flags =
@@ -175,7 +175,7 @@ Completion CudaCore::completion(cudaEvent_t event, std::shared_ptr<const void> k
     }
   }
   // The device is gone and has drained its streams, so this does not block for long.
-  const CurrentCard card(ordinal_);
+  const CurrentGpu gpu(ordinal_);
   const cudaError_t code = cudaEventSynchronize(event);
   settle(request.promise, code, "cudaEventSynchronize");
   return completion;
@@ -201,9 +201,9 @@ void CudaCore::stop() noexcept {
 }
 
 void CudaCore::poll() {
-  std::optional<CurrentCard> card;
+  std::optional<CurrentGpu> gpu;
   try {
-    card.emplace(ordinal_);
+    gpu.emplace(ordinal_);
   } catch (const std::exception& error) {
     log_error("the thread that polls GPU {} could not select it: {}", ordinal_, error.what());
   }

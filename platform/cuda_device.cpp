@@ -39,7 +39,7 @@ namespace detail {
 
 namespace {
 
-void expect_card(int ordinal) {
+void expect_gpu(int ordinal) {
   std::string why;
   const int count = cuda_device_count(&why);
   if (ordinal >= 0 && ordinal < count) return;
@@ -52,8 +52,8 @@ void expect_card(int ordinal) {
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(const DeviceOptions& options) : options_(options) {
-    expect_card(options_.ordinal);
-    const CurrentCard card(options_.ordinal);
+    expect_gpu(options_.ordinal);
+    const CurrentGpu gpu(options_.ordinal);
     cuda_check(cudaGetDeviceProperties(&properties_, options_.ordinal), "cudaGetDeviceProperties");
     core_ = std::make_shared<CudaCore>(options_.ordinal, options_.ledger);
     take_memory();
@@ -63,7 +63,7 @@ class CudaDevice final : public Device {
     HOIST_ASSERT(streams_alive_ == 0, "{} streams outlive their device: they end before their Runtime",
                  streams_alive_.load());
     core_->stop();
-    with_card(options_.ordinal, [&] {
+    with_gpu(options_.ordinal, [&] {
       const MutexLock lock(mutex_);
       for (const std::span<std::byte> bytes : registered_)
         log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister");
@@ -84,7 +84,7 @@ class CudaDevice final : public Device {
   void acquired(std::span<std::byte>) override {}
 
   std::unique_ptr<Stream> create_stream(std::string name) override {
-    const CurrentCard card(options_.ordinal);
+    const CurrentGpu gpu(options_.ordinal);
     cudaStream_t stream = nullptr;
     cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
     return wrap(std::move(name), stream, CudaStreamOptions::Owner::hoist);
@@ -96,7 +96,7 @@ class CudaDevice final : public Device {
 
   void register_host(std::span<std::byte> bytes) override {
     if (bytes.empty()) return;
-    const CurrentCard card(options_.ordinal);
+    const CurrentGpu gpu(options_.ordinal);
     const cudaError_t code = cudaHostRegister(bytes.data(), bytes.size(), cudaHostRegisterPortable);
     if (code == cudaErrorMemoryAllocation || code == cudaErrorOperatingSystem) {
       static_cast<void>(cudaGetLastError());
@@ -118,7 +118,7 @@ class CudaDevice final : public Device {
     HOIST_ASSERT(found != registered_.end(), "{} bytes at {} were never registered", bytes.size(),
                  static_cast<void*>(bytes.data()));
     registered_.erase(found);
-    with_card(options_.ordinal, [&] { log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister"); });
+    with_gpu(options_.ordinal, [&] { log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister"); });
   }
 
  private:
@@ -167,8 +167,8 @@ std::unique_ptr<Device> create_cuda_device(const DeviceOptions& options) {
 }  // namespace detail
 
 MemorySize cuda_memory(int ordinal) {
-  detail::expect_card(ordinal);
-  const CurrentCard card(ordinal);
+  detail::expect_gpu(ordinal);
+  const CurrentGpu gpu(ordinal);
   std::size_t free_bytes = 0;
   std::size_t total_bytes = 0;
   cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");

@@ -30,14 +30,14 @@ CudaEvent::CudaEvent(std::shared_ptr<CudaCore> core)
     : core_(std::move(core)), event_(core_, PooledEvent::Timing::off) {}
 
 bool CudaEvent::reached() const {
-  const CurrentCard card(core_->ordinal());
+  const CurrentGpu gpu(core_->ordinal());
   const cudaError_t code = cudaEventQuery(event_.get());
   if (code != cudaSuccess) static_cast<void>(cudaGetLastError());
   return code != cudaErrorNotReady;  // an error counts as reached: wait() and completion() deliver it
 }
 
 void CudaEvent::wait() const {
-  const CurrentCard card(core_->ordinal());
+  const CurrentGpu gpu(core_->ordinal());
   cuda_check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
   if (core_->ledger() != nullptr) core_->collect();
 }
@@ -48,7 +48,7 @@ CudaStream::CudaStream(CudaStreamOptions options) : options_(std::move(options))
 
 CudaStream::~CudaStream() {
   if (!process_.is_this()) return;
-  with_card(options_.core->ordinal(), [&] {
+  with_gpu(options_.core->ordinal(), [&] {
     if (options_.owner == CudaStreamOptions::Owner::hoist) drain_and_destroy();
     if (options_.core->ledger() != nullptr) options_.core->collect();
   });
@@ -68,7 +68,7 @@ void CudaStream::drain_and_destroy() {
 
 StreamEvent CudaStream::record() {
   auto event = std::make_shared<CudaEvent>(options_.core);
-  const CurrentCard card(options_.core->ordinal());
+  const CurrentGpu gpu(options_.core->ordinal());
   cuda_check(cudaEventRecord(event->get(), options_.stream), "cudaEventRecord");
   return StreamEvent(std::move(event));
 }
@@ -81,7 +81,7 @@ PooledEvent CudaStream::mark(PooledEvent::Timing timing) {
 
 template <typename Enqueue>
 void CudaStream::measured(Measure::What what, Enqueue enqueue) {
-  const CurrentCard card(options_.core->ordinal());
+  const CurrentGpu gpu(options_.core->ordinal());
   if (options_.core->ledger() == nullptr) return enqueue();
   PooledEvent start = mark(PooledEvent::Timing::on);
   enqueue();
@@ -92,9 +92,9 @@ void CudaStream::measured(Measure::What what, Enqueue enqueue) {
 // there was none.
 std::function<void(Stream::CountIdle)> CudaStream::watch_idle() {
   if (options_.core->ledger() == nullptr) return [](const CountIdle&) {};
-  const CurrentCard card(options_.core->ordinal());
+  const CurrentGpu gpu(options_.core->ordinal());
   return [this, start = std::make_shared<PooledEvent>(mark(PooledEvent::Timing::on))](CountIdle count) {
-    const CurrentCard current(options_.core->ordinal());
+    const CurrentGpu current(options_.core->ordinal());
     options_.core->measure(Measure{std::move(*start), mark(PooledEvent::Timing::on), std::move(count)});
   };
 }
@@ -118,7 +118,7 @@ void CudaStream::copy(std::byte* target, const std::byte* source, std::uint64_t 
     cuda_check(cudaMemcpyAsync(target, source, bytes, cuda_kind(kind), options_.stream), "cudaMemcpyAsync");
   };
   if (kind == CopyKind::local) {
-    const CurrentCard card(options_.core->ordinal());
+    const CurrentGpu gpu(options_.core->ordinal());
     return enqueue();
   }
   const Link link = kind == CopyKind::host_to_device ? Link::host_to_device : Link::device_to_host;
@@ -127,14 +127,14 @@ void CudaStream::copy(std::byte* target, const std::byte* source, std::uint64_t 
 
 void CudaStream::fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) {
   if (bytes == 0) return;
-  const CurrentCard card(options_.core->ordinal());
+  const CurrentGpu gpu(options_.core->ordinal());
   cuda_check(cudaMemsetAsync(target, value, bytes, options_.stream), "cudaMemsetAsync");
 }
 
 template <typename Arguments>
 void CudaStream::run_kernel(const Arguments& arguments, const char* name) {
   check_arguments(arguments);
-  const CurrentCard card(options_.core->ordinal());
+  const CurrentGpu gpu(options_.core->ordinal());
   cuda_check(launch_kernel(arguments, options_.stream), name);
 }
 
@@ -156,7 +156,7 @@ void CudaStream::update(const UpdateFactors& factors, const UpdateArrays& arrays
 }
 
 bool CudaStream::capturing() const {
-  const CurrentCard card(options_.core->ordinal());
+  const CurrentGpu gpu(options_.core->ordinal());
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t code = cudaStreamIsCapturing(options_.stream, &status);
   if (code == cudaErrorStreamCaptureImplicit) {  // the default stream, while another one is captured in global mode

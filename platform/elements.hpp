@@ -67,7 +67,7 @@ HOIST_HOST_DEVICE inline Block16 load_block(const void* at) {
   return *static_cast<const Block16*>(at);
 #else
 #ifndef __CUDACC__
-  HOIST_ASSERT(reinterpret_cast<std::uintptr_t>(at) % 16 == 0, "a card faults on {}", at);
+  HOIST_ASSERT(reinterpret_cast<std::uintptr_t>(at) % 16 == 0, "a GPU faults on {}", at);
 #endif
   Block16 block;
   std::memcpy(&block, at, sizeof block);
@@ -80,7 +80,7 @@ HOIST_HOST_DEVICE inline void store_block(void* at, const Block16& block) {
   *static_cast<Block16*>(at) = block;
 #else
 #ifndef __CUDACC__
-  HOIST_ASSERT(reinterpret_cast<std::uintptr_t>(at) % 16 == 0, "a card faults on {}", at);
+  HOIST_ASSERT(reinterpret_cast<std::uintptr_t>(at) % 16 == 0, "a GPU faults on {}", at);
 #endif
   std::memcpy(at, &block, sizeof block);
 #endif

@@ -96,10 +96,10 @@ std::vector<IoPlace> place_io_threads(std::span<const Topology::Node> all, std::
     };
     std::vector<int> cpus = own(places[process]);
     if (cpus.empty()) {
-      const auto is_guest = [&](const NumaPlace& place) { return own(place).empty(); };
-      const auto before = std::ranges::count_if(places.first(process), is_guest);
+      const auto has_no_core_here = [&](const NumaPlace& place) { return own(place).empty(); };
+      const auto before = std::ranges::count_if(places.first(process), has_no_core_here);
       add_cores(*node, static_cast<std::size_t>(before),
-                static_cast<std::size_t>(std::ranges::count_if(places, is_guest)), cpus);
+                static_cast<std::size_t>(std::ranges::count_if(places, has_no_core_here)), cpus);
       std::ranges::sort(cpus);
     }
     result.push_back({node->os_index, std::move(cpus)});

@@ -44,8 +44,8 @@ python=$(command -v "$python" || echo "$python")
 export PATH=$PATH:/usr/local/cuda/bin
 no_gpu() { echo "no GPU report: $1"; exit 77; }
 command -v nvidia-smi >/dev/null || no_gpu "nvidia-smi is not there, so the NVIDIA driver is not installed"
-cards=$(nvidia-smi --list-gpus 2>&1) || no_gpu "nvidia-smi finds no card ($(head -1 <<<"$cards"))"
-grep -q '^GPU ' <<<"$cards" || no_gpu "nvidia-smi lists no card ($(head -1 <<<"$cards"))"
+gpus=$(nvidia-smi --list-gpus 2>&1) || no_gpu "nvidia-smi finds no GPU ($(head -1 <<<"$gpus"))"
+grep -q '^GPU ' <<<"$gpus" || no_gpu "nvidia-smi lists no GPU ($(head -1 <<<"$gpus"))"
 [ -n "$packed" ] || command -v nvcc >/dev/null || no_gpu "nvcc is not there; install the CUDA Toolkit, 12.0 or newer, and put it on the PATH"
 
 mkdir -p "$build"
@@ -105,7 +105,7 @@ say "$(date -u '+%F %H:%M UTC'), commit $(cat "${packed:-/}/commit" 2>/dev/null 
 say ""
 say "| | |"
 say "|---|---|"
-say "| card | $(nvidia-smi --query-gpu=name,memory.total,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader | tr '\n' ';') |"
+say "| GPU | $(nvidia-smi --query-gpu=name,memory.total,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader | tr '\n' ';') |"
 say "| toolkit | $(nvcc --version 2>/dev/null | grep -o 'release.*' || echo none) |"
 say "| CPU | $(grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-), $(nproc) cores |"
 say "| memory | $(awk '/MemTotal/ {printf "%.0f GiB", $2 / 1048576}' /proc/meminfo), locked at most $(ulimit -l) KiB |"

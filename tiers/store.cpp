@@ -274,7 +274,7 @@ Completion Store::Impl::enqueue(Job job) {
   return completion;
 }
 
-void Store::Impl::land(const Job& job) {
+void Store::Impl::make_durable_and_agree(const Job& job) {
   try {
     if (job.is_checkpoint)
       write_checkpoint(job);
@@ -291,7 +291,7 @@ void Store::Impl::land(const Job& job) {
   if (durability_ == Durability::none) return;
   const TraceSpan span(trace_, TraceRow::commit, "agree");
   if (job.agree) job.agree(nullptr);
-  if (job.is_checkpoint) make_room(CommitHeader(checkpoints_.back().header));
+  if (job.is_checkpoint) remove_oldest(CommitHeader(checkpoints_.back().header));
 }
 
 void Store::Impl::make_durable(const SlotHeader& header) {
@@ -326,7 +326,7 @@ void Store::Impl::commit_loop() {
     std::exception_ptr error = failed_;  // a named checkpoint of a failed commit fails with it
     lock.unlock();
     try {
-      if (!error) land(job);
+      if (!error) make_durable_and_agree(job);
     } catch (...) {
       error = std::current_exception();
     }

@@ -86,7 +86,7 @@ class Store {
     bool ever_committed = false;
     // Whether there was more than the commit that a store begins with: of step 0 or, where the store `took_over` from
     // another, of any step.
-    bool came_further(bool took_over) const;
+    bool has_more_than_first_commit(bool took_over) const;
     std::vector<CommitHeader> commits_and_abandoned() const;
   };
   // Describes what `directory` holds for this rank, without changing or locking anything; for people and for early
@@ -117,8 +117,8 @@ class Store {
   // was made, nor in one of `elsewhere`.
   static bool lacks_a_drive(const std::string& directory, int rank, std::span<const std::string> elsewhere);
 
-  // Whether the store in the directory was being made, removed or replaced, and a rank's manifest is not there: nothing
-  // of the store is of use.
+  // Whether the store in the directory was being made, removed or replaced, and a rank's manifest is not there: the
+  // store cannot be used.
   static bool is_half_removed(const std::string& directory);
   // Removes the files of all ranks of a store from the directories of its drives, manifests first. Takes all their
   // locks first; if one is not available within `lock_timeout`, removes nothing. Returns whether the store was removed.

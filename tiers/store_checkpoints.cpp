@@ -75,7 +75,7 @@ void Store::Impl::remove_checkpoint(std::uint64_t checkpoint_serial) {
   });
   if (found == checkpoints_.end()) return;
   try {
-    give_up(found);
+    remove(found);
   } catch (...) {
     failed_ = std::current_exception();
     throw;
@@ -111,7 +111,7 @@ void Store::Impl::write_checkpoint(const Job& job) {
   HOIST_ASSERT(problem.empty(), "{}", problem);
 }
 
-void Store::Impl::make_room(const CommitHeader& newest) {
+void Store::Impl::remove_oldest(const CommitHeader& newest) {
   auto goes = std::ranges::find_if(checkpoints_, [&](const Checkpoint& checkpoint) {
     return checkpoint.header.name == newest.name && checkpoint.header.checkpoint_serial != newest.checkpoint_serial;
   });
@@ -119,12 +119,12 @@ void Store::Impl::make_room(const CommitHeader& newest) {
     if (checkpoints_.size() <= checkpoints_max()) return;
     goes = checkpoints_.begin();
   }
-  give_up(goes);
+  remove(goes);
 }
 
-void Store::Impl::give_up(std::vector<Checkpoint>::iterator checkpoint) {
+void Store::Impl::remove(std::vector<Checkpoint>::iterator checkpoint) {
   blank_slot(checkpoint->slot);
-  table_.let_go(checkpoint->extents);
+  table_.release(checkpoint->extents);
   checkpoints_.erase(checkpoint);
 }
 
@@ -137,8 +137,8 @@ std::unique_ptr<StoreReader> Store::Impl::hold() {
   std::vector<std::uint32_t> extents = table_.committed_extents();
   if (const std::string problem = table_.hold(extents); !problem.empty()) throw StoreError(problem);
   ++held_;
-  const auto let_go = [this, extents = std::move(extents)] {
-    table_.let_go(extents);
+  const auto release = [this, extents = std::move(extents)] {
+    table_.release(extents);
     --held_;
   };
   try {
@@ -149,9 +149,9 @@ std::unique_ptr<StoreReader> Store::Impl::hold() {
                            .commit = {.step = *committed_step_, .incarnation = incarnation_, .revision = revision_},
                            .engine = engine_,
                            .data = *files_.data,
-                           .let_go = let_go});
+                           .release = release});
   } catch (...) {
-    let_go();
+    release();
     throw;
   }
 }

@@ -294,7 +294,7 @@ std::unique_ptr<aio::StripedFile> open_data(const StoreOptions& options, Store::
 
 }  // namespace
 
-bool Store::Commits::came_further(bool took_over) const {
+bool Store::Commits::has_more_than_first_commit(bool took_over) const {
   const bool is_at_first = commits.size() == 1 && abandoned.empty() && checkpoints.empty() &&
                            commits.front().incarnation == 1 && (took_over || commits.front().step == 0);
   return ever_committed && !is_at_first;

@@ -88,10 +88,10 @@ class StoreReader::Impl {
         priority_(aio::Priority::background),
         table_(std::move(held.records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
     load(held.commit);
-    let_go_ = std::move(held.let_go);  // if this fails, the caller lets go
+    release_ = std::move(held.release);  // if this fails, the caller lets go
   }
   ~Impl() {
-    if (let_go_) let_go_();
+    if (release_) release_();
   }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -157,7 +157,7 @@ class StoreReader::Impl {
   const aio::Priority priority_ = aio::Priority::foreground;
   detail::RecordTable table_;
   std::vector<std::byte> caller_state_;
-  std::function<void()> let_go_;
+  std::function<void()> release_;
   std::uint64_t bytes_read_ = 0;
 };
 

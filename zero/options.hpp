@@ -39,7 +39,8 @@ enum class CommunicatorKind : std::uint8_t {
 struct RuntimeOptions {
   // Empty, and budgets of 0: what this machine has (zero/machine.hpp).
   std::optional<platform::DeviceKind> device{};
-  int device_ordinal = -1;  // -1: the launcher's local rank, modulo the devices in sight; 0 without a launcher
+  int device_ordinal =
+      -1;  // -1: the launcher's local rank, modulo the devices that the process sees; 0 without a launcher
   platform::HostDeviceOptions host_device{};
   // Makes the device instead of Device::create. For tests.
   std::function<std::unique_ptr<platform::Device>(const platform::DeviceOptions&)> make_device{};
@@ -115,7 +116,7 @@ enum class MicroBatchOrder : std::uint8_t {
 };
 
 // Copies of finished commits in another directory: a network file system, another drive. A copy is a store like the
-// first, of the newest commit that was copied; restore() goes on from it where the store's drive was lost.
+// first, of the newest commit that was copied; restore() continues from it where the store's drive was lost.
 struct MirrorOptions {
   std::string directory;               // empty: none. Key "hoist.mirror.path", below which it is the directory hoist
   unsigned every = 1;                  // steps from one copy to the next, at least; 0: only those that save() asks for

@@ -16,7 +16,7 @@
 #include <hoist/measure/subprocess.hpp>
 #include <hoist/platform/device.hpp>
 
-#include "cards.hpp"
+#include "gpus.hpp"
 
 namespace hoist::cli {
 
@@ -30,18 +30,18 @@ constexpr bool kBuiltWithCuda = true;
 constexpr bool kBuiltWithCuda = false;
 #endif
 
-Finding driver(const MachineSources& machine, const std::vector<PciGpu>& cards) {
+Finding driver(const MachineSources& machine, const std::vector<PciGpu>& gpus) {
   const auto version = first_line(machine.sys + "/module/nvidia/version");
   Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
-  finding.data = {{"version", version.value_or("")}, {"cards", cards.size()}};
-  if (version || cards.empty()) return finding;
+  finding.data = {{"version", version.value_or("")}, {"gpus", gpus.size()}};
+  if (version || gpus.empty()) return finding;
   return finding.lacks(
       Verdict::missing,
-      fmt::format("{} NVIDIA GPU{} in this machine cannot be used", cards.size(), cards.size() == 1 ? "" : "s"),
+      fmt::format("{} NVIDIA GPU{} in this machine cannot be used", gpus.size(), gpus.size() == 1 ? "" : "s"),
       "sudo apt install nvidia-driver   (or the data-center driver from NVIDIA), then reboot");
 }
 
-Finding usable_devices(const std::vector<PciGpu>& cards) {
+Finding usable_devices(const std::vector<PciGpu>& gpus) {
   std::string why;
   const int count = platform::cuda_device_count(&why);
   Finding finding{.subject = "CUDA devices",
@@ -59,11 +59,11 @@ Finding usable_devices(const std::vector<PciGpu>& cards) {
   }
   if (!names.empty()) finding.found = fmt::format("{}", fmt::join(names, "; "));
   if (count > 0) return finding;
-  return finding.lacks(cards.empty() ? Verdict::lacking : Verdict::missing,
+  return finding.lacks(gpus.empty() ? Verdict::lacking : Verdict::missing,
                        "training runs on the CPU, with a device made of CPU memory",
-                       !cards.empty() && !kBuiltWithCuda ? "build again with -DHOIST_WITH_CUDA=ON, nvcc on the PATH"
-                       : cards.empty() ? "use a machine with an NVIDIA GPU; in a container: docker run --gpus all"
-                                       : "load the driver, see above; in a container: docker run --gpus all");
+                       !gpus.empty() && !kBuiltWithCuda ? "build again with -DHOIST_WITH_CUDA=ON, nvcc on the PATH"
+                       : gpus.empty() ? "use a machine with an NVIDIA GPU; in a container: docker run --gpus all"
+                                      : "load the driver, see above; in a container: docker run --gpus all");
 }
 
 // Says which bytes are the GPU's and which are the processors': budgets follow from it (zero/machine.hpp).
@@ -102,27 +102,27 @@ Finding toolkit() {
                                         : "build again with -DHOIST_WITH_CUDA=ON");
 }
 
-Finding card_link(const PciGpu& card) {
+Finding gpu_link(const PciGpu& gpu) {
   Finding finding{
-      .subject = "GPU " + card.address,
-      .found = fmt::format("NUMA node {}, {} of {} PCIe lanes", card.node ? fmt::format("{}", *card.node) : "unknown",
-                           card.lanes.value_or(0), card.lanes_max.value_or(0))};
-  finding.data = {{"address", card.address},
-                  {"node", card.node.value_or(-1)},
-                  {"lanes", card.lanes.value_or(0)},
-                  {"lanes_max", card.lanes_max.value_or(0)}};
-  if (!card.lanes || !card.lanes_max || *card.lanes >= *card.lanes_max) return finding;
+      .subject = "GPU " + gpu.address,
+      .found = fmt::format("NUMA node {}, {} of {} PCIe lanes", gpu.node ? fmt::format("{}", *gpu.node) : "unknown",
+                           gpu.lanes.value_or(0), gpu.lanes_max.value_or(0))};
+  finding.data = {{"address", gpu.address},
+                  {"node", gpu.node.value_or(-1)},
+                  {"lanes", gpu.lanes.value_or(0)},
+                  {"lanes_max", gpu.lanes_max.value_or(0)}};
+  if (!gpu.lanes || !gpu.lanes_max || *gpu.lanes >= *gpu.lanes_max) return finding;
   return finding.lacks(
       Verdict::lacking, "weights and gradients cross a narrower link than the GPU supports",
-      "put the GPU into a slot with all its lanes; sudo lspci -vv -s " + card.address + " | grep LnkSta");
+      "put the GPU into a slot with all its lanes; sudo lspci -vv -s " + gpu.address + " | grep LnkSta");
 }
 
-Finding nccl(std::size_t card_count) {
+Finding nccl(std::size_t gpu_count) {
   Finding finding{.subject = "NCCL", .found = comm::have_nccl() ? "in this build" : "not in this build"};
   finding.data["built"] = comm::have_nccl();
   if (comm::have_nccl()) return finding;
   return finding.lacks(
-      card_count > 1 ? Verdict::missing : Verdict::lacking, "several GPUs cannot train together",
+      gpu_count > 1 ? Verdict::missing : Verdict::lacking, "several GPUs cannot train together",
       "sudo apt install libnccl-dev (NVIDIA's repository), then build again with -DHOIST_WITH_NCCL=ON");
 }
 
@@ -157,8 +157,8 @@ std::vector<platform::GpuMemoryFacts> cuda_memories() {
   return memories;
 }
 
-std::vector<PciGpu> find_cards(const MachineSources& machine) {
-  std::vector<PciGpu> cards;
+std::vector<PciGpu> find_gpus(const MachineSources& machine) {
+  std::vector<PciGpu> gpus;
   std::error_code failed;
   const fs::path bus = fs::path(machine.sys) / "bus/pci/devices";
   for (fs::directory_iterator entry(bus, failed), end; !failed && entry != end; entry.increment(failed)) {
@@ -167,23 +167,23 @@ std::vector<PciGpu> find_cards(const MachineSources& machine) {
     const bool display = device_class.starts_with("0x0300") || device_class.starts_with("0x0302");
     if (!display || first_line(base + "/vendor").value_or("") != "0x10de") continue;
     const auto node = number_in(base + "/numa_node");  // "-1" means unknown
-    cards.push_back({.address = entry->path().filename().string(),
-                     .node = node ? std::optional(static_cast<int>(*node)) : std::nullopt,
-                     .lanes = number_in(base + "/current_link_width"),
-                     .lanes_max = number_in(base + "/max_link_width")});
+    gpus.push_back({.address = entry->path().filename().string(),
+                    .node = node ? std::optional(static_cast<int>(*node)) : std::nullopt,
+                    .lanes = number_in(base + "/current_link_width"),
+                    .lanes_max = number_in(base + "/max_link_width")});
   }
-  std::ranges::sort(cards, {}, &PciGpu::address);
-  return cards;
+  std::ranges::sort(gpus, {}, &PciGpu::address);
+  return gpus;
 }
 
 Section look_at_devices(const MachineSources& machine) {
-  const std::vector<PciGpu> cards = find_cards(machine);
-  Section section{"GPUs and ranks", {driver(machine, cards), usable_devices(cards), toolkit()}};
+  const std::vector<PciGpu> gpus = find_gpus(machine);
+  Section section{"GPUs and ranks", {driver(machine, gpus), usable_devices(gpus), toolkit()}};
   const std::vector<platform::GpuMemoryFacts> memories = machine.gpu_memories();
   for (std::size_t ordinal = 0; ordinal < memories.size(); ++ordinal)
     section.findings.push_back(memory_of_gpu(machine, ordinal, memories[ordinal]));
-  for (const PciGpu& card : cards) section.findings.push_back(card_link(card));
-  section.findings.push_back(nccl(cards.size()));
+  for (const PciGpu& gpu : gpus) section.findings.push_back(gpu_link(gpu));
+  section.findings.push_back(nccl(gpus.size()));
   section.findings.push_back(mpi());
   return section;
 }

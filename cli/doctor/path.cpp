@@ -21,8 +21,8 @@
 #include <hoist/platform/drive.hpp>
 #include <hoist/platform/topology.hpp>
 
-#include "cards.hpp"
 #include "finding.hpp"
+#include "gpus.hpp"
 
 namespace hoist::cli {
 
@@ -166,9 +166,9 @@ Finding node(const MachineSources& machine, unsigned major, unsigned minor) {
   finding.found = fmt::format("{}: its I/O thread runs there", *node);
   finding.data["node"] = *node;
   std::vector<int> elsewhere;
-  for (const PciGpu& card : find_cards(machine)) {
-    if (card.node == node) return finding;
-    if (card.node) elsewhere.push_back(*card.node);
+  for (const PciGpu& gpu : find_gpus(machine)) {
+    if (gpu.node == node) return finding;
+    if (gpu.node) elsewhere.push_back(*gpu.node);
   }
   if (elsewhere.empty()) return finding;
   finding.verdict = Verdict::lacking;

@@ -22,7 +22,7 @@ class CurrentDevice {
   explicit CurrentDevice(int ordinal);
 
  private:
-  std::optional<platform::CurrentCard> card_;
+  std::optional<platform::CurrentGpu> gpu_;
 };
 
 struct NcclRendezvous {

@@ -27,6 +27,6 @@ struct SyntaxFailure {
 JsonSyntaxError explain(std::string_view text, const SyntaxFailure& failure);
 
 // The problem of a text that no parser needs to read: empty, or not UTF-8.
-std::optional<JsonSyntaxError> refuse_at_sight(std::string_view text);
+std::optional<JsonSyntaxError> refuse_by_content(std::string_view text);
 
 }  // namespace hoist::config::detail

@@ -25,7 +25,7 @@ void apply_optimizer(Draft& draft, ReadResult& read, RuleNotes& notes);
 void apply_schedule(Draft& draft, ReadResult& read, RunLength run_length, RuleNotes& notes);
 
 // Parameters that were given below `section` ("optimizer.params.") and are not among `names` become problems.
-void refuse_strangers(ReadResult& read, std::string_view section, std::string_view type,
-                      const std::vector<std::string_view>& names);
+void refuse_other_parameters(ReadResult& read, std::string_view section, std::string_view type,
+                             const std::vector<std::string_view>& names);
 
 }  // namespace hoist::config::detail

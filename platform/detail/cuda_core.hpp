@@ -34,9 +34,9 @@ std::exception_ptr cuda_error(cudaError_t code, const char* call);
 
 // Calls with the GPU current, for destructors. A GPU that cannot be selected is lost with everything on it.
 template <typename Calls>
-void with_card(int ordinal, const Calls& calls) noexcept {
+void with_gpu(int ordinal, const Calls& calls) noexcept {
   try {
-    const CurrentCard card(ordinal);
+    const CurrentGpu gpu(ordinal);
     calls();
   } catch (const std::exception& error) {
     log_error("GPU {} cannot be selected any more: {}", ordinal, error.what());

@@ -114,7 +114,7 @@ TEST_P(UnalignedTransfers, EveryLengthAtEveryAlignmentAcrossStripes) {
   fill_pattern(sources.span(), 4);
   file->write(0, sources.span(), Priority::background).wait();
   std::vector<std::byte> expected = contents(*file, kAtOnce * kRoom);
-  Unaligned door({.bounce_bytes = kMiB, .piece_bytes = 2 * kBlock});
+  Unaligned unaligned({.bounce_bytes = kMiB, .piece_bytes = 2 * kBlock});
 
   for (std::uint64_t first = 1; first <= kLengths; first += kAtOnce * stride) {
     std::vector<Completion> pending;
@@ -130,14 +130,14 @@ TEST_P(UnalignedTransfers, EveryLengthAtEveryAlignmentAcrossStripes) {
     };
     fill_pattern(sources.span(), first);
     for_each([&](std::uint64_t offset, std::uint64_t address, std::uint64_t length) {
-      pending.push_back(door.write(*file, offset, sources.part(address, length), Priority::background));
+      pending.push_back(unaligned.write(*file, offset, sources.part(address, length), Priority::background));
       std::copy_n(sources.data() + address, length, expected.begin() + static_cast<std::ptrdiff_t>(offset));
     });
     when_all(pending).wait();
     pending.clear();
     std::fill(targets.span().begin(), targets.span().end(), std::byte{0xEE});
     for_each([&](std::uint64_t offset, std::uint64_t address, std::uint64_t length) {
-      pending.push_back(door.read(*file, offset, targets.part(address, length), Priority::foreground));
+      pending.push_back(unaligned.read(*file, offset, targets.part(address, length), Priority::foreground));
     });
     when_all(pending).wait();
     for_each([&](std::uint64_t offset, std::uint64_t address, std::uint64_t length) {
@@ -159,7 +159,7 @@ TEST_P(UnalignedTransfers, AThousandWritesThatShareSectorsKeepEachOthersBytes) {
   const AlignedBuffer source(kBytes);
   const AlignedBuffer target(kBytes);
   fill_pattern(source.span(), 12);
-  Unaligned door({.bounce_bytes = 256 * kKiB, .piece_bytes = 2 * kBlock});
+  Unaligned unaligned({.bounce_bytes = 256 * kKiB, .piece_bytes = 2 * kBlock});
   Rng rng(8);
   std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;
   for (std::uint64_t at = 0; at < kBytes;) {
@@ -173,8 +173,8 @@ TEST_P(UnalignedTransfers, AThousandWritesThatShareSectorsKeepEachOthersBytes) {
   std::vector<Completion> pending(ranges.size());
   const auto start_quarter = [&](std::size_t thread) {
     for (std::size_t i = thread; i < ranges.size(); i += 4)
-      pending[i] = door.write(*file, ranges[i].first, source.part(ranges[i].first, ranges[i].second),
-                              static_cast<Priority>(i / 4 % 2));
+      pending[i] = unaligned.write(*file, ranges[i].first, source.part(ranges[i].first, ranges[i].second),
+                                   static_cast<Priority>(i / 4 % 2));
   };
   std::vector<std::jthread> threads;
   for (std::size_t thread = 0; thread < 4; ++thread) threads.emplace_back(start_quarter, thread);
@@ -184,21 +184,21 @@ TEST_P(UnalignedTransfers, AThousandWritesThatShareSectorsKeepEachOthersBytes) {
 
   for (std::size_t i = 0; i < ranges.size(); ++i)
     pending[i] =
-        door.read(*file, ranges[i].first, target.part(ranges[i].first, ranges[i].second), Priority::foreground);
+        unaligned.read(*file, ranges[i].first, target.part(ranges[i].first, ranges[i].second), Priority::foreground);
   when_all(pending).wait();
   EXPECT_TRUE(same_bytes(target.span(), source.span()));
 }
 
 TEST_P(UnalignedTransfers, OneBounceBufferIsEnough) {
   const auto file = make_file(StripeLayout::one_drive(), 64 * kBlock);
-  Unaligned door({.bounce_bytes = kBlock, .piece_bytes = kBlock});
+  Unaligned unaligned({.bounce_bytes = kBlock, .piece_bytes = kBlock});
   const auto source = memory_.part(7, 40 * kBlock + 11);
   const auto target = memory_.part(100 * kBlock + 3, source.size());
   std::generate(source.begin(), source.end(), [i = 0]() mutable { return static_cast<std::byte>(++i * 7); });
   std::vector<Completion> pending;
-  for (std::uint64_t i = 0; i < 3; ++i) pending.push_back(door.write(*file, 5, source, Priority::background));
+  for (std::uint64_t i = 0; i < 3; ++i) pending.push_back(unaligned.write(*file, 5, source, Priority::background));
   when_all(pending).wait();
-  door.read(*file, 5, target, Priority::foreground).wait();
+  unaligned.read(*file, 5, target, Priority::foreground).wait();
   EXPECT_TRUE(same_bytes(source, target));
 }
 
@@ -207,31 +207,31 @@ TEST_P(UnalignedTransfers, AFileOfAnyLengthIsReadToItsLastByteAndNotBeyond) {
   for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>('a' + i % 23);
   std::ofstream(directory_ / "odd") << text;
   StripedFile file(*engines_[0], File(directory_ / "odd", {}));
-  Unaligned door;
+  Unaligned unaligned;
   std::string back(text.size(), '?');
-  door.read(file, 0, std::as_writable_bytes(std::span(back)), Priority::foreground).wait();
+  unaligned.read(file, 0, std::as_writable_bytes(std::span(back)), Priority::foreground).wait();
   EXPECT_EQ(back, text);
   const auto last = std::as_writable_bytes(std::span(back)).first(2);
-  door.read(file, 10005, last, Priority::foreground).wait();
+  unaligned.read(file, 10005, last, Priority::foreground).wait();
   EXPECT_EQ(back.substr(0, 2), text.substr(10005));
-  const auto beyond = io_error_of(door.read(file, 10006, last, Priority::foreground));
+  const auto beyond = io_error_of(unaligned.read(file, 10006, last, Priority::foreground));
   ASSERT_TRUE(beyond);
   EXPECT_EQ(beyond->code, 0);
-  EXPECT_TRUE(io_error_of(door.read(file, 1 << 20, last, Priority::foreground)));
+  EXPECT_TRUE(io_error_of(unaligned.read(file, 1 << 20, last, Priority::foreground)));
 
   // A write past the end: what was between reads as zeros, and the file ends at a whole sector.
-  door.write(file, 20001, std::as_bytes(std::span(text)).first(3), Priority::background).wait();
+  unaligned.write(file, 20001, std::as_bytes(std::span(text)).first(3), Priority::background).wait();
   EXPECT_EQ(std::filesystem::file_size(directory_ / "odd"), 20480u);
   std::string tail(20, '?');
-  door.read(file, 19990, std::as_writable_bytes(std::span(tail)), Priority::foreground).wait();
+  unaligned.read(file, 19990, std::as_writable_bytes(std::span(tail)), Priority::foreground).wait();
   EXPECT_EQ(tail, std::string(11, '\0') + "abc" + std::string(6, '\0'));
 }
 
 TEST_P(UnalignedTransfers, AnEmptyTransferSucceeds) {
   const auto file = make_file(StripeLayout::one_drive(), kBlock);
-  Unaligned door;
-  EXPECT_TRUE(door.read(*file, 77, {}, Priority::foreground).done());
-  EXPECT_TRUE(door.write(*file, 77, {}, Priority::foreground).done());
+  Unaligned unaligned;
+  EXPECT_TRUE(unaligned.read(*file, 77, {}, Priority::foreground).done());
+  EXPECT_TRUE(unaligned.write(*file, 77, {}, Priority::foreground).done());
 }
 
 TEST_P(UnalignedTransfers, TransfersOutliveTheDoor) {
@@ -239,8 +239,8 @@ TEST_P(UnalignedTransfers, TransfersOutliveTheDoor) {
   Completion pending;
   fill_pattern(memory_.span(), 3);
   {
-    Unaligned door({.bounce_bytes = kBlock, .piece_bytes = kBlock});
-    pending = door.write(*file, 1, memory_.part(3, 30 * kBlock), Priority::background);
+    Unaligned unaligned({.bounce_bytes = kBlock, .piece_bytes = kBlock});
+    pending = unaligned.write(*file, 1, memory_.part(3, 30 * kBlock), Priority::background);
   }
   pending.wait();
   const auto bytes = contents(*file, 64 * kBlock);
@@ -256,14 +256,14 @@ TEST(Unaligned, AFailureIsDeliveredOnceAndTheRestIsNotStarted) {
   DriveQueue engine(options, test::make_faulty_backend(options, faults));
   StripedFile file(engine, File(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 64 * kBlock}));
   const AlignedBuffer memory(64 * kBlock);
-  Unaligned door({.bounce_bytes = kBlock, .piece_bytes = kBlock});
+  Unaligned unaligned({.bounce_bytes = kBlock, .piece_bytes = kBlock});
   faults->add({.kind = test::Fault::Kind::error, .operation = Operation::write, .first = 2, .code = ENOSPC});
-  const auto error = io_error_of(door.write(file, 0, memory.part(1, 30 * kBlock), Priority::background));
+  const auto error = io_error_of(unaligned.write(file, 0, memory.part(1, 30 * kBlock), Priority::background));
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, ENOSPC);
   EXPECT_EQ(error->offset_bytes, 2 * kBlock);
   EXPECT_EQ(faults->blocks(Operation::write), 3u);
-  door.write(file, 0, memory.part(1, 30 * kBlock), Priority::background).wait();  // nothing is left claimed
+  unaligned.write(file, 0, memory.part(1, 30 * kBlock), Priority::background).wait();  // nothing is left claimed
 }
 
 TEST(Unaligned, ImpossibleOptionsAreRefused) {

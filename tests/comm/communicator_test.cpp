@@ -157,7 +157,7 @@ TEST(Nccl, AtAnEndpointOneRankOnOneCard) {
   communicator->duplicate()->barrier();
 }
 
-// One card: every operation passes through NCCL, and a reduction over one rank is its scale.
+// One GPU: every operation passes through NCCL, and a reduction over one rank is its scale.
 TEST(Nccl, OneRankOnOneCard) {
   if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
   if (const std::string why = why_no_gpu(); !why.empty()) GTEST_SKIP() << why;

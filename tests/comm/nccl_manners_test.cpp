@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How NCCL's communicators are used, over an NCCL without a card that knows the rules of those that do not block.
+// How NCCL's communicators are used, over an NCCL without a GPU that knows the rules of those that do not block.
 #include <array>
 #include <cstring>
 #include <functional>
@@ -39,7 +39,7 @@ class NcclManners : public testing::Test {
     platform::Stream& stream;
     std::byte* memory;  // 64 KiB of the device's
   };
-  // Threads of one process, each with a card.
+  // Threads of one process, each with a GPU.
   static void run(int size, const std::function<void(const Rank&)>& body) {
     ThreadGroup control(size);
     std::vector<std::thread> threads;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Properties that only a card has.
+// Properties that only a GPU has.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@ namespace {
 
 TEST(CudaDevice, KnowsThatAStreamIsBeingCaptured) {
   std::string why;
-  if (cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA card: " << why;
+  if (cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA GPU: " << why;
   const auto device = Device::create({.kind = DeviceKind::cuda, .memory_bytes = 1 << 20});
   const auto owned = device->create_stream("owned");
   const auto borrowed = device->borrow_stream(owned->native(), "borrowed");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the CUDA device behaves among a program's own threads, cards and graphs, over a runtime without a card.
+// How the CUDA device behaves among a program's own threads, GPUs and graphs, over a runtime without a GPU.
 #include <functional>
 #include <thread>
 
@@ -19,7 +19,7 @@ namespace {
 namespace cuda = test::fake_cuda;
 using testing::ElementsAre;
 
-constexpr int kCard = 1;
+constexpr int kGpu = 1;
 
 // A thread that has never heard of CUDA.
 void on_new_thread(const std::function<void()>& work) { std::thread(work).join(); }
@@ -30,7 +30,7 @@ class CudaManners : public testing::Test {
     cuda::reset();
     on_new_thread([&] {
       device_ = detail::create_cuda_device(
-          {.kind = DeviceKind::cuda, .memory_bytes = 1 << 20, .ordinal = kCard, .ledger = &ledger_});
+          {.kind = DeviceKind::cuda, .memory_bytes = 1 << 20, .ordinal = kGpu, .ledger = &ledger_});
       stream_ = device_->create_stream("stream");
     });
   }
@@ -48,8 +48,8 @@ class CudaManners : public testing::Test {
   std::unique_ptr<Stream> stream_;
 };
 
-// A context is some 500 MiB; on card 0, one of every rank of the machine.
-TEST_F(CudaManners, NoThreadMakesAContextOnAnotherCard) {
+// A context is some 500 MiB; on GPU 0, one of every rank of the machine.
+TEST_F(CudaManners, NoThreadMakesAContextOnAnotherGpu) {
   StreamEvent event;
   on_new_thread([&] { device_->register_host(host_); });
   on_new_thread([&] { copy(); });
@@ -65,7 +65,7 @@ TEST_F(CudaManners, NoThreadMakesAContextOnAnotherCard) {
   on_new_thread([&] { device_->unregister_host(host_); });
   on_new_thread([&] { stream_.reset(); });
   on_new_thread([&] { device_.reset(); });
-  EXPECT_THAT(cuda::contexts(), ElementsAre(kCard));
+  EXPECT_THAT(cuda::contexts(), ElementsAre(kGpu));
 }
 
 TEST_F(CudaManners, AnEventMayOutliveItsDevice) {
@@ -73,8 +73,8 @@ TEST_F(CudaManners, AnEventMayOutliveItsDevice) {
   on_new_thread([&] { stream_.reset(); });
   on_new_thread([&] { device_.reset(); });
   on_new_thread([&] { event.completion().wait(); });
-  on_new_thread([&] { event = {}; });  // and with it the last of the card
-  EXPECT_THAT(cuda::contexts(), ElementsAre(kCard));
+  on_new_thread([&] { event = {}; });  // and with it the last of the GPU
+  EXPECT_THAT(cuda::contexts(), ElementsAre(kGpu));
 }
 
 // In the usual, global mode, whoever asks an event breaks the capture of another thread and gets an error.
@@ -108,12 +108,12 @@ TEST(CudaMemoryFacts, AreTheRuntimes) {
   EXPECT_TRUE(cuda_memory_facts(0).uses_host_page_tables);
   cuda::set_attribute(cudaDevAttrIntegrated, 1);
   EXPECT_TRUE(cuda_memory_facts(0).is_integrated);
-  EXPECT_FALSE(cuda_memory_facts(cuda::kCards).is_integrated) << "there is no such card";
+  EXPECT_FALSE(cuda_memory_facts(cuda::kGpus).is_integrated) << "there is no such GPU";
   EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left behind";
   EXPECT_TRUE(cuda::contexts().empty());
 }
 
-TEST_F(CudaManners, AThreadKeepsItsCardItsModeAndItsErrors) {
+TEST_F(CudaManners, AThreadKeepsItsGpuItsModeAndItsErrors) {
   on_new_thread([&] {
     ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -123,9 +123,9 @@ TEST_F(CudaManners, AThreadKeepsItsCardItsModeAndItsErrors) {
     const StreamEvent event = stream_->record();
     EXPECT_FALSE(event.reached());
     EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "\"not ready\" was left behind";
-    int card = -1;
-    ASSERT_EQ(cudaGetDevice(&card), cudaSuccess);
-    EXPECT_EQ(card, 2);
+    int gpu = -1;
+    ASSERT_EQ(cudaGetDevice(&gpu), cudaSuccess);
+    EXPECT_EQ(gpu, 2);
     ASSERT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
     EXPECT_EQ(mode, cudaStreamCaptureModeRelaxed);
     cuda::let_go();

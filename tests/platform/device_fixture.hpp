@@ -46,7 +46,7 @@ class DeviceTest : public ::testing::TestWithParam<Implementation> {
 
   void SetUp() override {
     std::string why;
-    if (GetParam().kind == DeviceKind::cuda && cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA card: " << why;
+    if (GetParam().kind == DeviceKind::cuda && cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA GPU: " << why;
     device_ = Device::create({.kind = GetParam().kind,
                               .memory_bytes = kMemoryBytes,
                               .host = {.chaos_seed = GetParam().chaos_seed},

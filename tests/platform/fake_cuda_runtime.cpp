@@ -72,10 +72,10 @@ cudaError_t wait_until_reached(std::unique_lock<std::mutex>& lock) {
   return cudaSuccess;
 }
 
-CUresult primary_context_state(CUdevice card, unsigned* flags, int* active) {
+CUresult primary_context_state(CUdevice gpu, unsigned* flags, int* active) {
   const std::lock_guard lock(machine.mutex);
   *flags = 0;
-  *active = machine.contexts.contains(card) ? 1 : 0;
+  *active = machine.contexts.contains(gpu) ? 1 : 0;
   return CUDA_SUCCESS;
 }
 
@@ -129,31 +129,31 @@ using namespace hoist::test::fake_cuda;
 
 extern "C" {
 
-// --- cards and errors ------------------------------------------------------------------------------------------------
+// --- GPUs and errors ------------------------------------------------------------------------------------------------
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = kCards;
+  *count = kGpus;
   return cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* card) {
-  *card = chosen;
+cudaError_t cudaGetDevice(int* gpu) {
+  *gpu = chosen;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int card) {
-  if (card < 0 || card >= kCards) return answer(cudaErrorInvalidDevice);
+cudaError_t cudaSetDevice(int gpu) {
+  if (gpu < 0 || gpu >= kGpus) return answer(cudaErrorInvalidDevice);
   const std::lock_guard lock(machine.mutex);
-  chosen = card;
+  chosen = gpu;
   enter();
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
-  std::strcpy(properties->name, "a card of paper");
+  std::strcpy(properties->name, "a model of a GPU");
   return cudaSuccess;
 }
 // Makes no context.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int card) {
-  if (card < 0 || card >= kCards) return answer(cudaErrorInvalidDevice);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int gpu) {
+  if (gpu < 0 || gpu >= kGpus) return answer(cudaErrorInvalidDevice);
   const std::lock_guard lock(machine.mutex);
   *value = machine.attributes[attribute];
   return cudaSuccess;

@@ -76,13 +76,13 @@ TEST(HostDevice, WorksWithoutMemory) {
   device->create_stream("idle")->synchronize();
 }
 
-TEST(CudaDevice, WithoutACardIsAClearError) {
+TEST(CudaDevice, WithoutAGpuIsAClearError) {
   std::string why;
-  if (cuda_device_count(&why) > 0) GTEST_SKIP() << "a CUDA card is here";
+  if (cuda_device_count(&why) > 0) GTEST_SKIP() << "a CUDA GPU is here";
   EXPECT_FALSE(why.empty());
   try {
     static_cast<void>(Device::create({.kind = DeviceKind::cuda, .memory_bytes = 4096}));
-    FAIL() << "a CUDA device without a card";
+    FAIL() << "a CUDA device without a GPU";
   } catch (const DeviceError& error) {
     EXPECT_THAT(error.what(), HasSubstr(why));
     EXPECT_THAT(error.what(), HasSubstr("host device"));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of a device that every gradient passes, against the CPU's (optim_cpu), bit by bit: on every
-// implementation of Device, and as launches of many threads carried out one after the other, so that what a card runs
-// is tested where there is no card. update_kernels_test.cpp does the same with updates.
+// implementation of Device, and as launches of many threads carried out one after the other, so that what a GPU runs
+// is tested where there is no GPU. update_kernels_test.cpp does the same with updates.
 #include <algorithm>
 #include <array>
 #include <bit>

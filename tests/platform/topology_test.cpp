@@ -46,7 +46,7 @@ TEST(Topology, RefusesADescriptionItCannotRead) {
   EXPECT_THROW(static_cast<void>(Topology::synthetic("seven dwarfs")), DeviceError);
 }
 
-// --- drives and cards, in a device tree of our own
+// --- drives and GPUs, in a device tree of our own
 // ----------------------------------------------------------------------
 
 class FakeSysfs : public ::testing::Test {
@@ -138,7 +138,7 @@ TEST_F(FakeSysfs, ANodeOfMemoryOnlyHasNoProcessors) {
   EXPECT_TRUE(Topology::detect_with_sysfs(root_).nodes().front().cores.empty());
 }
 
-TEST_F(FakeSysfs, Cards) {
+TEST_F(FakeSysfs, Gpus) {
   write("bus/pci/devices/0000:ab:00.0/numa_node", "3");
   write("bus/pci/devices/0000:ac:00.0/numa_node", "-1");
   const Topology topology = Topology::detect_with_sysfs(root_);

@@ -30,7 +30,7 @@ const std::set<std::string> kZeroOptions{"update/learning_rate.hpp", "update/los
 // platform gives access to the hardware, which the CPU optimizers do not need.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only modules that may include them.
-const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
+const std::vector<std::pair<std::regex, std::set<std::string>>> kLibraryUsers{
     // A bench compares with what a program without hoist would call.
     {std::regex("cuda.*"), {"platform", "comm", "bench"}},
     {std::regex("nccl.*"), {"comm"}},
@@ -43,23 +43,23 @@ const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
     {std::regex("xxhash.*"), {"core"}},
     {std::regex("spdlog/.*"), {"core"}}};  // core/log.hpp makes every line printable
 
-std::size_t row_of(const std::string& room) {
+std::size_t row_of(const std::string& module) {
   for (std::size_t row = 0; row < kRows.size(); ++row) {
-    if (kRows[row].contains(room)) return row;
+    if (kRows[row].contains(module)) return row;
   }
   return kRows.size();
 }
 
 struct Include {
-  std::string room, file, header;
+  std::string module, file, header;
 };
 
 std::vector<Include> all_includes() {
   std::vector<Include> includes;
   const std::regex line_pattern(R"(^\s*#\s*include\s*[<"]([^>"]+)[>"])");
   for (const auto& row : kRows) {
-    for (const std::string& room : row) {
-      const fs::path folder = fs::path(HOIST_SOURCE_DIR) / room;
+    for (const std::string& module : row) {
+      const fs::path folder = fs::path(HOIST_SOURCE_DIR) / module;
       if (!fs::exists(folder)) continue;
       for (const auto& entry : fs::recursive_directory_iterator(folder)) {
         const std::string extension = entry.path().extension().string();
@@ -68,7 +68,7 @@ std::vector<Include> all_includes() {
         std::smatch match;
         for (std::string line; std::getline(file, line);) {
           if (std::regex_search(line, match, line_pattern))
-            includes.push_back({room, fs::relative(entry.path(), HOIST_SOURCE_DIR).string(), match[1]});
+            includes.push_back({module, fs::relative(entry.path(), HOIST_SOURCE_DIR).string(), match[1]});
         }
       }
     }
@@ -76,27 +76,28 @@ std::vector<Include> all_includes() {
   return includes;
 }
 
-TEST(Layering, RoomsIncludeOnlyFromRowsBelow) {
+TEST(Layering, ModulesIncludeOnlyFromRowsBelow) {
   const auto includes = all_includes();
   ASSERT_GT(includes.size(), 100u);
-  std::set<std::string> rooms_seen;
+  std::set<std::string> modules_seen;
   for (const Include& include : includes) {
     if (!include.header.starts_with("hoist/")) continue;
     if (include.header == "hoist/hoist.hpp") {
-      EXPECT_EQ(row_of(include.room), kRows.size() - 1) << include.file << " includes <hoist/hoist.hpp>";
+      EXPECT_EQ(row_of(include.module), kRows.size() - 1) << include.file << " includes <hoist/hoist.hpp>";
       continue;
     }
     const std::string target = include.header.substr(6, include.header.find('/', 6) - 6);
-    rooms_seen.insert(target);
+    modules_seen.insert(target);
     ASSERT_LT(row_of(target), kRows.size())
-        << include.file << " includes <" << include.header << ">, which is in no room";
-    if (target == include.room) continue;
-    EXPECT_LT(row_of(target), row_of(include.room)) << include.file << " includes <" << include.header << ">";
-    EXPECT_FALSE(kForbidden.contains({include.room, target})) << include.file << " includes <" << include.header << ">";
+        << include.file << " includes <" << include.header << ">, which is in no module";
+    if (target == include.module) continue;
+    EXPECT_LT(row_of(target), row_of(include.module)) << include.file << " includes <" << include.header << ">";
+    EXPECT_FALSE(kForbidden.contains({include.module, target}))
+        << include.file << " includes <" << include.header << ">";
     EXPECT_EQ(include.header.find("/detail/"), std::string::npos)
-        << include.file << " includes another room's <" << include.header << ">";
+        << include.file << " includes another module's <" << include.header << ">";
   }
-  EXPECT_GE(rooms_seen.size(), 8u);
+  EXPECT_GE(modules_seen.size(), 8u);
 }
 
 TEST(Layering, ModulesOfZeroIncludeOnlyFromRowsBelow) {
@@ -109,7 +110,7 @@ TEST(Layering, ModulesOfZeroIncludeOnlyFromRowsBelow) {
   std::set<std::string> seen;
   for (const Include& include : all_includes()) {
     const fs::path file = include.file;
-    const bool in_module = include.room == "zero" && std::distance(file.begin(), file.end()) == 3;
+    const bool in_module = include.module == "zero" && std::distance(file.begin(), file.end()) == 3;
     if (!in_module || !include.header.starts_with(prefix)) continue;
     const std::string module = std::next(file.begin())->string();
     const std::string header = include.header.substr(prefix.size());
@@ -147,21 +148,22 @@ TEST(Layering, ThePublicHeaderIsLight) {
     EXPECT_FALSE(seen.contains(heavy)) << "<hoist/hoist.hpp> includes <" << heavy << ">";
 }
 
-TEST(Layering, EveryLibraryHasOneDoor) {
-  std::size_t doors_used = 0;
+TEST(Layering, EveryLibraryHasItsUsers) {
+  std::size_t libraries_seen = 0;
   for (const Include& include : all_includes()) {
-    for (const auto& [pattern, rooms] : kDoors) {
+    for (const auto& [pattern, modules] : kLibraryUsers) {
       if (!std::regex_match(include.header, pattern)) continue;
-      ++doors_used;
-      EXPECT_TRUE(rooms.contains(include.room)) << include.file << " includes <" << include.header << ">";
+      ++libraries_seen;
+      EXPECT_TRUE(modules.contains(include.module)) << include.file << " includes <" << include.header << ">";
     }
   }
-  EXPECT_GT(doors_used, 5u);
+  EXPECT_GT(libraries_seen, 5u);
 }
 
 TEST(Layering, NobodyBelowConfigReadsTheEnvironment) {
-  for (const std::string room : {"core", "platform", "aio", "optim_cpu", "tiers", "scheduler", "zero", "interchange"}) {
-    for (const auto& entry : fs::recursive_directory_iterator(fs::path(HOIST_SOURCE_DIR) / room)) {
+  for (const std::string module :
+       {"core", "platform", "aio", "optim_cpu", "tiers", "scheduler", "zero", "interchange"}) {
+    for (const auto& entry : fs::recursive_directory_iterator(fs::path(HOIST_SOURCE_DIR) / module)) {
       if (!entry.is_regular_file()) continue;
       std::ifstream file(entry.path());
       for (std::string line; std::getline(file, line);) {

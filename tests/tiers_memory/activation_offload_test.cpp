@@ -31,7 +31,7 @@ class ActivationOffloadTest : public testing::TestWithParam<Case> {
   void SetUp() override {
     std::string why;
     if (GetParam().kind == DeviceKind::cuda && platform::cuda_device_count(&why) == 0)
-      GTEST_SKIP() << "no CUDA card: " << why;
+      GTEST_SKIP() << "no CUDA GPU: " << why;
     device_ = platform::Device::create({.kind = GetParam().kind,
                                         .memory_bytes = 64 * kKiB,
                                         .host = {.chaos_seed = GetParam().chaos_seed},

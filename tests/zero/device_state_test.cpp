@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizer states in device memory that the CPU cannot read, as a card's: the device carries out the steps, everything
+// Optimizer states in device memory that the CPU cannot read, as a GPU's: the device carries out the steps, everything
 // else passes through buffers, and no bit differs. Here the device is the host device, which faults (where the
 // processor has protection keys) when anybody but its streams touches its memory.
 #include <array>
@@ -191,7 +191,7 @@ TEST(DeviceState, WithOffloadedWeightsIsRefused) {
 
 // --- on whatever device there is -------------------------------------------------------------------------------------
 
-// A program without kernels of its own: its gradients are numbers that it brings to the device. It trains on a card as
+// A program without kernels of its own: its gradients are numbers that it brings to the device. It trains on a GPU as
 // on the host device.
 struct WithoutKernels {
   explicit WithoutKernels(const ToySetup& setup) : runtime(setup.runtime) {
@@ -269,7 +269,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, EveryDevice,
 TEST_P(EveryDevice, EveryPlacementEndsInTheSameBits) {
   std::string why;
   if (GetParam().kind == platform::DeviceKind::cuda && platform::cuda_device_count(&why) == 0)
-    GTEST_SKIP() << "no CUDA card: " << why;
+    GTEST_SKIP() << "no CUDA GPU: " << why;
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.engine.update_mode = UpdateMode::step;
   const std::string expected = WithoutKernels(setup).trained(4);

@@ -29,7 +29,7 @@ ToySetup in_memory() { return toy_setup(Placement::pinned, Placement::pinned); }
 
 // --- passes ----------------------------------------------------------------------------------------------------------
 
-// A stream that is being captured into a graph, as a card would have it. Whatever is enqueued on it fails the test.
+// A stream that is being captured into a graph, as a GPU would have it. Whatever is enqueued on it fails the test.
 class CapturedStream final : public platform::Stream {
  public:
   std::string_view name() const override { return "captured"; }

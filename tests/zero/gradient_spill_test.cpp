@@ -301,7 +301,7 @@ void expect_named(const CorruptionError& error) {
   EXPECT_THAT(error.where.path, testing::EndsWith("/store/rank-00000.scratch"));
   EXPECT_EQ(error.where.offset_bytes % kBlockAlignment, 0u);
   EXPECT_THAT(error.what(), testing::HasSubstr("corrupt gradient of unit"));
-  EXPECT_THAT(error.what(), testing::HasSubstr("go on from the last one"));
+  EXPECT_THAT(error.what(), testing::HasSubstr("continue from the last one"));
 }
 
 TEST_P(FaultySpill, AFlippedBitIsNotUsed) {

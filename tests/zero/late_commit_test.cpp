@@ -150,5 +150,34 @@ TEST(LateCommit, LetsTheStepsOwnReadsGoFirst) {
   EXPECT_LT(ahead, from_memory / 2) << "of " << from_memory;
 }
 
+// A named checkpoint is made after the step's commit, and the next step waits for both.
+TEST(LateCheckpoint, IsInTheAccountOfTheStepThatWaitsForIt) {
+  constexpr auto kFlush = std::chrono::milliseconds(300);
+  std::atomic<std::int64_t> first_flush{0};  // the clock's nanoseconds at its begin; 0: none has begun
+  TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.update_mode = UpdateMode::step;
+  setup.engine.keep_steps = 2;
+  setup.runtime.make_aio_backend = observing([&](const aio::Block& block) {
+    if (block.operation != aio::Operation::sync || !block.file->path().ends_with(".manifest")) return;
+    std::int64_t none = 0;
+    first_flush.compare_exchange_strong(none, Clock::now().time_since_epoch().count());
+    std::this_thread::sleep_for(kFlush);
+  });
+  ToyTraining training(setup);
+  training.model.initialize();
+  training.model.pass(1);
+  first_flush = 0;
+  training.engine().step();
+  training.engine().save("kept");
+  training.model.pass(2);
+  const Ledger& ledger = training.runtime.ledger();
+  const Nanoseconds counted_before = ledger.waited(WaitCause::nvme);
+  const TimePoint begin = Clock::now();
+  training.engine().step();
+  const Nanoseconds both_end = Nanoseconds(first_flush) + 2 * kFlush;
+  EXPECT_GE(ledger.waited(WaitCause::nvme) - counted_before, both_end - begin.time_since_epoch());
+}
+
 }  // namespace
 }  // namespace hoist::test::late_commit_test

@@ -9,7 +9,7 @@
 // micro-batches and, where there are several, their order; what the program does.
 //
 // Drawn anew for every session, as the setup: all of EngineOptions and RuntimeOptions except
-//  - device_ordinal, device kind `cuda`: need a card (tests/platform);
+//  - device_ordinal, device kind `cuda`: need a GPU (tests/platform);
 //  - communicator: ranks are threads here; MPI's are in mpi_test.cpp, norm groups in group_commit_test.cpp;
 //  - make_aio_backend, aio_answer_timeout, comm_timeout, lock_timeout: what happens when something fails, which is
 //    tests/crash and failing_rank_test.cpp;

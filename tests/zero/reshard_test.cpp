@@ -236,7 +236,7 @@ TEST_P(ReshardTest, AStoreThatAnotherProcessTakesOverFromIsNotContinuedInPlace) 
         model.restore();
         ADD_FAILURE() << "restored";
       } catch (const StoreError& error) {
-        EXPECT_THAT(error.what(), HasSubstr("another process goes on from the store in"));
+        EXPECT_THAT(error.what(), HasSubstr("another process continues from the store in"));
       }
     });
   }
@@ -357,7 +357,7 @@ TEST_P(ReshardTest, RefusalsSayWhatToDo) {
               HasSubstr("holds step 2 of a run of 2 ranks; continue it (Engine::restore()"));
   std::filesystem::rename(setup_.engine.store_directory + "/rank-00001.manifest", directory_ / "elsewhere");
   EXPECT_THAT(refusal(3, [](ToyModel& model) { model.restore(); }),
-              HasSubstr("is of a run of 2 ranks, whose files are not all in sight"));
+              HasSubstr("is of a run of 2 ranks, whose files are not all readable"));
 }
 
 TEST_P(ReshardTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {
@@ -441,7 +441,7 @@ TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
     EXPECT_THROW(model.initialize(), StoreError);
   });
   std::filesystem::rename(directory_ / "elsewhere", newer + "/rank-00001.manifest");
-  // A store that keeps steps stays as well when a file of it is out of sight.
+  // A store that keeps steps stays as well when a file of it cannot be reached.
   std::filesystem::rename(older, directory_ / "elsewhere");
   continue_with(3, 7);
   std::filesystem::rename(directory_ / "elsewhere", older);

@@ -20,7 +20,7 @@ struct HeldCommit {
   CommitHeader commit;
   aio::DriveQueue& engine;  // of the manifest
   aio::StripedFile& data;
-  std::function<void()> let_go;  // called once, at the reader's end
+  std::function<void()> release;  // called once, at the reader's end
 };
 
 // Memory of the reader.

@@ -320,7 +320,7 @@ std::string RecordTable::hold(std::span<const std::uint32_t> extents) {
   return {};
 }
 
-void RecordTable::let_go(std::span<const std::uint32_t> extents) {
+void RecordTable::release(std::span<const std::uint32_t> extents) {
   const MutexLock lock(pool_mutex_);
   for (const std::uint32_t extent : extents)
     if (extent != kNoExtent) pool_.give_back(extent);

@@ -89,7 +89,7 @@ class RecordTable {
   // Extents that a named checkpoint holds, one for each record; they are not reused until they are released.
   std::vector<std::uint32_t> committed_extents() const;
   [[nodiscard]] std::string hold(std::span<const std::uint32_t> extents);  // returns the problem with them
-  void let_go(std::span<const std::uint32_t> extents);
+  void release(std::span<const std::uint32_t> extents);
 
  private:
   struct Location {

@@ -90,12 +90,12 @@ class Store::Impl {
   Completion enqueue(Job job) HOIST_REQUIRES(mutex_);
   void commit_loop();
   // Everything that makes a job durable, in its order; then agrees, or says that it failed.
-  void land(const Job& job);
+  void make_durable_and_agree(const Job& job);
   void make_durable(const SlotHeader& header);
   void write_checkpoint(const Job& job);
   // Removes the checkpoints that a new one replaces, after all ranks agreed on it. On the commit thread.
-  void make_room(const CommitHeader& newest);
-  void give_up(std::vector<Checkpoint>::iterator checkpoint);
+  void remove_oldest(const CommitHeader& newest);
+  void remove(std::vector<Checkpoint>::iterator checkpoint);
   void blank_slot(std::uint32_t slot);
   void list_checkpoints();  // into listed_
   void hold_checkpoint();   // after a load

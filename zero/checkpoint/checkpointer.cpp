@@ -31,6 +31,11 @@ void Checkpointer::end() noexcept {
   if (mirror_) mirror_->end();
 }
 
+void Checkpointer::close_barriers() {
+  barrier_.close();
+  if (mirror_) mirror_->close_barrier();
+}
+
 void Checkpointer::abandon_copy() {
   if (mirror_) mirror_->abandon();
 }

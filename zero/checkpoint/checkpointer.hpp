@@ -102,8 +102,8 @@ class Checkpointer {
   std::optional<std::uint64_t> committed_step() const;
   const Mirror* mirror() const { return mirror_.get(); }  // null without one
   void restored(std::uint64_t step) { committed_step_ = static_cast<std::int64_t>(step); }
-  // The other ranks are gone: no barrier is entered any more.
-  void peers_are_gone() { barrier_.close(); }
+  // The communicators are broken, so that a barrier would wait until it times out: none is entered any more.
+  void close_barriers();
   // The engine has failed: what is being copied to the mirror is given up.
   void abandon_copy();
 

@@ -54,7 +54,6 @@ void Mirror::join() {
 void Mirror::abandon() {
   const MutexLock lock(mutex_);
   abandoned_ = true;
-  barrier_.close();
   wake_.notify_all();
 }
 
@@ -234,7 +233,7 @@ void Mirror::remove_others() noexcept {
       };
       if (std::ranges::all_of(ranks, is_useless)) remove_store({options_.store_directory}, other, /*lock_timeout=*/{});
     }
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     log_warning("older copies in the mirror in {} stay there: {}", options_.store_directory, error.what());
   }
 }

@@ -61,8 +61,10 @@ class Mirror {
   std::optional<std::uint64_t> step() const;                      // of the newest whole copy
   std::uint64_t copied_bytes() const { return copied_bytes_; }    // by this rank, of copies that failed as well
   std::uint64_t store_bytes_read() const { return bytes_read_; }  // from the engine's store, to be copied
-  // The engine has failed: the copy under way is given up, and the other ranks know why.
+  // The engine has failed: the copy under way is given up, and the other ranks are told.
   void abandon();
+  // The communicators are broken: the other ranks are told nothing any more.
+  void close_barrier() { barrier_.close(); }
 
  private:
   struct Copied {

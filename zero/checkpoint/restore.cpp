@@ -72,7 +72,7 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   }
   const auto newest = search.find(std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
   auto source = from.empty() ? newest : search.find(from, Incomplete::pass_over);
-  if (!source) return mirrored && !search.came_further() ? find_in_mirror(ranks, options) : std::nullopt;
+  if (!source) return mirrored && !search.has_more_than_first_commit() ? find_in_mirror(ranks, options) : std::nullopt;
   RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
   plan.in_place = plan.source.same_ranks && plan.source.has_room &&
                   (!newest || newest->directory.order == plan.source.directory.order);
@@ -123,7 +123,7 @@ std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& opti
 
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage) {
   if (damage.region == kGradientRegionName)
-    return "no commit holds gradients: go on from the last one, and check the drive (dmesg, smartctl)";
+    return "no commit holds gradients: continue from the last one, and check the drive (dmesg, smartctl)";
   if (store.checkpoints().empty()) return {};
   std::vector<std::string> names;
   for (const CommitHeader& checkpoint : store.checkpoints_apart_from(damage))
@@ -149,7 +149,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
                                    ? source.commits.front()
                                    : *std::ranges::max_element(source.commits, {}, &CommonCommit::checkpoint_serial);
   step_ = chosen.step;
-  ranks.run_in_job("open the store it goes on from", [&] {
+  ranks.run_in_job("open the store it continues from", [&] {
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())
       throw StoreError(fmt::format("the store in {} {}", directory, table.difference_from(layout)));

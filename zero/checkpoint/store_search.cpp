@@ -97,7 +97,7 @@ std::vector<PlaceEntry> listed_by_any(comm::Communicator& ranks, std::span<const
 // Makes a group's list as long as the other groups' lists, so that entries correspond. This group gets an empty place
 // where it has none.
 std::vector<PlaceEntry> line_up(comm::Communicator& job, const std::vector<PlaceEntry>& of_group, int world_size) {
-  // Downwards within their order, instead of by their world size. (Two of one order: files were out of sight once.)
+  // Downwards within their order, instead of by their world size. (Two of one order: files could not be reached once.)
   std::vector<PlaceEntry> numbered = of_group;
   for (std::size_t i = 0; i < numbered.size(); ++i)
     numbered[i].world_size = i > 0 && of_group[i].order == of_group[i - 1].order ? numbered[i - 1].world_size - 1 : 0;
@@ -136,9 +136,9 @@ namespace {
 // Looks at this rank's part of the store in a directory.
 struct RankView {
   struct Answers {
-    bool other_ranks = false;   // another number of ranks made it
-    bool no_room = false;       // for what the configuration wants to keep and hold
-    bool came_further = false;  // than the commit that a new store begins with
+    bool other_ranks = false;                 // another number of ranks made it
+    bool no_room = false;                     // for what the configuration wants to keep and hold
+    bool has_more_than_first_commit = false;  // than the commit that a new store begins with
   };
   std::vector<CommitHeader> commits, abandoned, checkpoints;
   std::uint64_t store_number = 0;
@@ -147,16 +147,18 @@ struct RankView {
 
 RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t places, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
-  bool came_further = own.came_further(took_over);
+  bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
   if (!own.exists) {  // other ranks' files may be here: the hosts were swapped
     for (const int other : tiers::Store::ranks_in(directory))
-      came_further = came_further || tiers::Store::look(directory, other).came_further(took_over);
+      has_more_than_first_commit =
+          has_more_than_first_commit || tiers::Store::look(directory, other).has_more_than_first_commit(took_over);
   }
-  return {.commits = std::move(own.commits),
-          .abandoned = std::move(own.abandoned),
-          .checkpoints = std::move(own.checkpoints),
-          .store_number = own.store_number,
-          .answers = {.no_room = own.checkpoints_max < places, .came_further = came_further}};
+  return {
+      .commits = std::move(own.commits),
+      .abandoned = std::move(own.abandoned),
+      .checkpoints = std::move(own.checkpoints),
+      .store_number = own.store_number,
+      .answers = {.no_room = own.checkpoints_max < places, .has_more_than_first_commit = has_more_than_first_commit}};
 }
 
 RankView look_at_all_ranks(const std::string& directory, int rank, bool took_over) {
@@ -164,7 +166,7 @@ RankView look_at_all_ranks(const std::string& directory, int rank, bool took_ove
   if (tiers::Store::ranks_in(directory).empty()) return view;
   StoreSummary summary = look_at_one_store(directory);
   for (const StoreSummary::Rank& of : summary.ranks)
-    if (of.came_further(took_over)) view.answers.came_further = true;
+    if (of.has_more_than_first_commit(took_over)) view.answers.has_more_than_first_commit = true;
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
   view.abandoned = std::move(summary.all_commits);
@@ -201,7 +203,7 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
   const std::vector<Answers> all = comm::values_of_all(ranks_.job(), mine.answers);
   source.same_ranks = std::ranges::none_of(all, &Answers::other_ranks);
   source.has_room = std::ranges::none_of(all, &Answers::no_room);
-  source.came_further = std::ranges::any_of(all, &Answers::came_further);
+  source.has_more_than_first_commit = std::ranges::any_of(all, &Answers::has_more_than_first_commit);
 
   source.headers = from ? std::move(mine.checkpoints) : std::move(mine.commits);
   if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
@@ -219,7 +221,7 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
     if (!source.commits.empty()) return source;
     // refuse_others() knows as much of the first one. A newer one that was only being made gives way to the one
     // before.
-    if (incomplete == Incomplete::pass_over || !source.came_further || where.name.empty()) continue;
+    if (incomplete == Incomplete::pass_over || !source.has_more_than_first_commit || where.name.empty()) continue;
     throw incomplete_store(where);
   }
   return std::nullopt;
@@ -228,8 +230,8 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
 CommonStoreError StoreSearch::incomplete_store(const StoreDirectory& where) const {
   return CommonStoreError(fmt::format(
       "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, or "
-      "out of sight (`hoist inspect` says which); nothing was changed: bring them back, or move the directory away to "
-      "{}",
+      "on a machine that these ranks cannot reach (`hoist inspect` says which); nothing was changed: bring them back, "
+      "or move the directory away to {}",
       where.in(options_.store_directory), where.name.empty() ? "start anew" : "go back to the store before it"));
 }
 
@@ -271,9 +273,10 @@ bool StoreSearch::lacks_a_drive(const StoreDirectory& where) const {
   return std::ranges::any_of(tiers::Store::ranks_in(directory), lacks);
 }
 
-bool StoreSearch::came_further() const {
+bool StoreSearch::has_more_than_first_commit() const {
   const std::vector<StoreDirectory> stores = directories();
-  return std::ranges::any_of(stores, [&](const StoreDirectory& where) { return look(where).came_further; });
+  return std::ranges::any_of(stores,
+                             [&](const StoreDirectory& where) { return look(where).has_more_than_first_commit; });
 }
 
 std::optional<std::uint64_t> StoreSearch::newest_step_of_any() const {
@@ -303,8 +306,8 @@ std::vector<NamedCheckpoint> StoreSearch::find_checkpoints() const {
 
 void StoreSearch::refuse_others() const {
   const auto source = find(std::nullopt);
-  // Before any rank touches its own files: those that another rank lacks at the moment are worth nothing without these.
-  if (!source && look({}).came_further) throw incomplete_store({});
+  // Before any rank touches its own files: those that another rank lacks at the moment are useless without these.
+  if (!source && look({}).has_more_than_first_commit) throw incomplete_store({});
   if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
   throw used_store(*source);
 }
@@ -328,10 +331,10 @@ void StoreSearch::refuse_newer(const StoreDirectory& opened) const {
       } while (is_held && !deadline.is_over());
     });
     if (ranks_.all_true_in_job(!is_held) && look(newer).commits.empty()) continue;
-    throw CommonStoreError(
-        fmt::format("another process goes on from the store in {}, in a new store in {}: wait for that process to end, "
-                    "and start again; nothing was changed",
-                    opened.in(options_.store_directory), directory));
+    throw CommonStoreError(fmt::format(
+        "another process continues from the store in {}, in a new store in {}: wait for that process to end, "
+        "and start again; nothing was changed",
+        opened.in(options_.store_directory), directory));
   }
 }
 
@@ -375,7 +378,7 @@ CommonStoreError StoreSearch::nothing_to_restore(const std::string& from) const 
     const int ranks = look(where).world_size;
     if (ranks > 0 && ranks != ranks_.group().size())
       why += fmt::format(
-          "; {} is of a run of {} ranks, whose files are not all in sight of every one of these {}: "
+          "; {} is of a run of {} ranks, whose files are not all readable by each of these {}: "
           "start {} ranks, or bring the files together",
           where.in(options_.store_directory), ranks, ranks_.group().size(), ranks);
   }

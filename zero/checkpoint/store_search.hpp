@@ -48,11 +48,11 @@ struct RestoreSource {
   std::vector<CommonCommit> commits;  // newest first
   std::vector<tiers::CommitHeader> headers;  // of those, in no order, as this rank sees them
   // For the whole job, however its groups differ:
-  bool same_ranks = false;    // every group has as many ranks as made its store
-  bool has_room = false;      // every store has room for the checkpoints that are to stay
-  bool came_further = false;  // some rank holds more than the commit that a new store begins with
-  // An attempt that ended before all ranks had the store's first commit; nothing of it is of use.
-  bool is_unfinished() const { return commits.empty() && !came_further; }
+  bool same_ranks = false;                  // every group has as many ranks as made its store
+  bool has_room = false;                    // every store has room for the checkpoints that are to stay
+  bool has_more_than_first_commit = false;  // some rank holds more than the commit that a new store begins with
+  // An attempt that ended before all ranks had the store's first commit; it cannot be resumed.
+  bool is_unfinished() const { return commits.empty() && !has_more_than_first_commit; }
 };
 
 class StoreSearch {
@@ -94,7 +94,7 @@ class StoreSearch {
   // Whether a further drive is missing of this rank's store; of any rank's, where another number of ranks made it.
   bool lacks_a_drive(const StoreDirectory& where) const;
   // [J] Whether any rank holds more than the commit that a new store begins with.
-  bool came_further() const;
+  bool has_more_than_first_commit() const;
   // [J] The newest step that any rank's files have a commit of, whether or not the others have it.
   std::optional<std::uint64_t> newest_step_of_any() const;
 

@@ -2,7 +2,7 @@
 // zero/checkpoint/stored_job.hpp - the stores of a job's sharding groups (Runtime::Groups), looked at together.
 //
 // Each group keeps its slice of the model in a store of its own, and a step counts when all of them have it. One store
-// alone cannot say what a restore would go on from, nor how many groups there are: only that two are of one job.
+// alone cannot say what a restore would continue from, nor how many groups there are: only that two are of one job.
 //
 // Threading  Pure functions on the file system.
 // Errors     Those of look_at_store().

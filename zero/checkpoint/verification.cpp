@@ -40,7 +40,8 @@ std::string damage_of(const StoredJob& job) {
   return damage;
 }
 
-// The parts of a commit of which all ranks in sight have theirs; empty if there is none that `wanted` accepts.
+// The parts of a commit of which all ranks whose files are here have theirs; empty if there is none that `wanted`
+// accepts.
 template <typename Wanted>
 std::vector<Part> find_commit(const StoredJob& job, std::vector<CommitHeader> StoreSummary::Rank::*list,
                               const Wanted& wanted) {

@@ -5,7 +5,7 @@
 // No lock is taken, and nothing is written: a training is neither kept from its store nor from starting. A tile that
 // does not match is damaged if its commit was still the newest that all ranks have, after the tile had been read: what
 // the newest commit needs is not written over. Otherwise training has gone on, and the tile is read again as the newer
-// commit has it. Files of all ranks need not be here: those in sight are read.
+// commit has it. Files of all ranks need not be here: those that are here are read.
 //
 // Threading  Pure functions on the file system.
 // Memory     The tables of one rank's records at a time, and a buffer of a few MiB.

@@ -31,7 +31,8 @@ EngineCore::~EngineCore() {
   attempt([&] { end_pass(PassState::End::dropped); });
   attempt([&] { executor->drain(); });
   attempt([&] {
-    if (failure_ && is_of_communication(failure_)) checkpoints->peers_are_gone();
+    // After an error that ranks have exchanged, all of them still meet in the barriers.
+    if (failure_ && runtime.norm_group().broken()) checkpoints->close_barriers();
     if (failure_) checkpoints->abandon_copy();
     gradients->await_handed_on();
     if (failure_ || !alive_ || stepper->policy().is_decided()) return updates->stop();
@@ -90,8 +91,8 @@ void EngineCore::agree_on_engine(const char* call) {
   ranks.agree_on_model(call, table, options, settings.groups());
 }
 
-// A run that begins at a later step took its state from elsewhere: a first commit of it that only some ranks have is
-// worth nothing, and is removed.
+// A run that begins at a later step took its state from elsewhere: a first commit of it that only some ranks have
+// cannot be resumed, and is removed.
 StoreDirectory EngineCore::directory_for(const InitialState& state) {
   ranks.agree_on_beginning("begin", state);
   const StoreSearch search(ranks, options);
@@ -186,7 +187,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
   const StoreSearch search(ranks, options);
   if (plan.from_mirror) {
     const auto newest_step = search.newest_step_of_any();
-    log_warning("rank {} goes on from step {} of the mirror in {}: {}", runtime.rank(), step, plan.directory,
+    log_warning("rank {} continues from step {} of the mirror in {}: {}", runtime.rank(), step, plan.directory,
                 newest_step ? fmt::format("not all ranks have the store any more, which was at step {}", *newest_step)
                             : "what came after it is lost with the store");
   }

@@ -25,8 +25,8 @@ std::optional<comm::Problem> first_problem(comm::Communicator& communicator, con
 }
 
 AbortNotifier::AbortNotifier(Runtime& runtime) : runtime_(&runtime) {
-  sharding_knows_ = runtime.world_size() == 1;
-  norm_knows_ = &runtime.norm_group() == &runtime.communicator() || runtime.norm_group().size() == 1;
+  sharding_group_told_ = runtime.world_size() == 1;
+  norm_group_told_ = &runtime.norm_group() == &runtime.communicator() || runtime.norm_group().size() == 1;
 }
 
 // Under the mutex throughout: an abort ends soon, and the runtime does not go before it has.
@@ -36,8 +36,8 @@ void AbortNotifier::notify(const std::exception_ptr& error, std::string_view whe
     if (runtime_ == nullptr) return;
     const bool from_others = is_of_communication(error);
     if (!from_others && !cause_) cause_ = error;
-    const bool tell_sharding = !from_others && !std::exchange(sharding_knows_, true);
-    const bool tell_norm = !std::exchange(norm_knows_, true);
+    const bool tell_sharding = !from_others && !std::exchange(sharding_group_told_, true);
+    const bool tell_norm = !std::exchange(norm_group_told_, true);
     if (!tell_sharding && !tell_norm) return;
     const std::string text = where.empty() ? text_of(error) : fmt::format("unit '{}': {}", where, text_of(error));
     if (tell_sharding) runtime_->communicator().abort(text);
@@ -49,7 +49,7 @@ void AbortNotifier::notify(const std::exception_ptr& error, std::string_view whe
 void AbortNotifier::watch(const platform::StreamEvent& event, const std::string& unit) {
   {
     const MutexLock lock(mutex_);
-    if (sharding_knows_ && norm_knows_) return;
+    if (sharding_group_told_ && norm_group_told_) return;
   }
   event.completion().then([abort_notifier = shared_from_this(), unit](std::exception_ptr error) {
     if (error) abort_notifier->notify(error, unit);
@@ -58,12 +58,12 @@ void AbortNotifier::watch(const platform::StreamEvent& event, const std::string&
 
 void AbortNotifier::told_in_exchange() noexcept {
   const MutexLock lock(mutex_);
-  sharding_knows_ = true;
+  sharding_group_told_ = true;
 }
 
-void AbortNotifier::told_in_norm() noexcept {
+void AbortNotifier::all_ranks_told() noexcept {
   const MutexLock lock(mutex_);
-  sharding_knows_ = norm_knows_ = true;
+  sharding_group_told_ = norm_group_told_ = true;
 }
 
 void AbortNotifier::disarm() noexcept {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/ranks/abort_notifier.hpp - a rank that fails where the others would wait for it in vain tells them why.
+// zero/ranks/abort_notifier.hpp - a rank that fails where the others would wait for ever tells them why.
 //
 // Most errors of one rank are exchanged at the next point where all ranks meet (RankAgreement::run_in_group,
 // JobBarrier). After an error of a fetch, a reduction or the program's own work the ranks do not meet: the others wait
@@ -43,8 +43,8 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
   void watch(const platform::StreamEvent& event, const std::string& unit);
   // The sharding group has been told in an exchange of its own. Later errors go to the norm group only.
   void told_in_exchange() noexcept;
-  // The whole norm group has: nobody is left to be told, and its communicators stay of use.
-  void told_in_norm() noexcept;
+  // The whole norm group has: nobody is left to be told, and its communicators stay usable.
+  void all_ranks_told() noexcept;
   // Ends telling when it is destroyed: the runtime may go.
   class Disarm {
    public:
@@ -66,8 +66,8 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
 
   mutable Mutex mutex_;
   Runtime* runtime_ HOIST_GUARDED_BY(mutex_);  // null: disarmed
-  bool sharding_knows_ HOIST_GUARDED_BY(mutex_) = false;
-  bool norm_knows_ HOIST_GUARDED_BY(mutex_) = false;
+  bool sharding_group_told_ HOIST_GUARDED_BY(mutex_) = false;
+  bool norm_group_told_ HOIST_GUARDED_BY(mutex_) = false;
   std::exception_ptr cause_ HOIST_GUARDED_BY(mutex_);
 };
 

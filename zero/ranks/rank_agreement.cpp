@@ -62,7 +62,7 @@ void RankAgreement::run(comm::Communicator& ranks, const char* what, const std::
   try {
     const RankWait wait(runtime_, ranks);
     problem = first_problem(ranks, error);
-    if (problem && &ranks != &group()) notifier_.told_in_norm();
+    if (problem && &ranks != &group()) notifier_.all_ranks_told();
     if (error) notifier_.told_in_exchange();
   } catch (const CommError& lost) {
     if (!error) throw CommError(fmt::format("{} (whether all could {})", lost.what(), what));
@@ -145,6 +145,7 @@ std::uint64_t RankAgreement::agree_on_run(std::optional<std::uint64_t> former) c
 
 bool RankAgreement::all_true_in_job(bool mine) const {
   if (job().size() == 1) return mine;
+  const RankWait wait(runtime_, job());
   const auto here = static_cast<std::uint8_t>(mine ? 1 : 0);
   return std::ranges::all_of(comm::values_of_all(job(), here), [](std::uint8_t there) { return there != 0; });
 }

@@ -58,10 +58,10 @@ class RankAgreement {
   void run_in_job(const char* what, const std::function<void()>& part) const { run(job(), what, part); }
 
   // [J] Runs a check that may refuse what this rank's program passed. When one rank's does, every rank throws a
-  // UsageError that says so, and the engines live on. `what` as above.
+  // UsageError that says so, and the engines stay usable. `what` as above.
   void check_in_job(const char* what, const std::function<void()>& check) const;
 
-  // [C] Every rank brings the same model to life, by the same call, with options that lead to the same collectives.
+  // [C] Every rank makes the same model, by the same call, with options that lead to the same collectives.
   // Otherwise ranks would train parts of different models as one, or wait for each other on the way.
   void agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,
                       std::span<const GroupOptions> groups) const;
@@ -97,7 +97,7 @@ class JobBarrier {
   void agree(const std::exception_ptr& problem);
   // [J] The same for a rank whose error is thrown elsewhere.
   void tell(const std::exception_ptr& problem) noexcept;
-  // The other ranks are gone, or are told in another way: tell() does nothing any more.
+  // The other ranks cannot be reached: tell() does nothing any more.
   void close() noexcept { closed_ = true; }
 
  private:

@@ -99,13 +99,13 @@ void StepRunner::decide(double norm_max, const StepOptions& options, StepReport&
   report.gradient_norm = global_norm(norm_max, options.caller_state);
   report.applied = std::isfinite(report.gradient_norm);
   if (!report.applied && policy_->is_decided()) {
-    notifier_.told_in_norm();
+    notifier_.all_ranks_told();
     std::rethrow_exception(policy_->undone("a gradient is not finite"));
   }
   try {
     settings.scaler.update(/*overflow=*/!report.applied);  // before the commit, which the next scale belongs to
   } catch (...) {
-    notifier_.told_in_norm();  // so that the commit of the step before is not broken off
+    notifier_.all_ranks_told();  // so that the commit of the step before is not broken off
     throw;
   }
 }

@@ -149,9 +149,9 @@ class UpdateAfterNorm final : public UpdatePolicy {
     parts_.ranks.run_in_group("apply the step", [&] {
       const TimePoint begin = Clock::now();
       parts_.checkpoints.await_last();
-      parts_.runtime.ledger().waited(WaitCause::nvme, Clock::now() - begin);
       ++parts_.settings.step_count;
-      parts_.checkpoints.open_step(parts_.settings.step_count);
+      parts_.checkpoints.open_step(parts_.settings.step_count);  // waits for what save() has begun
+      parts_.runtime.ledger().waited(WaitCause::nvme, Clock::now() - begin);
     });
   }
 

@@ -64,7 +64,7 @@ void LossScaler::update(bool overflow) {
         throw Error(
             fmt::format("a gradient is not finite at the smallest loss scale, {}, so that it cannot be lowered any "
                         "more: lower the learning rate, look for a loss that is not finite, or lower "
-                        "fp16.min_loss_scale, and go on from the last commit",
+                        "fp16.min_loss_scale, and continue from the last commit",
                         options_.scale_min));
       }
       state_.scale = std::max(state_.scale / kFactor, options_.scale_min);

@@ -229,7 +229,7 @@ void UpdateQueue::carry_out(const Step& step) {
   } catch (...) {
     error = std::current_exception();
   }
-  // Before anything that waits for other ranks: whoever waits here is to know at once.
+  // Waiting threads get the error before this thread waits for other ranks.
   if (error) fail_pending(error);
   try {
     if (const Ended ended = conclusion()) ended(error);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/doctor/cards.hpp - the NVIDIA GPUs on the PCI bus, with or without a driver.
+// cli/doctor/gpus.hpp - the NVIDIA GPUs on the PCI bus, with or without a driver.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,6 @@ struct PciGpu {
   std::optional<std::uint64_t> lanes, lanes_max;  // PCIe
 };
 
-std::vector<PciGpu> find_cards(const MachineSources& machine);
+std::vector<PciGpu> find_gpus(const MachineSources& machine);
 
 }  // namespace hoist::cli
