@@ -169,7 +169,7 @@ TEST(LateCheckpoint, IsInTheAccountOfTheStepThatWaitsForIt) {
   training.model.pass(1);
   first_flush = 0;
   training.engine().step();
-  training.engine().save("kept");
+  training.engine().save("kept", {});
   training.model.pass(2);
   const Ledger& ledger = training.runtime.ledger();
   const Nanoseconds counted_before = ledger.waited(WaitCause::nvme);
