@@ -3,6 +3,8 @@
 
 import pytest
 
+import hoist
+
 for package in ("yaml", "transformers", "accelerate", "datasets", "trl", "peft"):
     pytest.importorskip(package, reason=f"{package} is not installed (pip install '.[finetune]')")
 from hoist.torch import finetune  # noqa: E402
@@ -23,3 +25,35 @@ def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path, capsys, content, me
         finetune.main([str(recipe)])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def answer(tmp_path, capsys, content, *words):
+    """The exit status of the command, and what it says."""
+    (tmp_path / "recipe.yaml").write_text(content)
+    try:
+        status = finetune.main([str(tmp_path / "recipe.yaml"), *words])
+    except SystemExit as ended:
+        status = ended.code
+    return status, capsys.readouterr().err
+
+
+def test_wrong_changes_and_plugins_are_said_in_a_sentence(tmp_path, capsys):
+    status, said = answer(tmp_path, capsys, "base_model: m", "--set", "datasets=[")
+    assert status == 2 and "--set datasets=[ cannot be read" in said
+    status, said = answer(tmp_path, capsys, "base_model: m\nplugins: true")
+    assert status == 2 and "plugins: True: hoist does not have it" in said
+
+
+@pytest.mark.parametrize(("error", "expected"), [
+    (hoist.ConfigError("zero_optimization.stage is wrong"), 2), (hoist.UsageError("wrong"), 2), (hoist.StoreError("in use"), 2),
+    (hoist.BudgetError("too little"), 1), (hoist.IoError("EIO"), 1), (PermissionError("not yours"), 1)])
+def test_errors_of_the_run_are_said_in_a_sentence(tmp_path, capsys, monkeypatch, error, expected):
+    monkeypatch.setattr("sys.last_value", None, raising=False)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(finetune, "run", fail)
+    status, said = answer(tmp_path, capsys, "base_model: m")
+    assert status == expected and f"hoist: {error}" in said
+    assert ("resume_from_checkpoint=true" in said) == isinstance(error, hoist.StoreError)

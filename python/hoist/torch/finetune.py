@@ -31,6 +31,7 @@ import yaml
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hoist import _hoist
+from hoist.torch.commands import run_command
 from hoist.torch.finetune_data import from_the_hub, load_rows
 from hoist.torch.pretrained import IS_4
 from hoist.torch.transformers import (
@@ -191,7 +192,8 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
     otherwise: dict[str, list[str]] = {}
     for key, value in recipe.items():
         accepted, why = _VALUES.get(key, ((value,), ""))
-        if key in _WITHOUT_EFFECT or key == "plugins" and all(str(plugin).endswith(_KERNEL_PLUGINS) for plugin in value):
+        if key in _WITHOUT_EFFECT or key == "plugins" and isinstance(value, list) and all(
+                str(plugin).endswith(_KERNEL_PLUGINS) for plugin in value):
             without_effect.append(key)
         elif key in _OTHERWISE:
             otherwise |= {_OTHERWISE[key]: [*otherwise.get(_OTHERWISE[key], []), key]} if value else {}
@@ -440,16 +442,20 @@ def main(words: list[str] | None = None) -> int:
         key, equals, value = change.partition("=")
         if not equals:
             parser.error(f"--set {change}: it takes KEY=VALUE")
-        recipe[key] = yaml.safe_load(value)
-    try:
-        run(recipe, " ".join(["python -m hoist.torch.finetune", options.recipe, *(f"--set {change}" for change in options.set)]))
-    except _hoist.UsageError as error:
-        print(f"hoist: {error}", file=sys.stderr)
-        return 2
-    except _hoist.StoreError as error:  # above all: an earlier run is there
-        print(f"hoist: {error}\n--set resume_from_checkpoint=true continues an earlier run of this recipe", file=sys.stderr)
-        return 2
-    return 0
+        try:
+            recipe[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            parser.error(f"--set {change} cannot be read: {error}")
+
+    command = " ".join(["python -m hoist.torch.finetune", options.recipe, *(f"--set {change}" for change in options.set)])
+
+    def work() -> None:
+        try:
+            run(recipe, command)
+        except _hoist.StoreError as error:  # above all: an earlier run is there
+            raise _hoist.StoreError(f"{error}\n--set resume_from_checkpoint=true continues an earlier run of this "
+                                    "recipe") from error
+    return run_command("hoist", work)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hoist import _hoist
+from hoist.torch.commands import run_command
 from hoist.torch.deepspeed import Checkpoint, export, open
 from hoist.torch.deepspeed.files import shown
 
@@ -50,7 +50,8 @@ def _lines(checkpoint: Checkpoint) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
+
+    def work() -> None:
         if given.command == "inspect":
             print(shown("\n".join(_lines(open(given.directory, given.tag)))))
         else:
@@ -58,13 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                              tag=given.tag)
             print(shown(f"wrote {written}\nDeepSpeed continues it with \"checkpoint\": {{\"load_universal\": true}} and "
                         f"engine.load_checkpoint({given.to!r})"))
-    except (_hoist.UsageError, _hoist.ConfigError, _hoist.StoreError) as error:
-        print(shown(f"{given.command}: {error}"), file=sys.stderr)
-        return 2
-    except (_hoist.Error, OSError) as error:
-        print(shown(f"{given.command}: {error}"), file=sys.stderr)
-        return 1
-    return 0
+    return run_command(given.command, work)
 
 
 if __name__ == "__main__":
