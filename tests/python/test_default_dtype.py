@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program may set PyTorch's default dtype, as loops of bf16 models do: masters and moments stay fp32."""
+"""A program may set PyTorch's default dtype, as loops of bf16 models do: masters and moments stay fp32. Nor does its default
+device decide where hoist's tensors are."""
 
 import pytest
 import torch
@@ -70,3 +71,20 @@ def test_states_of_the_engine_are_fp32(default_dtype, settings):
     result = train(model, data, "2")
     assert [t.dtype for t in result] == [t.dtype for t in expected]
     assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_the_default_device_is_for_the_programs_tensors(settings, tmp_path, order):
+    def train(place):
+        config = settings(gradient_accumulation_steps=2, hoist={"device_memory": "1MiB", "pinned_memory": "64MiB",
+                                                                "micro_batch_order": order})
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] += place
+        (model, data), default = model_and_batches(), torch.get_default_device()
+        with torch.device(default if place == "1" else "meta"), hoist.torch.wrap(model, config) as engine:
+            batches = iter(data)
+            for _ in range(2):
+                engine.train_batch(batches, lambda x: engine(x).float().pow(2).mean())
+            return engine.digest()
+
+    assert train("2") == train("1")

@@ -51,7 +51,7 @@ def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], source
         raise _hoist.UsageError("the ranks have built different parameters of the model, or of different types, and left others "
                                 "to the meta device or to files: build it in the same way on every rank")
     if "to be made" in origins:
-        bits = torch.tensor(list((int(seed) % 2**64).to_bytes(8, "little")), dtype=torch.uint8)
+        bits = torch.tensor(list((int(seed) % 2**64).to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
         if any(unit_manager.take_first_ranks([(bits.data_ptr(), 8)])):
             seed = int.from_bytes(bytes(bits.tolist()), "little", signed=True)  # a negative one is the one above it by 2^64
     take_first_ranks_values(unit_manager, (

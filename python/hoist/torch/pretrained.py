@@ -420,7 +420,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
     replaced: dict[int, nn.Parameter] = {}
     for name, meta in model.named_parameters(remove_duplicate=False):
         if name in reads:
-            absent = torch.full((), torch.nan, dtype=meta.dtype).expand(meta.shape)
+            absent = torch.full((), torch.nan, dtype=meta.dtype, device="cpu").expand(meta.shape)
             parameter: Any = nn.Parameter(absent, requires_grad=meta.requires_grad)
             parameter.initial_values, parameter._is_hf_initialized = _InFile(name, meta.shape, reads[name]), True
             parameter.__deepcopy__ = partial(_copy_of, parameter)

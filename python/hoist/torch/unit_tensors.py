@@ -40,7 +40,7 @@ class _Unit:
         self.given_another: nn.Parameter | None = None  # a parameter that the program had given another tensor
         self.storage: torch.UntypedStorage | None = None  # of that memory
         # All bits set: NaN in every type. A storage of its own tells the unit's parameters from others.
-        self.nan = torch.full((2,), -1, dtype=torch.int16).to(device)
+        self.nan = torch.full((2,), -1, dtype=torch.int16, device=device)
         self.mark(self.nan.untyped_storage())
 
     def mark(self, storage: torch.UntypedStorage) -> None:

@@ -88,7 +88,7 @@ class Piece:
             if id(leaf) not in cuts:
                 self._outputs.append(leaf)
                 self._gradients.append(None)
-                graph = torch.empty(0, requires_grad=True)
+                graph = torch.empty(0, requires_grad=True, device="cpu")
                 cuts[id(leaf)] = _Cut.apply(graph, self, len(self._outputs) - 1, leaf.detach())
             return cuts[id(leaf)]
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -134,7 +134,7 @@ class Forward:
         self._with_history: set[int] = set()  # units that were called so
         self._without_history: set[int] = set()  # under torch.no_grad()
         self._calls: list[list[Call]] = [[] for _ in range(count)]
-        self._losses: list[torch.Tensor] = [torch.empty(0)] * count
+        self._losses: list[torch.Tensor] = [torch.empty(0, device="cpu")] * count
         self._held: list[int] = []  # units that the round's first micro-batches have left, and its last one has not
         self._changed = threading.Condition()
         self._alive = list(range(count))
@@ -279,7 +279,7 @@ def _differentiate(unit_manager: _hoist.UnitManager, pieces: list[list[Piece]], 
     to_come = Counter(unit for of_one in pieces for piece in of_one for unit in piece.units)
     for index in range(len(losses)):
         losses[index].backward(retain_graph=True)
-        losses[index] = torch.empty(0)
+        losses[index] = torch.empty(0, device="cpu")
         unit_manager.end_part()
     _end_units(unit_manager, {unit for units in uncut for unit in units}, to_come)
     while any(pieces):

@@ -58,7 +58,7 @@ def read_buffers(path: str, model: nn.Module, persistent: dict[str, torch.Tensor
             raise _hoist.UsageError(f"{path}: '{name}' is {kind} {shape}, and the model's buffer is {buffer.dtype} "
                                     f"{list(buffer.shape)}")
         data = bytearray(_hoist.read_tensor(path, name))
-        values[name] = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        values[name] = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype, device="cpu")
     if absent := sorted(persistent.keys() - found.keys()):
         _log.warning("%s has no values for %d of the model's buffers, '%s' first: they begin as the model was built", path,
                      len(absent), absent[0])
