@@ -74,9 +74,10 @@ def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) 
                                     "Set lr=0 for one that is not to be trained for a while")
         for key in _SETTLED:
             if before.get(key) != now.get(key):
+                was = f"changed from {before[key]}" if key in before else "set"
                 raise _hoist.UsageError(
-                    f"'{key}' of parameter group {index} was changed from {before.get(key)} to {now.get(key)}; only learning "
-                    "rates can change during a run (OneCycleLR and CyclicLR need cycle_momentum=False)")
+                    f"'{key}' of parameter group {index} was {was} to {now.get(key)}; only learning rates can change during a "
+                    "run (OneCycleLR and CyclicLR need cycle_momentum=False)")
 
 
 def rates_of(groups: list[dict[str, Any]]) -> list[float]:

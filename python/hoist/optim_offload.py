@@ -12,6 +12,7 @@ to it already.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
 import logging
@@ -193,7 +194,7 @@ class Offloaded:
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
         self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
                                    *dlpack_device_of(self._cut.device))
-        program_end.close_at_exit(self._unit_manager, self._has_others)
+        self._at_exit = program_end.close_at_exit(self._unit_manager, self._has_others)
         if resume and self._unit_manager.find_commit() is not None:
             self._resume(groups)
         else:
@@ -538,6 +539,7 @@ class Offloaded:
 
     def close(self) -> None:
         self._unit_manager.close()
+        atexit.unregister(self._at_exit)
 
     def abandon(self, error: BaseException) -> None:
         """Makes the other ranks, which may be waiting for this one, stop with a CommError."""

@@ -32,8 +32,9 @@ def abandon(unit_manager: _hoist.UnitManager, has_others: bool, why: str) -> Non
         unit_manager.abandon(why)
 
 
-def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, left_by: Callable[[], str] = str) -> None:
-    """Closes what is still there when the program ends. `left_by`: the error that a pass was left by, or nothing."""
+def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, left_by: Callable[[], str] = str) -> Callable[[], None]:
+    """Closes what is still there when the program ends. `left_by`: the error that a pass was left by, or nothing. Returns what
+    atexit has been given, to unregister it after an earlier end."""
     alive = weakref.ref(unit_manager)
 
     def close() -> None:
@@ -46,4 +47,4 @@ def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, left_by: C
         except _hoist.Error as error:
             _log.error("the last step was not committed: %s", error)
 
-    atexit.register(close)
+    return atexit.register(close)

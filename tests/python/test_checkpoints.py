@@ -246,6 +246,20 @@ def test_loading_without_the_schedule(settings, tmp_path):
     engine.close()
 
 
+def test_a_load_that_fails_leaves_what_the_commit_says_of_a_schedule(settings, tmp_path):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    with hoist.torch.wrap(make(), settings(), scheduler=schedule) as engine:
+        train(engine, 3)
+        count = engine.lr_scheduler.last_epoch
+    with hoist.torch.wrap(make(), settings(), resume=True) as engine:
+        with pytest.raises(hoist.StoreError, match="keeps no step 'missing'"):
+            engine.load_checkpoint(tmp_path / "c", tag="missing", load_lr_scheduler_states=False)
+        engine.lr_scheduler = schedule
+        assert engine.lr_scheduler.last_epoch == count > 0
+
+
 def test_rates_that_the_program_sets_itself_come_back(settings):
     with hoist.torch.wrap(make(), keeping(settings, 1)) as engine:
         for step in range(4):

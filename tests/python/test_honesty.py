@@ -455,6 +455,9 @@ def test_only_learning_rates_change_during_a_run(settings):
         engine.backward(_loss(engine, _inputs(1)[0]))
         with pytest.raises(hoist.UsageError, match="'weight_decay' of parameter group 0 was changed from 0.01 to 0"):
             engine.step()
+        engine.optimizer.param_groups[0] |= {"weight_decay": 0.01, "momentum": 0.5}
+        with pytest.raises(hoist.UsageError, match="'momentum' of parameter group 0 was set to 0.5; only learning rates"):
+            engine.step()
 
 
 def test_what_no_pass_uses_has_a_gradient_of_zeros(settings):

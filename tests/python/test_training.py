@@ -2,8 +2,10 @@
 """Training with everything on NVMe against torch.optim.AdamW in memory: same model, same data, fp32 weights."""
 
 import copy
+import gc
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -467,3 +469,27 @@ def test_the_next_layer_comes_up_while_one_computes(settings):
             assert all(layer.seen >= layer.wanted for layer in model)
             engine.backward(loss)
             engine.step()
+
+
+def test_a_closed_engine_leaves_nothing_to_do_at_the_programs_end(settings):
+    engine = hoist.torch.wrap(make(), settings())
+    at_exit = weakref.ref(engine._at_exit)
+    engine.close()
+    del engine
+    gc.collect()
+    assert at_exit() is None
+
+
+def test_seeds_count_modulo_2_to_the_64(settings, tmp_path):
+    """As torch.manual_seed() takes negative ones, and as other ranks are told of rank 0's."""
+    def masters(seed):
+        config = settings()
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] = str(tmp_path / str(seed))
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        with hoist.torch.wrap(model, config, seed=seed) as engine:
+            return engine.digest()
+
+    zero, last = masters(0), masters(2**64 - 1)
+    assert masters(2**64) == zero and masters(-1) == last != zero

@@ -298,7 +298,8 @@ class Channel:
                 if not work and start is not None and (problem := self._difference(header)) is None:
                     work, start = start(group), None
         except RuntimeError as error:
-            problem = f"{error}" + ("" if peer in (None, self.rank) else f" (waiting for rank {self._name_of(peer)})")
+            peer = None if peer == self.rank else peer  # the root of a broadcast waits for all
+            problem = f"{error}" + ("" if peer is None else f" (waiting for rank {self._name_of(peer)})")
             problem = self._ranks.explained(problem, what + self._doing(), None if peer is None else self._members[peer])
         except BaseException as error:  # raised by the program's handler of a signal, such as KeyboardInterrupt
             self._ranks.fail(f"rank {self._ranks.rank_of_job} was interrupted: {program_end.text_of(error)}")

@@ -181,7 +181,9 @@ class DeepSpeedNames:
         if not load_lr_scheduler_states:
             self._lr_scheduler = None
         try:
-            return checkpoints.load(cast("Engine", self), os.fspath(load_dir), tag)
+            loaded = checkpoints.load(cast("Engine", self), os.fspath(load_dir), tag)
         finally:
-            if not load_lr_scheduler_states:
-                self._lr_scheduler, self._saved = before, {}
+            self._lr_scheduler = before
+        if not load_lr_scheduler_states:
+            self._saved = {}
+        return loaded

@@ -7,6 +7,7 @@ parameter cannot be read: what is gathered, and when, is decided in passes.py an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -179,7 +180,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             generate_together(self.module)
         clip_through(self)
         passes = weakref.ref(self._passes)
-        program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
+        self._at_exit = program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
 
     def _add_hook(self, module: nn.Module, unit: int) -> ModuleHook:
         for hook in self._hooks:
@@ -216,7 +217,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             self._unit_manager.initialize_from(weights, self._cut.aliases, others)
             fill()
         else:
-            seed = initial.take_first_ranks(self._unit_manager, self._cut.units, sources, seed)
+            seed = initial.take_first_ranks(self._unit_manager, self._cut.units, sources, int(seed) % 2**64)
             self._unit_manager.initialize(initial.InitialValues(
                 self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed,
                 self.device))
@@ -632,6 +633,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             program_end.abandon(self._unit_manager, self._has_others, self._passes.left_by)
         self._passes.give_up()
         self._unit_manager.close()
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Engine:
         return self

@@ -40,7 +40,7 @@ def _origin(source: Source | None) -> str:
 def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], sources: dict[int, Source], seed: int) -> int:
     """[C] Where ranks have built a model with other values than rank 0 of those that divide it, they take rank 0's, as with
     DistributedDataParallel. Returns the seed of what is to be initialized: rank 0's. Values that are read later, from files, are
-    not compared. Errors: UsageError on all ranks where they have built different parameters."""
+    not compared. Pre: 0 <= seed < 2^64. Errors: UsageError on all ranks where they have built different parameters."""
     if unit_manager.world_size == 1:
         return seed
     named = [(name, p) for unit in units for name, p in unit.parameters.items()]
@@ -51,9 +51,9 @@ def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], source
         raise _hoist.UsageError("the ranks have built different parameters of the model, or of different types, and left others "
                                 "to the meta device or to files: build it in the same way on every rank")
     if "to be made" in origins:
-        bits = torch.tensor(list((int(seed) % 2**64).to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
+        bits = torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
         if any(unit_manager.take_first_ranks([(bits.data_ptr(), 8)])):
-            seed = int.from_bytes(bytes(bits.tolist()), "little", signed=True)  # a negative one is the one above it by 2^64
+            seed = int.from_bytes(bytes(bits.tolist()), "little")
     take_first_ranks_values(unit_manager, (
         [(name, s.detach()) for name, p in unit.parameters.items() if isinstance(s := sources.get(id(p)), torch.Tensor)]
         for unit in units))
@@ -135,7 +135,7 @@ class InitialValues:
                    if m in (*unit.modules, *enclosing) and any(id(p) not in self._sources for p in m.parameters(recurse=False))]
         # The same numbers whatever was initialized before, and when this unit is asked for twice.
         with (_own_memory(unit.modules, known, (*enclosing, unit.module)[0]) as stand_ins,
-              own_random_numbers(self._device, self._seed + index), torch.no_grad()):
+              own_random_numbers(self._device, (self._seed + index) % 2**64), torch.no_grad()):
             for module in lacking:
                 self._initialize(module)
             return {p: stand_ins[id(p)].data for p in parameters}
