@@ -15,11 +15,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/owning_process.hpp>
+#include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
@@ -126,6 +128,7 @@ void bind_stored(nb::module_& module) {
       .def_ro("dtype", &StoredParameter::dtype)
       .def_ro("trainable", &StoredParameter::trainable);
 
+  module.def("wrong_step_name", &tiers::wrong_step_name, "name"_a, "The problem with a checkpoint's name, or nothing.");
   module.def("has_store", &has_store, "directory"_a, no_gil);
   module.def(
       "steps_in_store",

@@ -309,6 +309,17 @@ def test_rates_that_the_program_sets_itself_come_back_with_the_run(settings, how
         assert "began with [0.001] and had come to [6.25e-05]; this program asks for [0.002]" in caplog.text
 
 
+@pytest.mark.parametrize("tag", ["", "latest", "latest/a", ".", "./a", "../a", "a/..", "/a", "a\nb", "x" * 48, "x" * 300])
+def test_a_tag_that_cannot_be_kept_is_refused_before_anything_is_written(settings, tmp_path, tag):
+    engine, *_ = initialize(keeping(settings, 1))
+    with engine:
+        engine.save_checkpoint(tmp_path / "c", tag="first")
+        before = sorted((tmp_path / "c").rglob("*"))
+        with pytest.raises(hoist.UsageError, match="save_checkpoint"):
+            engine.save_checkpoint(tmp_path / "c", tag=tag)
+        assert sorted((tmp_path / "c").rglob("*")) == before and sorted(engine.checkpoints()) == ["first"]
+
+
 def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
     engine, *_ = initialize(settings())
     assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hoist")
 
+_LATEST = "latest"  # the file with the newest tag
+
 
 def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> None:
     """[C] Returns when the checkpoint is durable."""
@@ -43,9 +45,13 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
             "hoist.checkpoint_path, so that there is a store)")
     engine._passes.refuse_part_of_step("save_checkpoint()")
     step = engine.step_count
-    if tag is not None and (not str(tag) or os.path.isabs(str(tag)) or ".." in str(tag).split(os.sep)):
-        raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): a tag is the name of a directory below the one that is given")
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    parts = tag.split(os.sep)
+    if parts[0] in ("", _LATEST) or not {os.curdir, os.pardir}.isdisjoint(parts):
+        raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): a tag is the name of a directory below the one that is given, "
+                                f"beside the file `{_LATEST}`")
+    if wrong := _hoist.wrong_step_name(tag):
+        raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): the store cannot keep a step of this name: {wrong}")
     folder = os.path.join(directory, tag)
     is_first = engine._is_first_of_job
     with distributed.work_of_one_rank(engine._unit_manager):
@@ -71,7 +77,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
             if other != _client_file(folder, step):
                 os.unlink(other)  # of a step that had this tag before
         if save_latest:
-            _write_durably(os.path.join(directory, "latest"), lambda file: file.write(tag.encode()))
+            _write_durably(os.path.join(directory, _LATEST), lambda file: file.write(tag.encode()))
 
 
 def _forget(folder: str, step: int) -> None:
@@ -89,7 +95,7 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     DeepSpeed's are: load what you have saved yourself."""
     any_tag = tag is None
     if any_tag:
-        latest = os.path.join(directory, "latest")
+        latest = os.path.join(directory, _LATEST)
         if not os.path.isfile(latest) and os.path.isfile(os.path.join(directory, "latest_universal")):
             refuse_deepspeeds(directory)
         if not os.path.isfile(latest):
@@ -127,7 +133,7 @@ def _newest_saved(engine: Engine, known: dict[str, int], directory: str, latest:
     for tag, step in reversed(known.items()):
         if os.path.isfile(_client_file(os.path.join(directory, tag), step)):
             _log.warning("%s names '%s', which %s does not keep any more: '%s', step %d, is the newest that was saved here",
-                         os.path.join(directory, "latest"), latest, engine.config.store_directory, tag, step)
+                         os.path.join(directory, _LATEST), latest, engine.config.store_directory, tag, step)
             return tag
     return latest
 
