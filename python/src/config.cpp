@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <filesystem>
 
+#include <fmt/format.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +11,7 @@
 #include <hoist/config/key_table.hpp>
 #include <hoist/config/plain_json.hpp>
 #include <hoist/config/setting.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 
 #include "bindings.hpp"
@@ -97,6 +99,8 @@ void bind_config(nb::module_& module) {
             return *c.runtime.device == platform::DeviceKind::cuda ? "cuda" : "host";
           },
           [](Config& c, const std::string& device) {
+            if (device != "cuda" && device != "host")
+              throw UsageError(fmt::format("Config.device takes \"cuda\" or \"host\", not \"{}\"", device));
             c.runtime.device = device == "cuda" ? platform::DeviceKind::cuda : platform::DeviceKind::host;
           },
           "Where weights are gathered: \"cuda\" or \"host\"; None where this machine decides.")

@@ -53,6 +53,14 @@ def test_the_configuration_names_a_gpu(settings, two_gpus):
         device_of(config, "cuda:0")
 
 
+def test_a_configuration_refuses_other_words_for_the_device(settings):
+    config = hoist.torch.load_config(settings())
+    config.device = "cuda"
+    with pytest.raises(hoist.UsageError, match="takes \"cuda\" or \"host\", not \"CUDA\""):
+        config.device = "CUDA"
+    assert config.device == "cuda"
+
+
 def test_initialize_makes_its_gpu_the_current_one(settings, two_gpus, monkeypatch):
     """DeepSpeed does, so that its loops write `batch.cuda()` on every rank."""
     class Engine:
