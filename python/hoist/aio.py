@@ -32,6 +32,8 @@ __all__ = ["Engine", "ReadToDevice", "Transfer", "aio_handle", "aligned_empty"]
 def aligned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """An uninitialized CPU tensor fit for direct transfers."""
     size = torch.Size([shape] if isinstance(shape, int) else shape)
+    if any(length < 0 for length in size):
+        raise _hoist.UsageError(f"aligned_empty({shape}): a tensor has no negative lengths")
     memory = torch.from_dlpack(_hoist.aligned_memory(max(1, size.numel() * dtype.itemsize)))
     return memory[: size.numel() * dtype.itemsize].view(dtype).view(size)
 
@@ -46,7 +48,7 @@ class Engine:
         """Starts filling a dense tensor from a file."""
         if target.device.type == "cpu":
             return self._engine.read(_memory(target), os.fspath(path), offset)
-        _refuse_gaps(target)
+        _refuse_views(target)
         staged = aligned_empty(target.shape, target.dtype)
         return ReadToDevice(self._engine.read(_memory(staged), os.fspath(path), offset), staged, target)
 
@@ -77,15 +79,17 @@ class ReadToDevice:
             target.detach().copy_(staged)
 
 
-def _refuse_gaps(tensor: torch.Tensor) -> None:
+def _refuse_views(tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise _hoist.UsageError("transfers need a dense tensor: its elements do not stand one after the other")
+    if tensor.is_conj() or tensor.is_neg():
+        raise _hoist.UsageError("transfers need a tensor whose memory has its values: resolve_conj() and resolve_neg() make one")
 
 
 def _memory(tensor: torch.Tensor) -> Any:
     """The bytes of a tensor, or of a copy in CPU memory. The extension takes every array that speaks DLPack; its stubs name
     NumPy's alone."""
-    _refuse_gaps(tensor)
+    _refuse_views(tensor)
     if tensor.device.type != "cpu":
         tensor = aligned_empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
     return tensor.detach().view(-1).view(torch.uint8)
@@ -153,16 +157,17 @@ class aio_handle:
 
     def wait(self) -> int:
         """Returns when everything started asynchronously is done: how many transfers that were."""
-        pending, self._pending = self._pending, []
+        count = len(self._pending)
         first: BaseException | None = None
-        for entry in pending:
+        while self._pending:
             try:
-                self._end(*entry)
+                self._end(*self._pending[0])
             except _hoist.Error as error:
                 first = first or error
+            del self._pending[0]  # one whose wait is interrupted stays
         if first is not None:
             raise first
-        return len(pending)
+        return count
 
     def _start(self, transfer: Transfer | ReadToDevice, validate: torch.Tensor | None, filename: str, offset: int,
                later: bool) -> int:

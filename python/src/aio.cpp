@@ -22,6 +22,7 @@
 #include <hoist/platform/host_memory.hpp>
 
 #include "bindings.hpp"
+#include "interruption.hpp"
 #include "tensor.hpp"
 
 namespace hoist::python {
@@ -175,7 +176,7 @@ class Transfer {
   }
 
   bool done() const { return completion_.done(); }
-  void wait() { completion_.wait(); }
+  void wait() { wait_for(completion_); }
 
  private:
   InOneProcess<std::shared_ptr<OpenFile>> file_;
@@ -230,10 +231,9 @@ class AioEngine {
 }  // namespace
 
 void bind_aio(nb::module_& module) {
-  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Transfer>(module, "Transfer", "A read or write under way: a future.")
       .def("done", &Transfer::done)
-      .def("wait", &Transfer::wait, no_gil, "Blocks, without the GIL; raises IoError when it failed.");
+      .def("wait", &Transfer::wait, "Blocks, without the GIL; raises IoError when it failed.");
 
   nb::class_<AioEngine>(module, "AioEngine", "Many direct reads and writes in flight.")
       .def(nb::init<std::uint64_t, unsigned, unsigned, const std::string&>(), "block_bytes"_a = kMiB,

@@ -20,6 +20,7 @@
 #include <hoist/zero/engine.hpp>
 
 #include "bindings.hpp"
+#include "interruption.hpp"
 #include "tensor.hpp"
 
 namespace hoist::python {
@@ -27,20 +28,6 @@ namespace hoist::python {
 using namespace nb::literals;
 
 namespace {
-
-// Completion's wait is a blocking C++ wait: Ctrl-C is looked at a few times a second.
-void wait_for(const Completion& completion) {
-  while (true) {
-    bool done = false;
-    {
-      const nb::gil_scoped_release release;
-      done = completion.wait_for(std::chrono::milliseconds(200));
-    }
-    if (done) break;
-    if (PyErr_CheckSignals() != 0) nb::raise_python_error();
-  }
-  completion.wait();  // rethrows
-}
 
 std::vector<std::size_t> shape_of(const TensorView& view) { return {view.shape.begin(), view.shape.end()}; }
 

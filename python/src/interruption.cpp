@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "interruption.hpp"
 
+#include <chrono>
 #include <optional>
 #include <utility>
 
@@ -27,6 +28,19 @@ int raise_kept(void*) {
 }
 
 }  // namespace
+
+void wait_for(const Completion& completion) {
+  while (true) {
+    bool done = false;
+    {
+      const nanobind::gil_scoped_release release;
+      done = completion.wait_for(std::chrono::milliseconds(200));
+    }
+    if (done) break;
+    if (PyErr_CheckSignals() != 0) nanobind::raise_python_error();
+  }
+  completion.wait();  // rethrows
+}
 
 void keep_interruption(nanobind::python_error error) {
   if (kept()) return;  // the first one ends the call as well

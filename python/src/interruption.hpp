@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// python/src/interruption.hpp - what a handler of a signal raises (Ctrl-C raises KeyboardInterrupt) in a Python
-// function that C++ calls where no exception may leave. All functions: pre: the GIL is held.
+// python/src/interruption.hpp - what a handler of a signal raises (Ctrl-C raises KeyboardInterrupt) while C++ waits, or
+// in a Python function that C++ calls where no exception may leave. All functions: pre: the GIL is held.
 #pragma once
 
 #include <exception>
@@ -9,7 +9,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <hoist/core/completion.hpp>
+
 namespace hoist::python {
+
+// Waits without the GIL, and lets handlers run a few times a second. Errors: the completion's, or what a handler
+// raises; the operation then continues.
+void wait_for(const Completion& completion);
 
 // Keeps it, and has it raised: by the call of this thread that ends with an error because of it (raise_interruption()),
 // or else by the next Python code of the main thread, be it one of these functions, where it is kept again. A second

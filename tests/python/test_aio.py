@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import signal
 import subprocess
 import sys
 import threading
@@ -142,6 +143,18 @@ def test_errors_say_what_and_where(tmp_path):
         engine.write(torch.zeros(10, 10).t()[1:], tmp_path / "t")
 
 
+def test_what_is_no_tensor_of_its_own_memory_is_refused(tmp_path):
+    with pytest.raises(hoist.UsageError, match="negative"):
+        hoist.aio.aligned_empty(-1)
+    with pytest.raises(hoist.UsageError, match="negative"):
+        hoist.aio.aligned_empty([-2, -3])
+    engine, values = hoist.aio.Engine(), torch.ones(1, dtype=torch.complex64, device="cpu")
+    for view in (values.conj(), values.conj().imag):
+        with pytest.raises(hoist.UsageError, match="resolve_neg"):
+            engine.write(view, tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
 def test_waiting_leaves_other_threads_running(tmp_path):
     engine = hoist.aio.Engine()
     source = hoist.aio.aligned_empty(32 << 20, torch.uint8)
@@ -168,6 +181,27 @@ def test_waiting_leaves_other_threads_running(tmp_path):
     finally:
         running = False
     thread.join()
+
+
+def test_a_signals_handler_runs_while_a_transfer_is_waited_for(tmp_path):
+    engine = hoist.aio.Engine(block_size=4096, queue_depth=1, threads=1)
+    target = hoist.aio.aligned_empty(16 << 20, torch.uint8)
+    engine.write(target, tmp_path / "t").wait()
+
+    def was_done_when_the_handler_ran(count):
+        reads, done = [engine.read(target, tmp_path / "t") for _ in range(count)], []
+        previous = signal.signal(signal.SIGALRM, lambda *_: done.append(reads[-1].done()))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            reads[-1].wait()
+            while not done:
+                time.sleep(0.01)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        return done == [True]
+
+    # A fast drive needs several reads for the time between two looks at signals.
+    assert not all(was_done_when_the_handler_ran(2**n) for n in range(6))
 
 
 def test_deepspeeds_names(tmp_path):
