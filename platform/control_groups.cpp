@@ -44,11 +44,10 @@ class Hierarchies {
       return controller.empty() ? candidate.controllers.empty() : has(candidate.controllers, controller);
     });
     if (mount == mounts_.end() || group == own_groups_.end()) return {};
-    std::string below = group->path;
-    if (mount->root != "/" && below.starts_with(mount->root)) below.erase(0, mount->root.size());
+    const fs::path below = fs::path(group->path).lexically_relative(mount->root).lexically_normal();
     std::error_code ignored;
-    fs::path own = (fs::path(mount->point) / fs::path(below).relative_path()).lexically_normal();
-    const bool is_outside = fs::path(below).relative_path().lexically_normal().string().starts_with("..");
+    fs::path own = (fs::path(mount->point) / below).lexically_normal();
+    const bool is_outside = below.empty() || *below.begin() == "..";
     if (is_outside || !fs::is_directory(own, ignored)) own = mount->point;
     std::vector<fs::path> groups;
     for (fs::path at = own;; at = at.parent_path()) {

@@ -56,6 +56,16 @@ TEST_F(ControlGroups, TheSmallestLimitOnTheWayToTheRootBinds) {
   EXPECT_EQ(found.processors, 5u);
 }
 
+TEST_F(ControlGroups, AGroupWhoseNameOnlyBeginsWithTheMountsRootIsOutsideOfIt) {
+  put("proc/self/cgroup", "0::/ab/c");
+  put("proc/self/mountinfo", "30 24 0:26 /a " + mount_point("cg") + " rw - cgroup2 cgroup2 rw");
+  put("cg/memory.max", "9000");
+  put("cg/b/c/memory.max", "5");
+  const auto found = limits();
+  ASSERT_TRUE(found.memory);
+  EXPECT_EQ(found.memory->bytes, 9000u) << "b/c below the mount is the group /a/b/c, not /ab/c";
+}
+
 TEST_F(ControlGroups, WhatIsFreeIsTheLeastThatAnyOfThemHasLeft) {
   put("proc/self/cgroup", "0::/job/rank");
   put("proc/self/mountinfo", "30 24 0:26 / " + mount_point("cg") + " rw - cgroup2 cgroup2 rw");
