@@ -2,7 +2,7 @@
 """hoist: training state on three tiers (GPU, pinned host memory, NVMe).
 
 `hoist.torch` trains PyTorch models; `hoist.aio`, `hoist.store` and `hoist.optim` are the storage engine, stores and the
-optimizers on their own. This module has the engine as C++ programs see it, the configuration, and the errors.
+optimizers on their own. This module has the configuration, the errors, and types of what they return.
 """
 
 import ctypes
@@ -30,29 +30,20 @@ from hoist._hoist import (  # noqa: E402
     CorruptionError,
     DeviceError,
     DType,
-    Engine,
     Error,
-    GroupId,
     IoError,
-    Lease,
-    Model,
     OptimizerOptions,
-    ParameterId,
-    ParameterSpec,
-    Pass,
     SafetensorsError,
     State,
     StepBytes,
     StepReport,
     StoreError,
-    UnitId,
     UsageError,
 )
 
 __all__ = [
     "BudgetError", "CommError", "Completion", "Config", "ConfigError", "CorruptionError", "DeviceError", "DType",
-    "Engine", "Error", "GroupId", "IoError", "Lease", "Model", "OptimizerOptions", "ParameterId", "ParameterSpec", "Pass",
-    "SafetensorsError", "State", "StepBytes", "StepReport", "StoreError", "UnitId", "UsageError",
+    "Error", "IoError", "OptimizerOptions", "SafetensorsError", "State", "StepBytes", "StepReport", "StoreError", "UsageError",
 ]
 
 __version__ = _hoist.version

@@ -180,8 +180,7 @@ class Offloaded:
         self._kept = [[state for state, kept in zip(_MOMENTS, option.moments, strict=True) if kept] for option in options]
         units = [
             _hoist.ManagedUnit(f"unit {index}", [
-                _hoist.ParameterSpec(piece.name, piece.shape, DTYPES[piece.parameter.dtype], True,
-                                     _hoist.GroupId(piece.group + 1))
+                _hoist.ParameterSpec(piece.name, piece.shape, DTYPES[piece.parameter.dtype], True, piece.group + 1)
                 for piece in unit])
             for index, unit in enumerate(self._cut.units)
         ]

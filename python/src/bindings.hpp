@@ -8,7 +8,7 @@ namespace hoist::python {
 
 void bind_errors(nanobind::module_& module);
 void bind_config(nanobind::module_& module);
-void bind_engine(nanobind::module_& module);  // Runtime, Engine, Lease, and their words
+void bind_types(nanobind::module_& module);  // of the engine, as Python passes and gets them
 void bind_host_stream(nanobind::module_& module);
 void bind_unit_manager(nanobind::module_& module);  // what hoist.torch is built on
 void bind_estimate(nanobind::module_& module);

@@ -9,7 +9,7 @@ NB_MODULE(_hoist, module) {
   nanobind::set_leak_warnings(false);
   hoist::python::bind_errors(module);
   hoist::python::bind_config(module);
-  hoist::python::bind_engine(module);
+  hoist::python::bind_types(module);
   hoist::python::bind_host_stream(module);
   hoist::python::bind_unit_manager(module);
   hoist::python::bind_estimate(module);

@@ -2,12 +2,10 @@
 """hoist's streams are late at random (hoist.chaos_seed), and nothing changes: whoever hands memory over waits for it."""
 
 import pytest
-import test_engine
 import torch
 from accelerator import random_delays
 from optim_program import Program, assert_equal
 
-import hoist
 import hoist.torch
 from models import batches, loss_of
 from training import digests, make, train
@@ -100,27 +98,3 @@ def test_an_optimizer_with_offloaded_states(dtype):
                           offload="cpu", pinned_memory="32MiB", device_memory="16MiB")
         with program.optimizer:
             assert_equal(program.train(0, 4).bits(), expected)
-
-
-@pytest.mark.cpu_tensors("the program computes with NumPy")
-def test_a_program_with_its_own_passes(tmp_path):
-    model, units = test_engine.declare()
-    ends = []
-    for seed in (0, 1, 2):
-        config = test_engine.config(tmp_path / str(seed), chaos_seed=seed)
-        engine = hoist.Engine.create(config, model, test_engine.values)
-        norms = []
-        for _ in range(6):
-            engine.begin(hoist.Pass.train)
-            for unit, name in zip(units, ("first", "second"), strict=True):
-                parameter = engine.parameter(f"{name}.weight")
-                with engine.gather(unit) as lease:
-                    gradient = torch.from_dlpack(lease.view(parameter)).numpy() - test_engine.TARGET
-                engine.accumulate(parameter, gradient)
-                gradient[:] = 7.0  # the program's again
-                engine.finish(unit)
-            engine.end()
-            norms.append(engine.step().gradient_norm)
-        ends.append((norms, engine.digest(hoist.State.master)))
-        del engine
-    assert ends == ends[:1] * 3

@@ -68,7 +68,7 @@ class Parameters:
             specs = [
                 _hoist.ParameterSpec(
                     name, list(p.shape), initial.DTYPES[self._type_of(name, p)], p.requires_grad,
-                    _hoist.GroupId(group_of.get(id(p), -1) + 1), counts(p))
+                    group_of.get(id(p), -1) + 1, counts(p))
                 for name, p in unit.parameters.items()
             ]
             # In horizontal order autograd adds up a parameter's gradients by itself, and they come when the last one is known.
