@@ -7,6 +7,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/float_environment.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/platform/elements.hpp>
 
 namespace hoist::comm {
 
@@ -14,50 +15,32 @@ namespace {
 
 constexpr std::uint64_t kChunkAlignment = 64;  // a cache line: chunks of one round do not share one
 
-struct Bf16Lane {
-  using Stored = std::uint16_t;
-  static float load(Stored bits) { return to_float(bf16{bits}); }
-  static Stored store(float value) { return to_bf16(value).bits; }
-};
-
-struct Fp16Lane {
-  using Stored = std::uint16_t;
-  static float load(Stored bits) { return fp16_to_float(bits); }
-  static Stored store(float value) { return float_to_fp16(value); }
-};
-
-struct Fp32Lane {
-  using Stored = float;
-  static float load(Stored value) { return value; }
-  static Stored store(float value) { return value; }
-};
-
 // Partial sums of this many elements stay in the first-level cache while the ranks are added one after another.
 constexpr std::uint64_t kBlockElements = 1024;
 
 // Copies in and out by memcpy: neither device memory nor scratch promises an alignment beyond bytes.
-template <typename Lane>
+template <typename As>
 void sum_block(std::byte* target, const std::byte* received, std::uint64_t rank_stride_bytes, int ranks,
                std::uint64_t count, float scale) {
-  std::array<typename Lane::Stored, kBlockElements> stored;
+  std::array<typename As::Stored, kBlockElements> stored;
   std::array<float, kBlockElements> sum;
-  const std::uint64_t block_bytes = count * sizeof(typename Lane::Stored);
+  const std::uint64_t block_bytes = count * sizeof(typename As::Stored);
   std::memcpy(stored.data(), received, block_bytes);
-  for (std::uint64_t i = 0; i < count; ++i) sum[i] = Lane::load(stored[i]);
+  for (std::uint64_t i = 0; i < count; ++i) sum[i] = As::load(stored[i]);
   for (int r = 1; r < ranks; ++r) {
     std::memcpy(stored.data(), received + static_cast<std::uint64_t>(r) * rank_stride_bytes, block_bytes);
-    for (std::uint64_t i = 0; i < count; ++i) sum[i] += Lane::load(stored[i]);
+    for (std::uint64_t i = 0; i < count; ++i) sum[i] += As::load(stored[i]);
   }
-  for (std::uint64_t i = 0; i < count; ++i) stored[i] = Lane::store(scale * sum[i]);
+  for (std::uint64_t i = 0; i < count; ++i) stored[i] = As::store(scale * sum[i]);
   std::memcpy(target, stored.data(), block_bytes);
 }
 
-template <typename Lane>
-void sum_lanes(std::byte* target, const std::byte* received, int ranks, std::uint64_t count, float scale) {
-  constexpr std::uint64_t kBytes = sizeof(typename Lane::Stored);
+template <typename As>
+void sum_elements(std::byte* target, const std::byte* received, int ranks, std::uint64_t count, float scale) {
+  constexpr std::uint64_t kBytes = sizeof(typename As::Stored);
   for (std::uint64_t first = 0; first < count; first += kBlockElements) {
-    sum_block<Lane>(target + first * kBytes, received + first * kBytes, count * kBytes, ranks,
-                    std::min(kBlockElements, count - first), scale);
+    sum_block<As>(target + first * kBytes, received + first * kBytes, count * kBytes, ranks,
+                  std::min(kBlockElements, count - first), scale);
   }
 }
 
@@ -98,11 +81,11 @@ void sum_in_rank_order(std::byte* target, const std::byte* received, DType dtype
   const FloatEnvironment environment;
   switch (dtype) {
     case DType::bf16:
-      return sum_lanes<Bf16Lane>(target, received, ranks, count, scale);
+      return sum_elements<platform::AsBf16>(target, received, ranks, count, scale);
     case DType::fp16:
-      return sum_lanes<Fp16Lane>(target, received, ranks, count, scale);
+      return sum_elements<platform::AsFp16>(target, received, ranks, count, scale);
     case DType::fp32:
-      return sum_lanes<Fp32Lane>(target, received, ranks, count, scale);
+      return sum_elements<platform::AsFp32>(target, received, ranks, count, scale);
   }
 }
 
