@@ -11,8 +11,6 @@
 
 #include <hwy/highway.h>
 
-#include <hoist/measure/division.hpp>
-
 HWY_BEFORE_NAMESPACE();
 namespace hoist::measure::HWY_NAMESPACE {
 
@@ -21,38 +19,37 @@ using Floats = hn::ScalableTag<float>;
 using FloatVector = hn::Vec<Floats>;
 
 // The numbers approach the square of c / d and stay normal numbers.
-template <unsigned kDivisions, unsigned kRoots>
+template <unsigned kDivisions>
 HWY_INLINE FloatVector divided(FloatVector x, FloatVector c, FloatVector d) {
-  for (unsigned i = 0; i < kRoots; ++i) x = hn::Sqrt(x);
+  x = hn::Sqrt(x);
   if constexpr (kDivisions == 2) x = hn::Div(d, x);
-  if constexpr (kDivisions > 0) x = hn::Div(c, x);
-  return x;
+  return hn::Div(c, x);
 }
 
 // Eight numbers a lane, so that none waits for itself.
-template <unsigned kDivisions, unsigned kRoots>
+template <unsigned kDivisions>
 float divide_all(std::size_t count) {
   const Floats f;
   const auto c = hn::Set(f, 1.7f), d = hn::Set(f, 1.3f);
   auto x0 = hn::Set(f, 1.1f), x1 = hn::Set(f, 1.2f), x2 = hn::Set(f, 1.4f), x3 = hn::Set(f, 1.5f);
   auto x4 = hn::Set(f, 1.6f), x5 = hn::Set(f, 1.8f), x6 = hn::Set(f, 1.9f), x7 = hn::Set(f, 2.1f);
   for (std::size_t i = 0; i < count; i += 8 * hn::Lanes(f)) {
-    x0 = divided<kDivisions, kRoots>(x0, c, d);
-    x1 = divided<kDivisions, kRoots>(x1, c, d);
-    x2 = divided<kDivisions, kRoots>(x2, c, d);
-    x3 = divided<kDivisions, kRoots>(x3, c, d);
-    x4 = divided<kDivisions, kRoots>(x4, c, d);
-    x5 = divided<kDivisions, kRoots>(x5, c, d);
-    x6 = divided<kDivisions, kRoots>(x6, c, d);
-    x7 = divided<kDivisions, kRoots>(x7, c, d);
+    x0 = divided<kDivisions>(x0, c, d);
+    x1 = divided<kDivisions>(x1, c, d);
+    x2 = divided<kDivisions>(x2, c, d);
+    x3 = divided<kDivisions>(x3, c, d);
+    x4 = divided<kDivisions>(x4, c, d);
+    x5 = divided<kDivisions>(x5, c, d);
+    x6 = divided<kDivisions>(x6, c, d);
+    x7 = divided<kDivisions>(x7, c, d);
   }
   const auto sum = hn::Add(hn::Add(hn::Add(x0, x1), hn::Add(x2, x3)), hn::Add(hn::Add(x4, x5), hn::Add(x6, x7)));
   return hn::GetLane(sum);
 }
 
-inline float divide_any(const DivisionWork& work, std::size_t count) {
-  if (work.divisions == 2) return divide_all<2, 1>(count);
-  if (work.divisions == 1) return divide_all<1, 1>(count);
+inline float divide_any(unsigned divisions, std::size_t count) {
+  if (divisions == 2) return divide_all<2>(count);
+  if (divisions == 1) return divide_all<1>(count);
   return 0;
 }
 

@@ -13,6 +13,6 @@ namespace hoist::measure {
 
 HWY_EXPORT(divide_any);
 
-float divide(const DivisionWork& work, std::size_t count) { return HWY_DYNAMIC_DISPATCH(divide_any)(work, count); }
+float divide(unsigned divisions, std::size_t count) { return HWY_DYNAMIC_DISPATCH(divide_any)(divisions, count); }
 
 }  // namespace hoist::measure

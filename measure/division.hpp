@@ -11,20 +11,14 @@
 
 namespace hoist::measure {
 
-struct DivisionWork {  // of one parameter
-  unsigned divisions = 0;
-  unsigned roots = 0;
-};
-
-// The divisions and roots of a formula (optim_cpu/update.hpp).
-constexpr DivisionWork division_work(UpdateFormula formula) {
-  if (formula == UpdateFormula::adamw || formula == UpdateFormula::adam) return {.divisions = 2, .roots = 1};
-  if (formula == UpdateFormula::adagrad) return {.divisions = 1, .roots = 1};
-  return {};
+// The divisions of a formula for one parameter (optim_cpu/update.hpp). A formula that divides also takes one root.
+constexpr unsigned divisions_of(UpdateFormula formula) {
+  if (formula == UpdateFormula::adamw || formula == UpdateFormula::adam) return 2;
+  return formula == UpdateFormula::adagrad ? 1 : 0;
 }
 
 // Divides and takes roots as an update of `count` parameters does, in the instruction set that updates use, on numbers
 // that stay in registers. Returns a number that depends on all of them.
-float divide(const DivisionWork& work, std::size_t count);
+float divide(unsigned divisions, std::size_t count);
 
 }  // namespace hoist::measure

@@ -250,14 +250,14 @@ class Comparison {
 
   // The same for their divisions and square roots; 0 if there are none.
   double divisions() {
-    const DivisionWork work = division_work(UpdateCoefficients(what_.optimizer, 1, 1.0).formula);
-    if (work.divisions + work.roots == 0) return 0;
+    const unsigned divisions = divisions_of(UpdateCoefficients(what_.optimizer, 1, 1.0).formula);
+    if (divisions == 0) return 0;
     constexpr std::size_t kCount = 64 * kTile;
     double best = std::numeric_limits<double>::max();
     for (int i = 0; i < 5; ++i) {
       best = std::min(best, seconds_of([&] {
                         pool_.run(pool_.threads(), [&](std::size_t) {
-                          if (divide(work, kCount) == 0) sink_ = 0;
+                          if (divide(divisions, kCount) == 0) sink_ = 0;
                         });
                       }));
     }

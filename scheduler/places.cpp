@@ -130,6 +130,12 @@ class Homes {
   std::vector<Place> places_;
 };
 
+std::uint64_t sum_of(std::span<const ItemRoom> items) {
+  std::uint64_t bytes = 0;
+  for (const ItemRoom& item : items) bytes += item.bytes;
+  return bytes;
+}
+
 }  // namespace
 
 std::uint64_t least_room_bytes(std::span<const ItemRoom> items) {
@@ -148,17 +154,13 @@ std::uint64_t least_room_bytes(std::span<const ItemRoom> items) {
 }
 
 std::uint64_t most_room_bytes(std::span<const ItemRoom> items) {
-  std::uint64_t bytes = 0;
-  for (const ItemRoom& item : items) bytes += item.bytes;
-  return std::max(bytes, least_room_bytes(items));
+  return std::max(sum_of(items), least_room_bytes(items));
 }
 
 std::vector<Place> choose_homes(std::span<const ItemRoom> items, std::uint64_t total_bytes) {
   HOIST_ASSERT(total_bytes >= least_room_bytes(items), "{} bytes", total_bytes);
-  std::uint64_t sum = 0;
-  for (const ItemRoom& item : items) sum += item.bytes;
   std::vector<Place> homes(items.size());
-  if (sum <= total_bytes) {
+  if (sum_of(items) <= total_bytes) {
     std::uint64_t next = 0;
     for (Item item = 0; item < items.size(); ++item) {
       homes[item] = {next, items[item].bytes};
@@ -186,9 +188,7 @@ Places::Places(std::vector<ItemRoom> items, std::uint64_t total_bytes)
       homes_(choose_homes(items_, total_bytes)),
       pinned_(items_.size()),
       used_(items_.size()) {
-  std::uint64_t sum = 0;
-  for (const ItemRoom& item : items_) sum += item.bytes;
-  all_fit_ = sum <= total_bytes;
+  all_fit_ = sum_of(items_) <= total_bytes;
   reset();
 }
 
