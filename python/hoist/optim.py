@@ -149,7 +149,7 @@ class _Optimizer(torch.optim.Optimizer):
                 raise _hoist.UsageError(f"'{name}' {problem}" if "param_names" in group else f"parameter {name} {problem}")
             ready.append((parameter, gradient))
         options = options_of(group, self._default_options())
-        self._pool.update(options, 1, 1.0, [])  # checks the settings
+        self._pool.update(options, 1, [])  # checks the settings
         return options, ready
 
     def _name_of(self, index: int, place: int) -> str:
@@ -210,7 +210,7 @@ class _Optimizer(torch.optim.Optimizer):
             remainder, first, second = addresses
             arrays.append(_hoist.Arrays(parameter.data_ptr(), remainder, first, second, gradient.data_ptr(),
                                         DTYPES[parameter.dtype], DTYPES[gradient.dtype], parameter.numel()))
-        self._pool.update(options, step, 1.0, arrays)
+        self._pool.update(options, step, arrays)
         for _, _, state in ready:
             state["step"] = step
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in ready])

@@ -90,8 +90,6 @@ void bind_config(nb::module_& module) {
       .def("copy", [](const Config& c) { return c; })
       .def("setting", &setting, "path"_a, "The file's own value of a key, None where it does not say.")
       .def_ro("warnings", &Config::warnings)
-      .def_ro("notes", &Config::notes)
-      .def_prop_ro("origin", &Config::origin)
       .def_prop_rw(
           "device",
           [](const Config& c) -> std::optional<std::string> {
@@ -108,9 +106,8 @@ void bind_config(nb::module_& module) {
           "micro_batches_max", [](const Config& c) { return c.engine.micro_batches_max; },
           [](Config& c, unsigned count) { c.engine.micro_batches_max = count; },
           "Micro-batches that a step may be made of.")
-      .def_prop_rw(
-          "gradient_clipping", [](const Config& c) { return c.engine.gradient_clipping; },
-          [](Config& c, double norm) { c.engine.gradient_clipping = norm; }, "Global norm; 0: none.")
+      .def_prop_ro(
+          "gradient_clipping", [](const Config& c) { return c.engine.gradient_clipping; }, "Global norm; 0: none.")
       .def_prop_ro(
           "scales_losses",
           [](const Config& c) { return c.engine.loss_scale.dynamic || c.engine.loss_scale.scale != 1; },
@@ -125,14 +122,6 @@ void bind_config(nb::module_& module) {
       .def_prop_rw(
           "device_ordinal", [](const Config& c) { return c.runtime.device_ordinal; },
           [](Config& c, int ordinal) { c.runtime.device_ordinal = ordinal; }, "Which GPU; -1: by the local rank.")
-      .def_prop_rw(
-          "device_memory", [](const Config& c) { return c.runtime.device_memory_bytes; },
-          [](Config& c, std::uint64_t bytes) { c.runtime.device_memory_bytes = bytes; },
-          "Bytes; 0: as this machine allows.")
-      .def_prop_rw(
-          "pinned_memory", [](const Config& c) { return c.runtime.pinned_memory_bytes; },
-          [](Config& c, std::uint64_t bytes) { c.runtime.pinned_memory_bytes = bytes; },
-          "Bytes; 0: as this machine allows.")
       .def_prop_rw(
           "keep_steps", [](const Config& c) { return c.engine.keep_steps; },
           [](Config& c, unsigned count) { c.engine.keep_steps = count; }, "Steps that stay under a name.")

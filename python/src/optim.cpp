@@ -2,7 +2,6 @@
 // The CPU optimizers on tensors that lie in memory.
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -54,6 +53,7 @@ GroupOptions defaults_of(const std::string& name) {
   throw UsageError("there is no optimizer '" + name + "': choose AdamW, Adam, Adagrad, Lion or SGD");
 }
 
+// Returns whether all new values are finite, and fit in bf16 where weights are.
 bool update(const optim::UpdateCoefficients& c, const Arrays& a, std::uint64_t first, std::uint64_t count) {
   const void* gradient = reinterpret_cast<const void*>(a.gradient + first * dtype_bytes(a.gradient_dtype));
   if (a.weight_dtype == DType::fp32) {
@@ -125,24 +125,21 @@ void bind_optim(nb::module_& module) {
           "threads"_a = 0)
       .def(
           "update",
-          [](optim::UpdatePool& pool, const GroupOptions& options, std::uint64_t step, double gradient_scale,
+          [](optim::UpdatePool& pool, const GroupOptions& options, std::uint64_t step,
              const std::vector<Arrays>& parameters) {
             const nb::gil_scoped_release release;
             optim::check(options);
-            const optim::UpdateCoefficients coefficients(options, step, gradient_scale);
+            const optim::UpdateCoefficients coefficients(options, step, 1.0);
             std::vector<Piece> pieces;
             for (const Arrays& arrays : parameters) {
               for (std::uint64_t first = 0; first < arrays.count; first += kTile) pieces.push_back({&arrays, first});
             }
-            std::atomic<bool> sound{true};
             pool.run(pieces.size(), [&](std::size_t i) {
               const auto& [arrays, first] = pieces[i];
-              if (!update(coefficients, *arrays, first, std::min(kTile, arrays->count - first))) sound = false;
+              static_cast<void>(update(coefficients, *arrays, first, std::min(kTile, arrays->count - first)));
             });
-            return sound.load();
           },
-          "options"_a, "step"_a, "gradient_scale"_a, "parameters"_a,
-          "One step over all of them; false when a value came out infinite or too large for bf16.");
+          "options"_a, "step"_a, "parameters"_a, "One step over all of them.");
 
   module.def(
       "split_master",

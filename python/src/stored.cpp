@@ -26,6 +26,7 @@
 #include <hoist/zero/checkpoint/verification.hpp>
 
 #include "bindings.hpp"
+#include "tensor.hpp"
 
 namespace hoist::python {
 
@@ -34,7 +35,6 @@ using namespace nb::literals;
 
 namespace {
 
-using Floats = nb::ndarray<float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
 using Bytes = nb::ndarray<std::uint8_t, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
 
 // A StoredModel that any thread of Python may ask, and that can be given up before Python collects it.
@@ -82,13 +82,12 @@ std::vector<std::pair<std::uint64_t, std::string>> steps_of(const std::vector<ti
   return steps;
 }
 
-nb::bytes caller_state(Stored& stored, int rank) {
+nb::bytes caller_state(Stored& stored) {
   std::vector<std::byte> state;
   {
     const nb::gil_scoped_release release;
     stored.ask([&](StoredModel& model) {
-      if (rank < 0 || rank >= model.world_size()) throw UsageError("the store has no such rank");
-      const std::span<const std::byte> bytes = model.caller_state(rank);
+      const std::span<const std::byte> bytes = model.caller_state(0);
       state.assign(bytes.begin(), bytes.end());
     });
   }
@@ -164,10 +163,10 @@ void bind_stored(nb::module_& module) {
           },
           no_gil,
           "(scale, steps without an overflow, overflows until it is lowered); None without a dynamic loss scale.")
-      .def("caller_state", &caller_state, "rank"_a = 0, "As the program gave it to step() or save().")
+      .def("caller_state", &caller_state, "As rank 0 of the program gave it to step() or save().")
       .def(
           "read",
-          [](Stored& s, std::size_t parameter, State state, std::uint64_t first, const Floats& out) {
+          [](Stored& s, std::size_t parameter, State state, std::uint64_t first, const FloatArray& out) {
             const nb::gil_scoped_release release;
             s.ask([&](StoredModel& model) { model.read(parameter, state, first, {out.data(), out.size()}); });
           },

@@ -12,5 +12,7 @@ namespace nb = nanobind;
 // Dense CPU memory of any type.
 using Array = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using ConstArray = nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig>;
+using FloatArray = nb::ndarray<float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
+using ConstFloatArray = nb::ndarray<nb::ro, float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
 
 }  // namespace hoist::python

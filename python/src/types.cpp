@@ -38,8 +38,7 @@ void bind_types(nb::module_& module) {
                                      .group = GroupId{group},
                                      .counts_in_norm = counts_in_norm};
           },
-          "name"_a, "shape"_a, "dtype"_a = DType::bf16, "trainable"_a = true, "group"_a = 0,
-          "counts_in_norm"_a = true)
+          "name"_a, "shape"_a, "dtype"_a = DType::bf16, "trainable"_a = true, "group"_a = 0, "counts_in_norm"_a = true)
       .def_ro("name", &ParameterSpec::name)
       .def_ro("shape", &ParameterSpec::shape)
       .def_ro("dtype", &ParameterSpec::dtype)

@@ -40,6 +40,10 @@ UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(option
   take_memory();
   open_runtime();
   lay_out_units();
+  const nb::module_ torch = nb::module_::import_("torch");
+  fp32_ = torch.attr("float32");
+  bf16_ = torch.attr("bfloat16");
+  fp16_ = torch.attr("float16");
 }
 
 UnitManager::~UnitManager() { end_engine(); }
@@ -208,12 +212,12 @@ void UnitManager::wake() {
 }
 
 std::optional<std::uint64_t> UnitManager::find_commit() {
-  const std::lock_guard lock(engine_mutex());
+  const EngineTurn turn(engine_mutex());
   return Engine::find_commit(runtime(), options_.engine);
 }
 
 std::vector<NamedCheckpoint> UnitManager::find_checkpoints() {
-  const std::lock_guard lock(engine_mutex());
+  const EngineTurn turn(engine_mutex());
   return Engine::find_checkpoints(runtime(), options_.engine);
 }
 
@@ -315,12 +319,6 @@ void UnitManager::lay_out_units() {
     unit.is_small = elements <= options_.engine.persistence_elements;
   }
   has_arrived_.resize(model_.parameters().size());
-}
-
-void UnitManager::know_types(nb::object fp32, nb::object bf16, nb::object fp16) {
-  fp32_ = std::move(fp32);
-  bf16_ = std::move(bf16);
-  fp16_ = std::move(fp16);
 }
 
 // --- up and down -----------------------------------------------------------------------------------------------------

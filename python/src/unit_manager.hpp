@@ -225,7 +225,6 @@ class UnitManager {
   platform::StreamRef stream_of_gradients();
 
   // torch.float32, torch.bfloat16 and torch.float16, to tell gradients' types by.
-  void know_types(nb::object fp32, nb::object bf16, nb::object fp16);
   void connect(TorchSide torch) { torch_ = std::move(torch); }
 
  private:

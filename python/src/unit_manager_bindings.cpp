@@ -39,9 +39,6 @@ using namespace nb::literals;
 
 namespace {
 
-using FloatArray = nb::ndarray<float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
-using ConstFloatArray = nb::ndarray<nb::ro, float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
-
 std::span<const std::byte> bytes_of(const nb::bytes& state) {
   return {static_cast<const std::byte*>(state.data()), state.size()};
 }
@@ -314,7 +311,6 @@ void bind_unit_manager(nb::module_& module) {
       .def(
           "abandon", [](UnitManager& unit_manager, const std::string& why) { unit_manager.abandon(why); }, "why"_a,
           "For a program that ends by an error while other ranks may wait for it.")
-      .def("know_types", &UnitManager::know_types, "fp32"_a, "bf16"_a, "fp16"_a)
       .def(
           "place",
           [](UnitManager& unit_manager, const std::string& name) {
@@ -349,14 +345,9 @@ void bind_unit_manager(nb::module_& module) {
       .def("begin_at", &begin_at, "values"_a, "step"_a, "loss_scale"_a, "caller_state"_a,
            "Begins with what another program's training came to: values(parameter, state, first_element, out) fills a "
            "tensor. loss_scale: None, or (scale, steps without an overflow, overflows until it is lowered).")
-      .def("find_commit",
-           [](UnitManager& unit_manager) {
-             const nb::gil_scoped_release release;
-             return unit_manager.find_commit();
-           })
+      .def("find_commit", &UnitManager::find_commit)
       .def("find_checkpoints",
            [](UnitManager& unit_manager) {
-             const nb::gil_scoped_release release;
              std::vector<std::pair<std::string, std::uint64_t>> checkpoints;
              for (const NamedCheckpoint& step : unit_manager.find_checkpoints())
                checkpoints.emplace_back(step.name, step.step);

@@ -160,7 +160,6 @@ class Engine(StandsForModel, DeepSpeedNames):
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
         unit_manager = _hoist.UnitManager(config, options, units,
                                           *distributed.channels_of_job(sharding, config, _doing_of(self)))
-        unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
         config.settle(unit_manager.world_size)
         return unit_manager
 
