@@ -132,8 +132,8 @@ class Pinned {
   }
 
  private:
-  static tiers::PinnedPoolOptions options(std::uint64_t bytes) {
-    tiers::PinnedPoolOptions options;
+  static platform::HostMemoryOptions options(std::uint64_t bytes) {
+    platform::HostMemoryOptions options;
     options.bytes = bytes;
     return options;
   }

@@ -8,8 +8,8 @@ namespace hoist::tiers {
 ActivationOffload::ActivationOffload(platform::Device& device, Budget& pinned, const ActivationOffloadOptions& options)
     : device_(device),
       options_(options),
-      pool_(std::make_unique<PinnedPool>(pinned,
-                                         PinnedPoolOptions{.bytes = bytes(options), .huge_pages = options.huge_pages})),
+      pool_(std::make_unique<PinnedPool>(
+          pinned, platform::HostMemoryOptions{.bytes = bytes(options), .huge_pages = options.huge_pages})),
       down_(device.create_stream("offload")),
       up_(device.create_stream("reload")) {
   for (std::size_t i = 0; i < options.items; ++i)

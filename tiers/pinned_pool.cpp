@@ -31,13 +31,8 @@ std::vector<std::span<std::byte>> PinnedPlan::slices(std::span<std::byte> memory
   return slices;
 }
 
-PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
-    : hold_(budget.take(options.bytes, "the pinned pool")),
-      memory_({.bytes = options.bytes,
-               .huge_pages = options.huge_pages,
-               .numa_nodes = options.numa_nodes,
-               .touch_cpus = options.touch_cpus,
-               .parts = options.parts}) {}
+PinnedPool::PinnedPool(Budget& budget, const platform::HostMemoryOptions& options)
+    : hold_(budget.take(options.bytes, "the pinned pool")), memory_(options) {}
 
 std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& what) {
   const std::uint64_t offset = carved_.add(bytes);

@@ -22,14 +22,6 @@
 
 namespace hoist::tiers {
 
-struct PinnedPoolOptions {
-  std::uint64_t bytes = 0;  // what all carve() calls together will need: PinnedPlan::bytes(). 0: an empty pool
-  bool huge_pages = true;
-  std::vector<int> numa_nodes{};  // as platform::HostMemoryOptions has them
-  std::vector<int> touch_cpus{};  // likewise
-  std::vector<platform::HostMemoryPart> parts{};
-};
-
 // Adds up carve() requests as the pool will place them. Requests in the same order.
 class PinnedPlan {
  public:
@@ -47,7 +39,8 @@ class PinnedPlan {
 
 class PinnedPool {
  public:
-  PinnedPool(Budget& budget, const PinnedPoolOptions& options);
+  // `options.bytes`: what all carve() calls together will need, PinnedPlan::bytes(). 0: an empty pool.
+  PinnedPool(Budget& budget, const platform::HostMemoryOptions& options);
   // The next piece: exactly `bytes`, 4 KiB aligned. Going beyond the plan is a bug. Contents are zero.
   std::span<std::byte> carve(std::uint64_t bytes, const std::string& what);
   const platform::HostMemory& memory() const { return memory_; }

@@ -66,11 +66,11 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
   store_hold_ = runtime.pinned_budget().take(store_memory_bytes, "the store's checksum tables and manifest");
   pool_ = std::make_unique<tiers::PinnedPool>(
       runtime.pinned_budget(),
-      tiers::PinnedPoolOptions{.bytes = plan_.bytes(MemoryTier::pinned),
-                               .huge_pages = runtime.options().huge_pages,
-                               .numa_nodes = runtime.options().memory_nodes,
-                               .touch_cpus = runtime.options().update_cpus,
-                               .parts = staging_part(staging_nodes(runtime.options(), options))});
+      platform::HostMemoryOptions{.bytes = plan_.bytes(MemoryTier::pinned),
+                                  .huge_pages = runtime.options().huge_pages,
+                                  .numa_nodes = runtime.options().memory_nodes,
+                                  .touch_cpus = runtime.options().update_cpus,
+                                  .parts = staging_part(staging_nodes(runtime.options(), options))});
   point_to_regions();
   sub_groups_ = plan_.units().sub_groups(plan_.pinned_buffers().sub_group_tiles);
   if (pinned().empty()) return;
