@@ -13,11 +13,10 @@ steps, each with the mean over the seeds of its difference from fp32, and the la
 """
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
+
+import gpt
 
 MODEL = ["--layers", "6", "--width", "192", "--heads", "6", "--context", "64", "--batch", "8", "--warmup", "20"]
 CONFIG = {
@@ -35,16 +34,7 @@ def losses(args, kind, seed, directory):
     moments, _, remainder = kind.partition("+")
     config["hoist"] |= {"moments_dtype": moments, "remainder_dtype": remainder or "int16"}
     config["optimizer"]["params"]["betas"][1] = args.beta2
-    config_path, report = os.path.join(directory, "config.json"), os.path.join(directory, "report.json")
-    with open(config_path, "w") as file:
-        json.dump(config, file)
-    command = [args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps), "--seed", str(seed),
-               "--report", report] + MODEL
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    with open(report) as file:
-        steps = json.load(file)["steps"]
+    steps = gpt.run(args, config, directory, "--seed", seed, *MODEL)["steps"]
     size = len(steps) // WINDOWS
     return [statistics.fmean(step["loss"] for step in steps[w * size:(w + 1) * size]) for w in range(WINDOWS)]
 

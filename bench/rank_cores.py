@@ -14,10 +14,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 
+import gpt
 from median_interval import interval
 
 SETTINGS = {"divided": {}, "shared": {"numa_placement": False, "update_threads": os.cpu_count()}}
@@ -30,18 +30,8 @@ def run(args, cores, directory):
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "hoist": {"device": "host", "device_memory": "1GiB", "pinned_memory": "2GiB", **SETTINGS[cores]},
     }
-    config_path, report_path = os.path.join(directory, "config.json"), os.path.join(directory, "report.json")
-    with open(config_path, "w") as file:
-        json.dump(config, file)
-    # Open MPI binds each of two ranks to a core of its own, unless it is told not to; then the settings would say nothing.
-    environment = dict(os.environ, OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_hwloc_base_binding_policy="none",
-                       OMPI_MCA_btl_vader_single_copy_mechanism="none", OMPI_ALLOW_RUN_AS_ROOT="1",
-                       OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    subprocess.run([args.mpirun, "-np", "2", args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps),
-                    "--report", report_path, "--layers", "4", "--width", "768", "--heads", "6", "--context", "16", "--batch", "1",
-                    "--threads", "1"], check=True, stdout=subprocess.DEVNULL, env=environment)
-    with open(report_path) as file:
-        report = json.load(file)
+    report = gpt.run(args, config, directory, "--layers", 4, "--width", 768, "--heads", 6, "--context", 16, "--batch", 1,
+                     "--threads", 1, ranks=2)
     return statistics.fmean(step["seconds"] for step in report["steps"][2:]), json.dumps(report["digest"])
 
 

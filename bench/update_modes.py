@@ -17,10 +17,10 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 
+import gpt
 from median_interval import interval
 
 CELLS = {"drive": ["--batch", "1", "--context", "16"], "compute": ["--batch", "16", "--context", "64"]}
@@ -41,13 +41,7 @@ def run(args, cell, mode, directory):
     if "backward" in args.modes:
         config["gradient_clipping"] = 0
     config["hoist"] = {"device": "host", "device_memory": "64MiB", "pinned_memory": "96MiB", "update_mode": mode}
-    config_path, report = os.path.join(directory, "config.json"), os.path.join(directory, "report.json")
-    with open(config_path, "w") as file:
-        json.dump(config, file)
-    subprocess.run([args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps), "--report", report,
-                    *CELLS[cell]], check=True, stdout=subprocess.DEVNULL)
-    with open(report) as file:
-        result = json.load(file)
+    result = gpt.run(args, config, directory, *CELLS[cell])
     return statistics.fmean(step["seconds"] for step in result["steps"][2:]), result["digest"]
 
 

@@ -16,9 +16,10 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
+
+import gpt
 
 LINKS = {"nvme_read": "NVMe read", "nvme_write": "NVMe write", "host_to_device": "up", "device_to_host": "down",
          "wire": "between ranks"}
@@ -35,22 +36,8 @@ def run(args, world, directory):
     }
     for part in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][part] = {"device": "nvme", "nvme_path": store}
-    config_path, report_path = os.path.join(directory, "config.json"), os.path.join(directory, "report.json")
-    with open(config_path, "w") as file:
-        json.dump(config, file)
-    command = [args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps), "--report", report_path,
-               "--layers", str(args.layers), "--width", str(args.width), "--heads", "6", "--context", str(args.context),
-               "--batch", str(args.batch // world), "--threads", str(max(1, (os.cpu_count() or 1) // world))]
-    environment = dict(os.environ)
-    if world > 1:
-        command = [args.mpirun, "-np", str(world), *command]
-        # More ranks than processors, unbound; as root where that is who runs this (a container).
-        environment.update(OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_hwloc_base_binding_policy="none",
-                           OMPI_MCA_btl_vader_single_copy_mechanism="none", OMPI_ALLOW_RUN_AS_ROOT="1",
-                           OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
-    with open(report_path) as file:
-        return json.load(file)
+    return gpt.run(args, config, directory, "--layers", args.layers, "--width", args.width, "--heads", 6, "--context",
+                   args.context, "--batch", args.batch // world, "--threads", max(1, (os.cpu_count() or 1) // world), ranks=world)
 
 
 def figures(args, world, report):
