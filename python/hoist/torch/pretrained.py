@@ -179,13 +179,13 @@ def _reads_of(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] 
         if target not in wanted:
             continue  # transformers has reported it
         if pattern is None:
-            result[target] = _Cast(tensors[key], wanted[target].dtype)
+            result[target] = partial(_read_as, wanted[target].dtype, tensors[key])
         else:
             group = groups.setdefault(target, _Converted(model, target, converter_of[pattern]))
-            group.add(key, pattern, _Cast(tensors[key], wanted[target].dtype))
+            group.add(key, pattern, partial(_read_as, wanted[target].dtype, tensors[key]))
     for group in groups.values():
         for target in group.targets(wanted):
-            result[target] = _Part(group, target)
+            result[target] = partial(group.take, target)
     return result
 
 
@@ -202,18 +202,12 @@ def _reads_of_4(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str
         list(tensors), key_mapping, loading_base_model_from_task_state_dict=in_files and not in_model,
         loading_task_model_from_base_state_dict=in_model and not in_files)
     wanted = model.state_dict()
-    return {name: _Cast(tensors[key], wanted[name].dtype) for key, name in names.items() if name in wanted}
+    return {name: partial(_read_as, wanted[name].dtype, tensors[key]) for key, name in names.items() if name in wanted}
 
 
-class _Cast:
+def _read_as(dtype: torch.dtype, read: Read) -> torch.Tensor:
     """A tensor in the type that the model has it in: transformers casts before it converts."""
-
-    def __init__(self, read: Read, dtype: torch.dtype):
-        self._read = read
-        self._dtype = dtype
-
-    def __call__(self) -> torch.Tensor:
-        return self._read().to(self._dtype)
+    return read().to(dtype)
 
 
 class _Converted:
@@ -242,15 +236,6 @@ class _Converted:
             made = rule.convert(self._first_target, model=self._model, config=self._model.config)
             self._values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
         return self._values.pop(target)
-
-
-class _Part:
-    def __init__(self, group: _Converted, target: str):
-        self._group = group
-        self._target = target
-
-    def __call__(self) -> torch.Tensor:
-        return self._group.take(self._target)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
