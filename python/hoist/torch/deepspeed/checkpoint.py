@@ -59,13 +59,6 @@ class Span:
     offset: int  # of the first element there
 
 
-class States:
-    """Where a file's masters and moments are: `get(source, key)` is a flat tensor, mapped."""
-
-    def get(self, source: Any, key: str) -> torch.Tensor:
-        raise NotImplementedError
-
-
 @dataclasses.dataclass
 class Checkpoint:
     """Weights and training state as DeepSpeed left them. `parameters` and `frozen` are shapes by DeepSpeed's names."""
@@ -86,7 +79,7 @@ class Checkpoint:
     client_state: dict[str, Any]
     ds_config: Mapping[str, Any]
     spans: dict[str, list[Span]]
-    states: States
+    states: _RankStates | _ParameterFiles
 
     @property
     def has_moments(self) -> bool:
@@ -125,7 +118,7 @@ class _Rank:
     optimizer: dict[str, Any]
 
 
-class _RankStates(States):
+class _RankStates:
     """A source is (rank, group) of the optimizer, or a tensor: a frozen weight, or a part of it."""
 
     def __init__(self, ranks: Sequence[_Rank]):
@@ -326,7 +319,7 @@ def _frozen_of(models: dict[int, dict[str, Any]], ranks: int, stage: int, shapes
 # --- universal -------------------------------------------------------------------------------------------------------
 
 
-class _ParameterFiles(States):
+class _ParameterFiles:
     """A source is a parameter's name, or a frozen weight."""
 
     def __init__(self, folder: files.Folder, trusted: bool):

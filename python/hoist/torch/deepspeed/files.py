@@ -21,24 +21,16 @@ from hoist import _hoist
 from hoist.torch.weight_files import can_be_mapped
 
 
-class ZeroStage(int):
-    """Stands in for DeepSpeed's ZeroStageEnum."""
-
-
-class Attributes:
-    """Stands in for another DeepSpeed object, and holds the attributes it was pickled with."""
-
-
 def _stand_in(module: str, name: str, base: type) -> type:
     return type(name, (base,), {"__module__": module, "__qualname__": name})
 
 
 # The types that files of DeepSpeed 0.19 contain besides PyTorch's own.
 _STAND_INS = [
-    _stand_in("deepspeed.runtime.zero.config", "ZeroStageEnum", ZeroStage),
-    _stand_in("deepspeed.utils.tensor_fragment", "fragment_address", Attributes),
-    _stand_in("deepspeed.runtime.fp16.loss_scaler", "LossScaler", Attributes),
-    _stand_in("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler", Attributes),
+    _stand_in("deepspeed.runtime.zero.config", "ZeroStageEnum", int),
+    _stand_in("deepspeed.utils.tensor_fragment", "fragment_address", object),
+    _stand_in("deepspeed.runtime.fp16.loss_scaler", "LossScaler", object),
+    _stand_in("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler", object),
 ]
 
 
