@@ -15,24 +15,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hoist import _hoist
 from hoist.commit_values import from_json
+from hoist.optim_values import DTYPES
 
 __all__ = ["Stored", "Steps", "open", "steps", "verify"]
 
-_DTYPES = {_hoist.DType.fp32: torch.float32, _hoist.DType.bf16: torch.bfloat16, _hoist.DType.fp16: torch.float16}
+_DTYPES = {here: there for there, here in DTYPES.items()}
 
 
-class Steps:
+class Steps(NamedTuple):
     """The steps that can be opened: `commits`, newest first, and `checkpoints`, the named ones, oldest first."""
 
-    def __init__(self, commits: list[int], checkpoints: dict[str, int]):
-        self.commits = commits
-        self.checkpoints = checkpoints
+    commits: list[int]
+    checkpoints: dict[str, int]
 
 
 def steps(directory: str | os.PathLike[str]) -> Steps:

@@ -9,8 +9,6 @@ import torch
 
 from hoist.torch.wrapped import keep_hooks
 
-__all__ = ["cast_inputs"]
-
 
 def cast_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
     def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,8 +9,6 @@ from typing import Any
 
 from hoist import _hoist
 
-__all__ = ["is_yaml", "read_config"]
-
 _FORMS = "a DeepSpeed JSON file, a dictionary in its form, or the YAML file of `accelerate config`"
 # What Accelerate's section says about DeepSpeed, and where DeepSpeed's file says it.
 _PLACE_OF = {

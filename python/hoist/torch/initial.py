@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
+from hoist.optim_values import DTYPES
 from hoist.torch.devices import own_random_numbers
 from hoist.torch.units import Unit
 
@@ -19,12 +20,6 @@ _log = logging.getLogger("hoist")
 
 Initialize = Callable[[nn.Module], None]
 Source = torch.Tensor | Callable[[], torch.Tensor]  # a parameter's initial values, or what reads them
-
-DTYPES = {
-    torch.float32: _hoist.DType.fp32,
-    torch.bfloat16: _hoist.DType.bf16,
-    torch.float16: _hoist.DType.fp16,
-}
 
 
 def values_of(source: Source) -> torch.Tensor:

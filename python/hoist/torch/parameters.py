@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
+from hoist.optim_values import DTYPES
 from hoist.shared_memory import refuse_shared_memory
 from hoist.torch import initial, weight_files
 from hoist.torch.unit_tensors import UnitTensors
@@ -67,7 +68,7 @@ class Parameters:
         for unit, beside in zip(self._cut.units, self._cut.used_together(), strict=True):
             specs = [
                 _hoist.ParameterSpec(
-                    name, list(p.shape), initial.DTYPES[self._type_of(name, p)], p.requires_grad,
+                    name, list(p.shape), DTYPES[self._type_of(name, p)], p.requires_grad,
                     group_of.get(id(p), -1) + 1, counts(p))
                 for name, p in unit.parameters.items()
             ]
@@ -87,7 +88,7 @@ class Parameters:
             raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}, and this engine computes on "
                                     f"{self._device.type}: set \"hoist\": {{\"device\": ...}}, or wrap the model on the CPU")
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
-        if dtype not in initial.DTYPES:
+        if dtype not in DTYPES:
             raise _hoist.UsageError(f"parameter '{name}' is {dtype}; hoist trains only float32, bfloat16 and float16. What is "
                                     "not trained can be a buffer (register_buffer)")
         if dtype == torch.float16 and self._dtype != torch.float16 and parameter.requires_grad:
@@ -436,10 +437,10 @@ class Parameters:
     def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
         self._between_passes()
         self.names_in_model()
-        if dtype not in initial.DTYPES:
+        if dtype not in DTYPES:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
         buffers, _alive = weight_files.file_tensors(self.persistent_buffers())
-        return self._unit_manager.export(directory, initial.DTYPES[dtype], shard_bytes_max, buffers)
+        return self._unit_manager.export(directory, DTYPES[dtype], shard_bytes_max, buffers)
 
     def keep_state_dicts_true(self, turns: Turns) -> None:
         """`model.state_dict()`, as save_pretrained and others call it, would have no values."""
