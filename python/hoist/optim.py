@@ -418,7 +418,7 @@ class _Optimizer(torch.optim.Optimizer):
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._offloaded is not None and error is not None:
+        if self._offloaded is not None:
             self._offloaded.abandon(error)
         self.close()
 

@@ -540,15 +540,13 @@ class Offloaded:
         self._unit_manager.close()
         atexit.unregister(self._at_exit)
 
-    def abandon(self, error: BaseException) -> None:
-        """Makes the other ranks, which may be waiting for this one, stop with a CommError."""
-        if not program_end.is_orderly(error):
-            program_end.abandon(self._unit_manager, self._has_others, program_end.text_of(error))
+    def abandon(self, error: BaseException | None) -> None:
+        program_end.abandon_for(self._unit_manager, self._has_others, error)
 
 
 def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[list[int], list[int]]:
     """The ranks that divide the states, and those whose commits are one: with a store, the job's."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not channels.is_joined():
         if shard_over is not None:
             raise _hoist.UsageError("shard_over=... before torch.distributed.init_process_group()")
         if has_store and distributed.launched_size() > 1:

@@ -28,8 +28,14 @@ def is_orderly(error: BaseException) -> bool:
 
 def abandon(unit_manager: _hoist.UnitManager, has_others: bool, why: str) -> None:
     """Makes the other ranks, which may be waiting for this one, stop with a CommError that says why."""
-    if has_others and unit_manager.is_open and not unit_manager.is_asleep:
+    if has_others:
         unit_manager.abandon(why)
+
+
+def abandon_for(unit_manager: _hoist.UnitManager, has_others: bool, error: BaseException | None) -> None:
+    """Of an error by which the program leaves a `with` block, if there is one."""
+    if error is not None and not is_orderly(error):
+        abandon(unit_manager, has_others, text_of(error))
 
 
 def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, left_by: Callable[[], str] = str) -> Callable[[], None]:

@@ -99,13 +99,18 @@ class _Start:
         return _all_have_heard(self._store, self.members)
 
 
+def is_joined() -> bool:
+    """Whether the program has joined PyTorch's ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
 @contextlib.contextmanager
 def before_start() -> Iterator[None]:
     """Around what a program does for start() on all ranks of the job."""
     try:
         yield
     except Exception as error:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if is_joined() and dist.get_world_size() > 1:
             _Start(range(dist.get_world_size())).fail(program_end.text_of(error))
         raise
 

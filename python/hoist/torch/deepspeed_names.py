@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hoist import _hoist
 from hoist.torch import checkpoints
+from hoist.torch.channels import is_joined
 from hoist.torch.turns import takes_turn
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class DeepSpeedNames:
     @property
     def global_rank(self) -> int:
         """In the job."""
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return dist.get_rank() if is_joined() else 0
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hoist import _hoist, program_end
-from hoist.torch.channels import Channel, Ranks
+from hoist.torch.channels import Channel, Ranks, is_joined
 
 _log = logging.getLogger("hoist")
 
@@ -69,21 +69,16 @@ class KeptError:
             raise self._error
 
 
-def nothing() -> str:
-    return ""
-
-
 def ranks_at_start(config: _hoist.Config) -> range:
     """The ranks that construct an engine of this configuration together."""
-    is_joined = config.joins_launched_ranks and dist.is_available() and dist.is_initialized()
-    return range(dist.get_world_size() if is_joined else 1)
+    return range(dist.get_world_size() if config.joins_launched_ranks and is_joined() else 1)
 
 
-def channels_of(config: _hoist.Config, doing: Callable[[], str] = nothing) -> tuple[Callable[[], Channel] | None, int]:
+def channels_of(config: _hoist.Config, doing: Callable[[], str] = str) -> tuple[Callable[[], Channel] | None, int]:
     """How to make a channel over all ranks, and how many there are; (None, 0) where PyTorch has no group."""
     if not config.joins_launched_ranks:
         return None, 0
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_joined():
         if launched_size() > 1:
             raise _hoist.UsageError(
                 f"{launched_size()} processes were launched, and each would train alone: call "
@@ -135,7 +130,7 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any) -> ShardingGroup | None:
         if tensor_parallel is not None:
             raise _hoist.UsageError("tensor_parallel=... needs mesh=..., the ranks that divide the state")
         return None
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_joined():
         raise _hoist.UsageError("mesh=... needs torch.distributed.init_process_group() first")
     members = _members_of(mesh, "mesh")
     slices = (dist.get_rank(),) if tensor_parallel is None else _members_of(tensor_parallel, "tensor_parallel")
@@ -155,7 +150,7 @@ def channels_of_job(group: ShardingGroup | None, config: _hoist.Config, doing: C
 
 
 def channels_over(members: Sequence[int], config: _hoist.Config,
-                  doing: Callable[[], str] = nothing) -> tuple[Callable[[], Channel] | None, int]:
+                  doing: Callable[[], str] = str) -> tuple[Callable[[], Channel] | None, int]:
     """The same over some ranks of the job, this one among them; (None, 0) where it is the only one."""
     size = len(members)
     if size == 1:
@@ -195,7 +190,7 @@ def refuse_stores_of_others(store: str, is_of_group: bool) -> None:
 def warn_of_other_world_size(saved: dict[str, Any], size: int, what: str) -> None:
     """`saved`: a commit's state, with the number of ranks that made it."""
     before = saved.get("world_size", size)
-    is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    is_first = not is_joined() or dist.get_rank() == 0
     if before != size and is_first and (saved.get("program") or saved.get("buffers")):
         _log.warning("the run that is resumed had %d ranks, and this one has %d: if %s differed between those ranks, a rank now "
                      "has those of the old rank of its number, and ranks beyond them have rank 0's", before, size, what)

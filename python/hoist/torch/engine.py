@@ -638,8 +638,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and not program_end.is_orderly(error):
-            program_end.abandon(self._unit_manager, self._has_others, program_end.text_of(error))
+        program_end.abandon_for(self._unit_manager, self._has_others, error)
         self.close()
 
     def compile_units(self, **options: Any) -> None:
