@@ -167,6 +167,24 @@ TEST_F(Copy, BadInputIsRefusedBeforeAnythingIsWritten) {
   EXPECT_FALSE(fs::exists(path("copy")));
 }
 
+TEST_F(Copy, TheStoreItselfIsNoCopyAndADirectoryIsNamedOnce) {
+  test::make_store(path("store/hoist"), 1, 1);
+  fs::create_directory_symlink(path("store"), path("link"));
+  for (const char* to : {"store", "link", "store/../link/"}) {
+    const auto result = run(std::string("copy store --to ") + to);
+    EXPECT_EQ(result.exit_code, 2) << to;
+    EXPECT_THAT(result.errors, HasSubstr("is where the store itself is"));
+  }
+  ASSERT_EQ(run("copy store --to copy").exit_code, 0);
+  fs::create_directory_symlink(path("copy"), path("copy-link"));
+  for (const char* to : {"--to copy --to copy", "--to copy --to copy-link", "--to new --to new/."}) {
+    const auto result = run(std::string("copy store ") + to);
+    EXPECT_EQ(result.exit_code, 2) << to;
+    EXPECT_THAT(result.errors, HasSubstr("one directory"));
+  }
+  EXPECT_FALSE(fs::exists(path("new")));
+}
+
 TEST_F(Copy, AStoreInUseIsLeftAlone) {
   const test::ToySetup setup = setup_of("store");
   Runtime runtime(setup.runtime);
