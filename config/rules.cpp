@@ -3,7 +3,6 @@
 #include <cmath>
 #include <filesystem>
 #include <iterator>
-#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -261,9 +260,11 @@ class Rules {
       notes_.warnings.push_back(fmt::format("{} is not used: {} is not \"nvme\"", path_key, last_part(device_key)));
     }
     const std::vector<std::string> plain = plain_paths(paths);
-    if (std::set<std::string>(plain.begin(), plain.end()).size() != plain.size()) {
+    const auto is_named_twice = [&](const std::string& path) {
+      return std::ranges::count_if(plain, [&](const std::string& other) { return is_same_place(path, other); }) > 1;
+    };
+    if (std::ranges::any_of(plain, is_named_twice))
       read_.refuse(path_key, fmt::format("{} names a directory twice; name each drive once", quoted(paths)));
-    }
   }
 
   const std::vector<std::string>& nvme_paths() const {

@@ -113,7 +113,7 @@ bool is_same_place(const std::string& one, const std::string& other) noexcept {
   namespace fs = std::filesystem;
   try {
     std::error_code failed;
-    if (fs::equivalent(one, other, failed)) return true;
+    if (one == other || fs::equivalent(one, other, failed)) return true;
     const fs::path first = fs::weakly_canonical(fs::absolute(one), failed);
     if (failed) return false;
     const fs::path second = fs::weakly_canonical(fs::absolute(other), failed);

@@ -9,6 +9,7 @@
 #include <hoist/config/config.hpp>
 #include <hoist/config/setting.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
 
 #include "samples.hpp"
 
@@ -314,6 +315,19 @@ TEST(Options, PathsAreTheSamePlaceHoweverWritten) {
       "offload_param": {"device": "nvme", "nvme_path": "/a/./b//"},
       "offload_optimizer": {"device": "nvme", "nvme_path": ["/a/b"]}}, "hoist": {"checkpoint_path": "/a/b/"}})");
   EXPECT_EQ(config.engine.store_directory, "/a/b/hoist");
+}
+
+TEST(Options, ADriveIsNamedOnceAlsoThroughALink) {
+  const test::TempDirectory directory;
+  std::filesystem::create_directory(directory / "a");
+  std::filesystem::create_directory_symlink(directory / "a", directory / "link");
+  const auto parse_drives = [&](const std::string& second) {
+    parse(fmt::format(
+        R"({{"zero_optimization": {{"offload_optimizer": {{"device": "nvme", "nvme_path": ["{}", "{}"]}}}}}})",
+        directory / "a", directory / second));
+  };
+  EXPECT_NO_THROW(parse_drives("b"));
+  for (const char* second : {"a/.", "link"}) EXPECT_THROW(parse_drives(second), ConfigError) << second;
 }
 
 TEST(Options, AMirrorIsAStoreBelowItsPath) {

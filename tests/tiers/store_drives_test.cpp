@@ -257,6 +257,11 @@ TEST_F(StoreDrivesTest, OptionsThatMakeNoSenseAreRefused) {
   StoreOptions twice = small_model_on(directory_ / "twice", 2);
   twice.stripe_directories = {twice.directory + "/"};
   EXPECT_THROW(create_store(twice, *engine_), UsageError);
+  fs::create_directory_symlink(directory_.path(), directory_ / "link");
+  twice.stripe_directories = {directory_ / "link/twice"};
+  EXPECT_THROW(create_store(twice, *engine_), UsageError) << "before the directory is made";
+  fs::create_directory(twice.directory);
+  EXPECT_THROW(create_store(twice, *engine_), UsageError) << "and after";
   StoreOptions unweighted = small_model_on(directory_ / "unweighted", 2);
   unweighted.stripe_weights = {1};
   EXPECT_THROW(create_store(unweighted, *engine_), UsageError);

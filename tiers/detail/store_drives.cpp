@@ -118,8 +118,9 @@ std::vector<StorePaths> drive_paths(const std::string& directory, std::span<cons
     // A relative path would mean another place in the next process.
     drives.emplace_back(std::filesystem::absolute(name).lexically_normal().string(), rank);
     for (std::size_t i = 0; i + 1 < drives.size(); ++i) {
-      if (drives[i].directory == drives.back().directory)
-        throw UsageError(fmt::format("{} is named twice among the drives of a store", name));
+      if (is_same_place(drives[i].directory, drives.back().directory))
+        throw UsageError(fmt::format("{} and {} are one directory: name each drive of a store once",
+                                     drives[i].directory, drives.back().directory));
     }
   };
   add(directory);
