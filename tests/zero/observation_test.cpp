@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // A run's reports about itself: metrics by step, and a trace.
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <map>
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
@@ -68,19 +72,64 @@ TEST(Ledger, HasWhatEvaluationsReadWhenTheyEnd) {
   }
 }
 
-TEST(Metrics, APipeThatNobodyReadsIsRefusedAndNotWaitedFor) {
+// A step would wait for the reader of a pipe, and end the process with the reader.
+TEST(Metrics, APipeIsRefusedAndNotWaitedFor) {
   const TestDeadline deadline;
   const TempDirectory directory;
-  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.engine.metrics_path = directory / "pipe";
   ASSERT_TRUE(kOtherKinds.front().make(setup.engine.metrics_path));
   Runtime runtime(setup.runtime);
-  EXPECT_THROW(
-      {
-        ToyModel model(runtime, setup.engine);
-        model.initialize();
-      },
-      IoError);
+  for (const bool is_read : {false, true}) {
+    const int reader = is_read ? ::open(setup.engine.metrics_path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC) : -1;
+    ToyModel model(runtime, setup.engine);
+    EXPECT_THROW(model.initialize(), IoError) << is_read;
+    if (is_read) ::close(reader);
+  }
+}
+
+TEST(Metrics, ALineThatWasCutOffIsTheOnlyOneThatIsLost) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.metrics_path = directory / "metrics.jsonl";
+  const auto steps_in_file = [&] {
+    std::vector<int> steps;  // 0: not a line of JSON
+    std::ifstream file(setup.engine.metrics_path);
+    for (std::string line; std::getline(file, line);) {
+      const Json json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+      steps.push_back(json.is_discarded() ? 0 : json.at("step").get<int>());
+    }
+    return steps;
+  };
+  const auto cut_off = [&](std::uint64_t bytes) {
+    std::filesystem::resize_file(setup.engine.metrics_path,
+                                 std::filesystem::file_size(setup.engine.metrics_path) - bytes);
+  };
+  for (int run = 0; run < 2; ++run) {
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
+    model.train(1, 2);
+    if (run == 0) cut_off(40);  // as a crash of the machine does
+  }
+  EXPECT_EQ(steps_in_file(), (std::vector{1, 0, 1, 2}));
+
+  // A file system that is full for a while: its limit cuts step 2 off, and nothing of step 3 is written.
+  std::filesystem::remove(setup.engine.metrics_path);
+  Runtime runtime(setup.runtime);
+  ToyModel model(runtime, setup.engine);
+  model.initialize();
+  model.train(1, 1);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  struct rlimit before {};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const struct rlimit full { std::filesystem::file_size(setup.engine.metrics_path) + 100, before.rlim_max };
+  ::setrlimit(RLIMIT_FSIZE, &full);
+  model.train(2, 3);
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  model.train(4, 5);
+  EXPECT_EQ(steps_in_file(), (std::vector{1, 0, 4, 5}));
 }
 
 TEST(Metrics, AResumedRunAppends) {

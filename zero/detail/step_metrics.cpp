@@ -3,7 +3,9 @@
 #include <cmath>
 #include <utility>
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
@@ -33,13 +35,20 @@ void for_each_cause(const Visit& visit) {
 
 StepMetrics::StepMetrics(std::string path, const Ledger& ledger)
     : path_(std::move(path)),
-      file_(open_output_file(path_, OutputMode::append)),
+      file_(open_regular_file(path_, O_RDWR | O_CREAT | O_APPEND, 0666)),
       last_(read(ledger)),
       last_step_(Clock::now()) {
-  if (!file_)
-    throw IoError({"open", path_, 0, 0, errno},
-                  errno == ENXIO ? open_file_remedy(ENXIO) : "choose another place for hoist.metrics");
+  const int code = errno;
+  const std::string remedy = open_file_remedy(code);
+  if (file_ < 0)
+    throw IoError({"open", path_, 0, 0, code}, remedy.empty() ? "choose another place for hoist.metrics" : remedy);
+  char last = '\n';  // of an earlier run
+  if (const off_t bytes = ::lseek(file_, 0, SEEK_END); bytes > 0)
+    static_cast<void>(::pread(file_, &last, 1, bytes - 1));
+  at_line_start_ = last == '\n';
 }
+
+StepMetrics::~StepMetrics() { ::close(file_); }
 
 StepMetrics::Statistics StepMetrics::read(const Ledger& ledger) {
   Statistics totals;
@@ -93,9 +102,20 @@ void StepMetrics::append_json(const Line& line) {
   text += fmt::format(R"(}},"committed_step":{},"mirrored_step":{}}})"
                       "\n",
                       step(line.committed_step), step(line.mirrored_step));
-  // One call for a line, flushed: whoever follows the file sees whole lines.
-  if (std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size() || std::fflush(file_.get()) != 0)
-    throw IoError({"write", path_, 0, text.size(), errno}, "");
+  append(std::move(text));
+}
+
+// One call for a line: whoever follows the file sees whole lines. A full disk or a crash may cut a line off, and the
+// next one begins anew.
+void StepMetrics::append(std::string line) {
+  if (!at_line_start_) line.insert(0, "\n");
+  ssize_t written = 0;
+  do {
+    written = ::write(file_, line.data(), line.size());
+  } while (written < 0 && errno == EINTR);
+  const int code = written < 0 ? errno : ENOSPC;
+  if (written > 0) at_line_start_ = line[static_cast<std::size_t>(written) - 1] == '\n';
+  if (written != static_cast<ssize_t>(line.size())) throw IoError({"write", path_, 0, line.size(), code}, "");
 }
 
 void StepMetrics::replace_prometheus(const Line& line) {

@@ -25,6 +25,9 @@ namespace hoist::detail {
 class StepMetrics {
  public:
   StepMetrics(std::string path, const Ledger& ledger);
+  ~StepMetrics();
+  StepMetrics(const StepMetrics&) = delete;
+  StepMetrics& operator=(const StepMetrics&) = delete;
 
   // The step that has just returned: its report, and what the ledger says since the last call.
   void write(const StepReport& report, const Ledger& ledger, std::optional<std::uint64_t> committed_step,
@@ -44,10 +47,12 @@ class StepMetrics {
 
   static Statistics read(const Ledger& ledger);
   void append_json(const Line& line);
+  void append(std::string line);
   void replace_prometheus(const Line& line);
 
   const std::string path_;
-  std::unique_ptr<std::FILE, CloseFile> file_;
+  const int file_;  // regular: a step must not wait for the reader of a pipe
+  bool at_line_start_ = true;
   Statistics last_;
   TimePoint last_step_;
   bool complained_ = false;
