@@ -78,6 +78,9 @@ ChosenOptions chosen(const RuntimeOptions& options) {
                                                           options.update_threads, kUpdateThreadsMax));
   ChosenOptions chosen = choose_for_this_machine(options);
   divide_shared_memory(chosen);
+  // Stays right when the program changes its directory.
+  std::string& trace = chosen.runtime.trace_path;
+  if (!trace.empty()) trace = std::filesystem::absolute(trace).string();
   return chosen;
 }
 

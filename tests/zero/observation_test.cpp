@@ -88,6 +88,27 @@ TEST(Metrics, APipeIsRefusedAndNotWaitedFor) {
   }
 }
 
+TEST(Metrics, AndTheTraceStayWhereTheyWereWhenTheProgramChangesItsDirectory) {
+  const TempDirectory directory;
+  const std::filesystem::path before = std::filesystem::current_path();
+  std::filesystem::create_directory(directory / "elsewhere");
+  std::filesystem::current_path(directory / "");
+  {
+    ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+    setup.engine.metrics_path = "metrics.jsonl";
+    setup.runtime.trace_path = "trace.json";
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
+    std::filesystem::current_path("elsewhere");
+    model.train(1, 2);
+  }
+  std::filesystem::current_path(before);
+  for (const char* name : {"metrics.jsonl", "metrics.jsonl.prom", "trace.json"})
+    EXPECT_TRUE(std::filesystem::exists(directory / name)) << name;
+  EXPECT_TRUE(std::filesystem::is_empty(directory / "elsewhere"));
+}
+
 TEST(Metrics, ALineThatWasCutOffIsTheOnlyOneThatIsLost) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);

@@ -35,6 +35,7 @@ EngineOptions checked(EngineOptions options, const Runtime& runtime, const Model
   };
   make_absolute(options.store_directory);
   make_absolute(options.mirror.directory);
+  make_absolute(options.metrics_path);
   for (std::string& directory : options.stripe_directories) make_absolute(directory);
   return options;
 }
