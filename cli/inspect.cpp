@@ -122,9 +122,7 @@ void print_findings(const Findings& findings) {
     rows.push_back({fmt::format("{}", rank.rank), commits.empty() ? "none" : commits});
   }
   say("{}", columns(rows));
-  for (const StoreSummary::Rank& rank : store.ranks) {
-    for (const std::string& damage : rank.damage) say("rank {}: {}\n", rank.rank, damage);
-  }
+  for (const std::string& line : damage_lines(store)) say("{}\n", line);
 }
 
 // --- for programs ----------------------------------------------------------------------------------------------------
@@ -198,7 +196,7 @@ int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
 
 int inspect(const InspectArguments& arguments) {
   check_json(arguments.json);
-  const StoredJob job = find_job(arguments.stores);
+  const StoredJob job = find_settled_job(arguments.stores);
   if (job.groups.size() == 1) {
     Json json;
     const std::vector<std::string> others = other_groups(arguments.stores.front(), job.groups.front());

@@ -67,13 +67,21 @@ Json json_of(const Verification& verification) {
 int verify(const VerifyArguments& arguments) {
   check_json(arguments.json);
   const std::uint64_t rate = rate_of(arguments.bytes_per_second);
+  const StoredJob job = find_settled_job(arguments.stores);
   std::vector<std::string> directories;
-  for (const StoreSummary& group : find_job(arguments.stores).groups) directories.push_back(group.directory);
+  for (const StoreSummary& group : job.groups) directories.push_back(group.directory);
   const std::vector<Verification> results =
       verify_job(directories, {.bytes_per_second = rate, .progress = reported_as("verifying")});
   for (const Verification& verification : results) print(verification);
-  const bool sound = std::ranges::all_of(results, &Verification::is_sound);
-  Json json{{"sound", sound}, {"commits", Json::array()}};
+  const bool sound =
+      std::ranges::all_of(results, &Verification::is_sound) && std::ranges::none_of(job.groups, lost_a_checkpoint);
+  Json json{{"sound", sound}, {"commits", Json::array()}, {"manifest_damage", Json::array()}};
+  for (const StoreSummary& group : job.groups) {
+    for (const std::string& line : damage_lines(group)) {
+      say("{}\n", line);
+      json["manifest_damage"].push_back(line);
+    }
+  }
   for (const Verification& verification : results) json["commits"].push_back(json_of(verification));
   write_json(arguments.json, json);
   return sound ? kOk : kFailure;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist verify names all damage in what a store would give back. It changes nothing, and no other program waits for it.
+#include <chrono>
 #include <map>
 #include <set>
+#include <thread>
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -9,6 +11,7 @@
 
 #include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
 
 #include "program.hpp"
 #include "stores.hpp"
@@ -106,6 +109,56 @@ TEST_F(Verify, ReadsNamedCheckpointsToo) {
   EXPECT_TRUE(report["commits"][0]["damage"].empty());
   EXPECT_TRUE(report["commits"][1]["damage"].empty());
   EXPECT_EQ(report["commits"][2]["damage"].size(), 1u);
+}
+
+// A kill inside a commit leaves a damaged slot, and a damaged slot of a named checkpoint has lost the checkpoint.
+TEST_F(Verify, NamesDamagedSlotsAsInspectDoes) {
+  test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("good"));
+  setup.engine.keep_steps = 1;
+  {
+    Runtime runtime(setup.runtime);
+    test::ToyModel model(runtime, setup.engine, {.frozen = false});
+    Engine& engine = model.initialize();
+    model.train(1, 1);
+    engine.save("kept", {}).wait();
+    model.train(2, 3);
+  }
+  const auto view = tiers::detail::view_manifest(path("good/rank-00000.manifest"));
+  std::map<int, int> found;  // by exit code
+  for (std::uint32_t slot = 0; slot < view.slots.size(); ++slot) {
+    if (view.slots[slot].state != tiers::SlotCheck::State::valid) continue;
+    fs::remove_all(path("store"));
+    fs::copy(path("good"), path("store"));
+    const std::uint64_t offset = view.superblock->slot_offset(slot);
+    test::flip_bits(path("store/rank-00000.manifest"), offset);
+    const int exit_code = slot < tiers::kSlotCount ? 0 : 1;
+    ++found[exit_code];
+    EXPECT_EQ(run("inspect store --json report.json").exit_code, 0);
+    const std::string line = "rank 0: " + json_of("report.json")["ranks"][0]["damage"][0].get<std::string>() + "\n";
+    EXPECT_THAT(line, HasSubstr(fmt::format(" slot {} of store/rank-00000.manifest", slot)));
+    EXPECT_THAT(run("inspect store").output, HasSubstr(line));
+    const auto result = run("verify store --json report.json");
+    EXPECT_EQ(result.exit_code, exit_code) << slot;
+    EXPECT_THAT(result.output, HasSubstr(line));
+    const auto report = json_of("report.json");
+    EXPECT_EQ(report["sound"], exit_code == 0);
+    ASSERT_EQ(report["manifest_damage"].size(), 1u);
+    EXPECT_EQ(report["manifest_damage"][0].get<std::string>() + "\n", line);
+
+    // As of a training that writes the slot: after a moment it is whole.
+    for (const char* command : {"inspect store", "verify store"}) {
+      std::thread training([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        test::flip_bits(path("store/rank-00000.manifest"), offset);
+      });
+      const auto beside = run(command);
+      training.join();
+      EXPECT_EQ(beside.exit_code, 0);
+      EXPECT_THAT(beside.output, ::testing::Not(HasSubstr("slot")));
+      test::flip_bits(path("store/rank-00000.manifest"), offset);
+    }
+  }
+  EXPECT_EQ(found, (std::map<int, int>{{0, 2}, {1, 1}}));
 }
 
 TEST_F(Verify, ReadsAStoreInUse) {

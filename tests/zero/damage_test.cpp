@@ -2,6 +2,7 @@
 // P4 for the whole engine: damaged state is reported and never used, and only the run that owns a store can open it.
 #include <chrono>
 #include <filesystem>
+#include <map>
 #include <memory>
 
 #include <fmt/format.h>
@@ -10,6 +11,8 @@
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/log_capture.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
@@ -95,6 +98,43 @@ TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
   }
   EXPECT_GT(reported, 3);
   EXPECT_GT(harmless, 3);  // the other extent of each record
+}
+
+// The commit before a damaged one is used, and a named checkpoint may be gone: the log says so, as the damaged slot is
+// written over soon.
+TEST(Damage, OfASlotOfTheManifestIsNamedByTheRestore) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "good");
+  setup.engine.keep_steps = 1;
+  {
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine);
+    Engine& engine = model.initialize();
+    model.train(1, 1);
+    engine.save("kept", {}).wait();
+    model.train(2, 3);
+  }
+  setup.engine.store_directory = directory / "copy";
+  const std::string manifest = setup.engine.store_directory + "/rank-00000.manifest";
+  const auto view = tiers::detail::view_manifest(directory / "good/rank-00000.manifest");
+  std::map<std::string, int> named;
+  for (std::uint32_t slot = 0; slot < view.slots.size(); ++slot) {
+    if (view.slots[slot].state != tiers::SlotCheck::State::valid) continue;
+    for (const bool is_damaged : {false, true}) {
+      std::filesystem::remove_all(setup.engine.store_directory);
+      std::filesystem::copy(directory / "good", setup.engine.store_directory);
+      if (is_damaged) flip_bits(manifest, view.superblock->slot_offset(slot));
+      const LogCapture log;
+      Runtime runtime(setup.runtime);
+      ToyModel model(runtime, setup.engine);
+      model.restore();
+      const std::string kind = slot < tiers::kSlotCount ? "commit" : "named checkpoint";
+      EXPECT_EQ(log.count(fmt::format("{} slot {} of {}", kind, slot, manifest)), is_damaged ? 1u : 0u) << log.text();
+      if (is_damaged) ++named[kind];
+    }
+  }
+  EXPECT_EQ(named["commit"], 2);
+  EXPECT_EQ(named["named checkpoint"], 1);
 }
 
 // With named checkpoints, the report also says which of them do not hold the damaged bytes; a run that resumes from one

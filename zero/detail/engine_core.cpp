@@ -167,6 +167,7 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const std::
   make_parts(plan.source.directory, StoreUse::open);
   StoreSearch(ranks, options).refuse_newer(plan.source.directory);
   const std::uint64_t step = adopt_commit(ranks, options, *store, from);
+  for (const std::string& damage : store->damage()) log_warning("{}", damage);  // soon written over
   ranks.run_in_job("read the commit", [&] {
     try {
       state_access->load();
