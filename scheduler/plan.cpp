@@ -181,21 +181,22 @@ class Planner {
   }
 
   // Fetches what comes next, while the limits and the places allow. In the order of use, so that no item waits on its
-  // way for one that is needed later: a gather whose item has still to leave first ends the search.
+  // way for one that is needed later: a gather whose item has still to leave first ends the search. The next search
+  // goes on there: gathers before that find their items, which nothing evicts or moves until then.
   void prefetch(std::size_t from) {
-    std::uint64_t ahead = 0;
-    for (std::size_t i = from; i < plan_.trace.size() && ahead < inputs_.prefetch_elements; ++i) {
-      if (plan_.trace[i].kind != AccessKind::gather) continue;
-      const std::uint64_t elements = inputs_.items[plan_.trace[i].item].elements;
-      ahead += elements;
-      if (ahead > inputs_.prefetch_elements) return;
-      if (leaves_before(i, from)) return;
-      if (is_present(i)) continue;
-      if (!has_own_memory(plan_.trace[i].item)) {
+    for (searched_ = std::max(searched_, from); searched_ < plan_.trace.size(); ++searched_) {
+      const std::uint64_t ahead = gathered_before_[searched_] - gathered_before_[from];
+      if (ahead >= inputs_.prefetch_elements) return;
+      if (plan_.trace[searched_].kind != AccessKind::gather) continue;
+      const std::uint64_t elements = inputs_.items[plan_.trace[searched_].item].elements;
+      if (ahead + elements > inputs_.prefetch_elements) return;
+      if (leaves_before(searched_, from)) return;
+      if (is_present(searched_)) continue;
+      if (!has_own_memory(plan_.trace[searched_].item)) {
         if (residency_.live_elements() + elements > inputs_.live_elements_max) return;
-        if (!is_free_until(i, from)) return;
+        if (!is_free_until(searched_, from)) return;
       }
-      fetch(i);
+      fetch(searched_);
     }
   }
 
@@ -207,6 +208,7 @@ class Planner {
   std::vector<std::uint64_t> gathered_before_;  // elements, before each position
   std::vector<Place> place_at_;                 // of the gather at each position
   std::vector<std::size_t> evicted_at_;         // the release that evicts the item of the gather at each position
+  std::size_t searched_ = 0;                    // the end of the last search of prefetch()
   Plan plan_;
 };
 
