@@ -58,6 +58,7 @@ const char* open_remedy(int code, const std::string& path) {
 
 const char* reserve_remedy(int code) {
   if (code == ENOSPC) return "free space on this drive, or choose another directory";
+  if (code == EFBIG) return "raise the limit of file sizes (ulimit -f), or choose another file system";
   return code == EDQUOT ? "raise the quota, or choose another directory" : "";
 }
 

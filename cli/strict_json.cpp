@@ -62,7 +62,7 @@ void refuse(const std::string& key, const StrictJson& value, std::string_view al
 }
 
 std::string text_of(const std::string& key, const StrictJson& value) {
-  if (!value.is_string() || value.get<std::string>().empty()) refuse(key, value, "a string");
+  if (!value.is_string() || value.get<std::string>().empty()) refuse(key, value, "a string of at least one character");
   return value.get<std::string>();
 }
 

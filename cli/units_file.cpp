@@ -132,7 +132,8 @@ DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype
 NamedModel read_units(const std::string& path) {
   const UnitsJson root = read_strict_json(path, "check the path given to --units");
   if (!root.is_object() || !root.contains("units") || !root["units"].is_array() || root["units"].empty()) {
-    throw ConfigError("units", R"(is missing: write {"units": [{"name": "layer.0", "parameters": 7077888}]})");
+    throw ConfigError("units",
+                      R"(needs a list of units: write {"units": [{"name": "layer.0", "parameters": 7077888}]})");
   }
   NamedModel named;
   const DType dtype = root.contains("dtype") ? dtype_of("dtype", root["dtype"]) : DType::bf16;

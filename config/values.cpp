@@ -59,6 +59,9 @@ Wrong not_allowed(const KeyRow& row, const JsonNode& node) {
   std::string sentence = fmt::format("{} is not {}", display(node), allowed_text(row));
   if (is_null(node)) sentence += "; leave the key out for its default";
   if (is_beyond_counting(row, node)) sentence += "; it is larger than 2^63 - 1, the largest count";
+  if (row.type == ValueType::number && row.range.max == Range{}.max && is_number(node) &&
+      node.scalar.get<double>() > row.range.max)
+    sentence += "; it is larger than 9.2e18, the largest number";
   if (row.type == ValueType::boolean && !is_string(node)) {
     if (const auto meant = meant_as_bool(node)) sentence += fmt::format("; write {}", *meant);
   }

@@ -65,6 +65,7 @@ class SafetensorsWriter::OpenFile {
     while (!bytes.empty()) {
       const ssize_t count = ::write(descriptor_, bytes.data(), bytes.size());
       if (count < 0 && errno == EINTR) continue;
+      if (count < 0 && errno == EFBIG) fail("write", EFBIG, "raise the limit of file sizes (ulimit -f)");
       if (count <= 0) fail("write", count < 0 ? errno : 0, "free space, or choose another directory");
       bytes = bytes.subspan(static_cast<std::size_t>(count));
       written_ += static_cast<std::uint64_t>(count);

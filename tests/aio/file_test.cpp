@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <sys/wait.h>
@@ -283,6 +284,23 @@ TEST_F(FileTest, ADirectoryIsFlushed) {
   const auto error = io_error_thrown_by([&] { sync_directory(directory_ / "missing"); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, ENOENT);
+}
+
+TEST_F(FileTest, ALimitOfFileSizesIsNamed) {
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  struct rlimit before {};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const struct rlimit limit { kMiB, before.rlim_max };
+  ::setrlimit(RLIMIT_FSIZE, &limit);
+  std::string refusal;
+  try {
+    File(directory_ / "big", {.mode = OpenMode::create, .reserve_bytes = 2 * kMiB});
+  } catch (const IoError& error) {
+    refusal = error.what();
+  }
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_NE(refusal.find("ulimit -f"), std::string::npos) << refusal;
 }
 
 // ext4 reserves with fallocate; ext2 has none, so the space is taken by writing zeros.

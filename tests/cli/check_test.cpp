@@ -344,7 +344,8 @@ TEST_F(Check, RefusesModelsItCannotRead) {
   };
   EXPECT_THAT(with_units("{"), HasSubstr("is not JSON"));
   EXPECT_THAT(with_units("{}"), HasSubstr("units"));
-  EXPECT_THAT(with_units(R"({"units": []})"), HasSubstr("is missing"));
+  for (const char* units : {R"({})", R"({"units": []})", R"({"units": {"u": 1}})"})
+    EXPECT_THAT(with_units(units), HasSubstr("units: needs a list of units"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": -1}]})"), HasSubstr("units[0].parameters"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1.5}]})"), HasSubstr("units[0].parameters"));
   EXPECT_THAT(with_units(R"({"units": [{"parameters": 1}]})"), HasSubstr("has no name"));
