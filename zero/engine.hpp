@@ -142,11 +142,11 @@ class Engine {
   // [J] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
   // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.
   // Without a name, or without keep_steps, the save is a commit like a step's, and the next one replaces it.
-  // Cost: with state on NVMe the step's own commit is kept under the name: no data moves, and the call does not wait. A
-  // save that needs a commit of its own (without a name or keep_steps, between commits (commit_every), or to the
-  // mirror) first waits for every pending update and commit. With all state in memory the call waits for the engine's
-  // streams and for the save before. A thread then writes the state under the next pass, and the next step() waits for
-  // that thread. State that has not changed since the last save is not written again.
+  // Cost: with state on NVMe the step's own commit is kept under the name: no data moves, and the call does not wait
+  // (call settle() before you wait: StepReport::committed). A save that needs a commit of its own (without a name or
+  // keep_steps, between commits (commit_every), or to the mirror) first waits for every pending update and commit. With
+  // all state in memory the call waits for the engine's streams and for the save before. A thread then writes the state
+  // under the next pass, and the next step() waits for it. State unchanged since the last save is not written again.
   Completion save(std::string name, std::span<const std::byte> caller_state, const SaveOptions& options = {});
 
   // --- what happened -------------------------------------------------------------------------------------------------
