@@ -21,8 +21,8 @@
 
 namespace hoist::gpt::program_test {
 
-using nlohmann::json;
 using hoist::test::contents_of;
+using nlohmann::json;
 using testing::HasSubstr;
 
 struct Outcome {
