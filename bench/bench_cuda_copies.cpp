@@ -33,7 +33,7 @@ namespace {
 using namespace hoist;
 using platform::CopyKind;
 
-constexpr int kNoCard = 77;
+constexpr int kNoGpu = 77;
 
 struct Arguments {
   std::uint64_t bytes = 2 * kGiB;   // of a leg and direction
@@ -220,7 +220,7 @@ int main(int argc, char** argv) try {
   std::string why;
   if (platform::cuda_device_count(&why) == 0) {
     fmt::print("skipped: no CUDA GPU ({})\n", why);
-    return kNoCard;
+    return kNoGpu;
   }
   const std::vector<Figure> figures = measured(arguments);
   for (const Figure& figure : figures) print(figure);

@@ -106,7 +106,7 @@ Command add_copy(CLI::App& app) {
       "copied along. When it was interrupted, run it again: ranks that are finished are compared, and the others "
       "copied.");
   return {command, [arguments] { return copy_store(*arguments); },
-          "; the same command goes on with the ranks that are not finished"};
+          "; the same command continues with the ranks that are not finished"};
 }
 
 }  // namespace hoist::cli

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist export: a store's weights as safetensors files.
 #include <cstdio>
-#include <map>
 #include <memory>
 
 #include <fmt/format.h>
@@ -84,21 +83,6 @@ void warn_of_made_names(const StoredJob& job) {
         first_of(unnamed));
 }
 
-// The same name in two groups may mean the halves of a tensor.
-void check_names(const StoredJob& job, std::uint64_t step) {
-  std::map<std::string, const StoreSummary*> owner;
-  for (const StoreSummary& group : job.groups) {
-    for (const StoredParameter& parameter : group.parameters) {
-      const auto [first, is_new] = owner.emplace(parameter.name, &group);
-      if (is_new) continue;
-      throw InputError(fmt::format(
-          "parameter '{}' is in {} and in {}; a store does not say whether these are parts of one tensor or copies. "
-          "Export each store of step {} into its own directory, and join them as the program cut them",
-          parameter.name, first->second->directory, group.directory, step));
-    }
-  }
-}
-
 // Returns the report.
 Json write_weights(const ExportArguments& arguments) {
   const std::uint64_t shard_bytes_max = shard_bytes(arguments.shard_size);
@@ -110,12 +94,7 @@ Json write_weights(const ExportArguments& arguments) {
   for (const StoreSummary& group : job.groups) {
     slices.push_back(std::make_unique<StoredModel>(group.directory, options));
     borrowed.push_back(slices.back().get());
-    const bool has_bf16 =
-        std::ranges::find(group.parameters, DType::bf16, &StoredParameter::dtype) != group.parameters.end();
-    if (*parse_dtype(arguments.dtype) == DType::fp16 && has_bf16)
-      throw InputError("--dtype fp16: the store's model is bf16, and fp16 has a smaller range; use bf16 or fp32");
   }
-  check_names(job, borrowed.front()->step());
   warn_of_made_names(job);
 
   const interchange::ExportReport report = interchange::export_model(borrowed, {.directory = arguments.to,
@@ -151,6 +130,9 @@ int export_store(const ExportArguments& arguments) {
   } catch (const measure::Interrupted&) {
     throw;
   } catch (const interchange::SafetensorsError& error) {  // the destination holds a model, or a name fits no file
+    complain("hoist export: {}\n", error.what());
+    return kBadInput;
+  } catch (const UsageError& error) {  // these stores, or this type, cannot be exported together
     complain("hoist export: {}\n", error.what());
     return kBadInput;
   } catch (const Error& error) {

@@ -152,8 +152,10 @@ Json findings_json(const Findings& findings) {
   for (const StoreSummary::Rank& rank : store.ranks) {
     Json commits = Json::array();
     for (const CommitHeader& commit : rank.commits) commits.push_back(commit_json(commit));
+    Json damage = Json::array();
+    for (const tiers::ManifestDamage& part : rank.damage) damage.push_back(part.text);
     json["ranks"].push_back(
-        {{"rank", rank.rank}, {"commits", commits}, {"data_bytes", rank.data_bytes}, {"damage", rank.damage}});
+        {{"rank", rank.rank}, {"commits", commits}, {"data_bytes", rank.data_bytes}, {"damage", damage}});
   }
   for (const StoredParameter& parameter : store.parameters) {
     json["parameters"].push_back({{"name", parameter.name},

@@ -5,9 +5,7 @@
 #include <cerrno>
 #include <chrono>
 #include <filesystem>
-#include <iterator>
 #include <system_error>
-#include <thread>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
@@ -52,13 +50,6 @@ void check_checkpoint(const std::string& name, const StoredJob& job) {
   for (const tiers::CommitHeader& checkpoint : job.checkpoints) held += (held.empty() ? "" : ", ") + checkpoint.name;
   throw InputError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
                                held.empty() ? "no step under a name" : "the steps " + held));
-}
-
-std::vector<std::string> damage_of(const StoredJob& job) {
-  std::vector<std::string> damage;
-  for (const StoreSummary& group : job.groups)
-    for (const StoreSummary::Rank& rank : group.ranks) std::ranges::copy(rank.damage, std::back_inserter(damage));
-  return damage;
 }
 
 }  // namespace
@@ -132,31 +123,22 @@ StoredJob find_job(const std::vector<std::string>& paths) {
 }
 
 StoredJob find_settled_job(const std::vector<std::string>& paths) {
-  constexpr int kLooks = 10;
   StoredJob job = find_job(paths);
-  std::vector<std::string> damage = damage_of(job);
-  for (int look = 1; look < kLooks && !damage.empty(); ++look) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    job = find_job(paths);
-    for (StoreSummary& group : job.groups)
-      for (StoreSummary::Rank& rank : group.ranks)
-        std::erase_if(rank.damage, [&](const std::string& d) { return std::ranges::find(damage, d) == damage.end(); });
-    damage = damage_of(job);
-  }
+  for (StoreSummary& group : job.groups) group = without_passing_damage(std::move(group));
   return job;
 }
 
 std::vector<std::string> damage_lines(const StoreSummary& store) {
   std::vector<std::string> lines;
   for (const StoreSummary::Rank& rank : store.ranks)
-    for (const std::string& problem : rank.damage) lines.push_back(fmt::format("rank {}: {}", rank.rank, problem));
+    for (const tiers::ManifestDamage& part : rank.damage)
+      lines.push_back(fmt::format("rank {}: {}", rank.rank, part.text));
   return lines;
 }
 
 bool lost_a_checkpoint(const StoreSummary& store) {
   return std::ranges::any_of(store.ranks, [](const StoreSummary::Rank& rank) {
-    return std::ranges::any_of(rank.damage,
-                               [](const std::string& d) { return d.starts_with("named checkpoint slot"); });
+    return std::ranges::any_of(rank.damage, &tiers::ManifestDamage::is_of_checkpoint);
   });
 }
 

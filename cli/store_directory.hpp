@@ -34,14 +34,12 @@ std::optional<std::string> store_owner(const StoreSummary& store);
 // The stores of `paths`, as find_store() finds them, as one job. measure::InputError also if they are not one job.
 StoredJob find_job(const std::vector<std::string>& paths);
 
-// The same, for a command that reports damage: only such damage of manifests as several looks see. A slot that a
-// training is writing looks damaged for a moment.
+// The same, for a command that reports damage: see without_passing_damage().
 StoredJob find_settled_job(const std::vector<std::string>& paths);
 
 // The unusable parts of a store's manifests, a line each: "rank 0: commit slot 1 of ... cannot be used: ...".
 std::vector<std::string> damage_lines(const StoreSummary& store);
-// Whether one of them is the slot of a named checkpoint, which is lost then. No commit is lost with its slot: the one
-// before it is used, as after a kill inside a commit.
+// Whether one of them is of a named checkpoint.
 bool lost_a_checkpoint(const StoreSummary& store);
 
 // The commit that was asked for with --step or --from, of which at most one is not empty; the newest without both.

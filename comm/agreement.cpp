@@ -70,7 +70,7 @@ void agree(Communicator& communicator, std::uint64_t hash, std::string_view what
       theirs == texts.front()
           ? ""
           : "; " + first_difference(theirs, texts.front(), fmt::format("rank {}", odd - all.begin()), "rank 0");
-  throw CommError(fmt::format(
+  throw ExchangedError(fmt::format(
       "the ranks have diverged: rank {} is at '{}', rank 0 at '{}'{}; every rank must make the same calls in "
       "the same order",
       odd - all.begin(), odd->view(), all[0].view(), difference));

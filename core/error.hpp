@@ -101,6 +101,13 @@ class CommError : public Error {
   using Error::Error;
 };
 
+// The same, learned in an exchange that worked: every rank of it has the error, and the communicators can still be
+// used.
+class ExchangedError : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 // what() of any exception.
 std::string text_of(const std::exception_ptr& error);
 

@@ -39,7 +39,7 @@ files = {str(f) for f in importlib.metadata.files("hoist")}
 for name in ("hoist/_hoist.pyi", "hoist/py.typed", "hoist/torch/engine.py", "hoist/torch/transformers.py", "hoist/aio.py"):
     assert name in files, (name, sorted(files))
 stubs = (home / "_hoist.pyi").read_text()
-assert "class Engine:" in stubs and "def find_checkpoints" in stubs
+assert "class UnitManager:" in stubs and "def find_checkpoints" in stubs
 assert not any(f.endswith((".a", ".hpp", ".cmake")) for f in files), sorted(files)
 assert hoist.Config.parse('{"train_batch_size": 4}', "text").training.train_batch_size == 4
 try:

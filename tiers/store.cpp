@@ -354,7 +354,7 @@ Store::Store(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Store::~Store() = default;
 void Store::remove_new() noexcept { impl_->remove_new(); }
 std::span<const CommitHeader> Store::commits() const { return impl_->commits(); }
-std::span<const std::string> Store::damage() const { return impl_->damage(); }
+std::span<const ManifestDamage> Store::damage() const { return impl_->damage(); }
 void Store::adopt(const CommitHeader& commit) { impl_->adopt(commit); }
 std::span<const std::byte> Store::caller_state() const { return impl_->caller_state(); }
 Completion Store::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,

@@ -75,6 +75,15 @@ struct StoreOptions {
 class Scratch;
 class StoreReader;
 
+// A part of a manifest that cannot be used.
+struct ManifestDamage {
+  std::string text;  // "commit slot 1 of <path> cannot be used: ..."
+  // A slot's checkpoint is lost with it. With the slot of a commit no step is lost: the commit before it is used, as
+  // after a kill inside of a commit.
+  bool is_of_checkpoint = false;
+  friend bool operator==(const ManifestDamage&, const ManifestDamage&) = default;
+};
+
 class Store {
  public:
   // The commits in a rank's manifest.
@@ -104,7 +113,7 @@ class Store {
     std::uint64_t tile_count = 0;                   // of all records
     std::vector<std::string> stripe_directories{};  // further drives, at their locations when the store was made
     std::uint32_t checkpoints_max = 0;
-    std::vector<std::string> damage;
+    std::vector<ManifestDamage> damage;
   };
   static Found look(const std::string& directory, int rank);
   // The ranks that have a manifest in `directory`, ascending; none if there is no such directory.
@@ -158,7 +167,7 @@ class Store {
   // elsewhere.
   std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
   // Unusable parts that open() found, as Found::damage; for a warning.
-  std::span<const std::string> damage() const;
+  std::span<const ManifestDamage> damage() const;
   // Makes the given commit or named checkpoint the current state. It first writes a durable manifest of the next
   // incarnation, so that a later abandoned step can never be resumed; that manifest replaces a commit that was not
   // chosen. With several ranks no rank may begin a step before all have adopted. Once, before the first begin_step. The

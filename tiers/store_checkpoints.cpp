@@ -47,8 +47,9 @@ void Store::Impl::hold_checkpoint() {
   std::erase_if(checkpoints_, [&](const Checkpoint& checkpoint) {
     const std::string problem = table_.hold(checkpoint.extents);
     if (!problem.empty())
-      damage_.push_back(fmt::format("the named checkpoint '{}' in slot {} of {} cannot be used: {}",
-                                    checkpoint.header.name, checkpoint.slot, paths_.manifest, problem));
+      damage_.push_back({fmt::format("the named checkpoint '{}' in slot {} of {} cannot be used: {}",
+                                     checkpoint.header.name, checkpoint.slot, paths_.manifest, problem),
+                         /*is_of_checkpoint=*/true});
     return !problem.empty();
   });
   list_checkpoints();

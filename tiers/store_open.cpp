@@ -136,7 +136,7 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
   if (replace_first_commit && holds_only_first_commit(view, mine)) return;
   if (found.commits.empty()) {
     std::string why = "it held commits and none can be read any more";
-    for (const std::string& problem : detail::damaged_slots(view.slots, paths.manifest)) why += "; " + problem;
+    for (const ManifestDamage& damage : detail::damaged_slots(view.slots, paths.manifest)) why += "; " + damage.text;
     throw_unreadable(paths, why);
   }
   const bool same = view.superblock->layout == mine.layout;
@@ -311,7 +311,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
   const detail::ManifestView view = detail::view_manifest(paths.manifest);
   Found found{detail::commits_in(view.slots), view.exists};
   if (!view.damage.empty()) found.ever_committed = true;  // or not: that cannot be known
-  if (!view.damage.empty()) found.damage.push_back(fmt::format("{} cannot be used: {}", paths.manifest, view.damage));
+  if (!view.damage.empty()) found.damage.push_back({fmt::format("{} cannot be used: {}", paths.manifest, view.damage)});
   if (view.superblock) {
     found.identity = {.layout = view.superblock->layout,
                       .rank = static_cast<int>(view.superblock->rank),
@@ -322,13 +322,12 @@ Store::Found Store::look(const std::string& directory, int rank) {
     try {
       found.stripe_directories = detail::decode_stripes(view.superblock->stripes, paths.manifest).directories;
     } catch (const StoreError& error) {
-      found.damage.push_back(error.what());
+      found.damage.push_back({error.what()});
     }
     found.store_number = view.superblock->store_number;
     found.checkpoints_max = view.superblock->checkpoints_max;
   }
-  for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
-    found.damage.push_back(std::move(problem));
+  std::ranges::move(detail::damaged_slots(view.slots, paths.manifest), std::back_inserter(found.damage));
   return found;
 }
 

@@ -88,7 +88,7 @@ class StoreReader::Impl {
         priority_(aio::Priority::background),
         table_(std::move(held.records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
     load(held.commit);
-    release_ = std::move(held.release);  // if this fails, the caller lets go
+    release_ = std::move(held.release);  // if this fails, the caller releases
   }
   ~Impl() {
     if (release_) release_();

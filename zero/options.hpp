@@ -39,8 +39,8 @@ enum class CommunicatorKind : std::uint8_t {
 struct RuntimeOptions {
   // Empty, and budgets of 0: what this machine has (zero/machine.hpp).
   std::optional<platform::DeviceKind> device{};
-  int device_ordinal =
-      -1;  // -1: the launcher's local rank, modulo the devices that the process sees; 0 without a launcher
+  // -1: the launcher's local rank, modulo the devices that the process sees; 0 without a launcher.
+  int device_ordinal = -1;
   platform::HostDeviceOptions host_device{};
   // Makes the device instead of Device::create. For tests.
   std::function<std::unique_ptr<platform::Device>(const platform::DeviceOptions&)> make_device{};

@@ -107,6 +107,7 @@ class aio_handle:
         self._settings = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._engine = Engine(block_size, queue_depth, max(1, intra_op_parallelism))
         self._pending: list[tuple[Transfer | ReadToDevice, torch.Tensor | None, str, int]] = []
+        self._failed: _hoist.Error | None = None  # the first failure of those that wait() has seen
         self._locked: dict[int, torch.Tensor] = {}
 
     def get_block_size(self) -> int:
@@ -158,15 +159,15 @@ class aio_handle:
     def wait(self) -> int:
         """Returns when everything started asynchronously is done: how many transfers that were."""
         count = len(self._pending)
-        first: BaseException | None = None
         while self._pending:
             try:
                 self._end(*self._pending[0])
             except _hoist.Error as error:
-                first = first or error
+                self._failed = self._failed or error
             del self._pending[0]  # one whose wait is interrupted stays
-        if first is not None:
-            raise first
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
         return count
 
     def _start(self, transfer: Transfer | ReadToDevice, validate: torch.Tensor | None, filename: str, offset: int,

@@ -31,15 +31,12 @@ int raise_kept(void*) {
 
 void wait_for(const Completion& completion) {
   while (true) {
-    bool done = false;
     {
       const nanobind::gil_scoped_release release;
-      done = completion.wait_for(std::chrono::milliseconds(200));
+      if (completion.wait_for(std::chrono::milliseconds(200))) return;  // or throws the completion's error
     }
-    if (done) break;
     if (PyErr_CheckSignals() != 0) nanobind::raise_python_error();
   }
-  completion.wait();  // rethrows
 }
 
 void keep_interruption(nanobind::python_error error) {

@@ -100,8 +100,8 @@ void look_for_signals(std::uint64_t, std::uint64_t) {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
-// Verifies a store and describes the damage. Errors: StoreError if there is none in what could be verified, but not all
-// could.
+// Verifies a store and describes the damage, also of named checkpoints' slots. Errors: StoreError if there is none in
+// what could be verified, but not all could.
 std::vector<std::string> verify(const std::string& directory, std::uint64_t bytes_per_second) {
   std::vector<std::string> damage, not_done;
   const auto found =
@@ -110,6 +110,11 @@ std::vector<std::string> verify(const std::string& directory, std::uint64_t byte
     if (!commit.not_done.empty()) not_done.push_back(commit.not_done);
     for (const CorruptionError& error : commit.damage)
       damage.push_back(error.what() + (commit.name.empty() ? "" : " (checkpoint '" + commit.name + "')"));
+  }
+  const StoreSummary store = without_passing_damage(look_at_store(directory));
+  for (const StoreSummary::Rank& rank : store.ranks) {
+    for (const tiers::ManifestDamage& part : rank.damage)
+      if (part.is_of_checkpoint) damage.push_back(part.text);
   }
   if (damage.empty() && !not_done.empty()) throw StoreError(not_done.front());
   damage.insert(damage.end(), not_done.begin(), not_done.end());

@@ -224,7 +224,6 @@ class UnitManager {
   platform::StreamRef stream_of_weights();
   platform::StreamRef stream_of_gradients();
 
-  // torch.float32, torch.bfloat16 and torch.float16, to tell gradients' types by.
   void connect(TorchSide torch) { torch_ = std::move(torch); }
 
  private:
@@ -339,7 +338,7 @@ class UnitManager {
   // refusal.
   std::optional<unsigned> gradient_places_;
   unsigned gradient_places_taken_ = 0;
-  nb::object fp32_, bf16_, fp16_;
+  nb::object fp32_, bf16_, fp16_;  // torch.float32 and so on, to tell gradients' types by
 };
 
 }  // namespace hoist::python

@@ -234,7 +234,7 @@ TEST_P(UnalignedTransfers, AnEmptyTransferSucceeds) {
   EXPECT_TRUE(unaligned.write(*file, 77, {}, Priority::foreground).done());
 }
 
-TEST_P(UnalignedTransfers, TransfersOutliveTheDoor) {
+TEST_P(UnalignedTransfers, TransfersOutliveIt) {
   const auto file = make_file(StripeLayout::one_drive(), 64 * kBlock);
   Completion pending;
   fill_pattern(memory_.span(), 3);

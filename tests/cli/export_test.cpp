@@ -105,7 +105,7 @@ TEST_F(Export, Fp16IsForModelsOfFp16) {
   test::make_store(path("other"), 1, 1);
   const auto refused = run("export other --to other-weights --dtype fp16");
   EXPECT_EQ(refused.exit_code, 2);
-  EXPECT_THAT(refused.errors, HasSubstr("--dtype fp16: the store's model is bf16"));
+  EXPECT_THAT(refused.errors, HasSubstr("is bf16, of which fp16 would lose range"));
   EXPECT_THAT(names_in("other-weights"), IsEmpty());
 }
 

@@ -154,7 +154,7 @@ TEST_F(Groups, SlicesOfOneTensorAreNotTakenForAModel) {
   train(2, Names::of_slices);
   const auto result = run("export job/group-0 job/group-1 --to weights");
   EXPECT_EQ(result.exit_code, 2);
-  EXPECT_THAT(result.errors, AllOf(HasSubstr("parts of one tensor or copies"), HasSubstr("of step 2")));
+  EXPECT_THAT(result.errors, HasSubstr("parts of one tensor or copies"));
   EXPECT_FALSE(fs::exists(path("weights")));
   for (const char* group : {"0", "1"})
     EXPECT_EQ(run("export job/group-" + std::string(group) + " --step 2 --to weights-" + group).exit_code, 0);

@@ -148,7 +148,7 @@ TEST_F(Verify, NamesDamagedSlotsAsInspectDoes) {
     // As of a training that writes the slot: after a moment it is whole.
     for (const char* command : {"inspect store", "verify store"}) {
       std::thread training([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
         test::flip_bits(path("store/rank-00000.manifest"), offset);
       });
       const auto beside = run(command);

@@ -145,7 +145,7 @@ TEST(Nccl, AtAnEndpointWithoutAGpuTheErrorIsNcclsOwn) {
   EXPECT_THROW(make_nccl_at("127.0.0.1:29513", 2, 2), UsageError);
 }
 
-TEST(Nccl, AtAnEndpointOneRankOnOneCard) {
+TEST(Nccl, AtAnEndpointOneRankOnOneGpu) {
   if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
   if (const std::string why = why_no_gpu(); !why.empty()) GTEST_SKIP() << why;
   const auto communicator = make_nccl_at("127.0.0.1:29514", 0, 1);
@@ -158,7 +158,7 @@ TEST(Nccl, AtAnEndpointOneRankOnOneCard) {
 }
 
 // One GPU: every operation passes through NCCL, and a reduction over one rank is its scale.
-TEST(Nccl, OneRankOnOneCard) {
+TEST(Nccl, OneRankOnOneGpu) {
   if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
   if (const std::string why = why_no_gpu(); !why.empty()) GTEST_SKIP() << why;
   platform::DeviceOptions options;

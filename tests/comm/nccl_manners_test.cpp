@@ -90,7 +90,7 @@ TEST_F(NcclManners, CommunicatorsEndInOrder) {
   EXPECT_EQ(nccl::counts().destroyed, 2);
 }
 
-TEST_F(NcclManners, EachRankUsesItsOwnCard) {
+TEST_F(NcclManners, EachRankUsesItsOwnGpu) {
   run(4, [](const Rank& rank) { use_all_kinds(rank.communicator, rank.stream, rank.memory, 2); });
   EXPECT_THAT(nccl::violations(), IsEmpty());
   EXPECT_EQ(nccl::counts().made, 8);

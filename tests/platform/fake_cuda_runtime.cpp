@@ -129,7 +129,7 @@ using namespace hoist::test::fake_cuda;
 
 extern "C" {
 
-// --- GPUs and errors ------------------------------------------------------------------------------------------------
+// --- GPUs and errors -------------------------------------------------------------------------------------------------
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = kGpus;

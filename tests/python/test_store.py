@@ -64,6 +64,22 @@ def test_what_was_trained_is_read(settings, tmp_path, changes):
         assert missing.missing_keys == ["head.weight"] and not missing.unexpected_keys
 
 
+def test_a_checkpoint_whose_slot_is_damaged_is_damage(settings, tmp_path):
+    config = settings()
+    config["hoist"]["keep_steps"] = 1
+    with hoist.torch.wrap(freeze_base(Gpt()), config) as engine:
+        train(engine, 1)
+        engine.save("kept").wait()
+        train(engine, 1, first=1)
+    manifest, = (tmp_path / "store").rglob("*.manifest")
+    content = bytearray(manifest.read_bytes())
+    content[content.rindex(b"kept")] ^= 1
+    manifest.write_bytes(content)
+    assert hoist.store.steps(tmp_path / "store").checkpoints == {}
+    damage, = hoist.store.verify(tmp_path / "store")
+    assert "named checkpoint slot" in damage
+
+
 def test_a_run_continues_from_a_copy(settings, tmp_path):
     torch.manual_seed(0)
     with hoist.torch.wrap(Gpt(), settings()) as engine:

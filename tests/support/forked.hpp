@@ -2,16 +2,14 @@
 // tests/support/forked.hpp - waits for a forked process, which must not hang, and runs something in one.
 #pragma once
 
-#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <exception>
 #include <optional>
 #include <string>
+#include <thread>
 
-#include <poll.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,17 +17,13 @@ namespace hoist::test {
 
 // The status that the child ended with; nothing if it still runs after `limit`.
 inline std::optional<int> status_within(pid_t child, std::chrono::seconds limit) {
-  pollfd end{static_cast<int>(::syscall(SYS_pidfd_open, child, 0)), POLLIN, 0};
-  if (end.fd >= 0) {
-    int ready = -1;
-    while (ready < 0) ready = ::poll(&end, 1, static_cast<int>(std::chrono::milliseconds(limit).count()));
-    ::close(end.fd);
-    if (ready == 0) return std::nullopt;
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (true) {
+    int status = 0;
+    if (::waitpid(child, &status, WNOHANG) == child) return status;
+    if (std::chrono::steady_clock::now() >= end) return std::nullopt;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  int status = 0;
-  while (::waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  return status;
 }
 
 // Where each thread of a process stands, as gdb says; empty without gdb.

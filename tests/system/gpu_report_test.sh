@@ -29,9 +29,9 @@ nvidia_smi() {
 }
 
 nvidia_smi 9 "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver."
-expect 77 '^no GPU report: nvidia-smi finds no card \(NVIDIA-SMI has failed'
+expect 77 '^no GPU report: nvidia-smi finds no GPU \(NVIDIA-SMI has failed'
 nvidia_smi 0 "No devices were found"
-expect 77 '^no GPU report: nvidia-smi lists no card \(No devices'
+expect 77 '^no GPU report: nvidia-smi lists no GPU \(No devices'
 expect 2 'gpu-report.sh \[--packed DIR' --no-such-option
 if [ -e "$work/build" ]; then
   echo "a build was begun" >&2

@@ -235,7 +235,8 @@ TEST_F(StoreCheckpointsTest, ADamagedCheckpointSlotIsReportedAndTheRestIsUsed) {
   const auto look = Store::look(options_.directory, 0);
   ASSERT_EQ(look.checkpoints.size(), 1u);
   ASSERT_EQ(look.damage.size(), 1u);
-  EXPECT_NE(look.damage[0].find("named checkpoint slot"), std::string::npos) << look.damage[0];
+  EXPECT_NE(look.damage[0].text.find("named checkpoint slot"), std::string::npos) << look.damage[0].text;
+  EXPECT_TRUE(look.damage[0].is_of_checkpoint);
   expect_checkpoint_holds("three", 3);
 }
 

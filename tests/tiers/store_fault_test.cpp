@@ -248,7 +248,7 @@ TEST_F(StoreFaultTest, AFlippedBitInACommitTakesTheOneBefore) {
     ASSERT_EQ(store_->commits().size(), 1u);
     EXPECT_EQ(store_->commits()[0].step, 0u);
     ASSERT_EQ(store_->damage().size(), 1u);
-    EXPECT_THAT(store_->damage()[0], HasSubstr("commit slot 1"));
+    EXPECT_THAT(store_->damage()[0].text, HasSubstr("commit slot 1"));
     EXPECT_THROW(store_->adopt({1, 1}), StoreError);
     store_.reset();
     poke(path, at, std::array{whole[at]});

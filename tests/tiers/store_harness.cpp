@@ -165,6 +165,7 @@ std::uint64_t reopen_and_compare(const StoreOptions& options, const std::map<std
 }
 
 std::vector<std::byte> read_file(const std::string& path) {
+  EXPECT_TRUE(std::filesystem::exists(path)) << path;
   const std::string bytes = hoist::test::contents_of(path);
   std::vector<std::byte> result(bytes.size());
   if (!bytes.empty()) std::memcpy(result.data(), bytes.data(), bytes.size());

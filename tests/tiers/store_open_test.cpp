@@ -243,7 +243,7 @@ TEST_F(StoreOpenTest, AManifestOfHolesIsRefused) {
   const auto found = Store::look(options_.directory, 0);
   EXPECT_TRUE(found.commits.empty());
   ASSERT_EQ(found.damage.size(), 1u);
-  EXPECT_THAT(found.damage[0], HasSubstr("are on disk"));
+  EXPECT_THAT(found.damage[0].text, HasSubstr("are on disk"));
   EXPECT_THAT(refusal_to_create(), HasSubstr("not overwritten"));
 }
 
@@ -293,7 +293,8 @@ TEST_F(StoreSlotTest, AFirstCommitThatWasNeverFinishedIsReplaced) {
   const auto found = Store::look(options_.directory, 0);
   EXPECT_TRUE(found.commits.empty());
   ASSERT_EQ(found.damage.size(), 1u);
-  EXPECT_THAT(found.damage[0], HasSubstr("commit slot 1"));
+  EXPECT_THAT(found.damage[0].text, HasSubstr("commit slot 1"));
+  EXPECT_FALSE(found.damage[0].is_of_checkpoint);
   make_committed(0);
 }
 

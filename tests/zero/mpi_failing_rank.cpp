@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Started by mpirun: rank 1 fails for a reason of its own in the third step, and the others stop at once with its
-// words. Its own program for each kind of failure, since MPI is beyond use afterwards and processes end without
+// words. Its own program for each kind of failure, since MPI may be beyond use afterwards and processes end without
 // MPI_Finalize.
-//   mpirun -np N mpi_failing_rank read|write|sync|kernel|budget
+//   mpirun -np 3 mpi_failing_rank read|write|sync|kernel|budget|mirror
+// mirror: a read of the store fails while rank 2 copies a step to the mirror and the others, whose copies are done,
+// wait for it. The error is exchanged, so that all engines end soon and can be restored in these processes.
 #include <cstdio>
 #include <string>
 
@@ -19,7 +21,7 @@ using namespace hoist::test;
 
 namespace {
 
-constexpr int kFails = 1;
+constexpr int kFails = 1, kCopiesSlowly = 2;
 constexpr std::chrono::minutes kTimeout{10};
 constexpr std::chrono::seconds kAtOnce{40};  // updates that nobody asks for begin after 5 s
 
@@ -29,7 +31,7 @@ struct Ending {
 };
 
 aio::Operation operation_of(const std::string& mode) {
-  if (mode == "read") return aio::Operation::read;
+  if (mode == "read" || mode == "mirror") return aio::Operation::read;
   return mode == "write" ? aio::Operation::write : aio::Operation::sync;
 }
 
@@ -44,7 +46,7 @@ void fail_in(const std::string& mode, ToyModel& model, Faults& faults) {
     for (std::size_t unit = 0; unit < 4; ++unit)
       leases.push_back(model.engine().gather(model.unit(unit), model.stream()));
   } else {
-    faults.add({.operation = operation_of(mode), .first = 1, .count = Faults::kForever});
+    faults.add({.operation = operation_of(mode), .path_contains = "/store", .first = 1, .count = Faults::kForever});
   }
 }
 
@@ -59,6 +61,15 @@ Ending train_until_it_fails(const std::string& mode, Runtime& runtime, const Eng
     ToyModel model(runtime, options);
     Engine& engine = model.initialize();
     model.train(1, 2);
+    if (mode == "mirror") {
+      if (runtime.rank() == kCopiesSlowly)
+        faults.add({.kind = Fault::Kind::delay,
+                    .operation = aio::Operation::write,
+                    .path_contains = "/mirror",
+                    .count = Faults::kForever,
+                    .delay = std::chrono::milliseconds(500)});
+      engine.save("", {}, {.mirror = true});
+    }
     if (runtime.rank() == kFails) fail_in(mode, model, faults);
     model.train(3, 8);
     engine.settle();
@@ -68,6 +79,17 @@ Ending train_until_it_fails(const std::string& mode, Runtime& runtime, const Eng
     ending = {error.what(), false};
   }
   return ending;
+}
+
+// The step that the engine can be restored at; -1: it cannot.
+std::int64_t restored_step(Runtime& runtime, const EngineOptions& options) {
+  try {
+    ToyModel model(runtime, options);
+    return static_cast<std::int64_t>(model.restore().step);
+  } catch (const std::exception& error) {
+    fmt::print("{}\n", error.what());
+    return -1;
+  }
 }
 
 }  // namespace
@@ -89,13 +111,19 @@ int main(int argc, char** argv) {
   std::snprintf(name, sizeof name, "%s", (*directory / "store").c_str());
   runtime.communicator().broadcast_host(std::as_writable_bytes(std::span(name)), 0);
   setup.engine.store_directory = name;
+  if (mode == "mirror") {
+    setup.engine.update_mode = UpdateMode::step;
+    setup.engine.mirror = {.directory = std::string(name).replace(std::string(name).rfind("store"), 5, "mirror"),
+                           .every = 0};
+  }
 
   const TimePoint start = Clock::now();
   const Ending ending = train_until_it_fails(mode, runtime, setup.engine, *faults);
   const bool soon = Clock::now() - start < kAtOnce;
   const bool told = ending.error.find(words_of(mode)) != std::string::npos;
   const bool named = runtime.rank() == kFails || (ending.by_others && ending.error.find("rank 1") != std::string::npos);
-  const bool right = soon && told && named;
+  faults->clear();
+  const bool right = soon && told && named && (mode != "mirror" || restored_step(runtime, setup.engine) == 2);
   fmt::print("{} on rank {}: {}\n", right ? "as expected" : "WRONG", runtime.rank(), ending.error);
   std::fflush(stdout);
   // The launcher ends the job with the first to go: none does before all have said theirs and removed their files.

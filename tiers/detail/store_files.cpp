@@ -213,15 +213,17 @@ Store::Commits commits_in(std::span<const SlotCheck> slots) {
   return found;
 }
 
-std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path) {
-  std::vector<std::string> problems;
-  for (std::size_t slot = 0; slot < slots.size(); ++slot)
-    if (slots[slot].state == SlotCheck::State::damaged)
-      problems.push_back(
-          fmt::format("{} slot {} of {} cannot be used: {} (an interrupted commit leaves this, and "
-                      "so does a failing drive)",
-                      slot < kSlotCount ? "commit" : "named checkpoint", slot, path, slots[slot].problem));
-  return problems;
+std::vector<ManifestDamage> damaged_slots(std::span<const SlotCheck> slots, const std::string& path) {
+  std::vector<ManifestDamage> damage;
+  for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+    if (slots[slot].state != SlotCheck::State::damaged) continue;
+    const bool is_of_checkpoint = slot >= kSlotCount;
+    damage.push_back({fmt::format("{} slot {} of {} cannot be used: {} (an interrupted commit leaves this, and "
+                                  "so does a failing drive)",
+                                  is_of_checkpoint ? "named checkpoint" : "commit", slot, path, slots[slot].problem),
+                      is_of_checkpoint});
+  }
+  return damage;
 }
 
 namespace {

@@ -55,7 +55,7 @@ ManifestView view_manifest(const std::string& path);
 // between their adoptions left them without a common commit. The first commit of a store is written to slot 1, flushed,
 // and written to slot 0: if slot 0 is blank and no slot is valid, no commit was ever finished.
 Store::Commits commits_in(std::span<const SlotCheck> slots);
-std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
+std::vector<ManifestDamage> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
 
 // Opens the data file and takes its lock. Null if there is no such file. Throws StoreError naming the holder.
 std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout);

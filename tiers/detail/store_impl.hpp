@@ -67,7 +67,7 @@ class Store::Impl {
   std::vector<CommitHeader> checkpoints() const;
   std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
   std::uint32_t checkpoints_max() const { return superblock_.checkpoints_max - held_max_; }
-  std::span<const std::string> damage() const { return damage_; }
+  std::span<const ManifestDamage> damage() const { return damage_; }
   std::span<const std::byte> caller_state() const { return caller_state_; }
   std::vector<std::string> data_paths() const { return files_.data->data_paths(); }
   std::uint64_t store_number() const { return superblock_.store_number; }
@@ -124,7 +124,7 @@ class Store::Impl {
   Commits found_;                        // in them
   std::vector<Checkpoint> checkpoints_;  // oldest first; the commit thread's during a job
   std::vector<Checkpoint> listed_;       // for checkpoints(): without what a job has not finished
-  std::vector<std::string> damage_;
+  std::vector<ManifestDamage> damage_;
   std::vector<std::string> directories_to_flush_;       // by the first commit
   std::vector<std::string> made_directories_;           // for remove_new()
   std::vector<detail::LabelledDrive> labels_to_write_;  // by the first commit, before its manifest

@@ -102,7 +102,7 @@ class Checkpointer {
   std::optional<std::uint64_t> committed_step() const;
   const Mirror* mirror() const { return mirror_.get(); }  // null without one
   void restored(std::uint64_t step) { committed_step_ = static_cast<std::int64_t>(step); }
-  // The communicators are broken, so that a barrier would wait until it times out: none is entered any more.
+  // The other ranks cannot be reached, or have this error in another way: no barrier is entered any more.
   void close_barriers();
   // The engine has failed: what is being copied to the mirror is given up.
   void abandon_copy();

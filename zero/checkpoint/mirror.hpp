@@ -63,7 +63,7 @@ class Mirror {
   std::uint64_t store_bytes_read() const { return bytes_read_; }  // from the engine's store, to be copied
   // The engine has failed: the copy under way is given up, and the other ranks are told.
   void abandon();
-  // The communicators are broken: the other ranks are told nothing any more.
+  // The other ranks cannot be reached, or have the error in another way: they are told nothing any more.
   void close_barrier() { barrier_.close(); }
 
  private:

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <chrono>
+#include <iterator>
 #include <thread>
 #include <tuple>
 
@@ -99,6 +101,24 @@ StoreSummary look_at_one_store(const std::string& directory) {
 }
 
 bool has_store(const std::string& directory) { return !detail::readable_stores(directory).empty(); }
+
+StoreSummary without_passing_damage(StoreSummary store) {
+  constexpr int kLooks = 10;
+  const auto damage_of = [](const StoreSummary& summary) {
+    std::vector<tiers::ManifestDamage> all;
+    for (const StoreSummary::Rank& rank : summary.ranks) std::ranges::copy(rank.damage, std::back_inserter(all));
+    return all;
+  };
+  auto damage = damage_of(store);
+  for (int look = 1; look < kLooks && !damage.empty(); ++look) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    store = look_at_one_store(store.directory);
+    const auto is_new = [&](const auto& part) { return std::ranges::find(damage, part) == damage.end(); };
+    for (StoreSummary::Rank& rank : store.ranks) std::erase_if(rank.damage, is_new);
+    damage = damage_of(store);
+  }
+  return store;
+}
 
 StoreSummary look_at_store(const std::string& directory) {
   const std::vector<detail::StoreDirectory> places = detail::readable_stores(directory);
@@ -219,7 +239,7 @@ class StoredModel::Impl {
     const std::string& directory = summary.directory;
     if (!summary.world_size)
       throw StoreError(
-          fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front()));
+          fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front().text));
     if (summary.durability == tiers::Durability::none)
       throw StoreError(fmt::format("the store in {} was made with durability 'none' and holds no commit", directory));
     if (only) {
@@ -255,7 +275,7 @@ class StoredModel::Impl {
     if (!options.step || held.empty()) {
       std::string damage;
       for (const StoreSummary::Rank& rank : summary.ranks)
-        for (const std::string& problem : rank.damage) damage += "; " + problem;
+        for (const tiers::ManifestDamage& part : rank.damage) damage += "; " + part.text;
       throw StoreError(fmt::format("{} holds no commit that every rank has{}", summary.directory, damage));
     }
     throw StoreError(fmt::format("{} holds no commit of step {}; it holds{}", summary.directory, *options.step, held));

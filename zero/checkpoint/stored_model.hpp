@@ -42,8 +42,8 @@ struct StoredParameter {
 struct StoreSummary {
   struct Rank : tiers::Store::Commits {
     int rank = 0;
-    std::vector<std::string> damage;  // what of its manifest cannot be used
-    std::uint64_t data_bytes = 0;     // reserved on disk
+    std::vector<tiers::ManifestDamage> damage;
+    std::uint64_t data_bytes = 0;  // reserved on disk
   };
   std::string directory;
   std::uint64_t run = 0;          // what the store numbers of all ranks have in common
@@ -62,6 +62,9 @@ struct StoreSummary {
 // Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it.
 // Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
 StoreSummary look_at_store(const std::string& directory);
+// Looks again for up to a second while manifests seem damaged, and keeps such damage as every look saw: a slot that a
+// training is writing seems damaged for a moment. Errors: as above.
+StoreSummary without_passing_damage(StoreSummary store);
 // Whether there is one to look at.
 bool has_store(const std::string& directory);
 // The same of the store whose files are in `directory` itself.

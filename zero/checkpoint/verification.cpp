@@ -36,7 +36,7 @@ std::string damage_of(const StoredJob& job) {
   std::string damage;
   for (const StoreSummary& group : job.groups)
     for (const StoreSummary::Rank& rank : group.ranks)
-      for (const std::string& problem : rank.damage) damage += "; " + problem;
+      for (const tiers::ManifestDamage& part : rank.damage) damage += "; " + part.text;
   return damage;
 }
 

@@ -31,8 +31,8 @@ EngineCore::~EngineCore() {
   attempt([&] { end_pass(PassState::End::dropped); });
   attempt([&] { executor->drain(); });
   attempt([&] {
-    // After an error that ranks have exchanged, all of them still meet in the barriers.
-    if (failure_ && runtime.norm_group().broken()) checkpoints->close_barriers();
+    // After an error that all ranks have exchanged, those that stand in a barrier are met there by this rank.
+    if (failure_ && is_of_communication(failure_) && !was_exchanged(failure_)) checkpoints->close_barriers();
     if (failure_) checkpoints->abandon_copy();
     gradients->await_handed_on();
     if (failure_ || !alive_ || stepper->policy().is_decided()) return updates->stop();
@@ -167,7 +167,7 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const std::
   make_parts(plan.source.directory, StoreUse::open);
   StoreSearch(ranks, options).refuse_newer(plan.source.directory);
   const std::uint64_t step = adopt_commit(ranks, options, *store, from);
-  for (const std::string& damage : store->damage()) log_warning("{}", damage);  // soon written over
+  for (const tiers::ManifestDamage& damage : store->damage()) log_warning("{}", damage.text);  // soon written over
   ranks.run_in_job("read the commit", [&] {
     try {
       state_access->load();
@@ -191,6 +191,12 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
     log_warning("rank {} continues from step {} of the mirror in {}: {}", runtime.rank(), step, plan.directory,
                 newest_step ? fmt::format("not all ranks have the store any more, which was at step {}", *newest_step)
                             : "what came after it is lost with the store");
+  }
+  if (ranks.group().rank() == 0) {
+    const std::string former_store = plan.source.directory.in(plan.directory);
+    for (const int rank : tiers::Store::ranks_in(former_store))
+      for (const tiers::ManifestDamage& damage : tiers::Store::look(former_store, rank).damage)
+        log_warning("{}", damage.text);
   }
   remove_unfinished_stores(ranks, options, plan.from_mirror ? 1 : plan.source.directory.order + 1);
   const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());

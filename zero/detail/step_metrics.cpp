@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
 #include <cmath>
+#include <cstdio>
+#include <memory>
 #include <utility>
 
 #include <fcntl.h>

@@ -10,14 +10,10 @@
 #pragma once
 
 #include <array>
-#include <atomic>
-#include <cstdio>
-#include <memory>
 #include <optional>
 #include <string>
 
 #include <hoist/core/ledger.hpp>
-#include <hoist/core/open_file.hpp>
 #include <hoist/zero/types.hpp>
 
 namespace hoist::detail {

@@ -9,15 +9,23 @@
 
 namespace hoist::detail {
 
-bool is_of_communication(const std::exception_ptr& error) {
+namespace {
+
+template <typename Kind>
+bool is_a(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const CommError&) {
+  } catch (const Kind&) {
     return true;
   } catch (...) {
     return false;
   }
 }
+
+}  // namespace
+
+bool is_of_communication(const std::exception_ptr& error) { return is_a<CommError>(error); }
+bool was_exchanged(const std::exception_ptr& error) { return is_a<ExchangedError>(error); }
 
 std::optional<comm::Problem> first_problem(comm::Communicator& communicator, const std::exception_ptr& mine) {
   if (!mine) return comm::first_problem(communicator, std::nullopt);

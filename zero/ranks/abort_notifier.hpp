@@ -27,6 +27,7 @@ namespace hoist::detail {
 
 // Whether the error came from other ranks (CommError).
 bool is_of_communication(const std::exception_ptr& error);
+bool was_exchanged(const std::exception_ptr& error);  // an ExchangedError
 
 // [collective] comm::first_problem, of what a rank caught; null: nothing.
 std::optional<comm::Problem> first_problem(comm::Communicator& communicator, const std::exception_ptr& mine);

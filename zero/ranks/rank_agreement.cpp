@@ -72,7 +72,9 @@ void RankAgreement::run(comm::Communicator& ranks, const char* what, const std::
   if (error) std::rethrow_exception(error);
   if (!problem) return;
   const std::string who = &ranks == &job() ? name_in_job(problem->rank) : fmt::format("rank {}", problem->rank);
-  throw CommError(fmt::format("{} could not {}: {}", who, what, problem->text));
+  const std::string text = fmt::format("{} could not {}: {}", who, what, problem->text);
+  if (&ranks != &job() && has_several_groups()) throw CommError(text);  // the other groups do not know yet
+  throw ExchangedError(text);
 }
 
 void RankAgreement::check_in_job(const char* what, const std::function<void()>& check) const {

@@ -97,7 +97,7 @@ class JobBarrier {
   void agree(const std::exception_ptr& problem);
   // [J] The same for a rank whose error is thrown elsewhere.
   void tell(const std::exception_ptr& problem) noexcept;
-  // The other ranks cannot be reached: tell() does nothing any more.
+  // The other ranks cannot be reached, or have the error in another way: tell() does nothing any more.
   void close() noexcept { closed_ = true; }
 
  private:

@@ -48,9 +48,9 @@ double StepRunner::global_norm(double norm_max, std::span<const std::byte> progr
     const auto call = [](double limit) {
       return limit == kOnlyAsked ? std::string("gradient_norm()") : fmt::format("step(), clipping to {:g}", limit);
     };
-    throw CommError(fmt::format("the ranks have diverged before step {}: rank {} of the job called {}, and rank {} {}",
-                                parts_.settings.step_count + 1, rank, call(all[rank].norm_max),
-                                parts_.ranks.job().rank(), call(norm_max)));
+    throw ExchangedError(fmt::format(
+        "the ranks have diverged before step {}: rank {} of the job called {}, and rank {} {}",
+        parts_.settings.step_count + 1, rank, call(all[rank].norm_max), parts_.ranks.job().rank(), call(norm_max)));
   }
   require_room(parts_.options, program_state);
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
