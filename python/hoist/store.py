@@ -43,8 +43,8 @@ def steps(directory: str | os.PathLike[str]) -> Steps:
 
 def verify(directory: str | os.PathLike[str], bytes_per_second: int = 0) -> list[str]:
     """Reads the newest commit and every named checkpoint, at `bytes_per_second` at most, and returns what is damaged (also where
-    a named checkpoint can no longer be found), and with damage also what could not be verified. Another process may be using the store, and does not wait. Errors: StoreError if no
-    damage was found, but a commit could not be verified."""
+    a named checkpoint can no longer be found), and with damage also what could not be verified. Another process may be using
+    the store, and does not wait. Errors: StoreError if no damage was found, but a commit could not be verified."""
     return _hoist.verify_store(_find(directory), bytes_per_second)
 
 
