@@ -46,7 +46,7 @@ void fail_in(const std::string& mode, ToyModel& model, Faults& faults) {
     for (std::size_t unit = 0; unit < 4; ++unit)
       leases.push_back(model.engine().gather(model.unit(unit), model.stream()));
   } else {
-    faults.add({.operation = operation_of(mode), .path_contains = "/store", .first = 1, .count = Faults::kForever});
+    faults.add({.operation = operation_of(mode), .path_contains = "/store", .count = Faults::kForever});
   }
 }
 
@@ -69,8 +69,10 @@ Ending train_until_it_fails(const std::string& mode, Runtime& runtime, const Eng
                     .count = Faults::kForever,
                     .delay = std::chrono::milliseconds(500)});
       engine.save("", {}, {.mirror = true});
+      model.pass(3);  // so that the update reads next
     }
     if (runtime.rank() == kFails) fail_in(mode, model, faults);
+    if (mode == "mirror") engine.step();
     model.train(3, 8);
     engine.settle();
   } catch (const CommError& error) {
