@@ -31,8 +31,6 @@ constexpr std::chrono::minutes kSignalsFor{1};
 // CMakePresets.json lets it keep them.)
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kThreadSanitizer = true;
-#elif defined(__has_feature)
-constexpr bool kThreadSanitizer = __has_feature(thread_sanitizer);
 #else
 constexpr bool kThreadSanitizer = false;
 #endif
