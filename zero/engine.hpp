@@ -10,10 +10,10 @@
 // Memory     Device and pinned memory are laid out when the engine is made; nothing is taken afterwards.
 // Errors     UsageError and BudgetError leave the state unchanged. After any other error in a step or pass the engine
 //            has failed: it can only be destroyed, and a new one restored. The other ranks do not wait for a failed
-//            rank: they stop at once, with a CommError that names it, the unit and its error, and unless they learned
-//            of it in an exchange, the runtimes' communicators cannot be used afterwards. The same holds for an
-//            exception of the program that destroys the engine on its way, and for abandon(). In a process that was
-//            forked later every call is a UsageError and the destructor does nothing.
+//            rank: they stop at once, with a CommError that names it, the unit and its error, and unless that is an
+//            ExchangedError, the runtimes' communicators cannot be used afterwards. The same holds for an exception of
+//            the program that destroys the engine on its way, and for abandon(). In a process that was forked later
+//            every call is a UsageError and the destructor does nothing.
 // Main path  gather -> (scheduler) -> store.read -> copy up -> all-gather -> lease; finish -> reduce-scatter -> copy
 //            down; step -> norm -> update -> store.write -> commit.
 #pragma once
