@@ -101,8 +101,8 @@ class CommError : public Error {
   using Error::Error;
 };
 
-// The same, learned in an exchange that worked: every rank of it has the error, and the communicators can still be
-// used.
+// The same, learned in an exchange that worked: every rank that took part has the error, and the communicators can
+// still be used.
 class ExchangedError : public CommError {
  public:
   using CommError::CommError;

@@ -6,6 +6,7 @@
 // mirror: a read of the store fails while rank 2 copies a step to the mirror and the others, whose copies are done,
 // wait for it. The error is exchanged, so that all engines end soon and can be restored in these processes.
 #include <cstdio>
+#include <filesystem>
 #include <string>
 
 #include <fmt/format.h>
@@ -115,8 +116,7 @@ int main(int argc, char** argv) {
   setup.engine.store_directory = name;
   if (mode == "mirror") {
     setup.engine.update_mode = UpdateMode::step;
-    setup.engine.mirror = {.directory = std::string(name).replace(std::string(name).rfind("store"), 5, "mirror"),
-                           .every = 0};
+    setup.engine.mirror = {.directory = std::filesystem::path(name).replace_filename("mirror"), .every = 0};
   }
 
   const TimePoint start = Clock::now();

@@ -138,7 +138,7 @@ struct RankView {
   struct Answers {
     bool other_ranks = false;                 // another number of ranks made it
     bool no_room = false;                     // for what the configuration wants to keep and hold
-    bool has_more_than_first_commit = false;  // than the commit that a new store begins with
+    bool has_more_than_first_commit = false;  // the one that a new store begins with
   };
   std::vector<CommitHeader> commits, abandoned, checkpoints;
   std::uint64_t store_number = 0;

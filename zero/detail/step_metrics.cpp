@@ -107,8 +107,8 @@ void StepMetrics::append_json(const Line& line) {
   append(std::move(text));
 }
 
-// One call for a line: whoever follows the file sees whole lines. A full disk or a crash may cut a line off, and the
-// next one begins anew.
+// Writes a line by one call, so that a program that follows the file sees whole lines. A full disk or a crash may cut a
+// line off; the next one then begins with a newline.
 void StepMetrics::append(std::string line) {
   if (!at_line_start_) line.insert(0, "\n");
   ssize_t written = 0;

@@ -44,7 +44,7 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
   void watch(const platform::StreamEvent& event, const std::string& unit);
   // The sharding group has been told in an exchange of its own. Later errors go to the norm group only.
   void told_in_exchange() noexcept;
-  // The whole norm group has: nobody is left to be told, and its communicators stay usable.
+  // All ranks of the norm group have been told in an exchange. Nothing is aborted: its communicators stay usable.
   void all_ranks_told() noexcept;
   // Ends telling when it is destroyed: the runtime may go.
   class Disarm {
