@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hoist.torch import channels
+from hoist.torch.ranks import channels
 
 
 def run(rank, rounds, meeting_point):

@@ -21,7 +21,7 @@ import torch
 
 from hoist import _hoist
 from hoist.commit_values import from_json
-from hoist.optim_values import DTYPES
+from hoist.optim.values import DTYPES
 
 __all__ = ["Stored", "Steps", "open", "steps", "verify"]
 

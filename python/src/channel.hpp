@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // python/src/channel.hpp - ranks that are PyTorch's: a Transport whose calls are made by Python
-// (hoist.torch.distributed).
+// (hoist.torch.ranks.distributed).
 //
 // The object has rank, size, exchange(what, sends, receives), broadcast(what, tensor, root), barrier(what),
 // duplicate(), split(ranks), abort(why), why() and close(). Sends and receives are lists of (rank, tensor of bytes).

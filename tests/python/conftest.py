@@ -59,8 +59,8 @@ def settings(tmp_path):
 @pytest.fixture
 def small_units(monkeypatch):
     """hoist.optim has several units, and parameters in pieces, of models that would be one unit."""
-    monkeypatch.setattr("hoist.optim_pieces._UNIT_ELEMENTS", 5000)
-    monkeypatch.setattr("hoist.optim_pieces._PIECE_ELEMENTS", 3000)
+    monkeypatch.setattr("hoist.optim.pieces._UNIT_ELEMENTS", 5000)
+    monkeypatch.setattr("hoist.optim.pieces._PIECE_ELEMENTS", 3000)
 
 
 @pytest.fixture(scope="session")

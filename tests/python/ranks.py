@@ -22,7 +22,7 @@ import accelerator
 _forks = multiprocessing.get_context("forkserver")
 # DistributedDataParallel imports torch._dynamo when it is made.
 _forks.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.cpp_extension", "pytest", "hoist.torch",
-                               "hoist.optim_offload", "hoist.store"])
+                               "hoist.optim.offload", "hoist.store"])
 
 BEGIN = """
 import json, os, signal, sys, time

@@ -31,9 +31,9 @@ def run(arguments):
     elif device:
         import torch.utils.cpp_extension
 
-        import hoist.torch.unit_tensors
+        import hoist.torch.model.unit_tensors
 
-        if not (torch.utils.cpp_extension.is_ninja_available() and hoist.torch.unit_tensors.CAN_REFUSE):
+        if not (torch.utils.cpp_extension.is_ninja_available() and hoist.torch.model.unit_tensors.CAN_REFUSE):
             print("skipped: the test accelerator needs ninja, and PyTorch 2.13 or newer")
             return SKIPPED
 

@@ -15,7 +15,7 @@ import pytest
 import torch.utils.cpp_extension
 from optim_program import Program, place
 
-from hoist.torch.unit_tensors import CAN_REFUSE
+from hoist.torch.model.unit_tensors import CAN_REFUSE
 
 HERE = pathlib.Path(__file__).parent
 PROGRAM = """
@@ -78,12 +78,12 @@ def digests_of(tensors):
 OPTIMIZER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import accelerator, hoist.optim_offload
+import accelerator, hoist.optim.offload
 accelerator.use()
 import torch
 from test_accelerator import digests_of
 from optim_program import Program
-hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
+hoist.optim.pieces._UNIT_ELEMENTS, hoist.optim.pieces._PIECE_ELEMENTS = 5000, 3000
 for arguments in json.loads(sys.argv[2]):
     program = Program("AdamW", torch.bfloat16, torch.device("slate"), **arguments)
     with program.optimizer:

@@ -408,17 +408,17 @@ def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
         import hoist.torch
         import accelerator
         accelerator.use_if_asked()
-        from hoist.torch import checkpoints
+        from hoist.torch.checkpoint import checkpoints
         from test_checkpoints import initialize, train
         engine, *_ = initialize(json.loads({json.dumps(json.dumps(config))}))
         train(engine, 2)
         engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 2}})
-        write = checkpoints._write_durably
+        write = checkpoints.write_durably
         def killed(path, content):
             if path.endswith("latest"):
                 os.kill(os.getpid(), signal.SIGKILL)
             write(path, content)
-        checkpoints._write_durably = killed
+        checkpoints.write_durably = killed
         train(engine, 1, first=2)
         engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 3}})
     """)

@@ -68,7 +68,7 @@ def test_names_that_hoist_made_up_are_refused(tmp_path, capsys):
 
 @pytest.mark.cpu_tensors("hoist.optim's parameters are on the CPU here")
 def test_pieces_of_parameters_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("hoist.optim_pieces._PIECE_ELEMENTS", 16)
+    monkeypatch.setattr("hoist.optim.pieces._PIECE_ELEMENTS", 16)
     store = optimizer_store(tmp_path / "store", nn.Module.named_parameters)
     text = refusal(store, tmp_path / "out")
     assert "'0.weight[0:4]'" in text and "this store cannot be exported" in text

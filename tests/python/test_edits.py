@@ -170,7 +170,7 @@ def test_only_what_was_named_may_be_modified(wrapped):
         step(engine)
 
 
-@pytest.mark.skipif(not hoist.torch.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
+@pytest.mark.skipif(not hoist.torch.model.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
 @pytest.mark.parametrize("evaluations", [1, 2])
 def test_weights_are_not_there_after_an_evaluation_and_cannot_be_changed_in_silence(wrapped, evaluations):
     with wrapped() as undisturbed:

@@ -18,7 +18,8 @@ import yaml  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
 import hoist  # noqa: E402
-from hoist.torch import finetune, finetune_data  # noqa: E402
+from hoist.torch import finetune  # noqa: E402
+from hoist.torch.finetune import data as finetune_data  # noqa: E402
 
 ON_CPU = not os.environ.get("HOIST_TEST_ACCELERATOR")
 # A recipe takes CUDA, or the CPU; another device when it is told so.

@@ -10,7 +10,7 @@ from torch import nn
 
 import hoist
 import hoist.torch
-from hoist.torch.unit_tensors import CAN_REFUSE
+from hoist.torch.model.unit_tensors import CAN_REFUSE
 from models import has_values, on_device_of_tests
 
 WIDTH = 64

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hoist.torch
-from hoist.torch.units import tensors_in
+from hoist.torch.model.units import tensors_in
 from models import batches, loss_of
 
 PACKAGE = str(pathlib.Path(hoist.torch.__file__).parent.parent)

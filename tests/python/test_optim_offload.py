@@ -15,7 +15,7 @@ from torch import nn
 
 import hoist
 import hoist.optim
-import hoist.optim_pieces
+import hoist.optim.pieces
 import hoist.store
 from models import batches, loss_of
 
@@ -71,10 +71,10 @@ def test_a_killed_run_continues_with_the_same_bits(tmp_path, dtype):
     arguments = place("nvme", tmp_path)
     killed = run_program("""
         import json, os, sys
-        import hoist.optim, hoist.optim_pieces
+        import hoist.optim, hoist.optim.pieces
         import torch
         from optim_program import Program
-        hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
+        hoist.optim.pieces._UNIT_ELEMENTS, hoist.optim.pieces._PIECE_ELEMENTS = 5000, 3000
         program = Program("AdamW", getattr(torch, sys.argv[2]), **json.loads(sys.argv[1]))
         for step in range(9):
             program.optimizer.commit_state["next"] = step + 1

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("small_units")
 
 RANKS = """
 join()
-import hoist.optim, hoist.optim_pieces
+import hoist.optim, hoist.optim.pieces
 from test_optim_ranks import *
 from optim_program import gpt
-hoist.optim_pieces._UNIT_ELEMENTS, hoist.optim_pieces._PIECE_ELEMENTS = 5000, 3000
+hoist.optim.pieces._UNIT_ELEMENTS, hoist.optim.pieces._PIECE_ELEMENTS = 5000, 3000
 arguments, group = dict(config["arguments"]), None
 if config["divided"]:
     arguments["shard_over"] = dist.group.WORLD

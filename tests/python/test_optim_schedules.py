@@ -9,7 +9,7 @@ from torch import nn
 
 import hoist
 import hoist.optim
-import hoist.optim_pieces
+import hoist.optim.pieces
 import hoist.store
 
 pytestmark = pytest.mark.usefixtures("small_units")

@@ -10,7 +10,7 @@ from torch import nn
 
 import hoist
 import hoist.optim
-import hoist.optim_pieces
+import hoist.optim.pieces
 import hoist.store
 
 pytestmark = pytest.mark.usefixtures("small_units")
@@ -89,7 +89,7 @@ def test_an_interrupted_load_ends_the_optimizer_and_not_the_process(tmp_path, mo
     def interrupted(values, unit):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hoist.optim_pieces.UnitValues.__call__", interrupted)
+    monkeypatch.setattr("hoist.optim.pieces.UnitValues.__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.load_state_dict(saved)
     for _ in range(2):  # the error that it failed with, as often as it is asked

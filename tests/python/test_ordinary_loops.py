@@ -652,7 +652,7 @@ def test_the_second_backward_pass_of_one_forward_pass_says_what_to_do(wrapped):
             engine.backward(result.pow(2).sum())
 
 
-@pytest.mark.skipif(not hoist.torch.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
+@pytest.mark.skipif(not hoist.torch.model.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
 def test_a_model_whose_engine_was_closed_has_no_values(wrapped):
     with wrapped() as engine:
         model = engine.module

@@ -17,7 +17,8 @@ import hoist
 import hoist.torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
-from hoist.torch import checkpoints, pretrained_export  # noqa: E402
+from hoist.torch.checkpoint import checkpoints  # noqa: E402
+from hoist.torch.pretrained import export as pretrained_export  # noqa: E402
 from hoist.torch.transformers import from_pretrained, save_pretrained  # noqa: E402
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -407,7 +408,7 @@ def test_a_model_whose_weights_are_in_files_refuses_to_be_called(tmp_path):
         with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
             assert torch.equal(engine(input_ids=tokens).logits, expected)
             assert [hook.__name__ for m in model.modules() for hook in m._forward_pre_hooks.values()
-                    if hook.__module__ == "hoist.torch.pretrained"] == []
+                    if hook.__module__ == "hoist.torch.pretrained.loading"] == []
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["zero", "random"])

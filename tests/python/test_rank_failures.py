@@ -236,7 +236,7 @@ def test_a_full_disk_below_a_saved_model_is_told_to_all_ranks(settings, tmp_path
     config["hoist"] |= {"comm_timeout_seconds": 60.0}
     ranks = results(start(f"""
         import transformers
-        from hoist.torch import pretrained_export
+        from hoist.torch.pretrained import export as pretrained_export
         join()
         shape = transformers.LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                          num_attention_heads=2)

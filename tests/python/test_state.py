@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 import hoist
 import hoist.torch
-from hoist.torch import program_state
+from hoist.torch.checkpoint import program_state, schedules
 from models import VOCABULARY, Gpt, batches, has_values, loss_of, on_device_of_tests
 from training import make, train
 
@@ -138,7 +138,7 @@ def test_a_schedule_in_a_store_that_was_written_before(settings):
     optimizer = torch.optim.SGD(make().parameters(), lr=1e-3)
     schedule = lr_scheduler.MultiStepLR(optimizer, [5])
     optimizer.step()
-    program_state.continue_schedule(saved, schedule, optimizer.param_groups)
+    schedules.continue_schedule(saved, schedule, optimizer.param_groups)
     assert schedule.last_epoch == 5 and optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
 
 

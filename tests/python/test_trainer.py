@@ -17,7 +17,7 @@ import hoist
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
-from hoist.torch.unit_tensors import CAN_REFUSE  # noqa: E402
+from hoist.torch.model.unit_tensors import CAN_REFUSE  # noqa: E402
 from training import digests  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("cpu_by_default")

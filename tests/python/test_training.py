@@ -13,7 +13,7 @@ from torch import nn
 
 import hoist
 import hoist.torch
-from hoist.torch.unit_tensors import CAN_REFUSE
+from hoist.torch.model.unit_tensors import CAN_REFUSE
 from models import batches, freeze_base, has_values, loss_of
 from training import digests, make, train
 

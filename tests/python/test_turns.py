@@ -9,7 +9,7 @@ import torch
 
 import hoist
 import hoist.torch
-from hoist.torch.unit_tensors import CAN_REFUSE, UnitTensors
+from hoist.torch.model.unit_tensors import CAN_REFUSE, UnitTensors
 from models import batches, loss_of
 from training import digests, make, train
 

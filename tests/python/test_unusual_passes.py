@@ -295,7 +295,7 @@ class WithAuxiliaryLoss(nn.Module):
         return y
 
 
-@pytest.mark.skipif(not hoist.torch.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
+@pytest.mark.skipif(not hoist.torch.model.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
 def test_an_auxiliary_loss_that_begins_later_fails_once_and_is_learned_then(wrap):
     """A backward pass uses weights that its first one did not, in memory for a few blocks."""
     def make():
@@ -425,7 +425,7 @@ def test_experts_that_no_token_was_routed_to_in_the_first_pass(wrap, form):
 
 def test_where_a_use_that_was_missed_cannot_be_refused_the_step_after_the_skipped_one_finds_it(wrap, monkeypatch):
     """As with PyTorch before 2.13, where weights that are not loaded are NaN."""
-    monkeypatch.setattr(hoist.torch.unit_tensors, "CAN_REFUSE", False)
+    monkeypatch.setattr(hoist.torch.model.unit_tensors, "CAN_REFUSE", False)
     applied = []
     model = made(lambda: Experts("weights"))
     model.other = nn.Linear(WIDTH, WIDTH, bias=False)

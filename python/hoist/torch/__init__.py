@@ -28,16 +28,16 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.torch import channels, distributed
 from hoist.torch.config_files import as_json, is_yaml, read_config
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.devices import outside_of_inference_mode
 from hoist.torch.engine import Engine
 from hoist.torch.estimates import Estimate, describe_units, estimate_units, model_of
-from hoist.torch.initial import Initialize
+from hoist.torch.model.initial import Initialize
+from hoist.torch.model.units import units_of
+from hoist.torch.model.wrapped import engine_of
 from hoist.torch.optimizer import Optimizer, refuse_schedule, without_names
-from hoist.torch.units import units_of
-from hoist.torch.wrapped import engine_of
+from hoist.torch.ranks import channels, distributed
 
 ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 
@@ -120,7 +120,7 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
 
 def _engine_of(model: torch.nn.Module, config: _hoist.Config, **options: Any) -> Engine:
     """The model may be one of from_pretrained(), whose module imports transformers, which others can do without."""
-    pretrained = sys.modules.get("hoist.torch.pretrained")
+    pretrained = sys.modules.get("hoist.torch.pretrained.loading")
     with contextlib.ExitStack() as stack:
         stack.enter_context(outside_of_inference_mode())
         stack.enter_context(channels.start(distributed.ranks_at_start(config)))

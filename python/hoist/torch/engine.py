@@ -22,26 +22,29 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
-from hoist.optim_groups import options_of, warn_of_other_rates
-from hoist.torch import channels, checkpoints, distributed, initial, program_state, vertical, weight_files
-from hoist.torch.casts import cast_inputs
+from hoist.optim.groups import options_of, warn_of_other_rates
+from hoist.torch.checkpoint import checkpoints, program_state, schedules
 from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
+from hoist.torch.deepspeed.engine_names import DeepSpeedNames
 from hoist.torch.deepspeed.files import shown
-from hoist.torch.deepspeed_names import DeepSpeedNames
 from hoist.torch.devices import device_of
-from hoist.torch.graphs import refuse_graphs
-from hoist.torch.hooks import ModuleHook
-from hoist.torch.initial import Initialize
-from hoist.torch.model_names import StandsForModel
+from hoist.torch.model import initial, weight_files
+from hoist.torch.model.casts import cast_inputs
+from hoist.torch.model.graphs import refuse_graphs
+from hoist.torch.model.initial import Initialize
+from hoist.torch.model.model_names import StandsForModel
+from hoist.torch.model.parameters import Parameters, dtype_of
+from hoist.torch.model.units import units_of
+from hoist.torch.model.wrapped import claim, generate_together, refuse_model, remove_hooks
 from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_rates_of_0, refuse_schedule, schedule_for
-from hoist.torch.parameters import Parameters, dtype_of
-from hoist.torch.passes import Passes
-from hoist.torch.turns import takes_turn
-from hoist.torch.units import units_of
-from hoist.torch.wrapped import claim, generate_together, refuse_model, remove_hooks
+from hoist.torch.passes import vertical
+from hoist.torch.passes.hooks import ModuleHook
+from hoist.torch.passes.passes import Passes
+from hoist.torch.passes.turns import takes_turn
+from hoist.torch.ranks import channels, distributed
 
 _log = logging.getLogger("hoist")
 _Batch = TypeVar("_Batch")
@@ -318,12 +321,12 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._step_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
-        if not lr_kwargs and program_state.needs_arguments(self._lr_scheduler):
+        if not lr_kwargs and schedules.needs_arguments(self._lr_scheduler):
             raise _hoist.UsageError(f"the step() of {type(self._lr_scheduler).__name__} needs more than the step, such as its "
                                     'metrics: call engine.step(lr_kwargs={"metrics": ...})')
         report = self.optimizer.update()
         if report.applied and self._lr_scheduler is not None:
-            program_state.step_schedule(self._lr_scheduler, **(lr_kwargs or {}))
+            schedules.step_schedule(self._lr_scheduler, **(lr_kwargs or {}))
         return report
 
     def _update(self) -> _hoist.StepReport:
@@ -407,7 +410,7 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _continue_schedule(self) -> None:
         if self._saved and self._lr_scheduler is not None:
-            program_state.continue_schedule(self._saved, self._lr_scheduler, self.optimizer.param_groups)
+            schedules.continue_schedule(self._saved, self._lr_scheduler, self.optimizer.param_groups)
             self._saved = {}
             self._resumed_rates = None
 
@@ -457,7 +460,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def _commit_state(self, schedule_lags: bool) -> bytes:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         buffers = dict(self._parameters.persistent_buffers())
-        packed = program_state.pack(self.state, program_state.schedule_of(self._lr_scheduler), rates, buffers,
+        packed = program_state.pack(self.state, schedules.schedule_of(self._lr_scheduler), rates, buffers,
                                     schedule_lags=schedule_lags, first_rates=self._first_rates,
                                     skipped_steps=self._skipped_steps, world_size=self.world_size)
         if len(packed) > self.config.caller_state_bytes_max:

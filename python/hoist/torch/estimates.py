@@ -12,8 +12,8 @@ from torch import nn
 
 from hoist import _hoist
 from hoist.torch.devices import device_of
-from hoist.torch.parameters import Parameters, dtype_of
-from hoist.torch.units import units_of
+from hoist.torch.model.parameters import Parameters, dtype_of
+from hoist.torch.model.units import units_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.optim_groups import refuse_changes, settled_of
-from hoist.torch.units import Unit
+from hoist.optim.groups import refuse_changes, settled_of
+from hoist.torch.model.units import Unit
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine

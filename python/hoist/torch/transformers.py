@@ -11,7 +11,7 @@ included, and what contradicts the arguments is refused as Hugging Face's integr
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import glob
 import json
 import logging
@@ -33,12 +33,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hoist.torch
 from hoist import _hoist
-from hoist.torch import distributed
-from hoist.torch.casts import cast_inputs
 from hoist.torch.config_files import as_json, read_config, with_first_names
-from hoist.torch.parameters import dtype_of
-from hoist.torch.pretrained import from_pretrained
-from hoist.torch.pretrained_export import _new_model, _write_weights, refuse_adapters, save_pretrained
+from hoist.torch.model.casts import cast_inputs
+from hoist.torch.model.parameters import dtype_of
+from hoist.torch.pretrained.export import refuse_adapters, save_pretrained, write_model, write_weights
+from hoist.torch.pretrained.loading import from_pretrained
 
 __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint", "save_pretrained"]
 
@@ -362,12 +361,8 @@ class Trainer(transformers.Trainer):
         if isinstance(self.model, transformers.PreTrainedModel) or hasattr(self.model, "peft_config"):
             return save_pretrained(self.engine, output_dir, write_settings=self._save_settings)
         # A plain module: model.safetensors under its own names.
-        with distributed.work_of_one_rank(self.engine._unit_manager), contextlib.ExitStack() as stack:
-            with distributed.work_of_one_rank(self.engine._unit_manager):
-                folder = stack.enter_context(_new_model(output_dir)) if self.engine._is_first_of_job else None
-                if folder is not None:
-                    self._save_settings(folder)
-            _write_weights(self.engine, folder, max_shard_size=sys.maxsize)
+        write_model(self.engine, output_dir, self._save_settings,
+                    functools.partial(write_weights, self.engine, max_shard_size=sys.maxsize))
 
     def _save_settings(self, folder: str) -> None:
         """What Trainer saves beside the weights."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from hoist import _hoist
+from hoist.torch.checkpoint.schedules import is_plain
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.files import refuse, shown
-from hoist.torch.initial import Source, values_of
-from hoist.torch.program_state import is_plain
-from hoist.torch.units import Model
+from hoist.torch.model.initial import Source, values_of
+from hoist.torch.model.units import Model
 
 _log = logging.getLogger("hoist")
 

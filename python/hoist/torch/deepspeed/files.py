@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from hoist import _hoist
-from hoist.torch.weight_files import can_be_mapped
+from hoist.torch.model.weight_files import can_be_mapped
 
 
 def _stand_in(module: str, name: str, base: type) -> type:

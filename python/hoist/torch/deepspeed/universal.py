@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import hoist.store
-import hoist.torch.checkpoints
 from hoist import _hoist
 from hoist.commit_values import from_json
+from hoist.torch.checkpoint.checkpoints import sync, write_durably
 from hoist.torch.deepspeed.checkpoint import KEYS, OWN_KEYS
 from hoist.torch.deepspeed.files import shown
 
@@ -71,7 +71,7 @@ def _save(values: Any, *path: str) -> None:
     """Writes a file durably. Its directory is synced too, with all that is in it by then."""
     os.makedirs(os.path.join(*path[:-1]), exist_ok=True)
     pickle_module = types.SimpleNamespace(Pickler=_Pickler, __name__="pickle")
-    hoist.torch.checkpoints._write_durably(
+    write_durably(
         os.path.join(*path), lambda file: torch.save(values, file, pickle_module=pickle_module))
 
 
@@ -163,10 +163,10 @@ class _Export:
                 with contextlib.suppress(OSError):
                     os.rmdir(to)
             raise
-        hoist.torch.checkpoints.sync(to)  # the pointer must not name what a crash takes back
+        sync(to)  # the pointer must not name what a crash takes back
         if is_new:
-            hoist.torch.checkpoints.sync(os.path.dirname(os.path.abspath(to)))
-        hoist.torch.checkpoints._write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
+            sync(os.path.dirname(os.path.abspath(to)))
+        write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
         return directory
 
     def _write_parameters(self, directory: str) -> None:

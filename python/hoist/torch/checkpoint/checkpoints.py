@@ -25,8 +25,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hoist import _hoist
-from hoist.torch import distributed
 from hoist.torch.deepspeed.files import shown
+from hoist.torch.ranks import distributed
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
@@ -57,7 +57,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     with distributed.work_of_one_rank(engine._unit_manager):
         if is_first:
             os.makedirs(folder, exist_ok=True)
-            _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
+            write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
     before = engine.checkpoints()
     engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()
@@ -77,7 +77,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
             if other != _client_file(folder, step):
                 os.unlink(other)  # of a step that had this tag before
         if save_latest:
-            _write_durably(os.path.join(directory, _LATEST), lambda file: file.write(tag.encode()))
+            write_durably(os.path.join(directory, _LATEST), lambda file: file.write(tag.encode()))
 
 
 def _forget(folder: str, step: int) -> None:
@@ -166,7 +166,7 @@ def _client_file(folder: str, step: int | str) -> str:
     return os.path.join(folder, f"client_state-{step}.pt")
 
 
-def _write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
+def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
     partial = path + ".partial"
     with open(partial, "wb") as file:
         write(file)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from hoist import _hoist
-from hoist.torch.graphs import outside_of_graphs
-from hoist.torch.passes import Passes
-from hoist.torch.turns import FORWARD, modules_on_stack
-from hoist.torch.units import reads_weights_in_backward, tensors_in
-from hoist.torch.wrapped import keep_hooks
+from hoist.torch.model.graphs import outside_of_graphs
+from hoist.torch.model.units import reads_weights_in_backward, tensors_in
+from hoist.torch.model.wrapped import keep_hooks
+from hoist.torch.passes.passes import Passes
+from hoist.torch.passes.turns import FORWARD, modules_on_stack
 
 
 @dataclass

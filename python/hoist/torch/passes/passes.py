@@ -21,14 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hoist import _hoist
 from hoist.program_end import text_of
-from hoist.torch.turns import BACKWARD, FORWARD, Turns
-from hoist.torch.units import Model
-from hoist.torch.watch import UnannouncedUses
+from hoist.torch.model.units import Model
+from hoist.torch.passes.turns import BACKWARD, FORWARD, Turns
+from hoist.torch.passes.watch import UnannouncedUses
 
 if TYPE_CHECKING:
-    from hoist.torch.hooks import Call, ModuleHook
-    from hoist.torch.parameters import Parameters
-    from hoist.torch.vertical import Forward
+    from hoist.torch.model.parameters import Parameters
+    from hoist.torch.passes.hooks import Call, ModuleHook
+    from hoist.torch.passes.vertical import Forward
 
 _log = logging.getLogger("hoist")
 

@@ -27,14 +27,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hoist import _hoist, program_end
 from hoist.commit_values import to_json
-from hoist.optim_groups import is_setting, options_of, rates_of, refuse_changes, settled_of, warn_of_other_rates
-from hoist.optim_pieces import CutParameters, Piece, UnitValues, refuse_unfit
-from hoist.optim_values import DTYPES, STATE_NAMES, SavedState, join_master, problem_of_gradient
+from hoist.optim.groups import is_setting, options_of, rates_of, refuse_changes, settled_of, warn_of_other_rates
+from hoist.optim.pieces import CutParameters, Piece, UnitValues, refuse_unfit
+from hoist.optim.values import DTYPES, STATE_NAMES, SavedState, join_master, problem_of_gradient
 from hoist.shared_memory import refuse_shared_memory
-from hoist.torch import channels, distributed, initial, program_state
+from hoist.torch.checkpoint import program_state, schedules
 from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
-from hoist.torch.parameters import as_type
+from hoist.torch.model import initial
+from hoist.torch.model.parameters import as_type
+from hoist.torch.ranks import channels, distributed
 
 _log = logging.getLogger("hoist")
 
@@ -74,7 +76,7 @@ def _signs_of_change(parameter: torch.Tensor) -> tuple[Any, ...]:
 def _plain_entries(group: dict[str, Any]) -> dict[str, Any]:
     """What a commit has of a parameter group: rates, and the entries of schedules and of the program that JSON can hold."""
     others = {key: value for key, value in group.items() if key not in ("params", "param_names") and not is_setting(key)}
-    plain = {key: value for key, value in others.items() if program_state.is_plain(value)}
+    plain = {key: value for key, value in others.items() if schedules.is_plain(value)}
     return plain | {key: float(others[key]) for key in ("lr", "initial_lr") if key in others}  # they may be tensors
 
 
@@ -325,7 +327,7 @@ class Offloaded:
         state: dict[str, Any] = {"program": to_json(self.program_state, "commit_state"),
                                  "groups": [_plain_entries(group) for group in groups],
                                  "first_rates": self._first_rates, "world_size": self._unit_manager.world_size}
-        schedule = program_state.plain_schedule(program_state.schedule_of(self.schedule))
+        schedule = schedules.plain_schedule(schedules.schedule_of(self.schedule))
         if schedule is not None:
             state |= {"scheduler": schedule, "schedule_lags": schedule_lags}
         return json.dumps(state).encode()
@@ -373,7 +375,7 @@ class Offloaded:
     def _continue_schedule(self, groups: list[dict[str, Any]]) -> None:
         """Brings a schedule to where the saved one was, and the rates, which its constructor may have set."""
         if self.schedule is not None and "scheduler" in self._saved:
-            program_state.continue_schedule({**self._saved, "rates": rates_of(self._saved["groups"])}, self.schedule, groups)
+            schedules.continue_schedule({**self._saved, "rates": rates_of(self._saved["groups"])}, self.schedule, groups)
             self._resumed_rates, self._saved = None, {}
 
     def checkpoints(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from torch import nn
 from hoist import _hoist
 
 if TYPE_CHECKING:
-    from hoist.torch.passes import Passes
+    from hoist.torch.passes.passes import Passes
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

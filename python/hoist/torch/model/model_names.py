@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
-from hoist.torch.deepspeed_names import ELSEWHERE
+from hoist.torch.deepspeed.engine_names import ELSEWHERE
 
 _Self = TypeVar("_Self", bound="StandsForModel")
 

@@ -32,8 +32,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hoist import _hoist
 from hoist.torch.commands import run_command
-from hoist.torch.finetune_data import from_the_hub, load_rows
-from hoist.torch.pretrained import IS_4
+from hoist.torch.finetune.data import from_the_hub, load_rows
+from hoist.torch.pretrained.loading import IS_4
 from hoist.torch.transformers import (
     DEFAULT_OPTIMS,
     OTHER_OPTIMS,
@@ -456,7 +456,3 @@ def main(words: list[str] | None = None) -> int:
             raise _hoist.StoreError(f"{error}\n--set resume_from_checkpoint=true continues an earlier run of this "
                                     "recipe") from error
     return run_command("hoist", work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from hoist import _hoist
-from hoist.torch import checkpoints
-from hoist.torch.channels import is_joined
-from hoist.torch.turns import takes_turn
+from hoist.torch.checkpoint import checkpoints
+from hoist.torch.passes.turns import takes_turn
+from hoist.torch.ranks.channels import is_joined
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
     from hoist.torch.optimizer import Optimizer
-    from hoist.torch.passes import Passes
+    from hoist.torch.passes.passes import Passes
 
 
 # What DeepSpeed's engine has besides, and what a program does here.

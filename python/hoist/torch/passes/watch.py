@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hoist import _hoist
-from hoist.torch import unit_tensors
-from hoist.torch.graphs import outside_of_graphs
-from hoist.torch.units import Model, called_parts
+from hoist.torch.model import unit_tensors
+from hoist.torch.model.graphs import outside_of_graphs
+from hoist.torch.model.units import Model, called_parts
 
 if TYPE_CHECKING:
-    from hoist.torch.hooks import ModuleHook
-    from hoist.torch.parameters import Parameters
-    from hoist.torch.passes import Passes
+    from hoist.torch.model.parameters import Parameters
+    from hoist.torch.passes.hooks import ModuleHook
+    from hoist.torch.passes.passes import Passes
 
 _log = logging.getLogger("hoist")
 _BACKWARD = "backward"  # a kind of pass, beside those of the engine

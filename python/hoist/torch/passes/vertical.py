@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_map
 
 from hoist import _hoist
 from hoist.torch.devices import carried_state
-from hoist.torch.passes import Passes
+from hoist.torch.passes.passes import Passes
 
 if TYPE_CHECKING:
-    from hoist.torch.hooks import Call, ModuleHook
+    from hoist.torch.passes.hooks import Call, ModuleHook
 
 _Batch = TypeVar("_Batch")
 

@@ -19,10 +19,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hoist import _hoist
-from hoist.torch import distributed
-from hoist.torch.checkpoints import sync
-from hoist.torch.pretrained import IS_4
-from hoist.torch.weight_files import NAMES
+from hoist.torch.checkpoint.checkpoints import sync
+from hoist.torch.model.weight_files import NAMES
+from hoist.torch.pretrained.loading import IS_4
+from hoist.torch.ranks import distributed
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
@@ -47,19 +47,32 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
     is_whole = isinstance(model, transformers.PreTrainedModel)
     if not is_whole and not hasattr(model, "peft_config"):
         raise _hoist.UsageError(f"a {type(model).__name__} has no save_pretrained form: use engine.export(directory)")
+
+    def settings(folder: str) -> None:
+        if write_settings is not None:
+            write_settings(folder)
+        elif is_whole:
+            model.save_pretrained(folder, state_dict={}, max_shard_size=max_shard_size)
+
+    def adapters(folder: str | None) -> None:
+        tensors = _adapters(engine)
+        if folder is not None:
+            model.save_pretrained(folder, state_dict=tensors)
+
+    write_model(engine, directory, settings,
+                (lambda folder: write_weights(engine, folder, max_shard_size)) if is_whole else adapters)
+
+
+def write_model(engine: Engine, directory: str | os.PathLike[str], settings: Callable[[str], object],
+                weights: Callable[[str | None], object]) -> None:
+    """[C] Calls both for a folder whose files then replace those in the directory: `settings` on the first rank, and `weights` on
+    all, which is given None on the others."""
     with distributed.work_of_one_rank(engine._unit_manager), contextlib.ExitStack() as stack:
         with distributed.work_of_one_rank(engine._unit_manager):
             folder = stack.enter_context(_new_model(os.fspath(directory))) if engine._is_first_of_job else None
-            if folder is not None and write_settings is not None:
-                write_settings(folder)
-            elif folder is not None and is_whole:
-                model.save_pretrained(folder, state_dict={}, max_shard_size=max_shard_size)
-        if is_whole:
-            _write_weights(engine, folder, max_shard_size)
-            return
-        adapters = _adapters(engine)
-        if folder is not None:
-            model.save_pretrained(folder, state_dict=adapters)
+            if folder is not None:
+                settings(folder)
+        weights(folder)
 
 
 def refuse_adapters(model: Any, world_size: int) -> None:
@@ -73,7 +86,7 @@ def refuse_adapters(model: Any, world_size: int) -> None:
                                 "prompts that it saves on the first rank alone, which has a part of the weights")
 
 
-def _write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
+def write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
     """[C] Pre: within work_of_one_rank()."""
     engine._parameters.names_in_model()  # refuses another model than the one that was wrapped
     planned, parts = _plan(engine)

@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.optim_groups import TORCH_ARGUMENTS, options_of
-from hoist.optim_values import (
+from hoist.optim.groups import TORCH_ARGUMENTS, options_of
+from hoist.optim.values import (
     DTYPES,
     STATE_NAMES,
     SavedState,
@@ -38,7 +38,7 @@ _log = logging.getLogger("hoist")
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from hoist.optim_offload import OffloadArguments, Offloaded
+    from hoist.optim.offload import OffloadArguments, Offloaded
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
 
@@ -69,7 +69,7 @@ class _Optimizer(torch.optim.Optimizer):
         offload = self._offload_arguments(settings, dict(arguments))
         super().__init__(params, settings)
         if offload.get("offload") is not None:
-            from hoist.optim_offload import Offloaded  # needs hoist.torch
+            from hoist.optim.offload import Offloaded  # needs hoist.torch
 
             self._offloaded = Offloaded(self.param_groups, self._kind, threads, **offload)
             return

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hoist import _hoist
-from hoist.optim_values import DTYPES
+from hoist.optim.values import DTYPES
 from hoist.torch.devices import own_random_numbers
-from hoist.torch.units import Unit
+from hoist.torch.model.units import Unit
 
 _log = logging.getLogger("hoist")
 

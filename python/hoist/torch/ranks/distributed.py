@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hoist import _hoist, program_end
-from hoist.torch.channels import Channel, Ranks, is_joined
+from hoist.torch.ranks.channels import Channel, Ranks, is_joined
 
 _log = logging.getLogger("hoist")
 

@@ -14,15 +14,15 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
-from hoist.optim_values import DTYPES
+from hoist.optim.values import DTYPES
 from hoist.shared_memory import refuse_shared_memory
-from hoist.torch import initial, weight_files
-from hoist.torch.unit_tensors import UnitTensors
-from hoist.torch.units import Model, Unit
-from hoist.torch.wrapped import keep_hooks, remove_hooks
+from hoist.torch.model import initial, weight_files
+from hoist.torch.model.unit_tensors import UnitTensors
+from hoist.torch.model.units import Model, Unit
+from hoist.torch.model.wrapped import keep_hooks, remove_hooks
 
 if TYPE_CHECKING:
-    from hoist.torch.turns import Turns
+    from hoist.torch.passes.turns import Turns
 
 _PIECE = 1 << 20  # elements that are converted at a time
 

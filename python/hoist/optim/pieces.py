@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
-from hoist.optim_values import DTYPES, problem_of_parameter
+from hoist.optim.values import DTYPES, problem_of_parameter
 from hoist.shared_memory import refuse_shared_memory
 
 # Small parameters move together up to so many elements. A larger one is cut into pieces of _PIECE_ELEMENTS, because the device

@@ -32,7 +32,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from hoist import _hoist
-from hoist.torch.weight_files import TYPES, can_be_mapped
+from hoist.torch.model.weight_files import TYPES, can_be_mapped
 
 __all__ = ["from_pretrained"]
 

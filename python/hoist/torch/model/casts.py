@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hoist.torch.wrapped import keep_hooks
+from hoist.torch.model.wrapped import keep_hooks
 
 
 def cast_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
