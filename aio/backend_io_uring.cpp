@@ -28,12 +28,12 @@ class IoUringBackend final : public Backend {
   std::string description() const override { return description_; }
 
   void submit(Block& block) override {
-    start();
+    ring_.start();
     ring_.put(block);
   }
 
   std::size_t reap(std::span<Block*> done, Nanoseconds timeout) override {
-    start();
+    ring_.start();
     serve();
     std::size_t count = collect(done);
     if (count > 0) {
@@ -49,12 +49,6 @@ class IoUringBackend final : public Backend {
   void wake_up() override { wake_up_->signal(); }
 
  private:
-  void start() {
-    if (started_) return;
-    started_ = true;
-    ring_.start();
-  }
-
   void serve() {
     ring_.serve_closing_files();
     if (poll_armed_) return;
@@ -81,7 +75,6 @@ class IoUringBackend final : public Backend {
   Ring ring_;
   std::string description_;
   // I/O thread only.
-  bool started_ = false;
   bool poll_armed_ = false;
   bool wake_up_seen_ = false;
 };

@@ -26,13 +26,9 @@ IoError io_error(const char* operation, const std::string& path) {
   return IoError({.operation = operation, .path = path, .code = errno}, "nothing was changed; choose a writable place");
 }
 
-void write_all(int descriptor, const std::string& text, const std::string& path) {
-  for (std::size_t at = 0; at < text.size();) {
-    const ssize_t written = ::write(descriptor, text.data() + at, text.size() - at);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) throw io_error("write", path);
-    at += static_cast<std::size_t>(written);
-  }
+void write_text(int descriptor, const std::string& text, const std::string& path) {
+  errno = write_all(descriptor, std::as_bytes(std::span(text)));
+  if (errno != 0) throw io_error("write", path);
 }
 
 // A file beside `target`, removed again unless it was renamed.
@@ -49,7 +45,7 @@ class TemporaryFile {
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
 
-  void write(const std::string& text) const { write_all(descriptor_, text, path_); }
+  void write(const std::string& text) const { write_text(descriptor_, text, path_); }
 
   // mkostemp makes it 0600.
   void take_permissions() const {
@@ -129,7 +125,7 @@ void replace_file(const std::string& path, const std::string& text) {
     if (!S_ISREG(info.st_mode)) return write_into(path, text);
     if (const auto descriptor = standard_descriptor(info)) {
       std::fflush(nullptr);
-      return write_all(*descriptor, text, path);
+      return write_text(*descriptor, text, path);
     }
   }
   TemporaryFile draft(followed(path).string());

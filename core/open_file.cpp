@@ -94,6 +94,16 @@ int read_and_close(int descriptor, std::size_t bytes_max, std::string& text) {
   return code;
 }
 
+int write_all(int descriptor, std::span<const std::byte> bytes) noexcept {
+  while (!bytes.empty()) {
+    const ssize_t count = ::write(descriptor, bytes.data(), bytes.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return count < 0 ? errno : EIO;
+    bytes = bytes.subspan(static_cast<std::size_t>(count));
+  }
+  return 0;
+}
+
 std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept {
   const bool appends = mode == OutputMode::append;
   const int opened = open_at_once(path, O_WRONLY | O_CREAT | (appends ? O_APPEND : O_TRUNC), 0666);

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdio>
+#include <span>
 #include <string>
 #include <system_error>
 
@@ -27,6 +28,9 @@ int open_regular_file(const std::string& path, int flags, mode_t mode = 0) noexc
 int open_input_file(const std::string& path) noexcept;
 // Reads `descriptor` to its end and closes it. Returns 0 or the errno: EFBIG for more than `bytes_max` bytes.
 int read_and_close(int descriptor, std::size_t bytes_max, std::string& text);
+
+// Writes all of `bytes`. Returns 0 or the errno.
+int write_all(int descriptor, std::span<const std::byte> bytes) noexcept;
 
 enum class OutputMode { replace, append };
 // For writing to a file that a person named: anything writable. A named pipe without a reader is ENXIO. Returns null

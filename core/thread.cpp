@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <csignal>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -28,10 +29,30 @@ void require_stack(const std::string& name) {
                   name, format_bytes(bytes), format_bytes(kStackBytesMin)));
 }
 
+// A thread begins with the signals blocked that its creator has blocked. Left open are those of a thread's own faults,
+// and a profiler's.
+class OtherSignalsBlocked {
+ public:
+  OtherSignalsBlocked() {
+    sigset_t others;
+    ::sigfillset(&others);
+    for (const int mine : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT, SIGPROF})
+      ::sigdelset(&others, mine);
+    ::pthread_sigmask(SIG_BLOCK, &others, &before_);
+  }
+  ~OtherSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  OtherSignalsBlocked(const OtherSignalsBlocked&) = delete;
+  OtherSignalsBlocked& operator=(const OtherSignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 template <class Thread, class Body>
 Thread start(const std::string& name, Body body) {
   require_stack(name);
   try {
+    const OtherSignalsBlocked blocked;
     Thread thread(std::move(body));
     ::pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
     return thread;

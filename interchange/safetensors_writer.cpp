@@ -52,7 +52,10 @@ class SafetensorsWriter::OpenFile {
   explicit OpenFile(const std::string& path) : path_(path), partial_(path + ".partial") {
     while (!open_and_lock()) {
     }
-    if (::ftruncate(descriptor_, 0) != 0) fail("ftruncate", errno, "check the file system");
+    if (::ftruncate(descriptor_, 0) == 0) return;
+    const int code = errno;
+    ::close(descriptor_);
+    fail("ftruncate", code, "check the file system");
   }
   ~OpenFile() {
     if (!renamed_ && (descriptor_ >= 0 || closed_)) ::unlink(partial_.c_str());
@@ -62,14 +65,10 @@ class SafetensorsWriter::OpenFile {
   OpenFile& operator=(const OpenFile&) = delete;
 
   void write(std::span<const std::byte> bytes) {
-    while (!bytes.empty()) {
-      const ssize_t count = ::write(descriptor_, bytes.data(), bytes.size());
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0 && errno == EFBIG) fail("write", EFBIG, "raise the limit of file sizes (ulimit -f)");
-      if (count <= 0) fail("write", count < 0 ? errno : 0, "free space, or choose another directory");
-      bytes = bytes.subspan(static_cast<std::size_t>(count));
-      written_ += static_cast<std::uint64_t>(count);
-    }
+    const int code = write_all(descriptor_, bytes);
+    if (code == EFBIG) fail("write", code, "raise the limit of file sizes (ulimit -f)");
+    if (code != 0) fail("write", code, "free space, or choose another directory");
+    written_ += bytes.size();
   }
 
   // After the last write. Gives up the lock.

@@ -155,20 +155,6 @@ void write_superblock(aio::DriveQueue& engine, const aio::File& manifest, const 
   engine.sync(manifest).wait();
 }
 
-Superblock read_superblock(aio::DriveQueue& engine, const aio::File& manifest, const StorePaths& paths) {
-  std::string problem = fmt::format("it is {} bytes long", manifest.size_bytes());
-  if (manifest.size_bytes() < kBlockAlignment) throw_unreadable(paths, problem);
-  const TransferMemory head(kBlockAlignment);
-  engine.read(manifest, 0, head.span(), aio::Priority::foreground).wait();
-  const auto length = superblock_length(head.span(), manifest.size_bytes(), problem);
-  if (!length) throw_unreadable(paths, problem);
-  const TransferMemory whole(*length);
-  engine.read(manifest, 0, whole.span(), aio::Priority::foreground).wait();
-  auto superblock = decode_superblock(whole.span(), problem);
-  if (!superblock) throw_unreadable(paths, problem);
-  return std::move(*superblock);
-}
-
 void require_engines(Store::Engines engines, std::size_t drive_count) {
   if (engines.size() != drive_count)
     throw UsageError(fmt::format("{} engines for a store on {} drives", engines.size(), drive_count));
@@ -395,9 +381,10 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, Engines engines)
     throw StoreError(fmt::format("the store in {} has lost its data: {} does not exist", paths.directory, paths.data));
   Impl::Files files;
   files.manifest = std::make_unique<aio::File>(paths.manifest, aio::FileOptions{});
-  Superblock stored = read_superblock(engine, *files.manifest, paths);
+  detail::ManifestView view = detail::view_manifest(paths.manifest);
+  if (!view.superblock) throw_unreadable(paths, view.damage);
+  Superblock& stored = *view.superblock;
   check_same_model(stored, mine, paths);
-  detail::check_length(*files.manifest, stored.manifest_bytes());
   files.data = open_data(options, engines, std::move(*first), stored);
   auto impl = std::make_unique<Impl>(options, std::move(stored), paths, engine);
   impl->start_existing(std::move(files));

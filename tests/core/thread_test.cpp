@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <csignal>
 #include <cstdio>
 #include <future>
 #include <string>
@@ -26,6 +27,19 @@ TEST(Thread, HasAName) {
   EXPECT_EQ(name_of(thread), "a name of more ");
   asked.set_value();
   thread.join();
+}
+
+TEST(Thread, LeavesTheProgramsSignalsToItsOwnThreads) {
+  const auto blocks = [](int signal) {
+    sigset_t blocked;
+    ::pthread_sigmask(SIG_BLOCK, nullptr, &blocked);
+    return ::sigismember(&blocked, signal) == 1;
+  };
+  start_thread("hoist-test", [&] {
+    for (const int signal : {SIGALRM, SIGUSR1, SIGCHLD, SIGINT, SIGTERM}) EXPECT_TRUE(blocks(signal)) << signal;
+    for (const int signal : {SIGSEGV, SIGBUS, SIGPROF}) EXPECT_FALSE(blocks(signal)) << signal;
+  }).join();
+  EXPECT_FALSE(blocks(SIGALRM));
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space without end

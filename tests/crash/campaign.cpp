@@ -188,14 +188,14 @@ LifeEnd Campaign::live_with(Disturbance disturbance, const LifeTerms& terms, Wit
     struct sigaction interrupt {
     }, before{};
     interrupt.sa_handler = [](int) {};
-    ::sigaction(SIGUSR1, &interrupt, &before);
+    ::sigaction(SIGPROF, &interrupt, &before);
     ChildLife child(life(witness, terms), witness);
     const auto end = std::chrono::steady_clock::now() + kSignalsFor;
     while (!child.has_ended() && std::chrono::steady_clock::now() < end) {
-      child.send(SIGUSR1);
+      child.send(SIGPROF);
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
-    ::sigaction(SIGUSR1, &before, nullptr);
+    ::sigaction(SIGPROF, &before, nullptr);
     return child.wait();
   }
   if (disturbance != Disturbance::second) return live_in_child(life(witness, terms), witness, {});

@@ -160,12 +160,7 @@ void write_label(const StorePaths& drive, const DriveLabel& label) {
   const int file = open_regular_file(partial, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, S_IRUSR | S_IWUSR);
   if (file < 0) throw IoError({"open", partial, 0, 0, errno}, "");
   const std::string text = label_text(label);
-  int code = 0;
-  for (std::string_view rest = text; code == 0 && !rest.empty();) {
-    const ssize_t count = ::write(file, rest.data(), rest.size());
-    if (count > 0) rest.remove_prefix(static_cast<std::size_t>(count));
-    if (count < 0 && errno != EINTR) code = errno;
-  }
+  int code = write_all(file, std::as_bytes(std::span(text)));
   if (code == 0 && ::fsync(file) != 0) code = errno;
   ::close(file);
   if (code == 0 && ::rename(partial.c_str(), drive.label.c_str()) != 0) code = errno;
