@@ -28,6 +28,7 @@ TREE, BUILD = WORK / "tree", WORK / "tree" / "build" / "dev"
 # Where data moves. Commits have tests of their own (tests/crash), and so have threads that wait for a condition. The waits of
 # python/src/tensor_steps.cpp are left out because the objects that wait there do so in their destructors, too.
 FILES = ["comm/host_communicator.cpp", "python/src/unit_manager.cpp",
+         "python/src/unit_manager_life.cpp",
          "python/src/unit_manager_gradients.cpp", "tiers/activation_offload.cpp", "zero/memory/gradient_spill.cpp",
          "zero/memory/record_io.cpp", "zero/passes/accumulator.cpp", "zero/passes/gatherer.cpp", "zero/passes/gradient_ring.cpp",
          "zero/passes/gradients.cpp", "zero/passes/waits.cpp", "zero/passes/weight_reader.cpp", "zero/step/state_calls.cpp",

@@ -38,8 +38,8 @@ def abandon_for(unit_manager: _hoist.UnitManager, has_others: bool, error: BaseE
         abandon(unit_manager, has_others, text_of(error))
 
 
-def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, left_by: Callable[[], str] = str) -> Callable[[], None]:
-    """Closes what is still there when the program ends. `left_by`: the error that a pass was left by, or nothing. Returns what
+def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, pass_error: Callable[[], str] = str) -> Callable[[], None]:
+    """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing. Returns what
     atexit has been given, to unregister it after an earlier end."""
     alive = weakref.ref(unit_manager)
 
@@ -47,7 +47,7 @@ def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, left_by: C
         if (ending := alive()) is None:
             return
         try:
-            if why := left_by() or text_of(getattr(sys, "last_value", None)):
+            if why := pass_error() or text_of(getattr(sys, "last_value", None)):
                 abandon(ending, has_others, why)
             ending.close()
         except _hoist.Error as error:

@@ -124,6 +124,10 @@ class UnitManager {
   // Pre: as many values of the same lengths on each rank.
   std::vector<bool> take_first_ranks(std::span<const std::span<std::byte>> values);
   RestoreReport restore(const std::string& from);
+  // [C] Before anything is given up for a commit, or a named checkpoint, that is not there. Waits for those under way.
+  // If the engine has failed, the search may fail with it, and only logs that: restoring then refuses by itself. Pre:
+  // an EngineTurn. Errors: StoreError, naming what there is; UsageError without a store.
+  void require_commit(const std::string& from);
   // [C] Commits the present state, with `caller_state`, and gives back memory, threads and the store; restore() or
   // wake() makes them anew. Until then other calls are UsageErrors. Pre: as of Engine::save(). Errors: those of it, and
   // nothing has changed then.
@@ -180,7 +184,7 @@ class UnitManager {
   // Gradients of the unit may come at any time of the backward pass from now on.
   void share(std::uint32_t unit) { units_[unit].shared = true; }
   bool is_up(std::uint32_t unit) const { return units_[unit].is_up(); }
-  // Someone needs the unit up, whether it is or had to give way.
+  // Whether a call or a backward pass needs the unit now; its memory may have gone to another unit meanwhile.
   bool is_held(std::uint32_t unit) const { return units_[unit].holds > 0; }
   void bring_back(std::uint32_t unit) { load(units_[unit]); }
   // While this is true, a unit that is up for its backward pass may give way to another one: whoever set it brings the
@@ -269,7 +273,6 @@ class UnitManager {
   // Errors: UsageError.
   void require_awake() const;
   comm::Communicator& ranks_of(Among among);
-  void require_commit(const std::string& from);
   void take_memory();
   void fall_asleep(std::uint64_t step) noexcept;
   void open_runtime();

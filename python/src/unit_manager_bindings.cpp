@@ -354,6 +354,13 @@ void bind_unit_manager(nb::module_& module) {
              return checkpoints;
            })
       .def(
+          "require_commit",
+          [](UnitManager& unit_manager, const std::string& from) {
+            const EngineTurn turn(unit_manager.engine_mutex());
+            unit_manager.require_commit(from);
+          },
+          "from_"_a, "[C] Errors: as of restore(), where what it would continue from is not there.")
+      .def(
           "restore",
           [](UnitManager& unit_manager, const std::string& from) {
             const RestoreReport report = unit_manager.restore(from);

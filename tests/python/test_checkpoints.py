@@ -103,11 +103,16 @@ def test_a_restore_of_what_is_not_there_gives_up_nothing(settings, tmp_path, whe
     with hoist.torch.wrap(make(), copy.deepcopy(config)) as engine:
         train(engine, 2)
         before = digests(engine)
-        with pytest.raises(hoist.Error, match={"memory": "all state is in memory|keeps no step 'x'"}.get(
-                where, "keeps no step 'x'" if name else "holds no commit yet")):
+        refusal = {"memory": "all state is in memory"}.get(where, "keeps no step 'x'" if name else "holds no commit yet")
+        with pytest.raises(hoist.Error, match=refusal):
             engine.restore(name)
         assert engine.step_count == 2 and digests(engine) == before
-        train(engine, 1, first=2)
+        inputs, targets = next(batches(1))
+        loss = loss_of(engine(inputs), targets)  # a pass under way
+        with pytest.raises(hoist.Error, match=refusal):
+            engine.restore(name)
+        engine.backward(loss)
+        assert engine.step().applied and engine.step_count == 3
 
 
 def test_weights_that_are_up_do_not_outlive_a_restore(settings):

@@ -339,6 +339,8 @@ class Offloaded:
 
     def restore(self, groups: list[dict[str, Any]], name: str) -> int:
         """[C] Continues from a named checkpoint or the newest commit, and fills the parameters. Returns the step."""
+        if self._unit_manager.is_alive:
+            self._unit_manager.require_commit(name)
         step, state = self._unit_manager.restore(name)
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()

@@ -23,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
 from hoist.optim.groups import options_of, warn_of_other_rates
-from hoist.torch.checkpoint import checkpoints, program_state, schedules
+from hoist.torch.checkpoint import program_state, schedules
 from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
@@ -124,7 +124,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._has_others = self.world_size > 1 or self._is_part_of_job  # also known when it was closed, or sleeps
         self._training = config.training
         self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
-                              config.scales_losses, config.is_vertical, self._require_life, self._add_hook)
+                              config.scales_losses, config.is_vertical, self._require_run, self._add_hook)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         with self._parameters.moved(self._unit_manager, self.device) as sources:
@@ -182,7 +182,8 @@ class Engine(StandsForModel, DeepSpeedNames):
             generate_together(self.module)
         clip_through(self)
         passes = weakref.ref(self._passes)
-        self._at_exit = program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
+        self._at_exit = program_end.close_at_exit(self._unit_manager, self._has_others,
+                                                  lambda: getattr(passes(), "pass_error", ""))
 
     def _add_hook(self, module: nn.Module, unit: int) -> ModuleHook:
         for hook in self._hooks:
@@ -377,7 +378,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     @property
     def lr_scheduler(self) -> Any:
         """Stepped after every step that was applied; set to it, or to a function that makes it for the optimizer. One that is
-        set after a restore goes on where the saved one was."""
+        set after a restore continues where the saved one was."""
         return self._lr_scheduler
 
     @lr_scheduler.setter
@@ -497,8 +498,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         """[C] Continues from a named checkpoint, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine, or a call that was interrupted."""
         self._passes.turns.require("restore()")
-        if name and self._unit_manager.is_alive:
-            checkpoints.refuse_unknown(self, name)
+        if self._unit_manager.is_alive:
+            self._unit_manager.require_commit(name)
         self._passes.give_up()
         with self._passes.turns.of("restore()"):
             return self._restore(name)
@@ -533,8 +534,8 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @takes_turn
     def wake(self) -> None:
-        """[C] Takes memory again and goes on where sleep() ended, bit by bit. After an error, such as that memory is lacking,
-        the engine sleeps on, and wake() may be called again."""
+        """[C] Takes memory again and continues where sleep() ended, with the same bits. After an error, such as that memory is
+        lacking, the engine sleeps on, and wake() may be called again."""
         with channels.start(distributed.ranks_at_start(self.config)):
             self._unit_manager.wake()
         self._passes.forget()
@@ -551,15 +552,15 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._between_passes()
         self._unit_manager.settle()
 
-    def _require_life(self) -> None:
+    def _require_run(self) -> None:
         if self._waits_for_load and self._unit_manager.is_open:
             raise _hoist.StoreError(
                 f"{self.config.store_directory} holds a run already: load_checkpoint() or restore() continues it, as "
                 "resume=True does from the start; to begin anew, choose another directory or remove it")
 
     def _between_passes(self) -> None:
-        self._require_life()
-        if not self._passes.gathers:
+        self._require_run()
+        if not self._passes.in_gathered_block:
             self._parameters.refuse_edits()
         self._passes.end_for_state()
 
@@ -631,8 +632,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         On several ranks, after a pass that an exception ended: the others, who may wait in it, stop with a CommError. In a
         process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
         """
-        if self._passes.left_by:
-            program_end.abandon(self._unit_manager, self._has_others, self._passes.left_by)
+        if self._passes.pass_error:
+            program_end.abandon(self._unit_manager, self._has_others, self._passes.pass_error)
         self._passes.give_up()
         self._unit_manager.close()
         atexit.unregister(self._at_exit)

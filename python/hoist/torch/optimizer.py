@@ -127,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
     def adopt(self, client: Any) -> None:
         """Follows the groups of another optimizer, whose schedulers then set the rates here."""
         for mine, theirs in zip(self.param_groups, client.param_groups, strict=True):
-            if "initial_lr" in mine:  # a run goes on, and this is the rate that it had come to
+            if "initial_lr" in mine:  # a run continues, and this is the rate that it had come to
                 theirs.setdefault("initial_lr", mine["initial_lr"])
                 theirs["lr"] = mine["lr"]
         self._client = client
@@ -157,7 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         self._rates = [None] * len(self.param_groups)
 
     def tell_rates_again(self) -> None:
-        """A new engine that goes on where the last one ended is told what that one was."""
+        """Sets the rates of a new engine that continues where the last one ended to those of that one."""
         for index, rate in enumerate(self._rates):
             if rate is not None and not self._engine.config.has_schedule:
                 self._engine._set_rate(index, rate)

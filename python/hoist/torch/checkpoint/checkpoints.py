@@ -111,7 +111,8 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     if any_tag and tag not in known:
         tag = _newest_saved(engine, known, directory, tag)
         folder = os.path.join(directory, tag)
-    step = _step_of(engine, known, tag)
+    engine._unit_manager.require_commit(tag)
+    step = known[tag]
     client_file = _client_file(folder, step)
     if not os.path.isfile(client_file):
         raise _hoist.StoreError(
@@ -136,30 +137,6 @@ def _newest_saved(engine: Engine, known: dict[str, int], directory: str, latest:
                          os.path.join(directory, _LATEST), latest, engine.config.store_directory, tag, step)
             return tag
     return latest
-
-
-def refuse_unknown(engine: Engine, name: str) -> None:
-    """[C] Before anything is given up for a checkpoint that is not there. Errors: StoreError, saying which are. Where the engine
-    failed and cannot say, nothing is refused here: restoring refuses by itself."""
-    try:
-        known = dict(engine._unit_manager.find_checkpoints())
-    except _hoist.Error as error:
-        _log.info("what the store keeps is asked by a new engine: %s", error)
-        return
-    _step_of(engine, known, name)
-
-
-def _step_of(engine: Engine, known: dict[str, int], name: str) -> int:
-    if name not in known and engine._unit_manager.is_alive and engine.step_count == 0:
-        raise _hoist.StoreError(
-            f"{engine.config.store_directory or 'this run'} keeps no step '{name}': a run begins there. The model is in the "
-            "store of the run that saved it: name that directory in nvme_path, or copy the store with `hoist copy`")
-    if name not in known:
-        others = ", ".join(f"'{other}' (step {step})" for other, step in known.items()) or "none"
-        raise _hoist.StoreError(
-            f"{engine.config.store_directory} keeps no step '{name}', or not any more; it keeps {others}. The last "
-            f"{engine.config.keep_steps} stay (hoist.keep_steps)")
-    return known[name]
 
 
 def _client_file(folder: str, step: int | str) -> str:

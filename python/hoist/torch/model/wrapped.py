@@ -112,7 +112,7 @@ def generate_together(model: nn.Module) -> None:
 
 def _generate_together(module: nn.Module, *args: Any, **settings: Any) -> Any:
     engine = engine_of(module)
-    if engine is not None and not engine._passes.gathers:  # inside of gathered(), one rank may generate alone
+    if engine is not None and not engine._passes.in_gathered_block:  # inside of gathered(), one rank may generate alone
         settings["synced_gpus"] = True
     generate: Any = getattr(type(module), "generate")  # noqa: B009 - Module has none
     return generate(module, *args, **settings)

@@ -47,15 +47,15 @@ def _is_divided(loss: torch.Tensor, by: int) -> bool:
 
 
 class Passes:
-    """`require_life` raises where the engine has no state yet; called before a pass begins."""
+    """`require_run` raises where the engine has no state yet; called before a pass begins."""
 
     def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int,
-                 scales_losses: bool, is_vertical: bool, require_life: Callable[[], None],
+                 scales_losses: bool, is_vertical: bool, require_run: Callable[[], None],
                  add_hook: Callable[[nn.Module, int], ModuleHook]):
         self._unit_manager = unit_manager
         self._cut = cut
         self._parameters = parameters
-        self._require_life = require_life
+        self._require_run = require_run
         self._scales_losses = scales_losses
         self._is_vertical = is_vertical
         self._is_scaled = False  # the loss whose backward pass comes next
@@ -71,7 +71,7 @@ class Passes:
         self._is_called = False  # backward() of the engine is under way
         self._says_divided = True
         self._says_kept = True
-        self.left_by = ""  # what ended the last pass before its time
+        self.pass_error = ""  # what ended the last pass before its time
         self.calls: list[Call] = []  # under way, innermost last
         self.input_hooks: list[RemovableHandle] = []  # on tensors that may outlive the pass
         self.forward_of_all: Forward | None = None  # under way, in vertical order
@@ -95,7 +95,7 @@ class Passes:
     def _open_pass(self) -> None:
         unit_manager = self._unit_manager
         training = torch.is_grad_enabled() and bool(self._parameters.trainable)
-        if self.gathers:
+        if self.in_gathered_block:
             if training:
                 raise _hoist.UsageError("a module of the wrapped model is called for training inside of gathered(): call it "
                                         "under torch.no_grad(), or after the block")
@@ -121,13 +121,13 @@ class Passes:
         self.uses.begin_call()
 
     def begin(self, kind: _hoist.Pass) -> None:
-        self._require_life()
+        self._require_run()
         self._parameters.refuse_edits()
         for handle in self.input_hooks:
             handle.remove()
         self.input_hooks.clear()
         self._is_scaled = False
-        self.left_by = ""
+        self.pass_error = ""
         if kind == _hoist.Pass.train:
             self._parameters.refuse_gradients()
             if self._is_vertical and self.forward_of_all is None:
@@ -173,7 +173,7 @@ class Passes:
             self.forget()
 
     @property
-    def gathers(self) -> bool:
+    def in_gathered_block(self) -> bool:
         """A block of gathered() has its weights. Calls without gradients take part in its pass."""
         return self._note_block is not None
 
@@ -206,9 +206,9 @@ class Passes:
                 return
             if was_watched:
                 self._parameters.note_versions_of_watched_pass()
-            elif not failed and not self.gathers:
+            elif not failed and not self.in_gathered_block:
                 self._refuse_edits_of_pass()
-            if self._unit_manager.current_pass == _hoist.Pass.evaluate and not self.gathers:
+            if self._unit_manager.current_pass == _hoist.Pass.evaluate and not self.in_gathered_block:
                 self._unit_manager.close_unheld()
         finally:
             self.turns.end()
@@ -229,8 +229,8 @@ class Passes:
         unit_manager.walks_again()
         if failed:
             self.uses.watch_next()
-        if failed and unit_manager.current_pass is not None and not self.gathers:
-            self.left_by = text_of(sys.exc_info()[1])
+        if failed and unit_manager.current_pass is not None and not self.in_gathered_block:
+            self.pass_error = text_of(sys.exc_info()[1])
             self._drop_pass()
 
     @property
@@ -265,7 +265,7 @@ class Passes:
             with self.uses.of_backward():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
-            self.left_by = text_of(error)
+            self.pass_error = text_of(error)
             self._drop_pass()
             raise
         finally:
@@ -315,7 +315,7 @@ class Passes:
         try:
             yield
         except BaseException as error:
-            self.left_by = text_of(error)
+            self.pass_error = text_of(error)
             self._drop_pass()
             raise
         self._end_backward(self.micro_batches)

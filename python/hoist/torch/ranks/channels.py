@@ -59,7 +59,7 @@ def _all_have_heard(store: dist.Store, members: Sequence[int]) -> bool:
     try:
         return int(store.add("heard", 0)) >= len(members)
     except RuntimeError:
-        return True  # the store is gone, and with it whoever would read
+        return True  # the store is gone, so no rank can read it
 
 
 class _Start:
@@ -329,7 +329,7 @@ class Channel:
         return _start_exchange(group, [(peer, mine) for peer in peers], [(peer, self._heads[peer]) for peer in peers])
 
     def _difference(self, mine: bytes) -> str | None:
-        """Errors are told alike by both ranks."""
+        """Both ranks report the same text."""
         for peer, head in enumerate(self._heads):
             if peer == self.rank:
                 continue

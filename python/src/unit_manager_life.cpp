@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// A unit manager from its construction to its end: its engine, commits, sleep.
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/comm/communicator.hpp>
+#include <hoist/comm/launch.hpp>
+#include <hoist/core/checksum.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
+#include <hoist/core/units.hpp>
+
+#include "unit_manager.hpp"
+
+namespace hoist::python {
+
+Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups) {
+  Model model;
+  for (const GroupOptions& group : groups) model.add_group(group);
+  for (const ManagedUnit& unit : units) {
+    UnitOptions options{.stable_in_pass = true, .own_gradient_memory = unit.own_gradient_memory};
+    for (const std::uint32_t other : unit.gathered_with) options.gathered_with.push_back(UnitId{other});
+    model.add_unit(unit.name, unit.parameters, options);
+  }
+  return model;
+}
+
+UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
+  model_ = model_of(options_.units, options_.groups);
+  options_.engine.micro_batches_max =
+      std::max(options_.engine.micro_batches_max, static_cast<unsigned>(options_.micro_batches(world_size_at_start())));
+  take_memory();
+  open_runtime();
+  lay_out_units();
+  const nb::module_ torch = nb::module_::import_("torch");
+  fp32_ = torch.attr("float32");
+  bf16_ = torch.attr("bfloat16");
+  fp16_ = torch.attr("float16");
+}
+
+UnitManager::~UnitManager() { end_engine(); }
+
+void UnitManager::require_awake() const {
+  if (runtime_) return;
+  throw UsageError(is_asleep() ? "the engine sleeps, and its memory was given back: call wake() first"
+                               : "the engine was closed, and the model's weights with it");
+}
+
+void UnitManager::close() {
+  asleep_at_.reset();
+  if (!is_open() || !process_.is_this()) return;
+  if (pass_) discard();
+  std::exception_ptr failure;
+  if (engine_) {
+    const EngineTurn turn(engine_mutex());
+    try {
+      engine_->settle();
+    } catch (...) {
+      failure = std::current_exception();  // after the store was given up: the next process can open it then
+    }
+  }
+  end_engine();
+  unbind();
+  if (failure) std::rethrow_exception(failure);
+}
+
+void UnitManager::abandon(const std::string& why) noexcept {
+  if (!runtime_ || !process_.is_this()) return;
+  if (pass_) discard();
+  end_engine(&why);
+  unbind();
+}
+
+void UnitManager::initialize(const InitialState& state, std::span<const std::byte> caller_state) {
+  const EngineTurn turn(engine_mutex());
+  if (engine_) throw UsageError("the model is being trained already");
+  was_used_ = true;
+  engine_ = Engine::create(runtime(), options_.engine, model_, state, caller_state);
+  note_memory();
+}
+
+comm::Communicator& UnitManager::ranks_of(Among among) {
+  return among == Among::job ? runtime().norm_group() : runtime().communicator();
+}
+
+bool UnitManager::same_on_all(std::string_view text, Among among) {
+  const EngineTurn turn(engine_mutex());
+  const auto all = comm::values_of_all(ranks_of(among), checksum(std::as_bytes(std::span(text))));
+  return std::ranges::all_of(all, [&](std::uint64_t other) { return other == all.front(); });
+}
+
+std::string UnitManager::first_problem(std::string_view mine, Among among) {
+  const auto first = comm::first_problem(ranks_of(among), mine.empty() ? std::nullopt : std::optional(mine));
+  return first ? fmt::format("rank {} failed: {}", first->rank, first->text) : "";
+}
+
+std::vector<bool> UnitManager::take_first_ranks(std::span<const std::span<std::byte>> values) {
+  const EngineTurn turn(engine_mutex());
+  comm::Communicator& ranks = runtime().communicator();
+  std::vector<bool> differs(values.size());
+  if (values.empty()) return differs;
+  std::vector<std::uint64_t> mine;
+  for (const std::span<std::byte> value : values) mine.push_back(checksum(value));
+  std::vector<std::uint64_t> all(mine.size() * static_cast<std::size_t>(ranks.size()));
+  ranks.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  constexpr std::size_t kMessageBytes = 64 * kMiB;
+  for (std::size_t v = 0; v < values.size(); ++v) {
+    for (std::size_t at = v; at < all.size(); at += values.size()) differs[v] = differs[v] || all[at] != all[v];
+    if (!differs[v]) continue;
+    for (std::span<std::byte> rest = values[v]; !rest.empty();
+         rest = rest.subspan(std::min(rest.size(), kMessageBytes)))
+      ranks.broadcast_host(rest.first(std::min(rest.size(), kMessageBytes)), 0);
+  }
+  return differs;
+}
+
+void UnitManager::note_memory() {
+  for (Unit& unit : units_) unit.stays_up = engine_->keeps_gathered(unit.id);
+  keeps_all_up_ = std::ranges::all_of(units_, &Unit::stays_up);
+}
+
+void UnitManager::require_commit(const std::string& from) {
+  const std::string& directory = options_.engine.store_directory;
+  if (directory.empty())
+    throw UsageError("restore() without a store: all state is in memory, and nothing is committed");
+  try {
+    if (engine_) engine_->settle();  // what is being saved is there
+    if (from.empty()) {
+      if (Engine::find_commit(runtime(), options_.engine)) return;
+      throw StoreError(fmt::format("{} holds no commit yet: call save() before restore()", directory));
+    }
+    const std::vector<NamedCheckpoint> known = Engine::find_checkpoints(runtime(), options_.engine);
+    if (std::ranges::find(known, from, &NamedCheckpoint::name) != known.end()) return;
+    if (engine_ && engine_->step_count() == 0)
+      throw StoreError(
+          fmt::format("{} keeps no step '{}': a run begins there. The model is in the store of the run that "
+                      "saved it: name that directory in nvme_path, or copy the store with `hoist copy`",
+                      directory, from));
+    std::string others;
+    for (const NamedCheckpoint& step : known)
+      others += fmt::format("{}'{}' (step {})", others.empty() ? "" : ", ", step.name, step.step);
+    throw StoreError(
+        fmt::format("{} keeps no step '{}', or not any more; it keeps {}. The last {} stay (hoist.keep_steps)",
+                    directory, from, others.empty() ? "none" : others, options_.engine.keep_steps));
+  } catch (const StoreError&) {
+    throw;
+  } catch (const Error& error) {
+    log_warning("restore() looks for the commit when the engine has ended: {}", error.what());
+  }
+}
+
+RestoreReport UnitManager::restore(const std::string& from) {
+  if (pass_) discard();
+  const std::optional<std::uint64_t> asleep_at = asleep_at_;
+  if (engine_) {
+    const EngineTurn turn(engine_mutex());
+    try {
+      engine_->settle();
+    } catch (const Error&) {  // of the run that is being left
+    }
+  }
+  if (was_used_) {
+    end_engine();
+    unbind();
+  }
+  try {
+    if (!runtime_) open_runtime();
+    asleep_at_.reset();
+    was_used_ = true;
+    const EngineTurn turn(engine_mutex());
+    engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
+    note_memory();
+    return *engine_->restored();
+  } catch (...) {
+    if (asleep_at) fall_asleep(*asleep_at);
+    throw;
+  }
+}
+
+void UnitManager::fall_asleep(std::uint64_t step) noexcept {
+  end_engine();
+  unbind();
+  asleep_at_ = step;
+}
+
+void UnitManager::sleep(std::span<const std::byte> caller_state) {
+  const std::uint64_t step = engine().step_count();
+  {
+    const EngineTurn turn(engine_mutex());
+    engine_->save("", caller_state).wait();
+  }
+  fall_asleep(step);
+}
+
+void UnitManager::wake() {
+  if (!is_asleep()) {
+    require_awake();
+    throw UsageError("wake() belongs after sleep()");
+  }
+  const std::uint64_t step = *asleep_at_;
+  const std::uint64_t found = restore("").step;
+  if (found == step) return;
+  fall_asleep(step);
+  throw StoreError(
+      fmt::format("the engine fell asleep at step {}, and the store is at step {}: another run has changed "
+                  "it; restore() goes on from there",
+                  step, found));
+}
+
+std::optional<std::uint64_t> UnitManager::find_commit() {
+  const EngineTurn turn(engine_mutex());
+  return Engine::find_commit(runtime(), options_.engine);
+}
+
+std::vector<NamedCheckpoint> UnitManager::find_checkpoints() {
+  const EngineTurn turn(engine_mutex());
+  return Engine::find_checkpoints(runtime(), options_.engine);
+}
+
+void UnitManager::end_engine(const std::string* why_for_others) noexcept {
+  if (!runtime_ || !process_.is_this()) return;
+  pass_.reset();
+  // Tensors that a stream may still read. They go after the streams, and when the GIL is held again.
+  const auto read_by_streams = std::make_pair(std::exchange(collecting_, {}), std::exchange(adding_, {}));
+  const EngineTurn turn(engine_mutex());
+  if (engine_) engine_->discard();  // ends leases
+  for (Unit& unit : units_) unit.uses.clear();
+  scope_.reset();
+  weights_stream_ = {nullptr, kEngine};
+  gradients_stream_ = {nullptr, kEngine};
+  engine_.reset();  // the step that was decided is carried out, and committed with the others
+  if (why_for_others != nullptr) {
+    runtime_->communicator().abort(*why_for_others);
+    if (runtime_->has_several_groups()) runtime_->norm_group().abort(*why_for_others);
+  }
+  borrowed_streams_.clear();
+  runtime_.reset();
+}
+
+// The memory is given back as soon as no tensor of the program's is over it.
+void UnitManager::unbind() noexcept {
+  for (Unit& unit : units_) {
+    unit.memory = nullptr;
+    unit.is_shown = false;
+  }
+  if (!torch_.unbind.is_valid()) return;
+  if (const std::string why = call_in_spite_of_interruption(torch_.unbind); !why.empty())
+    log_warning("the model's tensors keep the engine's memory: {}", why);
+}
+
+int UnitManager::world_size_at_start() const {
+  if (options_.make_channel) return options_.world_size;
+  return options_.runtime.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
+}
+
+// Takes no more of a GPU's memory than the engine will use: the rest is PyTorch's.
+void UnitManager::take_memory() {
+  RuntimeOptions& runtime = options_.runtime;
+  const comm::Launch launch = comm::launch_of_process();
+  if (launch.size == 1) runtime.local_ranks = std::max(options_.world_size, options_.job_size);
+  if (runtime.device != platform::DeviceKind::cuda) return;
+  const Prediction prediction = predict(runtime, options_.engine, model_, world_size_at_start());
+  runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
+}
+
+// The channels come first, and all ranks of the job meet: a rank that then lacks memory can tell the others.
+void UnitManager::open_runtime() {
+  const nb::gil_scoped_release release;
+  const platform::DeviceKind device = options_.runtime.device.value_or(platform::DeviceKind::host);
+  const std::shared_ptr<comm::Transport> job = options_.make_job_channel ? options_.make_job_channel() : nullptr;
+  const std::shared_ptr<comm::Transport> sharding = options_.make_channel ? options_.make_channel() : nullptr;
+  // Both are called when this rank has taken its memory; the first one called waits for the other ranks.
+  const auto join = [&](const comm::CommunicatorOptions& comm) {
+    (job ? job : sharding)->barrier();
+    return join_over(sharding, device, comm);
+  };
+  // The job's ranks exchange what they agree on, never weights.
+  const auto norm = [&](const comm::CommunicatorOptions& comm) {
+    if (!sharding) job->barrier();
+    return join_over(job, platform::DeviceKind::host, {.timeout = comm.timeout});
+  };
+  try {
+    if (job) {
+      Runtime::Groups groups{.sharding = {}, .norm = norm};
+      if (sharding) groups.sharding = join;
+      runtime_ = std::make_unique<Runtime>(options_.runtime, groups);
+    } else if (sharding) {
+      runtime_ = std::make_unique<Runtime>(options_.runtime, join);
+    } else {
+      runtime_ = std::make_unique<Runtime>(options_.runtime);
+    }
+    weights_stream_ = {runtime_->device().create_stream("torch weights"), kEngine};
+    gradients_stream_ = {runtime_->device().create_stream("torch gradients"), kEngine};
+  } catch (const std::exception& error) {
+    for (const auto& channel : {sharding, job})
+      if (channel) channel->abort(error.what());
+    throw;
+  }
+  learning_ = true;
+  gradient_places_.reset();
+  was_used_ = false;
+}
+
+void UnitManager::lay_out_units() {
+  places_ = gathered_layout(options_.engine, model_, runtime_->world_size());
+  for (std::uint32_t u = 0; u < model_.units().size(); ++u) {
+    Unit& unit = units_.emplace_back(Unit{.id = UnitId{u}});
+    unit.shared = options_.units[u].shared;
+    std::uint64_t elements = 0;
+    for (const ParameterSpec& spec : options_.units[u].parameters) {
+      elements += element_count(spec);
+      unit.trainable += spec.trainable ? 1 : 0;
+      unit.has_frozen = unit.has_frozen || !spec.trainable;
+    }
+    unit.is_small = elements <= options_.engine.persistence_elements;
+  }
+  has_arrived_.resize(model_.parameters().size());
+}
+
+}  // namespace hoist::python
