@@ -58,6 +58,10 @@ bool names_pipe(const std::string& path) noexcept {
 
 }  // namespace
 
+Descriptor::~Descriptor() {
+  if (number >= 0) ::close(number);
+}
+
 int open_regular_file(const std::string& path, int flags, mode_t mode) noexcept {
   // Checked before and after opening: a device should not be opened at all, and the name may mean another file by then.
   // open() follows or refuses a link.

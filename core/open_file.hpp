@@ -19,6 +19,15 @@
 
 namespace hoist {
 
+// Closes a descriptor, which may be -1.
+struct Descriptor {
+  explicit Descriptor(int value) : number(value) {}
+  ~Descriptor();
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  const int number;
+};
+
 // Opens (or creates, with O_CREAT) a regular file. Refuses other kinds: EISDIR, and EINVAL for pipes, sockets and
 // devices. `flags` as for open(); O_CLOEXEC is always added.
 int open_regular_file(const std::string& path, int flags, mode_t mode = 0) noexcept;

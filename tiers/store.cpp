@@ -10,6 +10,7 @@
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/detail/held_commit.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/scratch.hpp>
 #include <hoist/tiers/store.hpp>
@@ -158,10 +159,10 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   adopted_ = true;
 }
 
-std::unique_ptr<Scratch> Store::Impl::make_scratch(std::uint64_t bytes, Engines engines) const {
+std::unique_ptr<Scratch> Store::Impl::make_scratch(std::uint64_t bytes, Queues queues) const {
   ScratchOptions options{.layout = files_.data->layout(), .bytes = bytes, .trace = trace_};
   for (const std::string& data : data_paths()) options.paths.push_back(detail::scratch_path(data));
-  return std::make_unique<Scratch>(options, engines);
+  return std::make_unique<Scratch>(options, queues);
 }
 
 Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
@@ -388,8 +389,8 @@ std::vector<CommitHeader> Store::checkpoints_apart_from(const CorruptionError::W
 }
 std::uint32_t Store::checkpoints_max() const { return impl_->checkpoints_max(); }
 std::unique_ptr<StoreReader> Store::hold() { return impl_->hold(); }
-std::unique_ptr<Scratch> Store::make_scratch(std::uint64_t bytes, Engines engines) const {
-  return impl_->make_scratch(bytes, engines);
+std::unique_ptr<Scratch> Store::make_scratch(std::uint64_t bytes, Queues queues) const {
+  return impl_->make_scratch(bytes, queues);
 }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }

@@ -135,14 +135,14 @@ class Store {
 
   // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError if a store with a commit
   // is there, or was and is unreadable now, and with BudgetError{tier "nvme"} if the file system is too small; then no
-  // file remains. A store that never reached its first commit is replaced, and so is one of durability none. `engines`:
+  // file remains. A store that never reached its first commit is replaced, and so is one of durability none. `queues`:
   // one for each directory, in their order; the first also carries the manifest.
-  using Engines = std::span<aio::DriveQueue* const>;
-  static std::unique_ptr<Store> create(const StoreOptions& options, Engines engines);
+  using Queues = std::span<aio::DriveQueue* const>;
+  static std::unique_ptr<Store> create(const StoreOptions& options, Queues queues);
   // Opens the store of the same model and locks it. The commits it holds are in commits(); one is chosen by adopt().
   // Refuses one of durability none, of another rank, world size or layout, and files that were cut off. A store made
   // with room for more caller state than asked for keeps its room.
-  static std::unique_ptr<Store> open(const StoreOptions& options, Engines engines);
+  static std::unique_ptr<Store> open(const StoreOptions& options, Queues queues);
   // Memory the store keeps for its tables and manifest image, and bytes on disk, for a plan.
   struct Cost {
     std::uint64_t memory_bytes = 0;
@@ -225,8 +225,8 @@ class Store {
   // commit under way but the one whose completion calls this; held_commits_max is 1, and no other commit is held.
   std::unique_ptr<StoreReader> hold();
 
-  // Space beside the data, on the same drives, under this store's lock. `engines`: as of create() or open().
-  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Engines engines) const;
+  // Space beside the data, on the same drives, under this store's lock. `queues`: as of create() or open().
+  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Queues queues) const;
 
   std::vector<std::string> data_paths() const;  // one for each drive
   std::uint64_t store_number() const;

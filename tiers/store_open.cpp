@@ -11,6 +11,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/first_difference.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
@@ -155,9 +156,9 @@ void write_superblock(aio::DriveQueue& engine, const aio::File& manifest, const 
   engine.sync(manifest).wait();
 }
 
-void require_engines(Store::Engines engines, std::size_t drive_count) {
-  if (engines.size() != drive_count)
-    throw UsageError(fmt::format("{} engines for a store on {} drives", engines.size(), drive_count));
+void require_queues(Store::Queues queues, std::size_t drive_count) {
+  if (queues.size() != drive_count)
+    throw UsageError(fmt::format("{} queues for a store on {} drives", queues.size(), drive_count));
 }
 
 // The space of each drive's files.
@@ -186,7 +187,7 @@ class NewFiles {
     detail::require_space(drives_, drive_needs(layout_, superblock_));
   }
 
-  std::unique_ptr<aio::StripedFile> make_data(Store::Engines engines) {
+  std::unique_ptr<aio::StripedFile> make_data(Store::Queues queues) {
     for (const auto& creation : creations_) creation->replace();
     // Labels first, and durably: data without a label never belongs to the store, and without the manifest only the
     // label says that data of a first commit may be replaced.
@@ -200,7 +201,7 @@ class NewFiles {
     const std::vector<std::uint64_t> need_bytes = drive_needs(layout_, superblock_);
     for (unsigned d = 0; d < layout_.drive_count(); ++d) {
       const std::uint64_t bytes = layout_.drive_bytes(d, superblock_.data_bytes);
-      files.push_back({engines[d], std::move(*creations_[d]->make_data(bytes, need_bytes[d]))});
+      files.push_back({queues[d], std::move(*creations_[d]->make_data(bytes, need_bytes[d]))});
     }
     detail::remove_file(drives_.front().label);  // it was a further drive of a store that is being replaced
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
@@ -253,7 +254,7 @@ class NewFiles {
 };
 
 // Opens and locks a store's data on its further drives, beside the first one, which is locked already.
-std::unique_ptr<aio::StripedFile> open_data(const StoreOptions& options, Store::Engines engines, aio::File first,
+std::unique_ptr<aio::StripedFile> open_data(const StoreOptions& options, Store::Queues queues, aio::File first,
                                             const Superblock& stored) {
   const detail::Stripes stripes = detail::decode_stripes(stored.stripes, options.directory);
   const auto drives = detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank);
@@ -264,14 +265,14 @@ std::unique_ptr<aio::StripedFile> open_data(const StoreOptions& options, Store::
                                      ? " this directory alone"
                                      : fmt::format(" these beside it: {}", fmt::join(stripes.directories, ", "))));
   std::vector<aio::StripeDrive> files;
-  files.push_back({engines.front(), std::move(first)});
+  files.push_back({queues.front(), std::move(first)});
   for (unsigned d = 1; d < drives.size(); ++d) {
     detail::check_label(drives[d], {stored.store_number, d, stripes.layout.drive_count(), drives.front().directory});
     auto file = detail::open_locked(drives[d], options.lock_timeout);
     if (!file)
       throw StoreError(fmt::format("the store in {} has lost its data on drive {}: {} does not exist",
                                    options.directory, d, drives[d].data));
-    files.push_back({engines[d], std::move(*file)});
+    files.push_back({queues[d], std::move(*file)});
   }
   for (unsigned d = 0; d < drives.size(); ++d)
     detail::check_length(files[d].file, stripes.layout.drive_bytes(d, stored.data_bytes));
@@ -344,7 +345,7 @@ Store::Cost Store::cost(const StoreOptions& options) {
   return {Impl::memory_bytes(options, superblock), superblock.data_bytes + superblock.manifest_bytes()};
 }
 
-std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engines) {
+std::unique_ptr<Store> Store::create(const StoreOptions& options, Queues queues) {
   Superblock superblock = superblock_for(options);
   superblock.store_number = options.store_number != 0 ? options.store_number : random_store_number();
   const StorePaths paths(options.directory, options.identity.rank);
@@ -354,24 +355,24 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
   {
     NewFiles made(detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank), superblock,
                   stripe_layout(options));
-    require_engines(engines, options.stripe_directories.size() + 1);
+    require_queues(queues, options.stripe_directories.size() + 1);
     made.claim(options.lock_timeout, options.replace_first_commit);
-    files.data = made.make_data(engines);
-    files.manifest = made.make_manifest(*engines.front());
+    files.data = made.make_data(queues);
+    files.manifest = made.make_manifest(*queues.front());
     labels = made.committed_labels();
     made_directories = made.made_directories();
     to_flush = made.keep();
   }
-  auto impl = std::make_unique<Impl>(options, std::move(superblock), paths, *engines.front());
+  auto impl = std::make_unique<Impl>(options, std::move(superblock), paths, *queues.front());
   impl->start_new(std::move(files), std::move(to_flush), std::move(made_directories), std::move(labels));
   detail::write_lock_info(paths);
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }
 
-std::unique_ptr<Store> Store::open(const StoreOptions& options, Engines engines) {
+std::unique_ptr<Store> Store::open(const StoreOptions& options, Queues queues) {
   const Superblock mine = superblock_for(options);
-  require_engines(engines, options.stripe_directories.size() + 1);
-  aio::DriveQueue& engine = *engines.front();
+  require_queues(queues, options.stripe_directories.size() + 1);
+  aio::DriveQueue& engine = *queues.front();
   const StorePaths paths(options.directory, options.identity.rank);
   auto first = detail::open_locked(paths, options.lock_timeout);
   struct stat status {};
@@ -385,7 +386,7 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, Engines engines)
   if (!view.superblock) throw_unreadable(paths, view.damage);
   Superblock& stored = *view.superblock;
   check_same_model(stored, mine, paths);
-  files.data = open_data(options, engines, std::move(*first), stored);
+  files.data = open_data(options, queues, std::move(*first), stored);
   auto impl = std::make_unique<Impl>(options, std::move(stored), paths, engine);
   impl->start_existing(std::move(files));
   detail::write_lock_info(paths);

@@ -8,6 +8,7 @@
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/detail/held_commit.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/store_reader.hpp>

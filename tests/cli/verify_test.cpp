@@ -11,7 +11,7 @@
 
 #include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
-#include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 
 #include "program.hpp"
 #include "stores.hpp"

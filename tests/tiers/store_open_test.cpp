@@ -21,7 +21,7 @@
 #include <hoist/tests/support/full_table.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/tiers/store_open_fixture.hpp>
-#include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/store_format.hpp>
 
 namespace {

@@ -12,7 +12,7 @@
 #include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/log_capture.hpp>
-#include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 

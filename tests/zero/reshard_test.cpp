@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/detail/store_files.hpp - names and locks of a store's files; creates and removes them.
 //
-// Everything about a store that is not a transfer: directories, the lock's holder, free space, and reading a manifest
-// without opening the store. Transfers of data and manifest go through aio::DriveQueue instead.
+// Everything about a store that is not a transfer: directories, the lock's holder, free space. Transfers of data and
+// manifest go through aio::DriveQueue instead.
 //
 // Threading  One thread per object.
 // Errors     IoError if the system refuses, StoreError for unusable stores, BudgetError for space.
@@ -39,23 +39,6 @@ std::vector<std::string> names_in(const std::string& directory);
 std::vector<int> ranks_in(const std::string& directory);
 // Whether a rank's manifest has the other name, which says that its data may be overwritten.
 bool is_half_removed(const std::string& directory);
-
-// A manifest on disk, read without a lock and without an engine.
-struct ManifestView {
-  bool exists = false;
-  std::string damage;                    // why the superblock cannot be used; empty when it can
-  std::optional<Superblock> superblock;  // when it exists and is not damaged
-  std::vector<SlotCheck> slots;          // of commits, then of named checkpoints; with the superblock
-};
-// The slots of commits as they were at one time, also while a training goes on.
-ManifestView view_manifest(const std::string& path);
-
-// What a store can be continued from. Commits are sorted by incarnation, then by step and revision, newest first. One
-// of an older incarnation that lies beyond the newest incarnation's was abandoned: ranks return to it if a crash
-// between their adoptions left them without a common commit. The first commit of a store is written to slot 1, flushed,
-// and written to slot 0: if slot 0 is blank and no slot is valid, no commit was ever finished.
-Store::Commits commits_in(std::span<const SlotCheck> slots);
-std::vector<ManifestDamage> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
 
 // Opens the data file and takes its lock. Null if there is no such file. Throws StoreError naming the holder.
 std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout);

@@ -60,7 +60,7 @@ class Store::Impl {
   Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
   void remove_checkpoint(std::uint64_t checkpoint_serial);
   std::unique_ptr<StoreReader> hold();
-  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Engines engines) const;
+  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Queues queues) const;
 
   std::span<const CommitHeader> commits() const { return found_.commits; }
   std::vector<CommitHeader> commits_and_abandoned() const { return found_.commits_and_abandoned(); }

@@ -122,20 +122,20 @@ void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::ui
     if (stored && stored->world_size == wanted.identity.world_size && stored->layout != wanted.identity.layout)
       throw StoreError(fmt::format("the store in {} {}; nothing was changed", wanted.directory,
                                    table.difference_from(stored->layout)));
-    store = tiers::Store::open(wanted, drives->engines());
+    store = tiers::Store::open(wanted, drives->queues());
     return make_spill();
   }
   wanted.store_number = run + static_cast<std::uint64_t>(runtime.rank());
   wanted.replace_first_commit = replace_first_commit;
   wanted.stripe_weights = drives->measured_weights();
-  store = tiers::Store::create(wanted, drives->engines());
+  store = tiers::Store::create(wanted, drives->queues());
   make_spill();
 }
 
 void EngineParts::make_spill() {
   if (!memory->spills_gradients()) return;
   const std::uint64_t bytes = memory->plan().units().scratch_bytes();
-  spill = std::make_unique<GradientSpill>(runtime, table, *memory, store->make_scratch(bytes, drives->engines()));
+  spill = std::make_unique<GradientSpill>(runtime, table, *memory, store->make_scratch(bytes, drives->queues()));
 }
 
 void EngineParts::start(std::uint64_t gather_bytes) {

@@ -62,28 +62,27 @@ std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime,
 Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memory& memory)
     : memory_(memory), directories_(options.drive_directories()) {
   for (const std::string& directory : directories_)
-    engines_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
+    queues_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
 }
 
 // A drive that stopped answering may still write to memory that it was given. Its queue may notice while it ends.
 Drives::~Drives() {
-  const bool gave_up = std::ranges::any_of(engines_, [](const auto& engine) { return engine->gave_up(); });
+  const bool gave_up = std::ranges::any_of(queues_, [](const auto& engine) { return engine->gave_up(); });
   const unsigned given_up_before = aio::drives_given_up();
-  engines_.clear();
+  queues_.clear();
   if (gave_up || aio::drives_given_up() != given_up_before) memory_.quarantine();
 }
 
-std::vector<aio::DriveQueue*> Drives::engines() const {
+std::vector<aio::DriveQueue*> Drives::queues() const {
   std::vector<aio::DriveQueue*> engines;
-  for (const auto& engine : engines_) engines.push_back(engine.get());
+  for (const auto& engine : queues_) engines.push_back(engine.get());
   return engines;
 }
 
 std::vector<std::uint32_t> Drives::measured_weights() const {
-  if (engines_.size() == 1) return {};
+  if (queues_.size() == 1) return {};
   std::vector<aio::MeasuredDrive> drives;
-  for (std::size_t d = 0; d < engines_.size(); ++d)
-    drives.push_back({engines_[d].get(), existing_part(directories_[d])});
+  for (std::size_t d = 0; d < queues_.size(); ++d) drives.push_back({queues_[d].get(), existing_part(directories_[d])});
   try {
     return aio::measure_weights(drives).weights;
   } catch (const IoError& error) {
@@ -95,7 +94,7 @@ std::vector<std::uint32_t> Drives::measured_weights() const {
 
 aio::DriveQueue::Stats Drives::stats() const {
   aio::DriveQueue::Stats all;
-  for (const auto& engine : engines_) {
+  for (const auto& engine : queues_) {
     const aio::DriveQueue::Stats one = engine->stats();
     all.read_bytes += one.read_bytes;
     all.written_bytes += one.written_bytes;
@@ -125,8 +124,8 @@ void Drives::count_into(Ledger& ledger, bool in_steps, const OutsideBytes& outsi
 }
 
 std::string Drives::describe() const {
-  std::string text = engines_.front()->description();
-  if (engines_.size() > 1) text += fmt::format(", {} drives", engines_.size());
+  std::string text = queues_.front()->description();
+  if (queues_.size() > 1) text += fmt::format(", {} drives", queues_.size());
   return text;
 }
 

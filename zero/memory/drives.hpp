@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/memory/drives.hpp - the drives of a store: one aio engine, so one thread and one queue, for each directory.
+// zero/memory/drives.hpp - the drives of a store: for each directory an aio::DriveQueue, which has a thread of its own.
 //
 // Threading  Constant after construction; stats from any thread.
-// Memory     The engines borrow the pinned memory, which must outlive this. It is quarantined if a drive gave up.
+// Memory     The queues borrow the pinned memory, which must outlive this. It is quarantined if a drive gave up.
 // Errors     As aio::DriveQueue; IoError from measuring.
 #pragma once
 
@@ -36,7 +36,7 @@ class Drives {
   Drives(const Drives&) = delete;
   Drives& operator=(const Drives&) = delete;
 
-  std::vector<aio::DriveQueue*> engines() const;
+  std::vector<aio::DriveQueue*> queues() const;
   // Each drive's share of a new store. Measured, for about a second, when there are several; a drive with no room for
   // that counts like the others.
   std::vector<std::uint32_t> measured_weights() const;
@@ -53,7 +53,7 @@ class Drives {
  private:
   Memory& memory_;
   std::vector<std::string> directories_;
-  std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
+  std::vector<std::unique_ptr<aio::DriveQueue>> queues_;
   aio::DriveQueue::Stats counted_{};
   OutsideBytes counted_outside_;
 };
