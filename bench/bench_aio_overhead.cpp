@@ -55,7 +55,8 @@ class Bench {
     for (const Completion& completion : ring) completion.wait();
   }
 
-  // Each started when the one before has ended: two threads wake each other up for every block, as nobody should.
+  // Each started when the one before has ended: two threads wake each other up for every block, which is the slow way,
+  // for comparison.
   void one_at_a_time(std::uint64_t blocks) {
     for (std::uint64_t i = 0; i < blocks; ++i) read(0, kBlock).wait();
   }

@@ -33,6 +33,7 @@
 #include <hoist/zero/engine.hpp>
 
 #include "options.hpp"
+#include "temporary_directory.hpp"
 
 namespace {
 
@@ -67,19 +68,12 @@ class Bench {
  public:
   explicit Bench(const Arguments& arguments)
       : arguments_(arguments),
-        weights_(arguments.path + "/hoist-bench-import-weights"),
-        work_(arguments.path + "/hoist-bench-import-work"),
+        directory_(arguments.path, "hoist-bench-import"),
+        weights_(directory_.path() + "/weights"),
+        work_(directory_.path() + "/work"),
         model_(uniform_model(arguments.parameters, kUnits)) {
-    clear();
-    fs::remove_all(weights_);
     write_weights();
   }
-  ~Bench() {
-    fs::remove_all(weights_);
-    clear();
-  }
-  Bench(const Bench&) = delete;
-  Bench& operator=(const Bench&) = delete;
 
   double gigabytes(Moves moves) const {
     const std::uint64_t bytes = kWrittenBytes + (moves == Moves::writes ? 0 : kReadBytes);
@@ -212,6 +206,7 @@ class Bench {
   }
 
   const Arguments& arguments_;
+  const bench::TemporaryDirectory directory_;
   const std::string weights_, work_;
   const Model model_;
   std::vector<std::string> files_;

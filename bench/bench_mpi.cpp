@@ -231,5 +231,5 @@ int main(int argc, char** argv) try {
   return 0;
 } catch (const std::exception& error) {
   fmt::print(stderr, "bench_mpi: {}\n", error.what());
-  return 1;
+  return 2;
 }

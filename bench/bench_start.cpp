@@ -221,8 +221,9 @@ int run(const Arguments& arguments) {
   const double warm = static_cast<double>(arguments.bytes) / 1e9 / measure::median(seconds);
   fmt::print("memset of memory that was touched before: {:.2f} GB/s\n", warm);
   bench::write_json(arguments.json, json_of(arguments, results, warm));
-  const double widening = std::max(1.0, results.front().interval().high);
-  const auto is_contradicted = [&](const Result& result) { return result.interval().high * widening < kLeastRatio; };
+  const auto is_contradicted = [&](const Result& result) {
+    return !measure::is_at_least(kLeastRatio, result.ratios, results.front().ratios);
+  };
   return !arguments.smoke && std::ranges::any_of(results, is_contradicted) ? 1 : 0;
 }
 

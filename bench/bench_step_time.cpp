@@ -16,6 +16,7 @@
 #include <hoist/measure/workload.hpp>
 
 #include "options.hpp"
+#include "temporary_directory.hpp"
 #include "timed_steps.hpp"
 
 using namespace hoist;
@@ -46,11 +47,8 @@ int main(int argc, char** argv) try {
   fmt::print("a flush of the drive takes {:.1f} ms\n", flush * 1e3);
   fmt::print("{:<18} {:>10} {:>10} {:>7} {:>10}\n", "cell", "step", "expected", "ratio", "explained");
   for (const bench::TimedCell& cell : bench::kTimedCells) {
-    const std::filesystem::path directory = path / fmt::format("step-time-{}", cell.name);
-    std::filesystem::remove_all(directory);
-    std::filesystem::create_directories(directory);
-    const bench::TimedSteps timed = bench::time_steps(cell, directory, smoke ? 1 : kWindows, flush);
-    std::filesystem::remove_all(directory);
+    const bench::TemporaryDirectory directory(path, fmt::format("step-time-{}", cell.name));
+    const bench::TimedSteps timed = bench::time_steps(cell, directory.path(), smoke ? 1 : kWindows, flush);
     const double expected = timed.predicted.expected_seconds;
     const bool in_time = timed.seconds <= 1.1 * expected && timed.seconds >= 0.9 * expected;
     const bool holds = in_time && timed.explained >= 0.99;

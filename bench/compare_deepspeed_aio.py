@@ -31,7 +31,7 @@ def load_handle():
         from deepspeed.ops.op_builder import AsyncIOBuilder
         handle = AsyncIOBuilder().load(verbose=False).aio_handle(BLOCK_BYTES, QUEUE_DEPTH, False, True, 1)
     except Exception as error:  # whatever keeps it from building is the reason to print
-        print(f"skipped: DeepSpeed's aio handle is not to be had here: {error}")
+        print(f"skipped: DeepSpeed's aio handle cannot be built here: {error}")
         sys.exit(SKIPPED)
     return torch, handle
 

@@ -161,14 +161,14 @@ BenchIoReport measure_all(const BenchIoArguments& arguments, const BenchIoPlan& 
 
   BenchIoReport report;
   report.pattern = plan.pattern;
-  report.engine = engine_name(drives.front()->engine());
-  report.engine_description = drives.front()->engine().description();
+  report.engine = engine_name(drives.front()->queue());
+  report.engine_description = drives.front()->queue().description();
   report.block_bytes = plan.drive.block_bytes;
   report.queue_depth = plan.drive.queue_depth;
   report.file_bytes = plan.file_bytes;
   report.huge_pages = rig.page_kind() != platform::PageKind::normal;
   report.paths = arguments.paths;
-  report.facts = rig.facts();
+  report.storage = rig.storage();
   for (const auto& drive : drives) report.direct.push_back(drive->file().file().is_direct());
   report.result = run_once(plan, pointers(drives), stop);
   if (!plan.compare.empty()) report.comparison = run_comparison(plan, pointers(drives), stop);

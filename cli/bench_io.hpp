@@ -23,7 +23,7 @@ struct BenchIoReport {
   std::uint64_t file_bytes = 0;  // in each directory
   bool huge_pages = false;
   std::vector<std::string> paths;
-  std::vector<measure::DriveFacts> facts;
+  std::vector<measure::Storage> storage;
   std::vector<bool> direct;
   measure::WorkloadResult result;
   std::optional<measure::ComparisonResult> comparison;

@@ -41,7 +41,7 @@ Json drive_json(const BenchIoReport& report, std::size_t index) {
   json["cpu_seconds_per_gb"] = thread_time_says_all(report) && drive.bytes() > 0
                                    ? Json(drive.thread_seconds / gigabytes(drive.bytes()))
                                    : Json(nullptr);
-  json["drive"] = drive_facts_json(report.facts[index]);
+  json["drive"] = storage_json(report.storage[index]);
   return json;
 }
 
@@ -144,7 +144,7 @@ std::string to_text(const BenchIoReport& report) {
                                  measure::pattern_name(report.pattern), format_bytes(report.block_bytes),
                                  report.queue_depth, format_bytes(report.file_bytes), report.engine_description);
   for (std::size_t i = 0; i < report.paths.size(); ++i)
-    text += fmt::format("path: {}\n", drive_title(report.paths[i], report.facts[i]));
+    text += fmt::format("path: {}\n", drive_title(report.paths[i], report.storage[i]));
   text += "\n" + table(report);
   if (report.pattern != measure::Pattern::read && report.engine != "null")
     text += fmt::format("  then {:.1f} ms to flush (fdatasync), not in the GB/s\n", report.result.flush_seconds * 1e3);

@@ -286,7 +286,7 @@ Json step_json(const StreamedStepResult& step, double target) {
 }
 
 // For people: how fast the usual update is, why not faster, and when a GPU does not wait for it.
-struct Verdict {
+struct UpdateSpeed {
   double parameters_per_second = 0;
   std::string limit;
   unsigned threads = 0;
@@ -295,11 +295,11 @@ struct Verdict {
   static constexpr double kFlopPerSecond = 400e12;  // an H100 on 16-bit products, as trainings reach it
 };
 
-std::optional<Verdict> verdict_of(const BenchOptimizerReport& report) {
+std::optional<UpdateSpeed> speed_of(const BenchOptimizerReport& report) {
   for (std::size_t i = 0; i < report.kernels.size(); ++i) {
     const KernelResult& result = report.results[i];
     if (!is_usual(report.kernels[i].what)) continue;
-    return Verdict{
+    return UpdateSpeed{
         .parameters_per_second = static_cast<double>(result.parameters) / measure::median(result.update_seconds),
         .limit = result.limit(),
         .threads = result.threads};
@@ -307,26 +307,26 @@ std::optional<Verdict> verdict_of(const BenchOptimizerReport& report) {
   return std::nullopt;
 }
 
-Json verdict_json(const std::optional<Verdict>& verdict) {
-  if (!verdict) return nullptr;
-  return {{"parameters_per_second", verdict->parameters_per_second},
-          {"limit", verdict->limit},
-          {"threads", verdict->threads},
-          {"hidden_from_tokens", verdict->hidden_from_tokens()},
-          {"gpu_flop_per_second", Verdict::kFlopPerSecond}};
+Json speed_json(const std::optional<UpdateSpeed>& speed) {
+  if (!speed) return nullptr;
+  return {{"parameters_per_second", speed->parameters_per_second},
+          {"limit", speed->limit},
+          {"threads", speed->threads},
+          {"hidden_from_tokens", speed->hidden_from_tokens()},
+          {"gpu_flop_per_second", UpdateSpeed::kFlopPerSecond}};
 }
 
-std::string verdict_text(const Verdict& verdict) {
-  const std::string why = verdict.limit == "memory"
+std::string speed_text(const UpdateSpeed& speed) {
+  const std::string why = speed.limit == "memory"
                               ? "memory: more cores would change little"
-                              : fmt::format("the cores ({}): this memory could feed more of them", verdict.limit);
+                              : fmt::format("the cores ({}): this memory could feed more of them", speed.limit);
   return fmt::format(
       "\nAdamW with 16-bit weights and checksums, as trainings on NVMe run it:\n"
       "  {:.0f} million parameters a second with {} thread{}\n"
       "  limited by {}\n"
       "  a GPU that computes {:.0f} TFLOP/s does not wait for it in steps of {:.0f} tokens or more\n",
-      verdict.parameters_per_second / 1e6, verdict.threads, verdict.threads == 1 ? "" : "s", why,
-      Verdict::kFlopPerSecond / 1e12, verdict.hidden_from_tokens());
+      speed.parameters_per_second / 1e6, speed.threads, speed.threads == 1 ? "" : "s", why,
+      UpdateSpeed::kFlopPerSecond / 1e12, speed.hidden_from_tokens());
 }
 
 Json to_json(const BenchOptimizerReport& report) {
@@ -334,7 +334,7 @@ Json to_json(const BenchOptimizerReport& report) {
   for (std::size_t i = 0; i < report.kernels.size(); ++i)
     json["kernels"].push_back(kernel_json(report.kernels[i], report.results[i]));
   json["streamed_step"] = report.step ? step_json(*report.step, report.step_target) : Json(nullptr);
-  json["verdict"] = verdict_json(verdict_of(report));
+  json["verdict"] = speed_json(speed_of(report));
   json["machine"] = machine_json();
   return json;
 }
@@ -360,7 +360,7 @@ std::string to_text(const BenchOptimizerReport& report) {
         fmt::format("updates against a stream kernel of the same traffic: {} parameters, {} pairs, {} threads, {}\n\n",
                     first.parameters, first.ratios.size(), first.threads, first.instruction_set);
     text += columns(rows);
-    if (const auto verdict = verdict_of(report)) text += verdict_text(*verdict);
+    if (const auto verdict = speed_of(report)) text += speed_text(*verdict);
   }
   if (report.step) {
     const StreamedStepResult& step = *report.step;

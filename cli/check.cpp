@@ -11,9 +11,9 @@
 #include "check_report.hpp"
 #include "commands.hpp"
 #include "machine_file.hpp"
+#include "model_question.hpp"
 #include "output.hpp"
 #include "strict_json.hpp"
-#include "units_file.hpp"
 
 namespace hoist::cli {
 

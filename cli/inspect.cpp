@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <memory>
+#include <ranges>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -115,10 +116,7 @@ void print_findings(const Findings& findings) {
 
   rows = {{"rank", "commits, newest first"}};
   for (const StoreSummary::Rank& rank : store.ranks) {
-    std::string commits;
-    for (const CommitHeader& commit : rank.commits) {
-      commits += (commits.empty() ? "" : ", ") + commit_text(commit);
-    }
+    const auto commits = fmt::format("{}", fmt::join(rank.commits | std::views::transform(commit_text), ", "));
     rows.push_back({fmt::format("{}", rank.rank), commits.empty() ? "none" : commits});
   }
   say("{}", columns(rows));

@@ -88,7 +88,7 @@ class Walker {
   std::string_view text_;
 };
 
-// The white space between a line's break and its first character, or nullopt if the object is on one line.
+// All of the white space before `at`.
 std::string gap_before(std::string_view text, std::size_t at) {
   std::size_t begin = at;
   while (begin > 0 && is_space(text[begin - 1])) --begin;

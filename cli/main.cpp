@@ -5,9 +5,12 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <ranges>
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/standard_descriptors.hpp>
@@ -44,10 +47,8 @@ std::string unknown_command(const CLI::App& app) {
   if (const auto given = app.get_subcommands(); !given.empty()) return unknown_command(*given.front());
   const std::vector<std::string> words = app.remaining();
   if (words.empty() || words.front().starts_with('-') || app.get_subcommands({}).empty()) return {};
-  std::string commands;
-  for (const CLI::App* command : app.get_subcommands({}))
-    commands += (commands.empty() ? "" : ", ") + command->get_name();
-  return fmt::format("there is no command `{}`; the commands are {}\n", words.front(), commands);
+  const auto commands = app.get_subcommands({}) | std::views::transform(&CLI::App::get_name);
+  return fmt::format("there is no command `{}`; the commands are {}\n", words.front(), fmt::join(commands, ", "));
 }
 
 int run(const Command& command) {

@@ -100,7 +100,7 @@ int plan(const PlanArguments& arguments) {
                         {arguments.model.units, arguments.model.weights, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
     check_json(arguments.json);
-    if (arguments.config.empty() && std::filesystem::is_regular_file(arguments.write))
+    if (std::error_code unknown; arguments.config.empty() && std::filesystem::is_regular_file(arguments.write, unknown))
       throw UsageError(fmt::format(
           "--write {}: the file exists, and without a configuration nothing of it would stay; name it as the "
           "configuration to keep its other keys (hoist plan {} ...), or write to another file",

@@ -24,7 +24,7 @@ constexpr const char* kLegend =
     "  busiest: what is in use for most of the step; gap: the time of a step, divided by the least\n"
     "  compute: the model's kernels; wire: between ranks; host_memory, device_memory: the update's reads and writes\n";
 
-// Bytes of offloaded optimizer state that live in device memory.
+// Where parameters and optimizer states live: "pinned / nvme (20 % device)".
 std::string placement_of(const PlanRow& row) {
   const bool divided = row.engine.optimizer != Placement::device && row.prediction.device_state_bytes > 0;
   const std::string rest =

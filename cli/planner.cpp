@@ -325,7 +325,7 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     set({"hoist", "parameters_pinned_fraction"}, row.prediction.parameters_pinned_fraction);
   if (row.prediction.spilled_units > 0 || given.gradient_spill_units != 0u)
     set({"hoist", "gradient_spill"}, row.prediction.spilled_units > 0);
-  // What another placement asked for.
+  // The configuration set these for another placement.
   if (given.update_mode != engine.update_mode && given.update_mode != UpdateMode::step)
     set({"hoist", "update_mode"}, "auto");
   if (!engine.uses_nvme() && given.durability == tiers::Durability::step) set({"hoist", "durability"}, "none");

@@ -6,8 +6,8 @@
 #include <hoist/config/config.hpp>
 #include <hoist/zero/predict/machine_spec.hpp>
 
+#include "model_question.hpp"
 #include "plan_report.hpp"
-#include "units_file.hpp"
 
 namespace hoist::cli {
 

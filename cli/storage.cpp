@@ -76,7 +76,7 @@ StorageRig::StorageRig(const std::vector<std::string>& paths, std::uint64_t file
     : paths_(paths) {
   const platform::Topology topology = platform::Topology::detect();
   for (const std::string& path : paths) {
-    facts_.push_back(measure::drive_facts(path));
+    storage_.push_back(measure::storage_of(path));
     const int node = topology.node_of_path(path).value_or(-1);
     cpus_.push_back(topology.cpus_of(node));
     files_.push_back(std::make_unique<measure::ScratchFile>(path, file_bytes));
@@ -142,14 +142,16 @@ std::string engine_name(const aio::DriveQueue& engine) {
   return description.substr(0, description.find(' '));
 }
 
-std::string drive_title(const std::string& path, const measure::DriveFacts& facts) {
-  if (facts.filesystem.empty()) return path;
-  return fmt::format("{} ({} on {}{})", path, facts.filesystem, facts.device,
-                     facts.model.empty() ? "" : ", " + facts.model);
+std::string drive_title(const std::string& path, const measure::Storage& storage) {
+  if (storage.file_system.type.empty()) return path;
+  const std::string model = storage.drive ? storage.drive->model : "";
+  return fmt::format("{} ({} on {}{})", path, storage.file_system.type,
+                     storage.drive ? storage.drive->name : storage.file_system.source,
+                     model.empty() ? "" : ", " + model);
 }
 
 Json machine_json() {
-  const measure::MachineDescription facts = measure::machine_facts();
+  const measure::MachineDescription facts = measure::describe_machine();
   return {{"processor", facts.processor},
           {"processors", facts.processors},
           {"memory_bytes", facts.memory_bytes},
@@ -158,14 +160,15 @@ Json machine_json() {
           {"hoist", HOIST_VERSION}};
 }
 
-Json drive_facts_json(const measure::DriveFacts& facts) {
-  return {{"filesystem", facts.filesystem},
-          {"device", facts.device},
-          {"model", facts.model},
-          {"scheduler", facts.scheduler},
-          {"rotational", facts.rotational},
-          {"request_bytes_max", facts.request_bytes_max},
-          {"request_segments_max", facts.request_segments_max}};
+Json storage_json(const measure::Storage& storage) {
+  const platform::DriveFacts drive = storage.drive.value_or(platform::DriveFacts{.name = storage.file_system.source});
+  return {{"filesystem", storage.file_system.type},
+          {"device", drive.name},
+          {"model", drive.model},
+          {"scheduler", drive.scheduler},
+          {"rotational", drive.rotational},
+          {"request_bytes_max", drive.request_kib_max.value_or(0) * kKiB},
+          {"request_segments_max", drive.segments_max.value_or(0)}};
 }
 
 }  // namespace hoist::cli

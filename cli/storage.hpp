@@ -40,7 +40,7 @@ class StorageRig {
   // New engines over the same files and buffers.
   std::vector<std::unique_ptr<measure::Drive>> drives(const measure::DriveOptions& options) const;
 
-  const std::vector<measure::DriveFacts>& facts() const { return facts_; }
+  const std::vector<measure::Storage>& storage() const { return storage_; }
   platform::PageKind page_kind() const;
   // Circumstances that change the meaning of the figures: no O_DIRECT, no huge pages, two paths on one drive.
   std::vector<std::string> warnings() const;
@@ -49,7 +49,7 @@ class StorageRig {
   std::vector<std::string> paths_;
   std::vector<std::unique_ptr<measure::ScratchFile>> files_;
   std::vector<std::unique_ptr<measure::BlockBuffers>> buffers_;
-  std::vector<measure::DriveFacts> facts_;
+  std::vector<measure::Storage> storage_;
   std::vector<std::vector<int>> cpus_;  // of each path's NUMA node
 };
 
@@ -57,8 +57,8 @@ std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure:
 
 // The actual kind of an engine: "io_uring", "threads" or "null".
 std::string engine_name(const aio::DriveQueue& engine);
-std::string drive_title(const std::string& path, const measure::DriveFacts& facts);  // "/data (ext4 on nvme0n1)"
+std::string drive_title(const std::string& path, const measure::Storage& storage);  // "/data (ext4 on nvme0n1)"
 nlohmann::ordered_json machine_json();
-nlohmann::ordered_json drive_facts_json(const measure::DriveFacts& facts);
+nlohmann::ordered_json storage_json(const measure::Storage& storage);
 
 }  // namespace hoist::cli

@@ -5,10 +5,12 @@
 #include <cerrno>
 #include <chrono>
 #include <filesystem>
+#include <ranges>
 #include <system_error>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/stat.h>
 
 #include <hoist/core/units.hpp>
@@ -46,8 +48,8 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
 void check_checkpoint(const std::string& name, const StoredJob& job) {
   if (name.empty() || std::ranges::find(job.checkpoints, name, &tiers::CommitHeader::name) != job.checkpoints.end())
     return;
-  std::string held;
-  for (const tiers::CommitHeader& checkpoint : job.checkpoints) held += (held.empty() ? "" : ", ") + checkpoint.name;
+  const auto held =
+      fmt::format("{}", fmt::join(job.checkpoints | std::views::transform(&tiers::CommitHeader::name), ", "));
   throw InputError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
                                held.empty() ? "no step under a name" : "the steps " + held));
 }
@@ -55,9 +57,7 @@ void check_checkpoint(const std::string& name, const StoredJob& job) {
 }  // namespace
 
 std::string names_of(const StoredJob& job) {
-  std::string names;
-  for (const StoreSummary& group : job.groups) names += (names.empty() ? "" : ", ") + group.directory;
-  return names;
+  return fmt::format("{}", fmt::join(job.groups | std::views::transform(&StoreSummary::directory), ", "));
 }
 
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from) {

@@ -91,9 +91,8 @@ void measure_drives(const std::vector<std::string>& directories, const measure::
   spec.drives.flush_us = 1e6 * measure::seconds_of_flush(pointers(drives), stop);
 }
 
-// What takes no time to ask, and may differ from one call to the next: with the job, its limits, and what the drives
-// hold.
-void ask(const std::vector<std::string>& directories, MachineSpec& spec) {
+// What is quick to ask and may change between calls: GPUs, memory, free space.
+void fill_in_quick_facts(const std::vector<std::string>& directories, MachineSpec& spec) {
   const int gpus = platform::cuda_device_count();
   spec.gpus_per_node = gpus;
   if (gpus > 0) spec.device.memory = platform::gpu_memory(platform::cuda_memory_facts(0));
@@ -104,8 +103,12 @@ void ask(const std::vector<std::string>& directories, MachineSpec& spec) {
   if (gpus > 0 && spec.device.memory != platform::GpuMemory::integrated)
     spec.device.memory_gib = static_cast<double>(platform::cuda_memory(0).total_bytes) / kGibibyte;
   double smallest = 1e12;
-  for (const std::string& directory : directories)
-    smallest = std::min(smallest, static_cast<double>(fs::space(directory).available) / kGigabyte);
+  for (const std::string& directory : directories) {
+    std::error_code failed;
+    const fs::space_info space = fs::space(directory, failed);
+    if (failed) throw InputError(fmt::format("--path {}: {}", directory, failed.message()));
+    smallest = std::min(smallest, static_cast<double>(space.available) / kGigabyte);
+  }
   spec.drives.capacity_gb = smallest;
 }
 
@@ -154,7 +157,7 @@ MachineSpec measure_now(const std::vector<std::string>& directories, const measu
                    .basis = fmt::format("measured by hoist plan, {:%Y-%m-%d %H:%M} UTC", fmt::gmtime(now))};
   const double cores = platform::processor_count();
   measure_drives(directories, stop, spec);
-  ask(directories, spec);
+  fill_in_quick_facts(directories, spec);
   const bool has_gpus = spec.gpus_per_node > 0;
   measure_device(has_gpus, spec);
   spec.host.update_gb_per_s = measure::compare_kernel({.optimizer = {.learning_rate = 1e-5}, .checksum = true},
@@ -205,7 +208,7 @@ ThisMachine this_machine_spec(const std::vector<std::string>& directories, const
     const bool had_gpus = machine.spec.gpus_per_node > 0;
     if (machine.spec.name == host_name() && machine.spec.drives.directories == paths &&
         had_gpus == (platform::cuda_device_count() > 0)) {
-      ask(paths, machine.spec);
+      fill_in_quick_facts(paths, machine.spec);
       return machine;
     }
   }

@@ -44,8 +44,6 @@ struct TuneArguments {
   bool quiet = false;
 };
 
-constexpr std::uint64_t kFileBytesMin = 64 * kMiB;  // the largest footprint
-
 std::uint64_t largest_footprint() {
   std::uint64_t bytes = 0;
   for (const measure::Setting& setting : measure::standard_settings())
@@ -68,7 +66,6 @@ void check_target(const std::string& option, const std::string& path) {
 // Checked before anything is measured, so that an unusable --merge file does not cost twenty seconds.
 std::string read_config(const std::string& path) {
   if (path.empty()) return {};
-  if (std::filesystem::is_directory(path)) throw InputError(fmt::format("--merge {}: is a directory", path));
   try {
     const std::string text = read_file(path, "name the configuration to change");
     for (const std::string_view section : {"aio", "hoist"})
@@ -98,12 +95,12 @@ class Tuning {
     rig.fill(stop_, style());
     TuneReport report;
     report.paths = arguments_.paths;
-    report.facts = rig.facts();
+    report.storage = rig.storage();
     report.warnings = rig.warnings();
     {
       const auto drives = rig.drives(drive_options(measure::standard_settings().front()));
-      report.engine = engine_name(drives.front()->engine());
-      report.engine_description = drives.front()->engine().description();
+      report.engine = engine_name(drives.front()->queue());
+      report.engine_description = drives.front()->queue().description();
     }
     report.search = search(rig, measure::quick_rounds(arguments_.seconds / kBudgetSeconds), "searching,",
                            [&] { return to_seconds(Clock::now() - begin_) > arguments_.seconds * (1 - kMargin); });
@@ -129,9 +126,9 @@ class Tuning {
       throw InputError(fmt::format("--seconds {}: must be 1 to 3600", arguments_.seconds));
     if (backend_ == aio::BackendKind::null)
       throw InputError("--engine null: moves no data, so there is nothing to tune; choose io_uring or threads");
-    if (file_bytes_ < kFileBytesMin) {
+    if (file_bytes_ < largest_footprint()) {
       throw InputError(fmt::format("--size {}: at least {} are needed, the largest amount in flight",
-                                   format_bytes(file_bytes_), format_bytes(kFileBytesMin)));
+                                   format_bytes(file_bytes_), format_bytes(largest_footprint())));
     }
     check_paths(arguments_.paths, file_bytes_);
   }
@@ -243,7 +240,7 @@ int tune(const TuneArguments& arguments) {
     const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
     check_outputs_apart({json, plot}, {arguments.merge});
     check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
-    if (arguments.merge.empty() && std::filesystem::is_regular_file(arguments.out))
+    if (std::error_code unknown; arguments.merge.empty() && std::filesystem::is_regular_file(arguments.out, unknown))
       throw InputError(fmt::format(
           "--out {}: the file exists, and nothing of it would stay; name it with --merge to keep its other keys, or "
           "write to another file",

@@ -15,7 +15,7 @@ namespace hoist::cli {
 
 struct TuneReport {
   std::vector<std::string> paths;
-  std::vector<measure::DriveFacts> facts;
+  std::vector<measure::Storage> storage;
   std::string engine;  // "io_uring", "threads"
   std::string engine_description;
   measure::SearchResult search;

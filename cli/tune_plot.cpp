@@ -129,9 +129,8 @@ std::string to_svg(const TuneReport& report) {
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
       "font-family=\"sans-serif\">\n<rect width=\"{0}\" height=\"{1}\" fill=\"#fff\"/>\n",
       width, height);
-  std::string drives;
-  for (const std::string& path : report.paths) drives += (drives.empty() ? "" : ", ") + path;
-  svg += text_at(kLeft, 26, "font-size=\"16\"", escaped(fmt::format("hoist tune: {} ({})", drives, report.engine)));
+  svg += text_at(kLeft, 26, "font-size=\"16\"",
+                 escaped(fmt::format("hoist tune: {} ({})", fmt::join(report.paths, ", "), report.engine)));
   for (std::size_t i = 0; i < axes.depths.size(); ++i) {
     svg += text_at(kLeft - 10, kTop + static_cast<int>(i) * kCellHeight + kCellHeight / 2 + 3,
                    "text-anchor=\"end\" font-size=\"11\"", fmt::format("{} deep", axes.depths[i]));

@@ -140,7 +140,7 @@ Json to_json(const TuneReport& report) {
   if (report.full)
     json["full"] = {{"chosen_share_of_best", share_json(report)}, {"settings", settings_json(*report.full)}};
   json["drives"] = Json::array();
-  for (const auto& facts : report.facts) json["drives"].push_back(drive_facts_json(facts));
+  for (const auto& storage : report.storage) json["drives"].push_back(storage_json(storage));
   json["warnings"] = report.warnings;
   json["machine"] = machine_json();
   return json;
@@ -149,7 +149,7 @@ Json to_json(const TuneReport& report) {
 std::string to_text(const TuneReport& report) {
   std::string text = fmt::format("engine: {}\n", report.engine_description);
   for (std::size_t i = 0; i < report.paths.size(); ++i)
-    text += fmt::format("path: {}\n", drive_title(report.paths[i], report.facts[i]));
+    text += fmt::format("path: {}\n", drive_title(report.paths[i], report.storage[i]));
   text += "\nGB/s of all paths together; poor settings were measured less often\n";
   text += sweep_table(report.search);
   text += fmt::format("\nchosen in {:.1f} s: {}\n", report.seconds, setting_text(report.chosen().setting));

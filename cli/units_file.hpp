@@ -1,18 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/units_file.hpp - the shape of a model, for predictions: from a file, from weights, or a number of parameters.
+// cli/units_file.hpp - the units of a model from a JSON file.
 #pragma once
 
-#include <cstdint>
-#include <optional>
 #include <string>
-#include <string_view>
 
-#include <hoist/config/config.hpp>
 #include <hoist/zero/predict/prediction.hpp>
-
-namespace CLI {
-class App;
-}
 
 namespace hoist::cli {
 
@@ -29,48 +21,7 @@ struct NamedModel {
 // Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it should be.
 NamedModel read_units(const std::string& path);
 
-// From the headers of a model's weights: a .safetensors file, an index or a directory. A layer is a unit (all tensors
-// whose names begin alike up to the first number), and so is what every other module has. Errors: IoError,
-// SafetensorsError; UsageError if there are none.
-NamedModel read_weights(const std::string& path, DType dtype);
-
-// A command's arguments about a model: one of them is given.
-struct ModelArguments {
-  std::string parameters;
-  std::string units;
-  std::string weights;
-
-  bool given() const { return !parameters.empty() || !units.empty() || !weights.empty(); }
-  // Whether an error is about the file that was given.
-  bool is_about(const std::string& path) const {
-    return (!units.empty() && path == units) || (!weights.empty() && path.starts_with(weights));
-  }
-};
-// Adds --parameters, --units and --model to a command.
-void add_model_options(CLI::App& command, ModelArguments& arguments);
-
-// What check and plan are asked about: a configuration, a model, a machine, and budgets instead of the configuration's.
-struct ModelQuestion {
-  std::string config;
-  std::string machine;  // a file, or as the command says
-  std::string device_memory, pinned_memory;
-  int world_size = 0;  // 0: not given
-  std::string json;
-  ModelArguments model;
-
-  RuntimeOptions runtime(const Config& config) const;  // of the configuration, with these budgets
-  // Called in a catch block. If the error is about the input, prints it after the command's name and returns the exit
-  // code; rethrows others, such as that of a report that cannot be written.
-  int bad_input(const char* command) const;
-};
-
-// If only a size is given, makes equal units of `dtype`. Errors: as of read_units; UsageError for an impossible size.
-NamedModel read_model(const ModelArguments& arguments, DType dtype);
-
-// "350000000", "3.5e8", "350M", "7b" -> a count; nullopt if it is not a count. K, M, B and T are powers of a thousand.
-std::optional<std::uint64_t> parse_count(std::string_view text);
-
-// A number of bytes that was given to `option`. Errors: UsageError.
-std::uint64_t bytes_of(const char* option, const std::string& text);
+// A count of parameters is at most this.
+inline constexpr double kCountMax = 1e13;
 
 }  // namespace hoist::cli

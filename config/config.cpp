@@ -142,7 +142,7 @@ TrainingOptions Config::check_world_size(int world_size) const {
   result.gradient_accumulation_steps = accumulation;
   const std::uint64_t per_micro_batch = accumulation * world;
   if (result.train_batch_size && !training.gradient_accumulation_steps && micro_batch &&
-      *result.train_batch_size % (*micro_batch * world) != 0) {
+      (*result.train_batch_size % *micro_batch != 0 || *result.train_batch_size / *micro_batch % world != 0)) {
     refuse("train_batch_size", fmt::format("{} is not a multiple of train_micro_batch_size_per_gpu {} times {} ranks",
                                            *result.train_batch_size, *micro_batch, world));
   }

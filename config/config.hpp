@@ -80,7 +80,7 @@ class Config {
   // the implied ones filled in. Errors: ConfigProblems.
   TrainingOptions check_world_size(int world_size) const;
   // The same, and takes the result: `training` has all batch sizes, and engine.micro_batches_max is at least the number
-  // of micro-batches of a step. What a program calls before it makes an engine.
+  // of micro-batches of a step. A program calls it before it makes an engine.
   void settle(int world_size);
   // Micro-batches of a step: as the file says or as two batch sizes imply, at most 2^20; 1 where these do not go with
   // so many ranks.

@@ -19,7 +19,7 @@ using nlohmann::json;
 using Kind = JsonNode::Kind;
 
 // A key for messages; quoted only if it needs to be.
-std::string printable(const std::string& name) {
+std::string shown_key(const std::string& name) {
   const auto plain = [](char c) { return c > ' ' && c < '\x7f' && c != '"' && c != '\\'; };
   if (!name.empty() && name.size() <= 80 && std::ranges::all_of(name, plain)) return name;
   JsonNode node;
@@ -34,7 +34,7 @@ class Reader {
   void read_object(const JsonNode& object, std::string_view section_path, const std::string& shown_path) {
     std::set<std::string_view> names;
     for (const JsonMember& member : object.members) {
-      const std::string shown = shown_path.empty() ? printable(member.key) : shown_path + "." + printable(member.key);
+      const std::string shown = shown_path.empty() ? shown_key(member.key) : shown_path + "." + shown_key(member.key);
       if (!names.insert(member.key).second) {
         problem(shown, "given twice in one object", member.key_offset);
         continue;
@@ -260,7 +260,7 @@ class Reader {
   void refuse_duplicates(const JsonNode& node, const std::string& shown) {
     std::set<std::string_view> names;
     for (const JsonMember& member : node.members) {
-      const std::string path = shown + "." + printable(member.key);
+      const std::string path = shown + "." + shown_key(member.key);
       if (!names.insert(member.key).second) problem(path, "given twice in one object", member.key_offset);
       refuse_duplicates(member.value, path);
     }

@@ -75,7 +75,7 @@ class Match {
   // next one.
   LegResult leg(Contender& contender, unsigned pair) {
     throw_if_stopped(options_.stop);
-    for (const Drive* drive : drives_) drive->engine().sync(drive->file().file()).wait();
+    for (const Drive* drive : drives_) drive->queue().sync(drive->file().file()).wait();
     const std::uint64_t places = std::max<std::uint64_t>(1, file_bytes_ / result_.leg_bytes);
     const Region region{.offset_bytes = pair % places * result_.leg_bytes, .length_bytes = result_.leg_bytes};
     const LegResult result = contender.run({.pattern = options_.pattern, .region = region, .seed = pair});

@@ -11,7 +11,7 @@ class EngineContender final : public Contender {
       : drives_(drives.begin(), drives.end()), stop_(stop) {}
 
   std::string name() const override { return "hoist"; }
-  std::string description() const override { return drives_.front()->engine().description(); }
+  std::string description() const override { return drives_.front()->queue().description(); }
 
   LegResult run(const Leg& leg) override {
     const WorkloadResult result = run_workload(drives_, {.pattern = leg.pattern,

@@ -3,12 +3,14 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <stop_token>
 #include <thread>
 #include <vector>
 
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/fill.hpp>
 #include <hoist/platform/host_memory.hpp>
@@ -56,14 +58,14 @@ void fill_files(std::span<ScratchFile* const> files, const StopFlag* stop, const
   std::vector<std::exception_ptr> errors(files.size());
   std::vector<std::jthread> threads;  // joined also if one cannot be started
   for (std::size_t i = 0; i < files.size(); ++i) {
-    threads.emplace_back([&, i] {
+    threads.push_back(start_joining_thread("hoist-fill", [&, i](const std::stop_token&) {
       try {
         fill_file(*files[i], i, stop, done);
       } catch (...) {
         errors[i] = std::current_exception();
       }
       running.fetch_sub(1);
-    });
+    }));
   }
   while (running.load() > 0) {
     std::this_thread::sleep_for(kProgressInterval);

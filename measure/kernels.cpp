@@ -47,7 +47,6 @@ class State {
  public:
   State(const KernelCase& what, std::size_t count)
       : what_(what),
-        count_(count),
         moments_(optim::moment_count(optim::state_of(what.optimizer))),
         memory_({.bytes = count * bytes_per_parameter(what) + 10 * kGap}) {
     std::byte* at = memory_.bytes().data();
@@ -194,15 +193,14 @@ class State {
   }
 
   const KernelCase& what_;
-  std::size_t count_;
   unsigned moments_;
   platform::HostMemory memory_;
   StreamArrays arrays_;
 };
 
-class Comparison {
+class KernelComparison {
  public:
-  Comparison(const KernelCase& what, const KernelOptions& options)
+  KernelComparison(const KernelCase& what, const KernelOptions& options)
       : what_(what),
         pool_({.threads = options.threads}),
         tiles_(std::max<std::size_t>(pool_.threads(), options.state_bytes / State::bytes_per_parameter(what) / kTile)),
@@ -317,7 +315,7 @@ const char* KernelResult::limit() const {
 
 KernelResult compare_kernel(const KernelCase& what, const KernelOptions& options) {
   const InstructionSet instruction_set(what.instruction_set);
-  Comparison comparison(what, options);
+  KernelComparison comparison(what, options);
   KernelResult result;
   comparison.describe(result);
   std::vector<double> stream_seconds;

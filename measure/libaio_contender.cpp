@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
+#include <stop_token>
 #include <thread>
 
 #include <libaio.h>
 
 #include <hoist/core/rng.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/measure/contender.hpp>
 
 namespace hoist::measure {
@@ -138,13 +140,13 @@ class LibaioContender final : public Contender {
       loops.push_back(std::make_unique<Loop>(*drives_[i], leg, stop_, i));
     std::vector<std::jthread> threads;  // joined also if one cannot be started
     for (std::size_t i = 0; i < loops.size(); ++i) {
-      threads.emplace_back([&, i] {
+      threads.push_back(start_joining_thread("hoist-libaio", [&, i](const std::stop_token&) {
         try {
           loops[i]->run();
         } catch (...) {
           errors[i] = std::current_exception();
         }
-      });
+      }));
     }
     threads.clear();
     for (const auto& error : errors) {

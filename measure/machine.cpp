@@ -12,33 +12,22 @@
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/core/processors.hpp>
 #include <hoist/measure/machine.hpp>
-#include <hoist/platform/drive.hpp>
 
 namespace hoist::measure {
 
 namespace fs = std::filesystem;
 
-DriveFacts drive_facts(const std::string& directory) {
+Storage storage_of(const std::string& directory) {
   struct stat info {};
   if (::stat(directory.c_str(), &info) != 0) return {};
   std::error_code failed;
   const fs::path resolved = fs::canonical(directory, failed);
   const unsigned device_major = major(info.st_dev), device_minor = minor(info.st_dev);
-  const platform::FileSystem system =
-      platform::file_system_of(failed ? directory : resolved.string(), device_major, device_minor);
-  DriveFacts facts{.filesystem = system.type, .device = system.source};
-  const auto drive = platform::drive_of(device_major, device_minor);
-  if (!drive) return facts;
-  facts.device = drive->name;
-  facts.model = drive->model;
-  facts.scheduler = drive->scheduler;
-  facts.rotational = drive->rotational;
-  facts.request_bytes_max = drive->request_kib_max.value_or(0) * 1024;
-  facts.request_segments_max = drive->segments_max.value_or(0);
-  return facts;
+  return {.file_system = platform::file_system_of(failed ? directory : resolved.string(), device_major, device_minor),
+          .drive = platform::drive_of(device_major, device_minor)};
 }
 
-MachineDescription machine_facts() {
+MachineDescription describe_machine() {
   MachineDescription facts;
   facts.processor = field_of("/proc/cpuinfo", "model name").value_or("");
   facts.processors = static_cast<unsigned>(current_processors().size());

@@ -5,20 +5,18 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+
+#include <hoist/platform/drive.hpp>
 
 namespace hoist::measure {
 
-struct DriveFacts {
-  std::string filesystem;  // "ext4"
-  std::string device;      // "nvme0n1", "/dev/vda" where there is no disk of that name, "tmpfs"
-  std::string model;
-  std::string scheduler;  // "none", "mq-deadline"
-  bool rotational = false;
-  std::uint64_t request_bytes_max = 0;     // larger blocks are split by the kernel
-  std::uint64_t request_segments_max = 0;  // more pieces of memory are split too: 1 MiB on 4 KiB pages has 256
+struct Storage {
+  platform::FileSystem file_system;
+  std::optional<platform::DriveFacts> drive;  // none of a network's, of memory, of several drives
 };
-DriveFacts drive_facts(const std::string& directory);
+Storage storage_of(const std::string& directory);
 
 struct MachineDescription {
   std::string processor;
@@ -27,6 +25,6 @@ struct MachineDescription {
   std::string kernel;
   std::string transparent_huge_pages;  // the setting in effect: "always", "madvise", "never"
 };
-MachineDescription machine_facts();
+MachineDescription describe_machine();
 
 }  // namespace hoist::measure

@@ -29,7 +29,8 @@ class ScratchFile {
   static constexpr const char* kMarkerName = "MADE-BY-HOIST-BENCH";
   static constexpr const char* kDataName = "data";
 
-  // Makes the directory and the empty file with its space reserved. Call fill() before reading.
+  // Makes the directory and the empty file with its space reserved. fill_files() (measure/fill.hpp) writes
+  // it: call that before reading.
   ScratchFile(const std::string& directory, std::uint64_t bytes);
   // Removes both. The log names files that cannot be removed.
   ~ScratchFile();

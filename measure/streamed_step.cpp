@@ -25,8 +25,11 @@ constexpr unsigned kUncountedSteps = 2;
 class Directory {
  public:
   explicit Directory(std::string path) : path_(std::move(path)) {
+    std::error_code failed;
+    if (std::filesystem::create_directory(path_, failed)) return;
     refuse_existing(path_);
-    if (!std::filesystem::create_directory(path_)) refuse_existing(path_);  // by another run, a moment ago
+    throw IoError({.operation = "mkdir", .path = path_, .code = failed.value()},
+                  "name a directory on a drive to measure");
   }
   ~Directory() {
     std::error_code error;
@@ -37,7 +40,8 @@ class Directory {
     return (std::filesystem::path(parent) / "hoist-bench-optimizer").string();
   }
   static void refuse_existing(const std::string& path) {
-    if (std::filesystem::exists(path))
+    std::error_code unknown;
+    if (std::filesystem::exists(path, unknown))
       throw InputError(fmt::format("{} exists: another run is using it, or was killed; remove it", path));
   }
   Directory(const Directory&) = delete;
@@ -126,9 +130,9 @@ Counted counted(const Ledger& ledger) {
           ledger.waited(WaitCause::optimizer)};
 }
 
-class Comparison {
+class StepComparison {
  public:
-  explicit Comparison(const StreamedStepOptions& options)
+  explicit StepComparison(const StreamedStepOptions& options)
       : options_(options),
         mixed_options_(mixed_options(options)),
         directory_(Directory::below(options.directory)),
@@ -207,14 +211,14 @@ double StreamedStepResult::bytes_written_per_parameter() const {
 }
 
 void check_streamed_step(const std::string& directory, std::uint64_t parameters) {
-  Directory::refuse_existing(Directory::below(directory));
   // Two extents of at most 12 bytes per parameter, and the file of the mixed legs.
   check_scratch_directory(directory, 36 * parameters + 64 * kMiB);
+  Directory::refuse_existing(Directory::below(directory));
 }
 
 StreamedStepResult compare_streamed_step(const StreamedStepOptions& options) {
   check_streamed_step(options.directory, options.parameters);
-  Comparison comparison(options);
+  StepComparison comparison(options);
   StreamedStepResult& result = comparison.result();
   for (unsigned round = 0; round < options.pairs; ++round) {
     throw_if_stopped(options.stop);

@@ -35,14 +35,15 @@ class Pump {
   Pump& operator=(const Pump&) = delete;
 
   // Flushes first, so that this run does not pay for an earlier run's writes, and so that its continuation runs on the
-  // I/O thread. If the flush was done before the continuation was attached, flushes again.
+  // I/O thread. If the flush was done before the continuation was attached, flushes again: a queue that has failed
+  // begins with its error.
   void start() {
     bool came_too_late = true;
     while (came_too_late) {
       came_too_late = false;
       const auto caller = std::this_thread::get_id();
-      drive_.engine().sync(drive_.file().file()).then([this, caller, &came_too_late](const std::exception_ptr& error) {
-        if (std::this_thread::get_id() == caller)
+      drive_.queue().sync(drive_.file().file()).then([this, caller, &came_too_late](const std::exception_ptr& error) {
+        if (!error && std::this_thread::get_id() == caller)
           came_too_late = true;
         else
           begin(error);
@@ -96,7 +97,7 @@ class Pump {
     const std::uint64_t offset = options_.region.offset_bytes + cursor;
     cursor = (cursor + block_bytes_) % region_bytes_;
     issued_bytes_ += block_bytes_;
-    aio::DriveQueue& engine = drive_.engine();
+    aio::DriveQueue& engine = drive_.queue();
     const aio::File& file = drive_.file().file();
     const Completion completion = slot.write ? engine.write(file, offset, slot.buffer, aio::Priority::foreground)
                                              : engine.read(file, offset, slot.buffer, aio::Priority::foreground);
@@ -166,7 +167,7 @@ void wait_for(const Pumps& pumps, const WorkloadOptions& options) {
 double flush(std::span<Drive* const> drives) {
   const TimePoint begin = Clock::now();
   std::vector<Completion> flushes;
-  for (const Drive* drive : drives) flushes.push_back(drive->engine().sync(drive->file().file()));
+  for (const Drive* drive : drives) flushes.push_back(drive->queue().sync(drive->file().file()));
   for (const Completion& completion : flushes) completion.wait();
   return to_seconds(Clock::now() - begin);
 }

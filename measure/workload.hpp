@@ -62,7 +62,7 @@ class Drive {
 
   const ScratchFile& file() const { return file_; }
   const DriveOptions& options() const { return options_; }
-  aio::DriveQueue& engine() const { return *engine_; }
+  aio::DriveQueue& queue() const { return *engine_; }
   std::span<std::byte> slot(unsigned index) const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/optimizer.hpp - the optimizers, their settings, and their state of every parameter.
+// optim_cpu/optimizer.hpp - the optimizers, their settings, and the state that they keep for each parameter.
 //
 // One struct for all of them; a comment names the optimizers that use a member. update.hpp has the formulas.
 //

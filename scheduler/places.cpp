@@ -59,7 +59,7 @@ class CompanionStack {
   std::vector<std::optional<std::uint64_t>> depth_;
 };
 
-// Homes by one way of choosing the next item's.
+// The homes that one rule for the next item gives.
 class Homes {
  public:
   Homes(std::span<const ItemRoom> items, const CompanionStack& companions, std::uint64_t total_bytes)

@@ -29,7 +29,7 @@ ctest --preset coverage --parallel $((2 * $(nproc))) --exclude-regex '^system\.e
 mkdir -p build/coverage/report
 # Headers are found by way of a link in the build folder. Kernels are compiled once for each instruction set, so a function
 # can begin at several lines.
-modules='(core|platform|aio|comm|optim_cpu|tiers|scheduler|zero|interchange|config)/'
+modules='(core|platform|aio|comm|optim_cpu|tiers|scheduler|zero|interchange|config|measure)/'
 gcovr --root . --filter "$modules" --filter "build/coverage/include/hoist/$modules" --merge-mode-functions=separate \
   --exclude-throw-branches --gcov-suspicious-hits-threshold=0 -j "$(nproc)" --print-summary --txt build/coverage/report/summary.txt \
   --html-details build/coverage/report/index.html build/coverage

@@ -6,8 +6,8 @@ The reference is what both are to compute: bf16 weights, fp32 masters in memory,
 The products of linear layers are fp32, of weights rounded to bf16: processors without bf16 instructions take so long for
 bf16 products that nothing else could be seen. --bf16-products multiplies in bf16.
 
-Prints one line of JSON for every step, as it ends. "model_seconds" is what forward and backward took, of the reference
-the model's own time. Bytes are the kernel's accounting (/proc/self/io: what reached the
+Prints one line of JSON for every step, as it ends. "model_seconds" is the time of forward and backward; for the reference, of
+the model alone. Bytes are the kernel's accounting (/proc/self/io: what reached the
 block layer), memory is the peak of the resident set.
 """
 

@@ -19,8 +19,8 @@ struct RuleNotes {
 // Completes the draft; problems are appended to read.problems.
 RuleNotes apply_rules(Draft& draft, ReadResult& read, RunLength run_length);
 
-// Of which the sections "optimizer" and "scheduler": their types' own defaults, and parameters that a type does not
-// have, or needs. Settings without effect are removed from read.settings.
+// The rules of the sections "optimizer" and "scheduler": defaults of each type, and parameters that a type lacks or
+// needs. Settings without effect are removed from read.settings.
 void apply_optimizer(Draft& draft, ReadResult& read, RuleNotes& notes);
 void apply_schedule(Draft& draft, ReadResult& read, RunLength run_length, RuleNotes& notes);
 

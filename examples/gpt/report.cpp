@@ -23,7 +23,7 @@ TierUse use_of(const tiers::Budget& budget) {
   return {.budget_bytes = budget.limit_bytes(), .held_bytes = budget.held_bytes(), .peak_bytes = budget.peak_bytes()};
 }
 
-std::uint64_t reserved_bytes(const std::string& directory) {
+std::uint64_t bytes_on_disk(const std::string& directory) {
   std::uint64_t bytes = 0;
   std::error_code gone;
   for (const auto& entry : std::filesystem::directory_iterator(directory, gone)) {
@@ -163,8 +163,8 @@ void append_tiers(std::string& out, const RunRecord& record) {
 }  // namespace
 
 Tiers tier_use(Engine& engine, const EngineOptions& options) {
-  std::uint64_t reserved = options.store_directory.empty() ? 0 : reserved_bytes(options.store_directory);
-  for (const std::string& directory : options.stripe_directories) reserved += reserved_bytes(directory);
+  std::uint64_t reserved = options.store_directory.empty() ? 0 : bytes_on_disk(options.store_directory);
+  for (const std::string& directory : options.stripe_directories) reserved += bytes_on_disk(directory);
   return {.device = use_of(engine.runtime().device_budget()),
           .pinned = use_of(engine.runtime().pinned_budget()),
           .nvme = {.budget_bytes = reserved, .held_bytes = reserved, .peak_bytes = reserved}};

@@ -119,19 +119,21 @@ Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(opti
   const char* const what = "the configured budget";
   if (bytes_ > std::numeric_limits<std::uint64_t>::max() - kHugePageBytes)  // no number of whole pages
     refuse(bytes_, host_memory().free_bytes, what);
-  if (options.largest_pages == PageKind::huge_reserved && try_map(PageKind::huge_reserved, options)) return;
+  if (options.largest_pages == PageKind::huge_reserved && try_map(PageKind::huge_reserved)) return;
+  failure_ = 0;  // a machine without reserved pages has refused nothing
   // Reserved pages are already set apart; the kinds below compete for the rest.
   const std::uint64_t available = host_memory().free_bytes;
   if (!options.touch || bytes_ <= available) {
-    if (options.largest_pages != PageKind::normal && try_map(PageKind::huge_transparent, options)) return;
-    if (try_map(PageKind::normal, options)) return;
+    if (options.largest_pages != PageKind::normal && try_map(PageKind::huge_transparent)) return;
+    if (try_map(PageKind::normal)) return;
   }
   refuse(bytes_, available, what);
 }
 
 void Mapping::refuse(std::uint64_t bytes, std::uint64_t available, const char* what) const {
   const std::string refusal =
-      failure_ == 0 ? "" : fmt::format(" (mmap: {}; see ulimit -v and -d)", std::generic_category().message(failure_));
+      failure_ == 0 ? ""
+                    : fmt::format(" (the kernel: {}; see ulimit -v and -d)", std::generic_category().message(failure_));
   throw BudgetError::machine({.tier = options_.tier,
                               .have_bytes = std::min(available, bytes),
                               .need_bytes = bytes,
@@ -177,7 +179,7 @@ void Mapping::commit_up_to(std::uint64_t end, std::optional<std::byte> value) {
   committed_bytes_ = end;
 }
 
-bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
+bool Mapping::try_map(PageKind kind) {
   mapped_bytes_ = round_up(bytes_, page_bytes(kind));
   if (kind == PageKind::huge_transparent) {
     data_ = map_aligned(mapped_bytes_, kHugePageBytes);
@@ -198,15 +200,15 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   for (Piece& piece : all)
     if (!piece.numa_nodes.empty() && !prefer_nodes(piece.bytes, piece.numa_nodes)) piece.numa_nodes.clear();
   for (const Piece& piece : all) {
-    failure_ = options.touch ? touch(piece, kind, {}) : 0;
+    failure_ = options_.touch ? touch(piece, kind, {}) : 0;
     if (failure_ == 0) continue;
     unmap();
     return false;
   }
-  committed_bytes_ = options.touch ? bytes_ : 0;
+  committed_bytes_ = options_.touch ? bytes_ : 0;
   page_kind_ = kind;
   for (const Piece& piece : all)
-    if (options.touch && !piece.numa_nodes.empty()) report_other_nodes(piece.bytes, piece.numa_nodes);
+    if (options_.touch && !piece.numa_nodes.empty()) report_other_nodes(piece.bytes, piece.numa_nodes);
   return true;
 }
 
@@ -222,14 +224,5 @@ void Mapping::unmap() noexcept {
 }
 
 Mapping::~Mapping() { unmap(); }
-
-Mapping::Mapping(Mapping&& other) noexcept
-    : process_(other.process_),
-      options_(other.options_),
-      data_(std::exchange(other.data_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)),
-      mapped_bytes_(std::exchange(other.mapped_bytes_, 0)),
-      committed_bytes_(other.committed_bytes_),
-      page_kind_(other.page_kind_) {}
 
 }  // namespace hoist::platform::detail

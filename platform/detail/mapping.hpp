@@ -31,9 +31,8 @@ class Mapping {
  public:
   explicit Mapping(const MappingOptions& options);
   ~Mapping();
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&&) = delete;
   Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
 
   std::span<std::byte> bytes() const { return {data_, static_cast<std::size_t>(bytes_)}; }
   // Touches the first `end` bytes, as far as they have not been, and writes `value` to the new ones.
@@ -45,7 +44,7 @@ class Mapping {
 
  private:
   // False, and nothing is mapped, if the kernel has no pages of this kind.
-  bool try_map(PageKind kind, const MappingOptions& options);
+  bool try_map(PageKind kind);
   // Pages that are placed and touched in the same way.
   struct Piece {
     std::span<std::byte> bytes;

@@ -45,6 +45,15 @@ TEST_F(Check, SaysWhatEachTierMustHold) {
   EXPECT_THAT(run("check good.json --parameters 7B").output, HasSubstr("7000000000 parameters"));
 }
 
+TEST_F(Check, BatchesWhoseProductIsNoNumberAreRefused) {
+  write("huge.json",
+        R"({"train_batch_size": 4611686018427387904, "train_micro_batch_size_per_gpu": 4611686018427387904})");
+  const auto result = run("check huge.json --parameters 1e6 --world 4");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors,
+              HasSubstr("is not a multiple of train_micro_batch_size_per_gpu 4611686018427387904 times 4 ranks"));
+}
+
 TEST_F(Check, EachStepThatIsKeptTakesTwelveBytesAParameter) {
   const auto nvme_bytes = [&](int kept) {
     write("keeping.json", R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},

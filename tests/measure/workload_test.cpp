@@ -41,10 +41,10 @@ INSTANTIATE_TEST_SUITE_P(Backends, WorkloadTest,
 
 TEST_P(WorkloadTest, MovesExactlyTheBytesAskedFor) {
   for (const Pattern pattern : {Pattern::read, Pattern::write, Pattern::mixed}) {
-    const aio::DriveQueue::Stats before = drive_.engine().stats();
+    const aio::DriveQueue::Stats before = drive_.queue().stats();
     const WorkloadResult result =
         run_workload(drives_, {.pattern = pattern, .region = {kMiB, 3 * kMiB}, .bytes_max = 10 * kMiB});
-    const aio::DriveQueue::Stats after = drive_.engine().stats();
+    const aio::DriveQueue::Stats after = drive_.queue().stats();
     const DriveResult& drive = result.drives.front();
     EXPECT_EQ(result.bytes(), 10 * kMiB);
     EXPECT_EQ(drive.latency.count(), 10 * kMiB / kBlockBytes);

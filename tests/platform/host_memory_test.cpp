@@ -9,7 +9,7 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 #include <sys/mman.h>
 
 #include <hoist/core/error.hpp>
@@ -22,6 +22,9 @@
 
 namespace hoist::platform::host_memory_test {
 namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 bool all_zero_and_writable(std::span<std::byte> bytes) {
   const bool zero = std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
@@ -187,6 +190,7 @@ TEST(HostMemory, RefusesWhatTheMachineLacks) {
       } catch (const BudgetError& error) {
         EXPECT_EQ(error.need.tier, "pinned");
         EXPECT_LT(error.need.have_bytes, error.need.need_bytes);
+        EXPECT_THAT(error.what(), Not(HasSubstr("ulimit"))) << "memory is lacking, and no limit refused it";
       }
     }
   }

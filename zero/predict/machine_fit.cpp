@@ -27,7 +27,7 @@ std::uint64_t free_space(const fs::path& directory) {
 }
 
 // A file system that has directories of a store.
-struct FileSystem {
+struct StoreFileSystem {
   dev_t device = 0;
   std::string directory;  // the first of them
   std::uint64_t directory_count = 0;
@@ -35,7 +35,7 @@ struct FileSystem {
   std::uint64_t reserved_bytes = 0;  // that files of the store have already
 };
 
-std::uint64_t reserved_bytes(const std::string& directory) {
+std::uint64_t bytes_on_disk(const std::string& directory) {
   std::uint64_t bytes = 0;
   std::error_code error;
   for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
@@ -47,18 +47,18 @@ std::uint64_t reserved_bytes(const std::string& directory) {
   return bytes;
 }
 
-std::vector<FileSystem> file_systems(const std::vector<std::string>& directories) {
-  std::vector<FileSystem> all;
+std::vector<StoreFileSystem> file_systems(const std::vector<std::string>& directories) {
+  std::vector<StoreFileSystem> all;
   for (const std::string& directory : directories) {
     struct stat status {};
     const fs::path existing = detail::existing_part(directory);
     if (::stat(existing.c_str(), &status) != 0) continue;
-    auto found = std::ranges::find(all, status.st_dev, &FileSystem::device);
+    auto found = std::ranges::find(all, status.st_dev, &StoreFileSystem::device);
     if (found == all.end())
       found =
           all.insert(all.end(), {.device = status.st_dev, .directory = directory, .free_bytes = free_space(existing)});
     ++found->directory_count;
-    found->reserved_bytes += reserved_bytes(directory);
+    found->reserved_bytes += bytes_on_disk(directory);
   }
   return all;
 }
@@ -67,11 +67,11 @@ std::vector<FileSystem> file_systems(const std::vector<std::string>& directories
 // measured speed; here each directory counts alike.
 void add_drives(const EngineOptions& engine, std::uint64_t bytes, MachineFit& fit) {
   const std::vector<std::string> directories = engine.drive_directories();
-  const std::vector<FileSystem> all = file_systems(directories);
+  const std::vector<StoreFileSystem> all = file_systems(directories);
   std::uint64_t reserved = 0;
-  for (const FileSystem& files : all) reserved += files.reserved_bytes;
+  for (const StoreFileSystem& files : all) reserved += files.reserved_bytes;
   if (reserved >= bytes) return;
-  for (const FileSystem& files : all) {
+  for (const StoreFileSystem& files : all) {
     const std::uint64_t share = divide_up(bytes - reserved, directories.size()) * files.directory_count;
     fit.memories.push_back({"NVMe at " + files.directory, share, share, files.free_bytes, kDriveRemedy});
   }

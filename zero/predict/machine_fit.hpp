@@ -17,7 +17,7 @@ namespace hoist {
 // All ranks of the machine together.
 struct MachineFit {
   struct Memory {
-    std::string name;  // "host memory", "GPU memory", "NVMe in /data/hoist"
+    std::string name;  // "memory of a GPU", "memory of GPU and processors", "NVMe at /data/hoist"
     std::uint64_t least_bytes = 0;
     std::uint64_t bytes = 0;  // what will be held; the least where that does not fit
     std::uint64_t free_bytes = 0;

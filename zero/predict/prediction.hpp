@@ -7,8 +7,7 @@
 //
 // Threading  Pure functions, but for what runtime options leave to this machine (zero/machine.hpp).
 // Errors     UsageError for a model without units; ConfigError for options that no engine could have. Too small a
-// budget
-//            is not an error here: see fits().
+//            budget is not an error here: see fits().
 #pragma once
 
 #include <optional>

@@ -332,7 +332,7 @@ class Builder {
   // By unit, the tasks after which its latest update is computed; readable from NVMe again; written to NVMe as a whole.
   std::vector<std::optional<TaskIndex>> updated_, readable_, written_;
   std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
-  std::optional<TaskIndex> committed_;  // in mode backward
+  std::optional<TaskIndex> committed_;  // not in mode forward
   Tasks slot_tasks_;                    // of this pass
   Tasks gradients_;                     // of this step
   std::vector<Gathered> gathered_;
