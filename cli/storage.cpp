@@ -113,14 +113,14 @@ std::vector<std::string> StorageRig::warnings() const {
     if (files_[i]->file().is_direct()) continue;
     warnings.push_back(
         fmt::format("{} has no O_DIRECT: the benchmark measures the page cache (memory) there, not a drive",
-                    drive_title(paths_[i], facts_[i])));
+                    drive_title(paths_[i], storage_[i])));
   }
   std::map<std::string, std::string> first_on_drive;  // device -> path
   for (std::size_t i = 0; i < paths_.size(); ++i) {
-    if (facts_[i].device.empty()) continue;
-    const auto [first, fresh] = first_on_drive.emplace(facts_[i].device, paths_[i]);
-    if (!fresh)
-      warnings.push_back(fmt::format("{} and {} share one drive ({})", first->second, paths_[i], facts_[i].device));
+    const std::string device = storage_[i].device();
+    if (device.empty()) continue;
+    const auto [first, fresh] = first_on_drive.emplace(device, paths_[i]);
+    if (!fresh) warnings.push_back(fmt::format("{} and {} share one drive ({})", first->second, paths_[i], device));
   }
   if (page_kind() == platform::PageKind::normal) {
     warnings.push_back(
@@ -145,8 +145,7 @@ std::string engine_name(const aio::DriveQueue& engine) {
 std::string drive_title(const std::string& path, const measure::Storage& storage) {
   if (storage.file_system.type.empty()) return path;
   const std::string model = storage.drive ? storage.drive->model : "";
-  return fmt::format("{} ({} on {}{})", path, storage.file_system.type,
-                     storage.drive ? storage.drive->name : storage.file_system.source,
+  return fmt::format("{} ({} on {}{})", path, storage.file_system.type, storage.device(),
                      model.empty() ? "" : ", " + model);
 }
 
@@ -161,9 +160,9 @@ Json machine_json() {
 }
 
 Json storage_json(const measure::Storage& storage) {
-  const platform::DriveFacts drive = storage.drive.value_or(platform::DriveFacts{.name = storage.file_system.source});
+  const platform::DriveFacts drive = storage.drive.value_or(platform::DriveFacts{});
   return {{"filesystem", storage.file_system.type},
-          {"device", drive.name},
+          {"device", storage.device()},
           {"model", drive.model},
           {"scheduler", drive.scheduler},
           {"rotational", drive.rotational},

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m hoist.torch.finetune` with a file that is no recipe: a sentence and exit status 2, as for every bad input."""
 
+import runpy
+import unittest.mock
+
 import pytest
 
 import hoist
@@ -30,11 +33,10 @@ def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path, capsys, content, me
 def answer(tmp_path, capsys, content, *words):
     """The exit status of the command, and what it says."""
     (tmp_path / "recipe.yaml").write_text(content)
-    try:
-        status = finetune.main([str(tmp_path / "recipe.yaml"), *words])
-    except SystemExit as ended:
-        status = ended.code
-    return status, capsys.readouterr().err
+    words = ["hoist", str(tmp_path / "recipe.yaml"), *words]
+    with unittest.mock.patch("sys.argv", words), pytest.raises(SystemExit) as ended:
+        runpy.run_module("hoist.torch.finetune", run_name="__main__")  # as python -m does
+    return ended.value.code, capsys.readouterr().err
 
 
 def test_wrong_changes_and_plugins_are_said_in_a_sentence(tmp_path, capsys):
