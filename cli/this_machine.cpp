@@ -106,7 +106,7 @@ void fill_in_quick_facts(const std::vector<std::string>& directories, MachineSpe
   for (const std::string& directory : directories) {
     std::error_code failed;
     const fs::space_info space = fs::space(directory, failed);
-    if (failed) throw InputError(fmt::format("--path {}: {}", directory, failed.message()));
+    if (failed) throw measure::InputError(fmt::format("--path {}: {}", directory, failed.message()));
     smallest = std::min(smallest, static_cast<double>(space.available) / kGigabyte);
   }
   spec.drives.capacity_gb = smallest;

@@ -9,6 +9,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 
 #include "host_stream.hpp"
 
