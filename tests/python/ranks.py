@@ -20,9 +20,9 @@ import threading
 import accelerator
 
 _forks = multiprocessing.get_context("forkserver")
-# DistributedDataParallel imports torch._dynamo when it is made.
-_forks.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.cpp_extension", "pytest", "hoist.torch",
-                               "hoist.optim.offload", "hoist.store"])
+# DistributedDataParallel and torch.optim import torch._dynamo when they are used.
+_imported = ["torch", "torch._dynamo", "torch.utils.cpp_extension", "pytest", "hoist.torch", "hoist.optim.offload", "hoist.store"]
+_forks.set_forkserver_preload(_imported)
 
 BEGIN = """
 import json, os, signal, sys, time
@@ -36,6 +36,12 @@ def join():
     backend = accelerator.process_group_backend()
     dist.init_process_group(backend, init_method=f"file://{directory}/meet", rank=rank, world_size=size)
 """
+
+
+def import_too(module):
+    """For files of tests whose programs import it: their server does so once, unless it has begun already."""
+    _imported.append(module)
+    _forks.set_forkserver_preload(_imported)
 
 
 class Program:
@@ -89,6 +95,14 @@ def _run(text, arguments, environment, said):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def output_of(text, *arguments, ends_with=0, **environment):
+    """Runs a text to its end. Returns what it prints."""
+    program = Program(textwrap.dedent(text), arguments, environment)
+    out, error = program.communicate(600)
+    assert program.returncode == ends_with, error
+    return out
 
 
 def start(program, directory, config, size=2, share_gpu=False, **environment):

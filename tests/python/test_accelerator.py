@@ -7,32 +7,29 @@ Longer: with HOIST_TEST_ACCELERATOR=1 in the environment, any file of these test
 
 import hashlib
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch.utils.cpp_extension
 from optim_program import Program, place
 
 from hoist.torch.model.unit_tensors import CAN_REFUSE
+from ranks import output_of
 
-HERE = pathlib.Path(__file__).parent
 PROGRAM = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
 import hoist.torch
-if sys.argv[2] == "slate":
+device, recompute, configs = map(json.loads, sys.argv[1:])
+if device == "slate":
     import accelerator
     accelerator.use()
 import torch
 from models import has_values
 from training import digests, make, train
-for config in json.loads(sys.argv[3]):
-    with hoist.torch.wrap(make(recompute=json.loads(sys.argv[4])), config) as engine:
+for config in configs:
+    with hoist.torch.wrap(make(recompute=recompute), config) as engine:
         losses = train(engine, 4, micro_batches=config["gradient_accumulation_steps"])
-        assert engine.device.type == sys.argv[2]
-        assert {p.device.type for p in engine.module.parameters()} == {sys.argv[2]}
+        assert engine.device.type == device
+        assert {p.device.type for p in engine.module.parameters()} == {device}
         assert not any(has_values(p) for p in engine.module.parameters())
         with engine.gathered(["head.weight"]), torch.no_grad():
             total = engine.module.head.weight.sum().item()
@@ -42,10 +39,8 @@ for config in json.loads(sys.argv[3]):
 
 
 def trained(device, recompute, configs):
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(HERE), device, json.dumps(configs), json.dumps(recompute)],
-                           capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[[")]
+    out = output_of(PROGRAM, *map(json.dumps, (device, recompute, configs)))
+    return [json.loads(line) for line in out.splitlines() if line.startswith("[[")]
 
 
 @pytest.mark.skipif(not CAN_REFUSE, reason="memory of a unit that is down can be read: PyTorch is older than 2.13")
@@ -77,14 +72,13 @@ def digests_of(tensors):
 
 OPTIMIZER = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
 import accelerator, hoist.optim.offload
 accelerator.use()
 import torch
 from test_accelerator import digests_of
 from optim_program import Program
 hoist.optim.pieces._UNIT_ELEMENTS, hoist.optim.pieces._PIECE_ELEMENTS = 5000, 3000
-for arguments in json.loads(sys.argv[2]):
+for arguments in json.loads(sys.argv[1]):
     program = Program("AdamW", torch.bfloat16, torch.device("slate"), **arguments)
     with program.optimizer:
         bits = program.train(0, 6).bits()
@@ -96,11 +90,8 @@ del program, bits  # the test device does not outlive its tensors
 
 @pytest.mark.skipif(not torch.utils.cpp_extension.is_ninja_available(), reason="ninja builds the accelerator")
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_an_optimizer_with_offloaded_states_ends_in_the_bits_of_the_cpu(tmp_path, monkeypatch, seed):
-    monkeypatch.setenv("HOIST_ACCELERATOR_SEED", seed)
+def test_an_optimizer_with_offloaded_states_ends_in_the_bits_of_the_cpu(tmp_path, seed):
     places = [place(offload, tmp_path) for offload in ("cpu", "nvme")]
-    ended = subprocess.run([sys.executable, "-c", OPTIMIZER, str(HERE), json.dumps(places)], capture_output=True, text=True,
-                           check=False)
-    assert ended.returncode == 0, ended.stderr
+    out = output_of(OPTIMIZER, json.dumps(places), HOIST_ACCELERATOR_SEED=seed)
     expected = [digests_of(Program("AdamW", torch.bfloat16).train(0, 6).bits())]
-    assert [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[[")] == [expected, expected]
+    assert [json.loads(line) for line in out.splitlines() if line.startswith("[[")] == [expected, expected]

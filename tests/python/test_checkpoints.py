@@ -2,13 +2,9 @@
 """Steps that stay under a name: kept, gone back to, and saved and loaded as DeepSpeed's programs do."""
 
 import copy
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
@@ -17,6 +13,7 @@ import torch
 import hoist
 import hoist.torch
 from models import batches, has_values, loss_of
+from ranks import output_of
 from training import digests, make, train
 
 
@@ -372,15 +369,11 @@ def test_without_room_for_kept_steps_saving_is_refused(settings, tmp_path):
 def test_killed_while_saving(settings, tmp_path):
     """Whenever it dies, `latest` names a step that comes back with its own client state."""
     config = keeping(settings, 2)
-    program = textwrap.dedent(f"""
-        import json, os, signal, sys, threading, time
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        import hoist.torch
-        import accelerator
-        accelerator.use_if_asked()
+    program = f"""
+        import os, signal, sys, threading, time
         from test_checkpoints import initialize, train
         after = float(sys.argv[1])
-        engine, *_ = initialize(json.loads({json.dumps(json.dumps(config))}))
+        engine, *_ = initialize({config!r})
         engine.load_checkpoint({str(tmp_path / "c")!r})
         first = engine.step_count
         print(first, flush=True)
@@ -390,12 +383,10 @@ def test_killed_while_saving(settings, tmp_path):
             engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": step + 1}})
             if step == first:
                 killer.start()
-    """)
+    """
     reached = 0
     for after in (0.1, 0.13, 0.17):
-        ended = subprocess.run([sys.executable, "-c", program, str(after)], capture_output=True, text=True)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-        began = int(ended.stdout.split()[0])
+        began = int(output_of(program, after, ends_with=-signal.SIGKILL).split()[0])
         assert began >= reached + (reached > 0)
         reached = began
     engine, *_ = initialize(config)
@@ -407,15 +398,11 @@ def test_killed_while_saving(settings, tmp_path):
 def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
     """With room for one step, the one that `latest` names is gone then: the newest comes back, with its client state."""
     config = settings()
-    program = textwrap.dedent(f"""
-        import json, os, signal, sys
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        import hoist.torch
-        import accelerator
-        accelerator.use_if_asked()
+    output_of(f"""
+        import os, signal
         from hoist.torch.checkpoint import checkpoints
         from test_checkpoints import initialize, train
-        engine, *_ = initialize(json.loads({json.dumps(json.dumps(config))}))
+        engine, *_ = initialize({config!r})
         train(engine, 2)
         engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 2}})
         write = checkpoints.write_durably
@@ -426,9 +413,7 @@ def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
         checkpoints.write_durably = killed
         train(engine, 1, first=2)
         engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 3}})
-    """)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    """, ends_with=-signal.SIGKILL)
     assert (tmp_path / "c" / "latest").read_text() == "global_step2"
     engine, *_ = initialize(config)
     assert engine.checkpoints() == {"global_step3": 3}

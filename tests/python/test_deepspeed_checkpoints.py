@@ -8,8 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ import hoist.torch.deepspeed
 from hoist.torch.deepspeed.__main__ import main as command
 from make_deepspeed_files import CELLS, LAST, RANKS, STEPS, config_of, groups_of
 from models import Tiny
-from ranks import results, start
+from ranks import output_of, results, start
 
 
 @pytest.fixture(scope="session")
@@ -153,12 +151,11 @@ def die_in_the_middle(directory, files, cell, calls):
 @pytest.mark.parametrize("calls", [1, 20, 39])
 def test_a_killed_import_leaves_nothing(checkpoints, tmp_path, calls):
     files = checkpoints / "zero2-bf16"
-    program = ("import sys; sys.path.insert(0, sys.argv[1])\n"
-               "from test_deepspeed_checkpoints import *\n"
-               "die_in_the_middle(sys.argv[2], sys.argv[3], 'zero2-bf16', int(sys.argv[4]))")
-    died = subprocess.run([sys.executable, "-c", program, os.path.dirname(__file__), str(tmp_path), str(files), str(calls)],
-                          capture_output=True, text=True)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    output_of("""
+        import sys
+        from test_deepspeed_checkpoints import die_in_the_middle
+        die_in_the_middle(sys.argv[1], sys.argv[2], "zero2-bf16", int(sys.argv[3]))
+    """, tmp_path, files, calls, ends_with=-signal.SIGKILL)
     assert hoist.store.steps(tmp_path).commits == []
     with wrap("zero2-bf16", tmp_path, deepspeed=files, resume=True) as engine:
         assert engine.step_count == STEPS

@@ -5,13 +5,11 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
 import hoist
+import ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
@@ -21,6 +19,10 @@ import hoist.torch.transformers as hoist_transformers  # noqa: E402
 from training import digests  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("cpu_by_default")
+ranks.import_too("transformers.trainer")
+# On a GPU as with the fixture above.
+BEGIN = ('import os, signal, accelerator, torch; accelerator.ON_GPU and torch.set_default_device("cpu"); '
+         'from pathlib import Path; from test_trainer import *')
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["trainers_optimizer", "the_files_optimizer"])
@@ -39,14 +41,8 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
     expected = digests(whole.engine)
     whole.engine.close()
 
-    program = textwrap.dedent(f"""
-        import os, signal, sys
-        from pathlib import Path
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        import hoist.torch
-        import accelerator
-        accelerator.use_if_asked(cpu_by_default=True)
-        from test_trainer import *
+    ranks.output_of(f"""
+        {BEGIN}
         class Kill(transformers.TrainerCallback):
             def on_step_end(self, args, state, control, **_):
                 if state.global_step == 11:
@@ -56,9 +52,7 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
         trainer = trainer_of(args, ds_config(path / "nvme", without={without!r}), model=tiny_llama(attention_dropout=0.1),
                              callbacks=[Kill()])
         trainer.train()
-    """)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    """, ends_with=-signal.SIGKILL)
     checkpoints = sorted(os.listdir(tmp_path / "killed" / "out"))
     assert checkpoints == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     with pytest.raises(hoist.StoreError, match="holds a run"):
@@ -73,14 +67,8 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
 
 def test_killed_before_a_checkpoint_was_complete(tmp_path):
     """The checkpoint is there, its directory lacks Trainer's own state: the run goes on from the checkpoint before it."""
-    program = textwrap.dedent(f"""
-        import os, signal, sys
-        from pathlib import Path
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        import hoist.torch
-        import accelerator
-        accelerator.use_if_asked(cpu_by_default=True)
-        from test_trainer import *
+    ranks.output_of(f"""
+        {BEGIN}
         path = Path({str(tmp_path)!r})
         class Dying(hoist_transformers.Trainer):
             def _save_rng_state(self, output_dir):
@@ -89,9 +77,7 @@ def test_killed_before_a_checkpoint_was_complete(tmp_path):
                 super()._save_rng_state(output_dir)
         args = arguments(path / "out", max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
         Dying(model=tiny_llama(), args=args, train_dataset=Tokens(), hoist_config=ds_config(path / "nvme")).train()
-    """)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    """, ends_with=-signal.SIGKILL)
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-4"]
     assert not (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").exists()
     args = arguments(tmp_path / "out", max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
