@@ -39,8 +39,8 @@ def cpu_by_default():
 def settings(tmp_path):
     """A configuration in DeepSpeed's form, everything on NVMe, with budgets that hold a few layers of a tiny model."""
 
-    def make(**changes):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / "store")}
+    def make(store="store", **changes):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / store)}
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.0,

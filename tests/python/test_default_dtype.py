@@ -51,9 +51,7 @@ def test_states_of_the_optimizer_are_fp32(default_dtype, offload):
 
 def test_states_of_the_engine_are_fp32(default_dtype, settings):
     def train(model, data, place):
-        config = settings(hoist={"device_memory": "1MiB", "pinned_memory": "64MiB"})
-        for part in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][part]["nvme_path"] += place
+        config = settings(place, hoist={"device_memory": "1MiB", "pinned_memory": "64MiB"})
         with hoist.torch.wrap(model, config) as engine:
             for x in data:
                 engine.backward(engine(x).float().pow(2).mean())
@@ -74,12 +72,10 @@ def test_states_of_the_engine_are_fp32(default_dtype, settings):
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
-def test_the_default_device_is_for_the_programs_tensors(settings, tmp_path, order):
+def test_the_default_device_is_for_the_programs_tensors(settings, order):
     def train(place):
-        config = settings(gradient_accumulation_steps=2, hoist={"device_memory": "1MiB", "pinned_memory": "64MiB",
-                                                                "micro_batch_order": order})
-        for part in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][part]["nvme_path"] += place
+        config = settings(place, gradient_accumulation_steps=2, hoist={
+            "device_memory": "1MiB", "pinned_memory": "64MiB", "micro_batch_order": order})
         (model, data), default = model_and_batches(), torch.get_default_device()
         with torch.device(default if place == "1" else "meta"), hoist.torch.wrap(model, config) as engine:
             batches = iter(data)

@@ -35,12 +35,11 @@ def step(engine):
 
 
 @pytest.fixture
-def wrapped(settings, tmp_path):
+def wrapped(settings):
     count = iter(range(100))
 
     def make(model=None, **changes):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / f"store-{next(count)}")}
-        config = settings(zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        config = settings(f"store-{next(count)}",
                           **{"hoist": {"device_memory": "1MiB", "pinned_memory": "32MiB"}, **changes})
         return hoist.torch.wrap(model or model_of(), config)
 
@@ -277,10 +276,7 @@ def test_a_model_is_wrapped_again_after_close(settings):
         losses = [step(engine) for _ in range(3)]
     with hoist.torch.wrap(model, settings(), resume=True) as engine:
         losses += [step(engine) for _ in range(3)]
-    other = settings()
-    for part in ("offload_param", "offload_optimizer"):
-        other["zero_optimization"][part]["nvme_path"] += "-2"
-    with hoist.torch.wrap(model_of(), other) as engine:
+    with hoist.torch.wrap(model_of(), settings(store="other")) as engine:
         assert losses == [step(engine) for _ in range(6)]
 
 

@@ -187,12 +187,10 @@ def test_an_overflow_skips_the_step(settings):
     engine.close()
 
 
-def test_small_gradients_vanish_without_a_scale(settings, tmp_path):
+def test_small_gradients_vanish_without_a_scale(settings):
     """A loss of 1e-6 has fp16 gradients that are mostly zero; with the scale they are those of fp32, but for rounding."""
     def gradient(name, changes):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / name)}
-        config = settings(zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}, **changes)
-        with hoist.torch.wrap(make(), config) as engine:
+        with hoist.torch.wrap(make(), settings(name, **changes)) as engine:
             inputs, targets = next(batches(1))
             engine.backward(loss_of(engine(inputs).float(), targets) * 1e-6)
             return engine.read("blocks.1.up.weight", hoist.State.gradient)
@@ -204,14 +202,11 @@ def test_small_gradients_vanish_without_a_scale(settings, tmp_path):
     assert (vanished - exact).norm() > 0.5 * exact.norm()
 
 
-def test_a_fixed_scale_and_a_backward_of_ones_own(settings, tmp_path):
+def test_a_fixed_scale_and_a_backward_of_ones_own(settings):
     """engine.scale(loss).backward() is engine.backward(loss); a loss without the scale is refused, not made to vanish."""
     ends = []
     for own in (False, True):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(own))}
-        config = settings(fp16={"enabled": True, "loss_scale": 1000},
-                          zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
-        with hoist.torch.wrap(make(), config) as engine:
+        with hoist.torch.wrap(make(), settings(str(own), fp16={"enabled": True, "loss_scale": 1000})) as engine:
             assert engine.loss_scale() == engine.optimizer.loss_scale == 1000 and not engine.dynamic_loss_scale()
             for inputs, targets in batches(6):
                 if own:
@@ -226,13 +221,11 @@ def test_a_fixed_scale_and_a_backward_of_ones_own(settings, tmp_path):
     assert ends[0] == ends[1]
 
 
-def test_killed_and_resumed(settings, tmp_path):
+def test_killed_and_resumed(settings):
     """kill -9 after skipped steps and some that were not: scale and counters go on, and the end has the bits of a run that
     nobody disturbed. A step that was kept right after a skipped one knows of it."""
     def config(name):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / name)}
-        return settings(fp16=TOO_HIGH, zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-                        hoist={"device_memory": "240KiB", "pinned_memory": "32MiB", "keep_steps": 2})
+        return settings(name, fp16=TOO_HIGH, hoist={"device_memory": "240KiB", "pinned_memory": "32MiB", "keep_steps": 2})
 
     with hoist.torch.wrap(make(), config("whole")) as engine:
         train(engine, 4)
@@ -288,10 +281,7 @@ def test_what_goes_out_is_what_forward_computes_with(settings, tmp_path):
         with pytest.raises(hoist.UsageError, match="norm.weight"):
             engine.write("norm.weight", torch.full((32,), 70000.0))
 
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "second")}
-    with hoist.torch.wrap(make(seed=5), settings(
-            fp16=FP16, zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}),
-            weights=str(tmp_path / "half")) as engine:
+    with hoist.torch.wrap(make(seed=5), settings("second", fp16=FP16), weights=str(tmp_path / "half")) as engine:
         assert all(torch.equal(v, half[n]) for n, v in engine.state_dict().items())
 
 

@@ -75,10 +75,7 @@ def train(engine, plain, steps=3):
 
 def stack(settings, form, **hoist_section):
     """Each in a store of its own. By default with room for three of the seven units."""
-    config = settings(hoist={"device_memory": "260KiB", "pinned_memory": "64MiB"} | hoist_section)
-    for part in config["zero_optimization"].values():
-        if isinstance(part, dict):
-            part["nvme_path"] += "-" + form
+    config = settings(form, hoist={"device_memory": "260KiB", "pinned_memory": "64MiB"} | hoist_section)
     torch.manual_seed(0)
     return hoist.torch.wrap(Stack(form), config)
 
@@ -269,11 +266,7 @@ def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
         return nn.Sequential(nn.Linear(8, features), nn.BatchNorm1d(features), nn.Linear(features, 8))
 
     for features in (2048, 16384):
-        config = settings()
-        config["hoist"]["device_memory"] = config["hoist"]["pinned_memory"] = "64MiB"
-        for part in config["zero_optimization"].values():
-            if isinstance(part, dict):
-                part["nvme_path"] += f"-{features}"
+        config = settings(str(features), hoist={"device_memory": "64MiB", "pinned_memory": "64MiB"})
         with hoist.torch.wrap(model(features), config) as engine:
             for _ in range(2):
                 engine.backward(engine(torch.randn(16, 8) * 3 + 1).pow(2).mean())
@@ -335,12 +328,8 @@ def test_autocast_around_the_whole_run_keeps_no_old_weights(settings):
     device = torch.get_default_device().type
 
     def trained(name, around_run):
-        config = settings()
-        for part in config["zero_optimization"].values():
-            if isinstance(part, dict):
-                part["nvme_path"] += "-" + name
         torch.manual_seed(0)
-        with (hoist.torch.wrap(Stack("tensor", layers=3), config) as engine,
+        with (hoist.torch.wrap(Stack("tensor", layers=3), settings(name)) as engine,
               torch.autocast(device, torch.bfloat16, enabled=around_run)):
             for _ in range(3):
                 with torch.autocast(device, torch.bfloat16):
@@ -363,12 +352,8 @@ def _loss(engine, inputs):
 
 def _in_steps_of_4(settings, name, train_micro_batch):
     """The state after two steps; `train_micro_batch(engine, inputs, is_last)` trains one of four."""
-    config = settings(gradient_accumulation_steps=4)
-    for part in config["zero_optimization"].values():
-        if isinstance(part, dict):
-            part["nvme_path"] += "-" + name
     torch.manual_seed(0)
-    with hoist.torch.wrap(Stack("tensor", layers=2), config) as engine:
+    with hoist.torch.wrap(Stack("tensor", layers=2), settings(name, gradient_accumulation_steps=4)) as engine:
         for index, inputs in enumerate(_inputs(8)):
             train_micro_batch(engine, inputs, index % 4 == 3)
         assert engine.step_count == 2
@@ -441,10 +426,7 @@ def test_only_learning_rates_change_during_a_run(settings):
     model = Stack("tensor", layers=2)
     client = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(client, max_lr=1e-2, total_steps=20, cycle_momentum=False)
-    config = settings()
-    config["zero_optimization"]["offload_optimizer"]["nvme_path"] += "-2"
-    config["zero_optimization"]["offload_param"]["nvme_path"] += "-2"
-    engine, *_ = hoist.torch.initialize(model=model, optimizer=client, lr_scheduler=schedule, config=config)
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=client, lr_scheduler=schedule, config=settings("second"))
     with engine:
         for _ in range(3):
             engine.backward(_loss(engine, _inputs(1)[0]))

@@ -59,12 +59,10 @@ def python_calls(engine):
 
 
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_no_python_for_a_tensor(settings, tmp_path, changes):
+def test_no_python_for_a_tensor(settings, changes):
     counts = []
     for tensors in (1, 40):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(tensors))}
-        config = settings(zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}, **changes)
-        with hoist.torch.wrap(model_of(tensors), config) as engine:
+        with hoist.torch.wrap(model_of(tensors), settings(str(tensors), **changes)) as engine:
             for _ in range(3):  # the first pass of a kind is looked at more closely
                 python_calls(engine)
             counts.append(python_calls(engine))

@@ -379,9 +379,7 @@ dist.destroy_process_group()
 def test_ranks_wait_for_gradient_memory_alike(settings, tmp_path, name):
     config = settings(hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})
     found = ranks.results(ranks.start(RANK, tmp_path / "ranks", [name, config]))
-    config["gradient_accumulation_steps"] = 2
-    config["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "one")
-    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "one")
+    config = settings("one", gradient_accumulation_steps=2, hoist=config["hoist"])
     with hoist.torch.wrap(make(CASES[name][0]), config) as engine:
         for x in batches():
             for half in x.chunk(2):

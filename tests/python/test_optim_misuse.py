@@ -226,6 +226,12 @@ def test_arguments_without_effect_are_taken(name, arguments):
     ("AdamW", {"offload": "cpu", "directory": "store", "commit_every": -1}, hoist.UsageError, "commit_every=-1: choose"),
     ("AdamW", {"offload": "nvme", "directory": "store", "commit_every": 0}, hoist.UsageError, "commit_every=0: choose"),
     ("AdamW", {"offload": "nvme", "directory": []}, hoist.UsageError, r"directory=\[\]: name one"),
+    ("AdamW", {"offload": "disk"}, hoist.UsageError, "choose None"),
+    ("AdamW", {"offload": "nvme"}, hoist.UsageError, "needs directory"),
+    ("AdamW", {"offload": "cpu", "resume": True}, hoist.UsageError, "needs directory"),
+    ("AdamW", {"directory": "somewhere"}, hoist.UsageError, "is for offloaded states"),
+    ("AdamW", {"offload": "cpu", "amsgrad": True}, hoist.UsageError, "amsgrad=True is not among"),
+    ("AdamW", {"offload": "cpu", "missing_gradients": "skip"}, hoist.UsageError, 'choose "refuse"'),
 ])
 def test_arguments_that_cannot_be_followed_are_refused(name, arguments, error, match, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for directories

@@ -235,19 +235,6 @@ def test_autograd_sees_that_weights_changed():
 
 # --- refusals, and the end -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("arguments, match", [
-    ({"offload": "disk"}, "choose None"),
-    ({"offload": "nvme"}, "needs directory"),
-    ({"offload": "cpu", "resume": True}, "needs directory"),
-    ({"directory": "somewhere"}, "is for offloaded states"),
-    ({"offload": "cpu", "amsgrad": True}, "amsgrad=True is not among"),
-    ({"offload": "cpu", "missing_gradients": "skip"}, "choose \"refuse\""),
-])
-def test_arguments_that_do_not_go_together_are_refused(arguments, match):
-    with pytest.raises(hoist.UsageError, match=match):
-        hoist.optim.AdamW([nn.Parameter(torch.ones(3))], **arguments)
-
-
 def test_parameters_that_cannot_be_trained_are_refused():
     freed = nn.Parameter(torch.ones(3))
     freed.untyped_storage().resize_(0)

@@ -89,11 +89,7 @@ def test_a_run_continues_from_a_copy(settings, tmp_path):
         stored.copy(tmp_path / "backup")
         stored.copy(tmp_path / "backup")  # compared
     assert hoist.store.steps(tmp_path / "backup").commits == [2]
-    config = settings()
-    for part in config["zero_optimization"].values():
-        if isinstance(part, dict):
-            part["nvme_path"] = str(tmp_path / "backup")
-    with hoist.torch.wrap(Gpt(), config, resume=True) as engine:
+    with hoist.torch.wrap(Gpt(), settings(store="backup"), resume=True) as engine:
         assert engine.step_count == 2 and engine.digest() == at_two
         train(engine, 1)
 

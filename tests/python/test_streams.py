@@ -263,7 +263,7 @@ def default_device():
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
-def test_a_program_that_leaves_the_default_device_alone(settings, tmp_path, default_device, order):
+def test_a_program_that_leaves_the_default_device_alone(settings, default_device, order):
     """Most programs build a model on the CPU and move batches to the device."""
     def model():
         with torch.device("cpu"):
@@ -273,10 +273,8 @@ def test_a_program_that_leaves_the_default_device_alone(settings, tmp_path, defa
     ends, data = [], pairs()
     for name, device in (("the device", DEVICE), ("cpu", torch.device("cpu"))):
         default_device(device)
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / name)}
-        config = settings(gradient_accumulation_steps=2, zero_optimization={
-            "stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-            hoist={"device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order})
+        config = settings(name, gradient_accumulation_steps=2, hoist={
+            "device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order})
         with hoist.torch.wrap(model(), config) as engine:
             losses = [engine.train_batch((each.to(DEVICE, non_blocking=True) for each in pair.cpu()),
                                          lambda batch, engine=engine: engine(batch).square().mean()).item() for pair in data]
@@ -293,14 +291,12 @@ def test_a_program_that_leaves_the_default_device_alone(settings, tmp_path, defa
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
-def test_autocast(settings, tmp_path, order):
+def test_autocast(settings, order):
     """Of fp32 weights, which come and go while operators' bf16 copies of them are in use."""
     ends, types = [], set()
     for memory in ("140KiB" if order == "horizontal" else "400KiB", "8MiB"):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / memory)}
-        config = settings(gradient_accumulation_steps=2, hoist={
-            "device_memory": memory, "pinned_memory": "32MiB", "micro_batch_order": order},
-            zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
+        config = settings(memory, gradient_accumulation_steps=2, hoist={
+            "device_memory": memory, "pinned_memory": "32MiB", "micro_batch_order": order})
         with hoist.torch.wrap(make(recompute="non-reentrant"), config) as engine:
             engine.module.blocks[0].up.register_forward_hook(lambda *call: types.add(call[2].dtype))
             with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
@@ -326,7 +322,7 @@ def test_a_step_does_not_wait_for_what_pytorch_computes(settings):
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
-def test_a_program_on_a_stream_of_its_own(settings, tmp_path, order):
+def test_a_program_on_a_stream_of_its_own(settings, order):
     """The default stream, which is late here and for which nothing waits, is never used in its place."""
     def keep_default_busy(*_):
         with DEFAULT:
@@ -334,10 +330,8 @@ def test_a_program_on_a_stream_of_its_own(settings, tmp_path, order):
 
     ends = []
     for stream in (None, torch.Stream(DEVICE)):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(stream is None))}
-        config = settings(gradient_accumulation_steps=2, hoist={
-            "device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order} | accelerator.random_delays(3),
-            zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
+        config = settings(str(stream is None), gradient_accumulation_steps=2, hoist={
+            "device_memory": "400KiB", "pinned_memory": "32MiB", "micro_batch_order": order} | accelerator.random_delays(3))
         with stream or contextlib.nullcontext():
             with hoist.torch.wrap(make(), config) as engine:
                 if stream is not None:

@@ -364,7 +364,7 @@ def test_the_stages_end_in_the_same_bits(settings, tmp_path, where):
                 losses.append(loss.item())
             tiers = engine.statistics()["tiers"]
             assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
-            ends.append((losses, [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)]))
+            ends.append((losses, digests(engine)))
     assert all(end == ends[0] for end in ends[1:])
 
 
@@ -480,15 +480,12 @@ def test_a_closed_engine_leaves_nothing_to_do_at_the_programs_end(settings):
     assert at_exit() is None
 
 
-def test_seeds_count_modulo_2_to_the_64(settings, tmp_path):
+def test_seeds_count_modulo_2_to_the_64(settings):
     """As torch.manual_seed() takes negative ones, and as other ranks are told of rank 0's."""
     def masters(seed):
-        config = settings()
-        for part in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][part]["nvme_path"] = str(tmp_path / str(seed))
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        with hoist.torch.wrap(model, config, seed=seed) as engine:
+        with hoist.torch.wrap(model, settings(store=str(seed)), seed=seed) as engine:
             return engine.digest()
 
     zero, last = masters(0), masters(2**64 - 1)

@@ -12,12 +12,10 @@ from training import digests, make, train
 
 
 @pytest.fixture
-def ended(settings, tmp_path):
+def ended(settings):
     def run(seed, memory, program):
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(seed))}
         memories = {"device_memory": memory, "pinned_memory": "32MiB"}
-        config = settings(gradient_accumulation_steps=2, hoist=memories | random_delays(seed),
-                          zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
+        config = settings(str(seed), gradient_accumulation_steps=2, hoist=memories | random_delays(seed))
         with hoist.torch.wrap(make(), config) as engine:
             return program(engine), digests(engine)
 
