@@ -248,20 +248,6 @@ def test_loading_without_the_schedule(settings, tmp_path):
     engine.close()
 
 
-def test_a_load_that_fails_leaves_what_the_commit_says_of_a_schedule(settings, tmp_path):
-    def schedule(optimizer):
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-    with hoist.torch.wrap(make(), settings(), scheduler=schedule) as engine:
-        train(engine, 3)
-        count = engine.lr_scheduler.last_epoch
-    with hoist.torch.wrap(make(), settings(), resume=True) as engine:
-        with pytest.raises(hoist.StoreError, match="keeps no step 'missing'"):
-            engine.load_checkpoint(tmp_path / "c", tag="missing", load_lr_scheduler_states=False)
-        engine.lr_scheduler = schedule
-        assert engine.lr_scheduler.last_epoch == count > 0
-
-
 def test_rates_that_the_program_sets_itself_come_back(settings):
     with hoist.torch.wrap(make(), keeping(settings, 1)) as engine:
         for step in range(4):
@@ -273,42 +259,6 @@ def test_rates_that_the_program_sets_itself_come_back(settings):
         assert engine.optimizer.param_groups[0]["lr"] == 5e-4
         train(engine, 1, first=2)
         assert engine.get_lr() == [5e-4]
-
-
-@pytest.mark.parametrize("how", ["wrap", "initialize"])
-def test_rates_that_the_program_sets_itself_come_back_with_the_run(settings, how, caplog):
-    def begin(rate, resume):
-        config = settings()
-        if how == "wrap":
-            config["optimizer"]["params"]["lr"] = rate
-            return hoist.torch.wrap(make(), config, resume=resume)
-        model = make()
-        return hoist.torch.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=rate), config=config,
-                                      resume=resume, load_later=False)[0]
-
-    def run(engine, steps, schedule_state=None):
-        schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)  # the program's own, which hoist does not know
-        if schedule_state is not None:
-            schedule.load_state_dict(schedule_state)
-        rates = []
-        for _ in range(steps):
-            train(engine, 1, first=engine.step_count)
-            rates += engine.get_lr()
-            schedule.step()
-        return rates, schedule.state_dict()
-
-    first, state = [], {}
-    with begin(1e-3, resume=False) as engine:
-        first, state = run(engine, 5)
-        assert first == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4]
-    with begin(1e-3, resume=True) as engine:
-        rates, _ = run(engine, 4, state)
-        assert rates == [2.5e-4, 1.25e-4, 1.25e-4, 6.25e-5]
-        assert "learning rates" not in caplog.text
-    with begin(2e-3, resume=True) as engine:  # another one is asked for: that one counts, and is said
-        train(engine, 1, first=engine.step_count)
-        assert engine.get_lr() == [2e-3]
-        assert "began with [0.001] and had come to [6.25e-05]; this program asks for [0.002]" in caplog.text
 
 
 @pytest.mark.parametrize("tag", ["", "latest", "latest/a", ".", "./a", "../a", "a/..", "/a", "a\nb", "x" * 48, "x" * 300])
@@ -349,10 +299,7 @@ def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
     assert engine.load_checkpoint(tmp_path / "c", tag="b")[0] is not None
     assert engine.step_count == 2
     engine.close()
-    other = settings()
-    for part in ("offload_param", "offload_optimizer"):
-        other["zero_optimization"][part]["nvme_path"] = str(tmp_path / "other")
-    engine, *_ = initialize(other)
+    engine, *_ = initialize(settings(store="other"))
     with pytest.raises(hoist.StoreError, match=r"other/hoist keeps no step 'a': a run begins there\. The model"):
         engine.load_checkpoint(tmp_path / "c")
     engine.close()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that goes in and out: commits, state dicts, safetensors, models too large to be built in memory."""
 
-import json
 import math
 import os
 import re
@@ -14,13 +13,11 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 import hoist
 import hoist.torch
-from hoist.torch.checkpoint import program_state, schedules
-from models import VOCABULARY, Gpt, batches, has_values, loss_of, on_device_of_tests
-from training import make, train
+from models import VOCABULARY, Gpt, batches, has_values, loss_of
+from training import digests, make, train
 
 
 def assert_same(a, b):
@@ -29,14 +26,11 @@ def assert_same(a, b):
         assert torch.equal(a[name].cpu(), b[name].cpu()), name
 
 
-def test_a_run_goes_on_where_it_ended(settings, tmp_path):
+def test_a_run_goes_on_where_it_ended(settings):
     """Stopped after 7 steps and resumed: losses, masters and moments of 12 are bit for bit those of an unbroken run."""
-    whole = settings()
-    whole["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "whole")
-    whole["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "whole")
-    with hoist.torch.wrap(make(), whole) as engine:
+    with hoist.torch.wrap(make(), settings(store="whole")) as engine:
         expected = train(engine, 12)
-        digests = [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)]
+        end = digests(engine)
 
     with hoist.torch.wrap(make(), settings()) as engine:
         engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=1.0)
@@ -49,73 +43,7 @@ def test_a_run_goes_on_where_it_ended(settings, tmp_path):
         assert engine.state == {"note": "of the program", "best": {3: (0.5, [1])}}  # integer keys and tuples, too
         losses += train(engine, 5, first=7)
         assert losses == expected
-        assert [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)] == digests
-
-
-class Scaled(lr_scheduler.LRScheduler):
-    """A program's own, with state that JSON does not hold as it is."""
-
-    def __init__(self, optimizer):
-        self.factors = {step: 1 / (1 + step) for step in range(30)}
-        self.left_out = torch.zeros(2)
-        self.function = len
-        super().__init__(optimizer)
-
-    def get_lr(self):
-        self.left_out += 1
-        return [rate * self.factors.pop(self.last_epoch) for rate in self.base_lrs]
-
-
-SCHEDULES = {
-    "multi": lambda o: lr_scheduler.MultiStepLR(o, [4, 9, 10]),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.MultiStepLR(o, [6])], [3]),
-    "chained": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.MultiStepLR(o, [4, 9], 0.5), lr_scheduler.ConstantLR(o, 0.1, total_iters=8)]),
-    "in each other": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, total_iters=8), (
-        lr_scheduler.SequentialLR(o, [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.MultiStepLR(o, [3, 6])], [3]))]),
-    "the program's": Scaled,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step()")
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_schedule_goes_on_where_it_ended(settings, kind, caplog):
-    """Schedules within schedules, and state with integer keys: the rates are those of PyTorch's own optimizer."""
-    reference = SCHEDULES[kind](torch.optim.SGD(make().parameters(), lr=1e-3))
-    expected = []
-    for _ in range(12):
-        reference.optimizer.step()
-        reference.step()
-        expected.append(reference.optimizer.param_groups[0]["lr"])
-    rates = []
-    for resume in (False, True):
-        with hoist.torch.wrap(make(), settings(), resume=resume) as engine:
-            engine.lr_scheduler = SCHEDULES[kind](engine.optimizer)
-            for _ in range(6):
-                train(engine, 1)
-                rates.append(engine.optimizer.param_groups[0]["lr"])
-            if kind == "multi":
-                assert engine.lr_scheduler.milestones == reference.milestones  # still a Counter
-    assert rates == expected
-    left_out = [record.getMessage() for record in caplog.records if "commits leave out" in record.getMessage()]
-    assert len(left_out) == (kind == "the program's") and all("'left_out'" in text for text in left_out)
-
-
-def test_a_schedule_that_the_program_steps_and_sets_back_on_resume_is_warned_of(settings, caplog):
-    for how in ("begins", "kept", "lost"):
-        caplog.clear()
-        with hoist.torch.wrap(make(), settings(), resume=how != "begins") as engine:
-            schedule = lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5 ** step)
-            if how == "kept":
-                schedule.load_state_dict(engine.state["schedule"])
-                engine.optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
-            train(engine, 1)
-            schedule.step()
-            engine.state["schedule"] = schedule.state_dict()
-            engine.save().wait()
-        assert ("had come to [0.00025], and the program has set [0.001]" in caplog.text) == (how == "lost")
-        assert ("engine.lr_scheduler is set to it" in caplog.text) == (how == "lost")
+        assert digests(engine) == end
 
 
 def test_what_a_commit_cannot_hold_is_named(settings):
@@ -131,18 +59,7 @@ def test_what_a_commit_cannot_hold_is_named(settings):
         train(engine, 1)
 
 
-def test_a_schedule_in_a_store_that_was_written_before(settings):
-    """Then whole entries were left out, and integer keys with them."""
-    state = {"base_lrs": [1e-3], "last_epoch": 4, "gamma": 0.1, "_step_count": 5, "_last_lr": [1e-3]}
-    saved = program_state.unpack(json.dumps({"program": {}, "rates": [1e-3], "schedule_lags": True, "scheduler": state}).encode())
-    optimizer = torch.optim.SGD(make().parameters(), lr=1e-3)
-    schedule = lr_scheduler.MultiStepLR(optimizer, [5])
-    optimizer.step()
-    schedules.continue_schedule(saved, schedule, optimizer.param_groups)
-    assert schedule.last_epoch == 5 and optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
-
-
-def test_killed_and_resumed(settings, tmp_path):
+def test_killed_and_resumed(settings):
     """kill -9 in the middle of training; the resumed run ends in the bits of one that nobody disturbed."""
     config = settings()
     program = textwrap.dedent(f"""
@@ -166,10 +83,7 @@ def test_killed_and_resumed(settings, tmp_path):
         assert 5 <= reached <= 25
         train(engine, 30 - reached, first=reached)
         digest = engine.digest()
-    whole = settings()
-    for part in ("offload_param", "offload_optimizer"):
-        whole["zero_optimization"][part]["nvme_path"] = str(tmp_path / "whole")
-    with hoist.torch.wrap(make(), whole) as engine:
+    with hoist.torch.wrap(make(), settings(store="whole")) as engine:
         train(engine, 30)
         assert engine.digest() == digest
 
@@ -246,71 +160,16 @@ def test_export_and_stream_in(settings, tmp_path):
     weights = load_file(files[0])
     del expected["head.weight"]  # tied: written once
     assert_same(weights, expected)
-    config = settings()
-    for part in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "second")
     with torch.device("meta"):
         model = Gpt()
-    with hoist.torch.wrap(model, config, weights=tmp_path / "weights") as engine:
+    with hoist.torch.wrap(model, settings(store="second"), weights=tmp_path / "weights") as engine:
         ours = engine.state_dict()
         assert torch.equal(ours.pop("head.weight"), ours["token.weight"])
         assert_same(ours, expected)
         assert train(engine, 2)
 
 
-class WithBuffers(nn.Module):
-    """Running means, a count of another type, and a buffer that is computed and not saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-        self.register_buffer("mask", torch.tensor([True, False]))
-        self.rotary = nn.Module()
-        self.rotary.register_buffer("inv_freq", torch.ones(3), persistent=False)
-
-    def forward(self, x):
-        return self.layers(x) * self.mask
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buffers_go_through_files_of_weights(settings, tmp_path, dtype):
-    safetensors = pytest.importorskip("safetensors.torch")
-
-    def wrapped(store, **arguments):
-        config = settings()
-        for part in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][part]["nvme_path"] = str(tmp_path / store)
-        return hoist.torch.wrap(WithBuffers(), config, **arguments)
-
-    def refused(tensors, error, match):
-        safetensors.save_file({**plain, **tensors}, tmp_path / "wrong.safetensors")
-        with pytest.raises(error, match=match):
-            wrapped("wrong", weights=tmp_path / "wrong.safetensors")
-
-    with wrapped("first") as engine:
-        engine.backward(engine(on_device_of_tests(torch.randn(4, 8) * 3 + 5)).sum())
-        engine.step()
-        engine.module.mask[1] = True
-        engine.export(tmp_path / "exported", dtype)
-        expected = engine.state_dict()
-    assert safetensors.load_file(tmp_path / "exported" / "model.safetensors").keys() == expected.keys()
-    plain = {name: value.cpu().contiguous() for name, value in expected.items()}
-    # As old models of Llama have them in each layer.
-    safetensors.save_file({**plain, "layers.0.rotary.inv_freq": torch.ones(3), "rotary.inv_freq": torch.ones(3)},
-                          tmp_path / "plain.safetensors")
-    for number, weights in enumerate((tmp_path / "exported", tmp_path / "plain.safetensors")):
-        with wrapped(f"again-{number}", weights=weights) as engine:
-            for name, value in engine.state_dict().items():
-                rounds = number == 0 and name in dict(engine.module.named_parameters())
-                saved = expected[name].to(dtype).to(value.dtype) if rounds else expected[name]
-                assert value.dtype == saved.dtype and torch.equal(value.cpu(), saved.cpu()), name
-            assert engine.module.mask.all() and engine.module.layers[1].num_batches_tracked == 1
-    refused({"layers.1.running_mean": torch.zeros(7)}, hoist.UsageError, r"'layers.1.running_mean' is F32 \[7\], and the model's")
-    refused({"mask": torch.zeros(2)}, hoist.UsageError, r"'mask' is F32 \[2\], and the model's buffer is torch.bool")
-    refused({"layers.9.running_mean": torch.zeros(7)}, hoist.SafetensorsError, "'layers.9.running_mean' is not a parameter")
-
-
-def test_a_model_on_the_meta_device_is_initialized_one_unit_at_a_time(settings, tmp_path):
+def test_a_model_on_the_meta_device_is_initialized_one_unit_at_a_time(settings):
     held = []
 
     def initialize(module):
@@ -330,12 +189,9 @@ def test_a_model_on_the_meta_device_is_initialized_one_unit_at_a_time(settings, 
         block = sum(p.numel() for p in model.blocks[0].parameters())
         assert max(held) <= block
         assert train(engine, 2)[0] == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=0.2)
-    config = settings()
-    for part in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "again")
     with torch.device("meta"):
         model = Gpt(layers=6)
-    with hoist.torch.wrap(model, config, initialize=initialize, seed=1) as engine:
+    with hoist.torch.wrap(model, settings(store="again"), initialize=initialize, seed=1) as engine:
         assert_same(engine.state_dict(), first)
 
 
@@ -356,17 +212,14 @@ def test_another_optimizer_or_type_than_the_stored_run_s_is_named(settings):
 def test_weights_of_another_model_are_refused(settings, tmp_path):
     with hoist.torch.wrap(make(), settings()) as engine:
         engine.export(str(tmp_path / "weights"))
-    config = settings()
-    for part in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "second")
     with pytest.raises(hoist.SafetensorsError, match="blocks.3"):
-        hoist.torch.wrap(make(layers=4), config, weights=str(tmp_path / "weights"))
+        hoist.torch.wrap(make(layers=4), settings(store="second"), weights=str(tmp_path / "weights"))
     safetensors = pytest.importorskip("safetensors.torch")
     held = safetensors.load_file(tmp_path / "weights" / "model.safetensors")
     held |= {"head.weight": held["token.weight"].clone(), "blocks.9.norm.weight": torch.ones(3)}  # the first of both is tied
     safetensors.save_file(held, tmp_path / "more.safetensors")
     with pytest.raises(hoist.SafetensorsError, match="1 problem: 'blocks.9.norm.weight' is not a parameter of the model"):
-        hoist.torch.wrap(make(), config, weights=str(tmp_path / "more.safetensors"))
+        hoist.torch.wrap(make(), settings(store="second"), weights=str(tmp_path / "more.safetensors"))
 
 
 def test_moments_can_be_read(settings):
@@ -383,27 +236,6 @@ def test_moments_can_be_read(settings):
         optimizer.step()
         torch.testing.assert_close(engine.read(name, hoist.State.moment1), optimizer.state[parameter]["exp_avg"].cpu())
         torch.testing.assert_close(engine.read(name, hoist.State.moment2), optimizer.state[parameter]["exp_avg_sq"].cpu())
-
-
-@pytest.mark.cpu_tensors("it has no complex numbers and no sparse tensors")
-def test_buffers_in_unusual_forms_come_back_or_are_refused_by_name(settings):
-    views = {"conjugate": torch.polar(torch.ones(3), torch.arange(3.0)).conj(), "negative": torch._neg_view(torch.arange(3.0))}
-    for resume in (False, True):
-        model = make()
-        for name, view in views.items():
-            model.register_buffer(name, torch.zeros_like(view) if resume else view)
-        with hoist.torch.wrap(model, settings(), resume=resume) as engine:
-            train(engine, 1)
-            assert all(torch.equal(getattr(model, name), view) for name, view in views.items())
-            assert torch.equal(engine.state_dict()["negative"], views["negative"])
-    for sparse in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
-        model = make()
-        model.blocks[0].register_buffer("mask", sparse)
-        with pytest.raises(hoist.UsageError, match=r"'blocks\.0\.mask' is torch\.sparse.*persistent=False"):
-            hoist.torch.wrap(model, settings())
-        model.blocks[0].register_buffer("mask", sparse, persistent=False)
-        with hoist.torch.wrap(model, settings(), resume=True) as engine:
-            train(engine, 1)
 
 
 def test_state_dicts_have_the_extra_state_of_modules(settings):
@@ -429,26 +261,6 @@ def test_state_dicts_have_the_extra_state_of_modules(settings):
         assert engine.module[0].calls == 1
         engine.module.load_state_dict(state | {"0._extra_state": {"calls": 5}})
         assert engine.module[0].calls == 5
-
-
-def test_small_buffers_come_back(settings):
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.norm = nn.BatchNorm1d(8)
-
-        def forward(self, x):
-            return self.norm(self.linear(x))
-
-    torch.manual_seed(0)
-    with hoist.torch.wrap(Normed(), settings()) as engine:
-        engine.backward(engine(torch.randn(16, 8)).square().sum())
-        engine.step()
-        expected = engine.state_dict()
-    with hoist.torch.wrap(Normed(), settings(), resume=True) as engine:
-        assert_same(engine.state_dict(), expected)
-        assert expected["norm.num_batches_tracked"] == 1
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -546,12 +358,9 @@ def test_weights_used_outside_of_their_module_are_found(settings):
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_directories_that_the_program_names_like_hoists_are_of_runs_of_their_own(settings, tmp_path):
+def test_directories_that_the_program_names_like_hoists_are_of_runs_of_their_own(settings):
     for rank in (8, 16):  # of LoRA, say
-        config = settings()
-        for part in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][part]["nvme_path"] = str(tmp_path / f"rank-{rank}")
-        with hoist.torch.wrap(make(), config, resume=True) as engine:
+        with hoist.torch.wrap(make(), settings(store=f"rank-{rank}"), resume=True) as engine:
             assert engine.step_count == 0
             train(engine, 1)
 
