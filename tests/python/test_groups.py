@@ -224,7 +224,7 @@ print(json.dumps(said))
 """
 
 
-def test_what_is_refused(settings, tmp_path):
+def test_refusals(settings, tmp_path):
     for said in results(start(REFUSED, tmp_path / "meet", config_of(settings, tmp_path / "store"), size=4)):
         for text, part in zip(said, ("a mesh of 2 dimensions", "needs mesh=", "do not all pass the same", "is a DTensor"),
                               strict=True):

@@ -76,7 +76,7 @@ def test_a_programs_learning_rates(settings, tmp_path):
     assert ends[0] == ends[1]
 
 
-def test_what_is_refused(settings, tmp_path):
+def test_refusals(settings, tmp_path):
     model = make()
     with hoist.torch.wrap(model, settings(gradient_accumulation_steps=2)) as engine:
         with pytest.raises(hoist.UsageError, match=r"wake\(\) belongs after sleep\(\)"):

@@ -251,7 +251,7 @@ def test_memory_of_activations_is_given_back(settings, tmp_path):
 # --- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused(settings, tmp_path):
+def test_refusals(settings, tmp_path):
     (inputs, targets), *more = batches(COUNT)
     data = [(inputs, targets), *more]
     with hoist.torch.wrap(make(), config_of(settings, "vertical", tmp_path)) as engine:
