@@ -111,6 +111,22 @@ def test_on_two_ranks(checkpoints, expected, tmp_path, cell):
         assert (stored.step, stored.world_size) == (LAST, 2)
 
 
+@pytest.mark.parametrize("other", ["another", None])
+def test_ranks_that_begin_with_different_files(checkpoints, spoil, tmp_path, other):
+    copy = spoil("zero1-bf16")
+    change(copy / "mp_rank_00_model_states.pt", lambda model: model.update(epoch=7))
+    program = """
+    from test_deepspeed_checkpoints import wrap
+    join()
+    try:
+        wrap("zero1-bf16", directory, deepspeed=config["files"][rank], micro_batch=2)
+    except hoist.UsageError as error:
+        print(json.dumps(str(error)), flush=True)
+    """
+    texts = results(start(program, tmp_path, {"files": [str(checkpoints / "zero1-bf16"), other and str(copy)]}))
+    assert all("the ranks have different checkpoints, or some of them none" in text for text in texts)
+
+
 def test_resume_continues_the_store_once_there_is_one(checkpoints, tmp_path):
     there = checkpoints / "zero1-fp16"
     engine = wrap("zero1-fp16", tmp_path, deepspeed=there, resume=True)

@@ -4,6 +4,8 @@
 import logging
 import os
 import random
+import shutil
+import zipfile
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import hoist
 import hoist.store
 import hoist.torch
 import hoist.torch.deepspeed
+from hoist.torch.deepspeed.__main__ import main as command
 from models import Gpt, Tiny
 
 
@@ -30,6 +33,53 @@ def test_a_file_is_cut_short(spoil):
     path.write_bytes(path.read_bytes()[:-200])
     text = refusal(path.parent)
     assert str(path) in text and "copy it once more" in text
+
+
+def damage(path):
+    """Changes one byte of a file's largest tensor."""
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        tensors = [record for record in archive.infolist() if "/data/" in record.filename]
+        at = content.index(archive.read(max(tensors, key=lambda record: record.file_size)))
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+
+
+@pytest.mark.parametrize("name", ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_changed_byte(spoil, capsys, name):
+    path = spoil("zero2-bf16") / name
+    damage(path)
+    text = refusal(path.parent)
+    assert f"{path} is damaged" in text and "Copy it once more" in text
+    assert command(["inspect", str(path.parent)]) == 2 and "is damaged" in capsys.readouterr().err
+
+
+def test_a_changed_byte_of_a_universal_checkpoint(spoil):
+    path = spoil("zero2-bf16-universal")
+    file = next((path / "zero").glob("*/exp_avg.pt"))
+    damage(file)
+    assert f"{file} is damaged" in refusal(path)
+
+
+def test_files_without_checksums(spoil):
+    path = spoil("zero2-bf16")
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this PyTorch always writes checksums")
+    torch.serialization.set_crc32_options(False)
+    try:
+        for file in path.glob("*.pt"):
+            change(file, lambda _: None)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    wrap("zero2-bf16", path.parent / "store", deepspeed=path).close()
+
+
+def test_a_rank_s_file_in_the_place_of_another_s(spoil):
+    path = spoil("zero2-bf16")
+    name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    shutil.copyfile(path / name.format(0), path / name.format(1))
+    assert "was written as the file of rank 0" in refusal(path)
+    (path / name.format(1)).write_bytes(b"")
+    assert f"{path / name.format(1)} cannot be read as a file of torch.save" in refusal(path)
 
 
 def test_files_of_the_old_format(checkpoints, spoil):

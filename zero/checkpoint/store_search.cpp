@@ -3,10 +3,12 @@
 #include <array>
 #include <compare>
 #include <filesystem>
+#include <ranges>
 #include <system_error>
 #include <thread>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
@@ -139,6 +141,8 @@ struct RankView {
     bool other_ranks = false;                 // another number of ranks made it
     bool no_room = false;                     // for what the configuration wants to keep and hold
     bool has_more_than_first_commit = false;  // the one that a new store begins with
+    bool finds_none = false;                  // of its own files
+    int finds_rank = -1;                      // whose files it finds instead
   };
   std::vector<CommitHeader> commits, abandoned, checkpoints;
   std::uint64_t store_number = 0;
@@ -148,22 +152,28 @@ struct RankView {
 RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t places, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
+  int finds_rank = -1;
   if (!own.exists) {  // other ranks' files may be here: the hosts were swapped
-    for (const int other : tiers::Store::ranks_in(directory))
+    for (const int other : tiers::Store::ranks_in(directory)) {
+      if (finds_rank < 0) finds_rank = other;
       has_more_than_first_commit =
           has_more_than_first_commit || tiers::Store::look(directory, other).has_more_than_first_commit(took_over);
+    }
   }
-  return {
-      .commits = std::move(own.commits),
-      .abandoned = std::move(own.abandoned),
-      .checkpoints = std::move(own.checkpoints),
-      .store_number = own.store_number,
-      .answers = {.no_room = own.checkpoints_max < places, .has_more_than_first_commit = has_more_than_first_commit}};
+  return {.commits = std::move(own.commits),
+          .abandoned = std::move(own.abandoned),
+          .checkpoints = std::move(own.checkpoints),
+          .store_number = own.store_number,
+          .answers = {.no_room = own.checkpoints_max < places,
+                      .has_more_than_first_commit = has_more_than_first_commit,
+                      .finds_none = !own.exists,
+                      .finds_rank = finds_rank}};
 }
 
 RankView look_at_all_ranks(const std::string& directory, int rank, bool took_over) {
   RankView view{.answers = {.other_ranks = true}};
-  if (tiers::Store::ranks_in(directory).empty()) return view;
+  view.answers.finds_none = tiers::Store::ranks_in(directory).empty();
+  if (view.answers.finds_none) return view;
   StoreSummary summary = look_at_one_store(directory);
   for (const StoreSummary::Rank& of : summary.ranks)
     if (of.has_more_than_first_commit(took_over)) view.answers.has_more_than_first_commit = true;
@@ -204,6 +214,13 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
   source.same_ranks = std::ranges::none_of(all, &Answers::other_ranks);
   source.has_room = std::ranges::none_of(all, &Answers::no_room);
   source.has_more_than_first_commit = std::ranges::any_of(all, &Answers::has_more_than_first_commit);
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].finds_none) continue;
+    const std::string name = ranks_.name_in_job(static_cast<int>(rank));
+    source.lacking.push_back(all[rank].finds_rank < 0 ? fmt::format("{} finds no files", name)
+                                                      : fmt::format("{} finds none of its files, and those of rank {}",
+                                                                    name, all[rank].finds_rank));
+  }
 
   source.headers = from ? std::move(mine.checkpoints) : std::move(mine.commits);
   if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
@@ -222,17 +239,24 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
     // refuse_others() knows as much of the first one. A newer one that was only being made gives way to the one
     // before.
     if (incomplete == Incomplete::pass_over || !source.has_more_than_first_commit || where.name.empty()) continue;
-    throw incomplete_store(where);
+    throw incomplete_store(source);
   }
   return std::nullopt;
 }
 
-CommonStoreError StoreSearch::incomplete_store(const StoreDirectory& where) const {
+CommonStoreError StoreSearch::incomplete_store(const RestoreSource& source) const {
+  constexpr std::size_t kNamedMax = 4;
+  const auto named = source.lacking | std::views::take(kNamedMax);
+  const std::string lacking =
+      source.lacking.empty()
+          ? ""
+          : fmt::format(" ({}{})", fmt::join(named, ", "), source.lacking.size() > kNamedMax ? ", and so on" : "");
   return CommonStoreError(fmt::format(
-      "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, or "
-      "on a machine that these ranks cannot reach (`hoist inspect` says which); nothing was changed: bring them back, "
-      "or move the directory away to {}",
-      where.in(options_.store_directory), where.name.empty() ? "start anew" : "go back to the store before it"));
+      "the store in {} holds a training, but no commit that every rank has{}: files of it are missing, damaged, or "
+      "on a machine that these ranks cannot reach or that was started as another rank's (`hoist inspect` says what a "
+      "directory holds); nothing was changed: bring them back, or move the directory away to {}",
+      source.directory.in(options_.store_directory), lacking,
+      source.directory.name.empty() ? "start anew" : "go back to the store before it"));
 }
 
 namespace {
@@ -307,7 +331,10 @@ std::vector<NamedCheckpoint> StoreSearch::find_checkpoints() const {
 void StoreSearch::refuse_others() const {
   const auto source = find(std::nullopt);
   // Before any rank touches its own files: those that another rank lacks at the moment are useless without these.
-  if (!source && look({}).has_more_than_first_commit) throw incomplete_store({});
+  if (!source) {
+    const RestoreSource first = look({});
+    if (first.has_more_than_first_commit) throw incomplete_store(first);
+  }
   if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
   throw used_store(*source);
 }

@@ -51,6 +51,7 @@ struct RestoreSource {
   bool same_ranks = false;                  // every group has as many ranks as made its store
   bool has_room = false;                    // every store has room for the checkpoints that are to stay
   bool has_more_than_first_commit = false;  // some rank holds more than the commit that a new store begins with
+  std::vector<std::string> lacking;         // which ranks find no files of theirs, as a part of a sentence each
   // An attempt that ended before all ranks had the store's first commit; it cannot be resumed.
   bool is_unfinished() const { return commits.empty() && !has_more_than_first_commit; }
 };
@@ -99,7 +100,7 @@ class StoreSearch {
   std::optional<std::uint64_t> newest_step_of_any() const;
 
  private:
-  CommonStoreError incomplete_store(const StoreDirectory& where) const;
+  CommonStoreError incomplete_store(const RestoreSource& source) const;
   CommonStoreError used_store(const RestoreSource& source) const;
   int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
 

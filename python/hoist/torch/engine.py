@@ -30,6 +30,7 @@ from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
 from hoist.torch.deepspeed.engine_names import DeepSpeedNames
 from hoist.torch.deepspeed.files import shown
+from hoist.torch.deepspeed.whole_files import check_together
 from hoist.torch.devices import device_of
 from hoist.torch.model import initial, weight_files
 from hoist.torch.model.casts import cast_inputs
@@ -133,12 +134,14 @@ class Engine(StandsForModel, DeepSpeedNames):
             initial.materialize_buffers(model, initialize, self.device)
             self._first_rates = [float(group["lr"]) for group in param_groups]
             is_found = self._find_run(resume, load_later)
-            if not is_found and deepspeed is not None:
-                checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
-                self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
-                                                 [config.optimizer, *options], group_of))
-            elif not is_found:
-                self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
+            if not is_found:
+                checkpoint = deepspeed if deepspeed is None or isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
+                check_together([] if checkpoint is None else checkpoint.files, self._unit_manager)
+                if checkpoint is None:
+                    self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
+                else:
+                    self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
+                                                     [config.optimizer, *options], group_of))
             del sources
             self._parameters.place_buffers()
             self._parameters.note_versions()

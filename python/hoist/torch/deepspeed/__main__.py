@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hoist.torch.commands import run_command
 from hoist.torch.deepspeed import Checkpoint, export, open
 from hoist.torch.deepspeed.files import shown
+from hoist.torch.deepspeed.whole_files import check
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         if given.command == "inspect":
-            print(shown("\n".join(_lines(open(given.directory, given.tag)))))
+            checkpoint = open(given.directory, given.tag)
+            check(checkpoint.files)
+            print(shown("\n".join(_lines(checkpoint))))
         else:
             written = export(given.store, given.to, given.config, step=given.step, checkpoint=given.checkpoint, stage=given.stage,
                              tag=given.tag)

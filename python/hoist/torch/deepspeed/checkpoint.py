@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from hoist import _hoist
 from hoist.torch.deepspeed import files
 from hoist.torch.deepspeed.files import refuse
+from hoist.torch.deepspeed.whole_files import refuse_copies
 
 # DeepSpeed's names of what the engine keeps of a parameter.
 KEYS = {_hoist.State.master: "fp32", _hoist.State.moment1: "exp_avg", _hoist.State.moment2: "exp_avg_sq"}
@@ -34,8 +36,7 @@ def open(directory: str | os.PathLike[str], tag: str | None = None, trusted: boo
     """A checkpoint below `directory`: of a tag, or the newest (`latest`); or a tag's directory itself.
 
     Only the descriptions in the files are read; tensors stay on disk until they are used, but for files in PyTorch's format
-    before 1.6, which are read into memory. `trusted`: load any object that
-    the files hold, which may run any code.
+    before 1.6, which are read into memory. `trusted`: load any object that the files hold, which may run any code.
 
     Errors: StoreError, naming the file and what helps.
     """
@@ -80,6 +81,7 @@ class Checkpoint:
     ds_config: Mapping[str, Any]
     spans: dict[str, list[Span]]
     states: _RankStates | _ParameterFiles
+    files: list[str]  # that hold it
 
     @property
     def has_moments(self) -> bool:
@@ -133,6 +135,8 @@ class _RankStates:
 
 
 def _open_partitioned(folder: files.Folder, trusted: bool) -> Checkpoint:
+    for path in [*folder.optimizer.values(), *folder.model.values()]:
+        refuse_copies(path)
     loaded = {rank: _optimizer_of(path, trusted) for rank, path in folder.optimizer.items()}
     first_path, first = next(iter(sorted(folder.optimizer.items())))[1], loaded[min(loaded)]
     counts = first.get("partition_count")
@@ -182,7 +186,8 @@ def _open_partitioned(folder: files.Folder, trusted: bool) -> Checkpoint:
         tied=_names_in(model.get("shared_params")), buffers=_buffers_in(model), groups=groups,
         group_of={name: group_of_flat[index] for index, named in enumerate(shapes) for name in named},
         loss_scale=_loss_scale_in(first, first_path), scheduler=_scheduler_in(model), client_state=_client_state_in(model),
-        ds_config=_config_in(model), spans=spans | frozen_spans, states=_RankStates(ranks))
+        ds_config=_config_in(model), spans=spans | frozen_spans, states=_RankStates(ranks),
+        files=[*folder.optimizer.values(), *(folder.model[rank] for rank in models)])
 
 
 def _optimizer_of(path: str, trusted: bool) -> dict[str, Any]:
@@ -386,7 +391,8 @@ def _open_universal(folder: files.Folder, trusted: bool) -> Checkpoint:
         frozen=frozen, tied=_names_in(model.get("shared_params")), buffers=_buffers_in(model), groups=groups,
         group_of={name: group_of_flat[index] for index, named in enumerate(shapes) for name in named},
         loss_scale=_loss_scale_in(optimizer, state_path), scheduler=_scheduler_in(model), client_state=_client_state_in(model),
-        ds_config=_config_in(model), spans=spans | frozen_spans, states=states)
+        ds_config=_config_in(model), spans=spans | frozen_spans, states=states,
+        files=sorted(glob.glob(os.path.join(glob.escape(folder.path), "**", "*.pt"), recursive=True)))
 
 
 # --- what is in both -------------------------------------------------------------------------------------------------
