@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/remembered.hpp>
 #include <hoist/zero/layout/partition.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
@@ -60,11 +61,15 @@ TEST_P(SecondaryShard, ChangesNoBit) {
                         {Placement::pinned, Placement::nvme, UpdateMode::step},
                         {Placement::nvme, Placement::pinned, UpdateMode::step},
                         {Placement::nvme, Placement::nvme, UpdateMode::forward}};
+  const bool secondary = GetParam().ranks > 1 && GetParam().ranks < size();
   for (const int micro_batches : {1, 2}) {
     ToySetup plain = toy_setup(Placement::pinned, Placement::pinned);
     plain.engine.micro_batches_max = 2;
-    const Digests expected = train(plain, micro_batches);
+    static std::map<std::pair<int, int>, Digests> made;
+    const Digests& expected = remembered(made, {size(), micro_batches}, [&] { return train(plain, micro_batches); });
     for (const auto& [parameters, optimizer, mode] : cases) {
+      // One case shows that a group of one or of all has none.
+      if (!secondary && (parameters != Placement::nvme || optimizer != Placement::nvme)) continue;
       ToySetup setup = toy_setup(parameters, optimizer, directory / ("store" + std::to_string(cell++)));
       if (parameters != Placement::nvme && optimizer != Placement::nvme) setup.engine.store_directory.clear();
       setup.engine.micro_batches_max = 2;
@@ -87,18 +92,7 @@ TEST_P(SecondaryShard, ChangesNoBitInVerticalOrder) {
     setup.engine.micro_batch_order = MicroBatchOrder::vertical;
     setup.engine.secondary_shard_ranks = group;
     setup.engine.reuse_distance_elements = 0;
-    Digests digests;
-    on_ranks(size(), [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, kShape);
-      model.micro_batches = 2;
-      model.vertical = true;
-      model.initialize();
-      model.train(1, 3);
-      const Digests mine = digests_of(model);
-      if (rank == 0) digests = mine;
-    });
-    return digests;
+    return train_in_micro_batches(size(), setup, 3, kShape);
   };
   EXPECT_EQ(run(GetParam().ranks), run(1));
 }

@@ -123,11 +123,11 @@ const std::vector<Digests>& digests_by_step(int size, std::uint64_t steps, const
   });
 }
 
-Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps) {
+Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps, const ToyShape& shape) {
   Digests digests;
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(runtime, setup.engine, shape);
     model.micro_batches = static_cast<int>(setup.engine.micro_batches_max);
     model.vertical = setup.engine.micro_batch_order == MicroBatchOrder::vertical && model.micro_batches > 1;
     model.initialize();

@@ -35,8 +35,8 @@ std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& s
 // pinned memory; the first is of the state that it begins with. Made once for shapes with the same matrices.
 const std::vector<Digests>& digests_by_step(int size, std::uint64_t steps, const ToyShape& shape = {});
 
-// Trains ToyShape{} on `size` ranks, each step of as many micro-batches as the setup's engine is made for, in its
+// Trains on `size` ranks, each step of as many micro-batches as the setup's engine is made for, in its
 // order. Returns what rank 0 ends in.
-Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps);
+Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps, const ToyShape& shape = {});
 
 }  // namespace hoist::test
