@@ -588,7 +588,7 @@ TEST(Problems, BeyondTheHundredthAreCounted) {
 }
 
 // A data file taken for a configuration costs neither memory nor minutes.
-TEST(Problems, LargeTextsAreRefusedSoon) {
+TEST(Problems, LargeTextsAreRefused) {
   std::string list = "{\"aio\": [";
   for (int i = 0; i < 1'200'000; ++i) list += "0,";
   EXPECT_THROW(parse(list + "0]}"), ConfigProblems);

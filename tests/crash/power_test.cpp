@@ -94,29 +94,29 @@ class PowerMutation : public Power {
   }
 };
 
-TEST_P(PowerMutation, WithoutFlushingTheDataTheJudgeObjects) { EXPECT_NE(found({.drops = flushes_of(".data")}), ""); }
+TEST_P(PowerMutation, WithoutFlushingTheDataDamageIsFound) { EXPECT_NE(found({.drops = flushes_of(".data")}), ""); }
 
-TEST_P(PowerMutation, WithoutFlushingTheManifestTheJudgeObjects) {
+TEST_P(PowerMutation, WithoutFlushingTheManifestDamageIsFound) {
   EXPECT_NE(found({.drops = flushes_of(".manifest")}), "");
 }
 
-TEST_P(PowerMutation, WithoutFlushingTheSuperblockTheJudgeObjects) {
+TEST_P(PowerMutation, WithoutFlushingTheSuperblockDamageIsFound) {
   EXPECT_NE(found({.drops = flushes_of(".manifest-new")}), "");
 }
 
-TEST_P(PowerMutation, WithoutFlushingDirectoriesTheJudgeObjects) {
+TEST_P(PowerMutation, WithoutFlushingDirectoriesDamageIsFound) {
   EXPECT_NE(found({.forgets = [](const std::string& path) { return std::filesystem::is_directory(path); }}), "");
 }
 
 class PowerAgreement : public Power {};
 
-TEST_P(PowerAgreement, WithoutItTheJudgeObjects) {
+TEST_P(PowerAgreement, WithoutItDamageIsFound) {
   std::uint64_t cuts = 0;
   EXPECT_EQ(first_problem(cut_points(), {.slow_manifest = true}, cuts), "");
   EXPECT_NE(found({.no_barrier = true, .slow_manifest = true}), "");
 }
 
-TEST_P(PowerAgreement, WithoutItOnNamedCheckpointsTheJudgeObjects) {
+TEST_P(PowerAgreement, WithoutItOnNamedCheckpointsDamageIsFound) {
   EXPECT_NE(found({.no_keep_barrier = true, .slow_manifest = true}), "");
 }
 
@@ -151,7 +151,7 @@ TEST_P(PowerGoingBack, CutAtEveryOperation) {
   fmt::print("{} power cuts\n", cuts);
 }
 
-TEST_P(PowerGoingBack, WhenAStepBeginsBeforeAllHaveAdoptedTheJudgeObjects) {
+TEST_P(PowerGoingBack, WhenAStepBeginsBeforeAllHaveAdoptedDamageIsFound) {
   EXPECT_NE(found({.no_adopt_barrier = true, .slow_manifest = true}), "");
 }
 

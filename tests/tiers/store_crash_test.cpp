@@ -207,7 +207,7 @@ TEST_P(StoreTwoLivesTest, KilledThenResumedThenCut) {
 
 // An adopted commit is durable before any slot or extent it needs is overwritten. (That one flush also comes before its
 // slot is written is checked by the order of operations, below.)
-TEST_P(StoreTwoLivesTest, WithoutTheFlushAfterAdoptionTheJudgeObjects) {
+TEST_P(StoreTwoLivesTest, WithoutTheFlushAfterAdoptionDamageIsFound) {
   std::uint64_t runs = 0;
   const auto drops = [](const std::string& path, std::uint64_t nth) { return path.ends_with(".manifest") && nth <= 1; };
   EXPECT_NE(first_problem(20, drops, runs), "");
@@ -231,11 +231,11 @@ class StoreMutationTest : public StoreCrashTest {
   }
 };
 
-TEST_P(StoreMutationTest, WithoutFlushingTheDataTheJudgeObjects) {
+TEST_P(StoreMutationTest, WithoutFlushingTheDataDamageIsFound) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".data"); }), "");
 }
 
-TEST_P(StoreMutationTest, WithoutFlushingTheLastDriveTheJudgeObjects) {
+TEST_P(StoreMutationTest, WithoutFlushingTheLastDriveDamageIsFound) {
   if (GetParam() == 1) GTEST_SKIP() << "there is one drive";
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) {
               return path.ends_with(".data") && path.find("-drive1") != std::string::npos;
@@ -243,12 +243,12 @@ TEST_P(StoreMutationTest, WithoutFlushingTheLastDriveTheJudgeObjects) {
             "");
 }
 
-TEST_P(StoreMutationTest, WithoutFlushingTheManifestTheJudgeObjects) {
+TEST_P(StoreMutationTest, WithoutFlushingTheManifestDamageIsFound) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".manifest"); }), "");
 }
 
 // A manifest gets its name only after its superblock was flushed: what has the name is whole.
-TEST_P(StoreMutationTest, WithoutFlushingTheSuperblockTheJudgeObjects) {
+TEST_P(StoreMutationTest, WithoutFlushingTheSuperblockDamageIsFound) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".manifest-new"); }), "");
 }
 
@@ -302,14 +302,14 @@ TEST_P(StoreNamesTest, DirectoriesThatAnotherProcessMadeLastToo) {
   }
 }
 
-TEST_P(StoreNamesTest, WithoutFlushingDirectoriesTheJudgeObjects) {
+TEST_P(StoreNamesTest, WithoutFlushingDirectoriesDamageIsFound) {
   std::uint64_t lost = 0;
   EXPECT_NE(first_problem(
                 20, [](const std::string& path) { return std::filesystem::is_directory(path); }, lost),
             "");
 }
 
-TEST_P(StoreNamesTest, WithoutFlushingLabelsTheJudgeObjects) {
+TEST_P(StoreNamesTest, WithoutFlushingLabelsDamageIsFound) {
   if (GetParam() == 1) GTEST_SKIP() << "there is one drive, and no label";
   std::uint64_t lost = 0;
   EXPECT_NE(first_problem(
