@@ -160,14 +160,6 @@ TEST(Accumulation, MicroBatchesComeInOrderAndAllBeforeTheStep) {
   EXPECT_TRUE(engine.step().applied);
 }
 
-TEST(Accumulation, AnEngineMadeForOneRefusesMore) {
-  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
-  model.initialize();
-  EXPECT_THROW(model.pass(1, {.micro_batch = 0, .micro_batches = 2}), UsageError);
-}
-
 TEST(Accumulation, AMicroBatchThatIsNotFiniteSkipsTheWholeStep) {
   const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
   Runtime runtime(setup.runtime);

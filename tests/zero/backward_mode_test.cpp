@@ -7,9 +7,11 @@
 #include <map>
 #include <thread>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/message_of.hpp>
 #include <hoist/zero/passes/gradient_ring.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
@@ -28,19 +30,6 @@ class BackwardMode : public ModePlacement {
     static std::map<std::tuple<int, std::uint64_t, DType>, std::vector<RankRun>> made;
     return remembered(made, {ranks, steps, dtype},
                       [&] { return train_on(ranks, simplest(), {.dtype = dtype}, steps); });
-  }
-  // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
-  void goes_on_from(std::unique_ptr<ToyTraining> failed, std::uint64_t step) const {
-    EXPECT_THROW(failed->engine().settle(), Error);
-    EXPECT_THROW(failed->model.pass(step + 1), Error);
-    failed.reset();
-    if (!where().has_store()) return;
-    ToyTraining resumed(setup());
-    ASSERT_EQ(resumed.model.restore().step, step);
-    resumed.model.train(step + 1, step + 2);
-    Digests end = expected(step + 2);
-    end.losses = resumed.model.losses;
-    EXPECT_EQ(digests_of(resumed.model), end);
   }
 };
 INSTANTIATE_TEST_SUITE_P(Placements, BackwardMode,
@@ -110,7 +99,9 @@ TEST_P(BackwardModeRules, EndsInTheSameBitsWithSeveralMicroBatches) {
       const TempDirectory store;
       ToySetup backward = setup();
       if (where().has_store()) backward.engine.store_directory = store / "store";
-      EXPECT_EQ(train(backward), train(simplest())) << held << (vertical ? " vertical" : " horizontal");
+      static std::map<std::pair<bool, int>, Digests> made;
+      const Digests& wanted = remembered(made, {vertical, held}, [&] { return train(simplest()); });
+      EXPECT_EQ(train(backward), wanted) << held << (vertical ? " vertical" : " horizontal");
     }
   }
 }
@@ -151,36 +142,10 @@ TEST_P(BackwardModeRules, EndsInTheSameBitsWithEveryOptimizer) {
     ToySetup backward = setup(), step = simplest();
     if (where().has_store()) backward.engine.store_directory = store / "store";
     for (ToySetup* s : {&backward, &step}) s->engine.optimizer_defaults = optimizer;
-    EXPECT_EQ(train_once(backward, {}, 4), train_once(step, {}, 4)) << static_cast<int>(optimizer.kind);
+    static std::map<std::ptrdiff_t, Digests> made;
+    const Digests& wanted = remembered(made, &optimizer - all, [&] { return train_once(step, {}, 4); });
+    EXPECT_EQ(train_once(backward, {}, 4), wanted) << static_cast<int>(optimizer.kind);
   }
-}
-
-TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
-  ToyTraining step(simplest());
-  step.model.initialize();
-  const auto backward = fresh();
-  for (std::uint64_t i = 1; i <= 4; ++i) {
-    for (ToyTraining* run : {&step, backward.get()}) {
-      run->engine().set_learning_rate(GroupId{0}, 1e-2 / static_cast<double>(i));
-      run->model.train(i, i);
-    }
-    const StepReport &wanted = step.model.reports.back(), &found = backward->model.reports.back();
-    EXPECT_EQ(found.gradient_norm, wanted.gradient_norm);
-    EXPECT_EQ(found.learning_rate, wanted.learning_rate);
-    EXPECT_EQ(found.step, i);
-    EXPECT_TRUE(found.applied);
-    EXPECT_EQ(found.clip_factor, 1);
-    if (i == 2) backward->engine().settle();
-    if (i != 3) continue;
-    EXPECT_EQ(backward->model.evaluate(), step.model.evaluate());
-    for (ToyTraining* run : {&step, backward.get()}) {
-      std::vector<float> values(100);
-      run->engine().read(run->model.matrix(1), State::master, 50, values);
-      for (float& value : values) value *= 2;
-      run->engine().write(run->model.matrix(1), State::master, 50, values);
-    }
-  }
-  EXPECT_EQ(digests_of(backward->model), digests_of(step.model));
 }
 
 // --- what cannot be undone is refused --------------------------------------------------------------------------------
@@ -251,7 +216,8 @@ TEST_P(BackwardModeRules, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
     }
     return digests_of(run.model);
   };
-  EXPECT_EQ(train(setup()), train(simplest()));
+  static const Digests wanted = train(simplest());
+  EXPECT_EQ(train(setup()), wanted);
 }
 
 TEST_P(BackwardModeRules, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
@@ -259,12 +225,7 @@ TEST_P(BackwardModeRules, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit)
   run->model.train(1, 2);
   run->model.gradient_scale = std::numeric_limits<float>::infinity();
   run->model.pass(3);
-  try {
-    run->engine().step();
-    ADD_FAILURE() << "a step without a number was taken";
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("not finite"), std::string::npos) << error.what();
-  }
+  EXPECT_THAT([&] { run->engine().step(); }, testing::ThrowsMessage<Error>(testing::HasSubstr("not finite")));
   if (where().has_store()) {
     EXPECT_EQ(run->engine().committed_step(), 2u);
   }
@@ -289,22 +250,6 @@ TEST_P(BackwardModeRules, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   run->model.train(1, 2);
   run->model.pass(3);
   run->engine().discard();
-  goes_on_from(std::move(run), 2);
-}
-
-TEST_P(BackwardModeRules, AnUpdateThatCannotBeCommittedIsReported) {
-  auto run = fresh();
-  run->model.train(1, 2);
-  run->engine().settle();
-  run->engine().set_learning_rate(GroupId{0}, 1e38);
-  run->model.pass(3);
-  const StepReport report = run->engine().step();
-  EXPECT_TRUE(report.applied);
-  EXPECT_THROW(run->engine().settle(), Error);
-  if (where().has_store()) {
-    EXPECT_THROW(report.committed.wait(), Error);
-    EXPECT_EQ(run->engine().committed_step(), 2u);
-  }
   goes_on_from(std::move(run), 2);
 }
 
@@ -334,14 +279,9 @@ TEST(BackwardModeOptions, AreRefusedWhereAStepCanBeChangedOrVetoed) {
     ToySetup setup = setup_of({"", kPinned, kPinned}, UpdateMode::backward, "");
     change(setup.engine);
     Runtime runtime(setup.runtime);
-    try {
-      ToyModel(runtime, setup.engine).initialize();
-    } catch (const ConfigError& error) {
-      return std::string(error.what());
-    }
-    return std::string();
+    return message_of<ConfigError>([&] { ToyModel(runtime, setup.engine).initialize(); });
   };
-  EXPECT_EQ(refused([](EngineOptions&) {}), "");
+  EXPECT_EQ(refused([](EngineOptions&) {}), "no error");
   EXPECT_NE(refused([](EngineOptions& o) { o.gradient_clipping = 1; }).find("gradient_clipping"), std::string::npos);
   EXPECT_NE(refused([](EngineOptions& o) { o.loss_scale = toy_loss_scale(); }).find("fp16"), std::string::npos);
   EXPECT_NE(refused([](EngineOptions& o) { o.optimizer = o.parameters = kDevice; }).find("offloaded"),

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstring>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
@@ -147,15 +148,14 @@ TEST(DeviceState, AStateThatCannotBeCommittedIsNamed) {
   setup.engine.optimizer_defaults = {.kind = OptimizerKind::sgd, .learning_rate = 1e38};
   setup.engine.gradient_clipping = 0;
   ToyProgram p(setup);
-  try {
-    for (std::uint64_t step = 1; step < 6; ++step) {
-      p.model.gradient_scale = 1e4f;
-      p.model.train(step, step);
-    }
-    FAIL() << "a weight beyond every bound was accepted";
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("unit 'unit"), std::string::npos) << error.what();
-  }
+  EXPECT_THAT(
+      [&] {
+        for (std::uint64_t step = 1; step < 6; ++step) {
+          p.model.gradient_scale = 1e4f;
+          p.model.train(step, step);
+        }
+      },
+      testing::ThrowsMessage<Error>(testing::HasSubstr("unit 'unit")));
   EXPECT_THROW(p.model.pass(9), Error);
 }
 
@@ -180,12 +180,8 @@ TEST(DeviceState, WithOffloadedWeightsIsRefused) {
     ToySetup setup = apart(directory / "store");
     setup.engine.parameters = parameters;
     Runtime runtime(setup.runtime);
-    try {
-      ToyModel(runtime, setup.engine).initialize();
-      FAIL() << "was accepted";
-    } catch (const ConfigError& error) {
-      EXPECT_NE(std::string(error.what()).find("offload_optimizer.device"), std::string::npos) << error.what();
-    }
+    EXPECT_THAT([&] { ToyModel(runtime, setup.engine).initialize(); },
+                testing::ThrowsMessage<ConfigError>(testing::HasSubstr("offload_optimizer.device")));
   }
 }
 

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/message_of.hpp>
 
 #include "loss_scale_golden.hpp"
 #include "toy_program.hpp"
@@ -414,37 +415,28 @@ TEST(Fp16Commits, AStoreWithoutAScaleBeginsWithTheConfigurations) {
 
 // --- refusals and errors ---------------------------------------------------------------------------------------------
 
-std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(Fp16Refusals, SayWhatToDo) {
   ToySetup setup = fp16_setup(Placement::pinned, Placement::pinned);
-  EXPECT_THAT(error_of([&] { Session(setup, {}).fresh(); }),
+  EXPECT_THAT(message_of([&] { Session(setup, {}).fresh(); }),
               HasSubstr("'unit0.matrix' is bf16, but the configuration asks for fp16 weights (fp16.enabled)"));
-  EXPECT_THAT(error_of([&] { Session(setup, {.frozen = false, .dtype = DType::fp32}).fresh(); }),
+  EXPECT_THAT(message_of([&] { Session(setup, {.frozen = false, .dtype = DType::fp32}).fresh(); }),
               HasSubstr("fp16.enabled: no trainable parameter of the program is fp16"));
   setup.engine.weights_dtype = DType::bf16;
-  EXPECT_THAT(error_of([&] { Session(setup).fresh(); }),
+  EXPECT_THAT(message_of([&] { Session(setup).fresh(); }),
               HasSubstr("'unit0.matrix' is fp16, but the configuration asks"));
   setup.engine.weights_dtype = DType::fp32;
-  EXPECT_THAT(error_of([&] { Session(setup).fresh(); }), HasSubstr("asks for fp32 weights (bf16.enabled is false)"));
-  EXPECT_EQ(error_of([&] { Session(setup, {.frozen = false, .dtype = DType::fp32}).fresh(); }), "no error");
+  EXPECT_THAT(message_of([&] { Session(setup).fresh(); }), HasSubstr("asks for fp32 weights (bf16.enabled is false)"));
+  EXPECT_EQ(message_of([&] { Session(setup, {.frozen = false, .dtype = DType::fp32}).fresh(); }), "no error");
   setup.engine.weights_dtype.reset();
-  EXPECT_EQ(error_of([&] { Session(setup).fresh(); }), "no error");
+  EXPECT_EQ(message_of([&] { Session(setup).fresh(); }), "no error");
   Session run(setup);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 run.model.initialize(
                     [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 65520.0f); });
               }),
               HasSubstr("65520 of parameter 'unit0.matrix' is too large for fp16"));
   setup.engine.loss_scale.hysteresis = 0;
-  EXPECT_THAT(error_of([&] { Session(setup).fresh(); }), HasSubstr("fp16.hysteresis"));
+  EXPECT_THAT(message_of([&] { Session(setup).fresh(); }), HasSubstr("fp16.hysteresis"));
 }
 
 // As in DeepSpeed the run ends; what was committed stays.
@@ -458,8 +450,8 @@ TEST(Fp16Refusals, AnOverflowAtTheSmallestScaleEndsTheRun) {
     run.fresh().attempt(1);
     before = run.digests();
     EXPECT_FALSE(run.attempt(2, kOverflow).applied);
-    EXPECT_THAT(error_of([&] { run.attempt(3, kOverflow); }), HasSubstr("at the smallest loss scale, 32768"));
-    EXPECT_THAT(error_of([&] { run.attempt(4); }), HasSubstr("at the smallest loss scale"));
+    EXPECT_THAT(message_of([&] { run.attempt(3, kOverflow); }), HasSubstr("at the smallest loss scale, 32768"));
+    EXPECT_THAT(message_of([&] { run.attempt(4); }), HasSubstr("at the smallest loss scale"));
   }
   Session run(setup);
   EXPECT_EQ(run.model.restore().step, 1u);
@@ -479,7 +471,7 @@ TEST(Fp16Refusals, RanksThatEndAtTheSmallestScaleEndAlike) {
         model.initialize();
         model.train(1, 2);
         model.gradient_scale = kOverflow;
-        EXPECT_THAT(error_of([&] { model.train(3, 3); }), HasSubstr("at the smallest loss scale, 65536"));
+        EXPECT_THAT(message_of([&] { model.train(3, 3); }), HasSubstr("at the smallest loss scale, 65536"));
         EXPECT_NO_THROW(model.reports.back().committed.wait());
       }
       ToyModel model(runtime, setup.engine, kSmall);

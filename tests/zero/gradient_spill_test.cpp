@@ -8,6 +8,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/message_of.hpp>
 #include <hoist/tiers/scratch.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
@@ -210,12 +211,7 @@ TEST(GradientSpill, LeavesRoomForTheBuffersAskedFor) {
 // --- refusals
 
 std::string refusal_of(const ToySetup& setup) {
-  try {
-    check(setup.engine, setup.runtime, 1);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return message_of<ConfigError>([&] { check(setup.engine, setup.runtime, 1); });
 }
 
 TEST(GradientSpill, IsRefusedWhereThereIsNothingToSpillOrNoPlaceForIt) {
@@ -224,7 +220,7 @@ TEST(GradientSpill, IsRefusedWhereThereIsNothingToSpillOrNoPlaceForIt) {
   EXPECT_THAT(refusal_of(setup), testing::HasSubstr("hoist.gradient_spill: gradients go to NVMe only beside"));
   setup = toy_setup(Placement::nvme, Placement::nvme, "store");
   setup.engine.gradient_spill_units = 1;
-  EXPECT_EQ(refusal_of(setup), "");
+  EXPECT_EQ(refusal_of(setup), "no error");
   setup.engine.gradient_clipping = 0;
   setup.engine.update_mode = UpdateMode::backward;
   EXPECT_THAT(refusal_of(setup), testing::HasSubstr("hoist.gradient_spill: update mode \"backward\""));

@@ -134,12 +134,8 @@ class GroupCommit : public testing::TestWithParam<Cell> {
 
   // The step must fail on every rank: nowhere does it count.
   static void expect_no_commit(Engine& engine, const std::function<void()>& call, std::uint64_t last) {
-    try {
-      call();
-      ADD_FAILURE() << "a step that one group lacks was called durable";
-    } catch (const Error& error) {
-      EXPECT_THAT(error.what(), AnyOf(HasSubstr("rank-00000.manifest"), HasSubstr("could not commit")));
-    }
+    EXPECT_THAT([&] { call(); },
+                testing::ThrowsMessage<Error>(AnyOf(HasSubstr("rank-00000.manifest"), HasSubstr("could not commit"))));
     EXPECT_EQ(engine.committed_step(), last);
   }
 
@@ -293,13 +289,9 @@ TEST_P(GroupCommit, ATrainingOfOneGroupIsNotReplaced) {
   });
   std::filesystem::remove_all(store(1));
   on_engines([](int, int, ToyModel& model) {
-    try {
-      model.initialize();
-      ADD_FAILURE() << "a group's training was replaced";
-    } catch (const StoreError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("holds a training, but no commit that every rank has ("));
-      EXPECT_THAT(error.what(), HasSubstr(" of the norm group finds no files"));
-    }
+    EXPECT_THAT([&] { model.initialize(); }, testing::ThrowsMessage<StoreError>(AllOf(
+                                                 HasSubstr("holds a training, but no commit that every rank has ("),
+                                                 HasSubstr(" of the norm group finds no files"))));
   });
   EXPECT_FALSE(std::filesystem::exists(store(1))) << "no rank of the other group has begun to make its store";
   EXPECT_EQ(newest(0, 0), 1u);
@@ -318,12 +310,8 @@ TEST_P(GroupCommit, GroupsOfTwoJobsAreNotOne) {
   std::filesystem::copy(directory_ / "other/group-1", store(1), std::filesystem::copy_options::recursive);
   on_engines([](int, int, ToyModel& model) {
     EXPECT_FALSE(model.find_commit());
-    try {
-      model.restore();
-      ADD_FAILURE() << "two jobs' states were put together";
-    } catch (const StoreError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("of all sharding groups, which made it in one job"));
-    }
+    EXPECT_THAT([&] { model.restore(); },
+                testing::ThrowsMessage<StoreError>(HasSubstr("of all sharding groups, which made it in one job")));
   });
 }
 
@@ -357,24 +345,18 @@ TEST_P(GroupCommit, AWriteIsACommitOfTheWholeJob) {
     std::vector<float> found(2);
     engine.read(model.matrix(0), State::master, 1, found);
     EXPECT_EQ(found == values, group == 0);
-    try {
-      group == 0 ? write(group, model) : void(engine.save("", {}));
-      ADD_FAILURE() << "the groups went different ways";
-    } catch (const CommError& error) {
-      EXPECT_THAT(error.what(), AllOf(HasSubstr("diverged"), HasSubstr("write() after step 2"), HasSubstr("save ''")));
-    }
+    EXPECT_THAT([&] { group == 0 ? write(group, model) : void(engine.save("", {})); },
+                testing::ThrowsMessage<CommError>(
+                    AllOf(HasSubstr("diverged"), HasSubstr("write() after step 2"), HasSubstr("save ''"))));
   });
 }
 
 TEST_P(GroupCommit, GroupsThatCommitByOtherRulesAreRefused) {
   prepare_ = [](int group, int, ToySetup& toy) { toy.engine.commit_every = group == 0 ? 1 : 2; };
   on_engines([](int, int, ToyModel& model) {
-    try {
-      model.initialize();
-      ADD_FAILURE() << "initialized";
-    } catch (const CommError& error) {
-      EXPECT_THAT(error.what(), AllOf(HasSubstr("a commit every 1 steps"), HasSubstr("a commit every 2 steps")));
-    }
+    EXPECT_THAT([&] { model.initialize(); },
+                testing::ThrowsMessage<CommError>(
+                    AllOf(HasSubstr("a commit every 1 steps"), HasSubstr("a commit every 2 steps"))));
   });
 }
 

@@ -4,12 +4,15 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <memory>
+#include <optional>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/message_of.hpp>
 #include <hoist/tests/support/remembered.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
@@ -54,7 +57,9 @@ class MirrorTest : public testing::TestWithParam<Cell> {
 
   void on_engines(int ranks, const std::function<void(int rank, ToyModel&)>& body) {
     on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-      const ToySetup setup = of_rank(rank);
+      ToySetup setup = of_rank(rank);
+      if (faults_ && rank_of_faults_.value_or(rank) == rank)
+        setup.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults_); };
       Runtime runtime(setup.runtime, join);
       ToyModel model(runtime, setup.engine);
       model.equal_gradients = true;
@@ -105,6 +110,8 @@ class MirrorTest : public testing::TestWithParam<Cell> {
   TempDirectory directory_;
   ToySetup setup_ = toy_setup(GetParam().parameters, GetParam().optimizer);
   bool own_drives_ = false;
+  std::shared_ptr<Faults> faults_;     // of the engines of on_engines()
+  std::optional<int> rank_of_faults_;  // or of every rank
 };
 
 TEST_P(MirrorTest, ARunGoesOnFromItWhenItsDriveIsGone) {
@@ -260,19 +267,12 @@ TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
   for (const int failing : {0, 1}) {
     for (const char* const file : {".data", ".manifest"}) {
       SCOPED_TRACE("rank " + std::to_string(failing) + ", " + file);
-      const auto faults = std::make_shared<Faults>(1);
-      faults->add({.operation = aio::Operation::write,
-                   .path_contains = of_rank(failing).engine.store_directory + "/reshard-0001-ranks-2/rank-0000" +
-                                    std::to_string(failing) + file,
-                   .first = file == std::string(".manifest") ? 1u : 0u});  // after the superblock
-      on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-        ToySetup setup = of_rank(rank);
-        setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) {
-          return make_faulty_backend(io, faults);
-        };
-        Runtime runtime(setup.runtime, join);
-        ToyModel model(runtime, setup.engine);
-        model.equal_gradients = true;
+      faults_ = std::make_shared<Faults>(1);
+      faults_->add({.operation = aio::Operation::write,
+                    .path_contains = of_rank(failing).engine.store_directory + "/reshard-0001-ranks-2/rank-0000" +
+                                     std::to_string(failing) + file,
+                    .first = file == std::string(".manifest") ? 1u : 0u});  // after the superblock
+      on_engines(2, [&](int, ToyModel& model) {
         if (on_nvme())
           EXPECT_THROW(model.restore(), Error);
         else
@@ -281,6 +281,7 @@ TEST_P(MirrorTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
       EXPECT_TRUE(fs::exists(setup_.engine.store_directory + "1/reshard-0001-ranks-2"));
     }
   }
+  faults_.reset();
   on_engines(2, [&](int, ToyModel& model) {
     EXPECT_EQ(model.restore().mirror, setup_.engine.mirror.directory);
     EXPECT_EQ(state_digests(model), states.at(4));
@@ -349,27 +350,21 @@ TEST_P(MirrorTest, AStoreThatLacksAFileIsRefusedAndLeftAsItIs) {
 
 // Errors of a copy: each reaches every rank, the training goes on, and the next copy is whole.
 TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
-  const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 1;
   const auto& states = undisturbed(6);
   for (const std::uint64_t first_failure : {1u, 3u}) {  // before there is a whole copy, and after
-    on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-      ToySetup setup = setup_;
-      setup.runtime.make_aio_backend = [&, rank](const aio::DriveQueueOptions& io) {
-        return make_faulty_backend(io, rank == 1 ? faults : nobodys);
-      };
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
-      model.equal_gradients = true;
+    on_engines(2, [&](int rank, ToyModel& model) {
       model.initialize();
       for (std::uint64_t step = 1; step <= 6; ++step) {
         take_step(model, step);
         const std::string state = "step " + std::to_string(step);
         const bool fails = step == first_failure || step == first_failure + 1;
         if (fails && rank == 1)
-          faults->add({.operation = aio::Operation::write,
-                       .path_contains = setup_.engine.mirror.directory,
-                       .count = 1,
-                       .code = ENOSPC});
+          faults_->add({.operation = aio::Operation::write,
+                        .path_contains = setup_.engine.mirror.directory,
+                        .count = 1,
+                        .code = ENOSPC});
         const Completion saved = model.engine().save("", bytes_of(state), {.mirror = true});
         if (fails)
           EXPECT_THROW(saved.wait(), Error);
@@ -393,17 +388,12 @@ TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
 // A rank whose copy cannot even begin tells the others where their copies end. No step waits for that.
 TEST_P(MirrorTest, ACopyThatCannotBeginHoldsNoStepUp) {
   setup_.engine.mirror.bytes_per_second = 300 * kKiB;  // two seconds and more
-  const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
-  on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-    ToySetup setup = setup_;
-    setup.runtime.make_aio_backend = [&, rank](const aio::DriveQueueOptions& io) {
-      return make_faulty_backend(io, rank == 0 ? faults : nobodys);
-    };
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 0;
+  on_engines(2, [&](int rank, ToyModel& model) {
     model.initialize();
     take_step(model, 1);
-    if (rank == 0) faults->add({.operation = aio::Operation::read, .path_contains = "store/rank-00000.manifest"});
+    if (rank == 0) faults_->add({.operation = aio::Operation::read, .path_contains = "store/rank-00000.manifest"});
     const Completion saved = model.engine().save("", bytes_of("step 1"), {.mirror = true});
     take_step(model, 2);
     model.engine().settle();
@@ -417,23 +407,18 @@ TEST_P(MirrorTest, ACopyThatCannotBeginHoldsNoStepUp) {
 // The mirror's drive hangs on one rank. No rank tries again while this process lives, and each says why at once.
 TEST_P(MirrorTest, ADriveThatStopsAnsweringIsGivenUp) {
   setup_.runtime.aio_answer_timeout = std::chrono::seconds(1);
-  const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
-  on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-    ToySetup setup = setup_;
-    setup.engine.mirror.every = 1;
-    setup.runtime.make_aio_backend = [&, rank](const aio::DriveQueueOptions& io) {
-      return make_faulty_backend(io, rank == 1 ? faults : nobodys);
-    };
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+  setup_.engine.mirror.every = 1;
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 1;
+  on_engines(2, [&](int rank, ToyModel& model) {
     model.initialize();
     take_step(model, 1);
     model.engine().save("", bytes_of("step 1"), {.mirror = true}).wait();
     if (rank == 1)
-      faults->add({.kind = Fault::Kind::delay,
-                   .path_contains = setup_.engine.mirror.directory,
-                   .count = Faults::kForever,
-                   .delay = std::chrono::hours(9)});
+      faults_->add({.kind = Fault::Kind::delay,
+                    .path_contains = setup_.engine.mirror.directory,
+                    .count = Faults::kForever,
+                    .delay = std::chrono::hours(9)});
     for (std::uint64_t step = 2; step <= 4; ++step) {
       take_step(model, step);
       const Completion saved = model.engine().save("", bytes_of("a step"), {.mirror = true});
@@ -537,13 +522,9 @@ TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
   train_and_mirror(1, 2);
   fs::remove_all(setup_.engine.store_directory);
   on_engines(1, [&](int, ToyModel& model) {
-    try {
-      model.initialize();
-      ADD_FAILURE() << "a fresh run has taken the mirror";
-    } catch (const StoreError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("holds step 2"));
-      EXPECT_THAT(error.what(), HasSubstr(setup_.engine.mirror.directory));
-    }
+    EXPECT_THAT([&] { model.initialize(); },
+                testing::ThrowsMessage<StoreError>(
+                    testing::AllOf(HasSubstr("holds step 2"), HasSubstr(setup_.engine.mirror.directory))));
     EXPECT_FALSE(fs::exists(setup_.engine.store_directory));
   });
   Runtime runtime(setup_.runtime);
@@ -580,12 +561,8 @@ TEST_P(MirrorTest, AnotherTrainingIsNotReplaced) {
   for (const std::string& place : {its_store, its_mirror}) {
     setup_.engine.mirror.directory = place;
     on_engines(1, [&](int, ToyModel& model) {
-      try {
-        model.restore();
-        ADD_FAILURE() << "it has taken the place of another training's";
-      } catch (const StoreError& error) {
-        EXPECT_THAT(error.what(), HasSubstr("of another training than the store"));
-      }
+      EXPECT_THAT([&] { model.restore(); },
+                  testing::ThrowsMessage<StoreError>(HasSubstr("of another training than the store")));
     });
     EXPECT_EQ(StoredModel(place).step(), 4u);
   }
@@ -658,14 +635,9 @@ TEST(MirrorOptions, AreChecked) {
     change(setup.engine);
     Runtime runtime(setup.runtime);
     ToyModel model(runtime, setup.engine);
-    try {
-      model.initialize();
-    } catch (const ConfigError& error) {
-      return std::string(error.what());
-    }
-    return std::string("accepted");
+    return message_of<ConfigError>([&] { model.initialize(); });
   };
-  EXPECT_EQ(refused([](EngineOptions&) {}), "accepted");
+  EXPECT_EQ(refused([](EngineOptions&) {}), "no error");
   EXPECT_THAT(refused([](EngineOptions& o) { o.durability = tiers::Durability::none; }), HasSubstr("hoist.mirror"));
   EXPECT_THAT(refused([](EngineOptions& o) { o.mirror.directory = o.store_directory; }), HasSubstr("another"));
   EXPECT_THAT(refused([](EngineOptions& o) { o.mirror.directory = o.store_directory + "/../store/"; }),

@@ -9,6 +9,7 @@
 
 #include <gtest/gtest.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/tests/support/remembered.hpp>
 
 #include "toy_program.hpp"
@@ -82,6 +83,20 @@ class ModePlacement : public testing::TestWithParam<std::tuple<UpdateMode, Where
     static std::map<std::pair<bool, std::uint64_t>, Digests> made;
     return remembered(made, {mode() == UpdateMode::backward, steps}, [&] { return train_once(simplest(), {}, steps); });
   }
+  // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
+  void goes_on_from(std::unique_ptr<ToyTraining> failed, std::uint64_t step) const {
+    EXPECT_THROW(failed->engine().settle(), Error);
+    EXPECT_THROW(failed->model.pass(step + 1), Error);
+    failed.reset();
+    if (!where().has_store()) return;
+    ToyTraining resumed(setup());
+    ASSERT_EQ(resumed.model.restore().step, step);
+    resumed.model.train(step + 1, step + 2);
+    Digests end = expected(step + 2);
+    end.losses = resumed.model.losses;
+    EXPECT_EQ(digests_of(resumed.model), end);
+  }
+
   TempDirectory directory_;
 };
 

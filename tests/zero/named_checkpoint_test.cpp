@@ -11,6 +11,7 @@
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/counting_backend.hpp>
+#include <hoist/tests/support/message_of.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "toy_ranks.hpp"
@@ -120,12 +121,8 @@ TEST_P(NamedCheckpointTest, UnknownAndImpossibleNamesAreRefused) {
     model.train(3, 3);
   });
   on_engines([&](int, ToyModel& model) {
-    try {
-      model.restore({.from = "three"});
-      FAIL() << "restored from a step that was never kept";
-    } catch (const StoreError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("keeps no step 'three'; it has 'two' (step 2)"));
-    }
+    EXPECT_THAT([&] { model.restore({.from = "three"}); },
+                testing::ThrowsMessage<StoreError>(HasSubstr("keeps no step 'three'; it has 'two' (step 2)")));
     model.restore({.from = "two"});  // nothing is left of the refused one
     model.train(3, 3);
   });
@@ -269,16 +266,11 @@ TEST(CommitEvery, BytesAreThoseOfTheFormula) {
 
 TEST(CommitEvery, ImpossibleOptionsAreRefused) {
   const TempDirectory directory;
-  const auto refusal = [&](const std::function<void(EngineOptions&)>& change) -> std::string {
+  const auto refusal = [&](const std::function<void(EngineOptions&)>& change) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     change(setup.engine);
     Runtime runtime(setup.runtime);
-    try {
-      ToyModel(runtime, setup.engine).initialize();
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "";
+    return message_of<ConfigError>([&] { ToyModel(runtime, setup.engine).initialize(); });
   };
   EXPECT_THAT(refusal([](EngineOptions& o) { o.commit_every = 0; }), HasSubstr("hoist.durability"));
   EXPECT_THAT(refusal([](EngineOptions& o) { o.keep_steps = 65; }), HasSubstr("at most 64"));

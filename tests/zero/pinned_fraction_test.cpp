@@ -432,12 +432,8 @@ TEST(PinnedFraction, OutOfRangeIsRefused) {
     ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
     setup.engine.optimizer_pinned_fraction = fraction;
     Runtime runtime(setup.runtime);
-    try {
-      ToyModel(runtime, setup.engine).initialize();
-      ADD_FAILURE() << fraction << " was accepted";
-    } catch (const ConfigError& error) {
-      EXPECT_THAT(error.what(), testing::HasSubstr("hoist.optimizer_pinned_fraction"));
-    }
+    EXPECT_THAT([&] { ToyModel(runtime, setup.engine).initialize(); },
+                testing::ThrowsMessage<ConfigError>(testing::HasSubstr("hoist.optimizer_pinned_fraction")));
   }
 }
 

@@ -45,6 +45,20 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
     });
   }
 
+  // Two ranks train to `last_step`, and keep step 2 as 'two'.
+  void begin_and_keep_two(std::uint64_t last_step) {
+    on_engines(2, [&](int rank, ToyModel& model) {
+      Engine& engine = model.initialize();
+      const std::string state = "rank " + std::to_string(rank);
+      model.train(1, 2);
+      engine.save("two", std::as_bytes(std::span(state))).wait();
+      const Digests mine = state_digests(model);
+      if (rank == 0) at_["two"] = mine;
+      go_on(rank, model, 2, last_step, before_);
+    });
+    ranks_before_ = 2;
+  }
+
   // Resumes with so many ranks, expects what was there, trains on and saves.
   void continue_with(int ranks, std::uint64_t last_step, const std::string& from = "") {
     Digests after;
@@ -175,16 +189,7 @@ TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
 }
 
 TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
-  on_engines(2, [&](int rank, ToyModel& model) {
-    Engine& engine = model.initialize();
-    const std::string state = "rank " + std::to_string(rank);
-    model.train(1, 2);
-    engine.save("two", std::as_bytes(std::span(state))).wait();
-    const Digests mine = state_digests(model);
-    if (rank == 0) at_["two"] = mine;
-    go_on(rank, model, 2, 4, before_);
-  });
-  ranks_before_ = 2;
+  begin_and_keep_two(4);
   continue_with(3, 6);
   EXPECT_EQ(places().size(), 2u);
   on_engines(3, [&](int, ToyModel& model) {
@@ -233,12 +238,8 @@ TEST_P(ReshardTest, AStoreThatAnotherProcessTakesOverFromIsNotContinuedInPlace) 
     other.claim({});
     setup_.engine.lock_timeout = std::chrono::milliseconds(100);
     on_engines(2, [&](int, ToyModel& model) {
-      try {
-        model.restore();
-        ADD_FAILURE() << "restored";
-      } catch (const StoreError& error) {
-        EXPECT_THAT(error.what(), HasSubstr("another process continues from the store in"));
-      }
+      EXPECT_THAT([&] { model.restore(); },
+                  testing::ThrowsMessage<StoreError>(HasSubstr("another process continues from the store in")));
     });
   }
   continue_with(2, 4);
@@ -268,12 +269,8 @@ TEST_P(ReshardTest, ANewerStoreWithoutAReadableCommitStays) {
   for (const std::uint32_t slot : {0u, 1u}) spoil(newer, 0, slot);
   for (const int ranks : {1, 2}) {
     on_engines(ranks, [](int, ToyModel& model) {
-      try {
-        model.restore();
-        ADD_FAILURE() << "restored";
-      } catch (const StoreError& error) {
-        EXPECT_THAT(error.what(), HasSubstr("holds a training, but no commit that every rank has"));
-      }
+      EXPECT_THAT([&] { model.restore(); },
+                  testing::ThrowsMessage<StoreError>(HasSubstr("holds a training, but no commit that every rank has")));
     });
   }
   EXPECT_TRUE(std::filesystem::exists(newer + "/rank-00000.data"));
@@ -371,7 +368,6 @@ TEST_P(ReshardTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {
   continue_with(3, 3);
 }
 
-// The newer store has a file that cannot be read. The engine must not fall back to the older store.
 // A run that never committed leaves files of ranks that the next one has not.
 TEST_P(ReshardTest, ARunThatNeverCommittedLeavesNothingForOthersToRead) {
   setup_.engine.keep_steps = 0;
@@ -422,15 +418,9 @@ TEST_P(ReshardTest, ARemovalThatWasKilledBetweenTwoRanksIsEndedByTheNextStart) {
   EXPECT_FALSE(std::filesystem::exists(second));
 }
 
+// The newer store has a file that cannot be read. The engine must not fall back to the older store.
 TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
-  on_engines(2, [&](int rank, ToyModel& model) {
-    Engine& engine = model.initialize();
-    const std::string state = "rank " + std::to_string(rank);
-    model.train(1, 2);
-    engine.save("two", std::as_bytes(std::span(state))).wait();
-    go_on(rank, model, 2, 3, before_);
-  });
-  ranks_before_ = 2;
+  begin_and_keep_two(3);
   continue_with(3, 5);
   continue_with(3, 6);
   const std::string newer = setup_.engine.store_directory + "/" + places()[0].name;
@@ -452,13 +442,7 @@ TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
 // One rank died before it had gone back to a named checkpoint with the others. All ranks still have the last commit.
 TEST_P(ReshardTest, ACrashBetweenRanksGoingBackLeavesTheLastCommit) {
   if (!on_nvme()) GTEST_SKIP() << "with two commits in all, the step that was to be gone back to is common as well";
-  on_engines(2, [&](int rank, ToyModel& model) {
-    Engine& engine = model.initialize();
-    const std::string state = "rank " + std::to_string(rank);
-    model.train(1, 2);
-    engine.save("two", std::as_bytes(std::span(state))).wait();
-    go_on(rank, model, 2, 6, before_);
-  });
+  begin_and_keep_two(6);
   const Digests at_six = before_;
   const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
   std::filesystem::copy(manifest, directory_ / "before");

@@ -262,12 +262,8 @@ TEST(StoredModel, RefusesWhatIsNotWhole) {
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   trained(2, setup, {}, 2);
   std::filesystem::rename(directory / "store/rank-00001.manifest", directory / "elsewhere");
-  try {
-    StoredModel model(directory / "store");
-    ADD_FAILURE() << "a store without its second rank was opened";
-  } catch (const StoreError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("of 2 ranks"));
-  }
+  EXPECT_THAT([&] { StoredModel model(directory / "store"); },
+              testing::ThrowsMessage<StoreError>(HasSubstr("of 2 ranks")));
 }
 
 // A program that was killed while it began to distribute the state anew leaves a directory without a manifest: the
@@ -321,12 +317,8 @@ TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
     model.train(1, 1);
     model.engine().settle();
     EXPECT_EQ(look_at_store(directory / "store").commits.front().step, 1u);  // looking is free
-    try {
-      StoredModel stored(directory / "store");
-      ADD_FAILURE() << "a store in use was read";
-    } catch (const StoreError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("in use by process"));
-    }
+    EXPECT_THAT([&] { StoredModel stored(directory / "store"); },
+                testing::ThrowsMessage<StoreError>(HasSubstr("in use by process")));
   }
   const StoredModel first(directory / "store");
   const StoredModel second(directory / "store");
