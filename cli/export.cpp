@@ -61,7 +61,7 @@ void warn_of_other_groups(const std::string& directory, const StoreSummary& stor
            fmt::join(others, " "));
 }
 
-// hoist.optim (python/hoist/optim_offload.py) makes such names.
+// hoist.optim (python/hoist/optim/offload.py) makes such names.
 void warn_of_made_names(const StoredJob& job) {
   std::vector<std::string> unnamed;
   for (const StoreSummary& group : job.groups) {

@@ -137,8 +137,8 @@ std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure:
   return result;
 }
 
-std::string engine_name(const aio::DriveQueue& engine) {
-  const std::string& description = engine.description();
+std::string engine_name(const aio::DriveQueue& queue) {
+  const std::string& description = queue.description();
   return description.substr(0, description.find(' '));
 }
 

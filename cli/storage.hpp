@@ -37,7 +37,7 @@ class StorageRig {
 
   // Writes every byte of the files, with a progress bar.
   void fill(const measure::StopFlag* stop, ProgressStyle style);
-  // New engines over the same files and buffers.
+  // New queues over the same files and buffers.
   std::vector<std::unique_ptr<measure::Drive>> drives(const measure::DriveOptions& options) const;
 
   const std::vector<measure::Storage>& storage() const { return storage_; }
@@ -55,8 +55,8 @@ class StorageRig {
 
 std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure::Drive>>& drives);
 
-// The actual kind of an engine: "io_uring", "threads" or "null".
-std::string engine_name(const aio::DriveQueue& engine);
+// The actual kind of a queue (--engine): "io_uring", "threads" or "null".
+std::string engine_name(const aio::DriveQueue& queue);
 std::string drive_title(const std::string& path, const measure::Storage& storage);  // "/data (ext4 on nvme0n1)"
 nlohmann::ordered_json machine_json();
 nlohmann::ordered_json storage_json(const measure::Storage& storage);

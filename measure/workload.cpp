@@ -197,7 +197,7 @@ Drive::Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOp
   const std::uint64_t slice_bytes = round_down(platform::HostMemory::kSliceBytes, options.block_bytes);
   for (std::uint64_t at = 0; at < used_bytes; at += slice_bytes)
     engine.registered_memory.push_back(buffers.bytes().subspan(at, std::min(slice_bytes, used_bytes - at)));
-  engine_ = std::make_unique<aio::DriveQueue>(engine);
+  queue_ = std::make_unique<aio::DriveQueue>(engine);
 }
 
 std::span<std::byte> Drive::slot(unsigned index) const {

@@ -54,7 +54,7 @@ class BlockBuffers {
   platform::HostMemory memory_;
 };
 
-// A file with an engine and buffers, ready to run.
+// A file with a queue and buffers, ready to run.
 class Drive {
  public:
   // Pre: `buffers` hold queue_depth blocks; file and buffers outlive the drive.
@@ -62,14 +62,14 @@ class Drive {
 
   const ScratchFile& file() const { return file_; }
   const DriveOptions& options() const { return options_; }
-  aio::DriveQueue& queue() const { return *engine_; }
+  aio::DriveQueue& queue() const { return *queue_; }
   std::span<std::byte> slot(unsigned index) const;
 
  private:
   const ScratchFile& file_;
   const BlockBuffers& buffers_;
   const DriveOptions options_;
-  std::unique_ptr<aio::DriveQueue> engine_;
+  std::unique_ptr<aio::DriveQueue> queue_;
 };
 
 // The part of each file that is used: reads and writes each go through it in order, from its start, again and again.

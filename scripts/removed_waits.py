@@ -38,6 +38,8 @@ NO_ORDER = {
     'engine_->save("", caller_state).wait()': "delivers errors; the engine ends after its commits",
     "held_.front().used.wait_quietly()": "sleeps instead of asking again and again",
     "adding_.back().added.wait()": "bounds how much memory of PyTorch's is kept",
+    "last_made_.wait()": "tells the time of the program's kernels from waits; the streams are synchronized after it",
+    "state.reduction->arrived.wait()": "delivers errors; the streams have been synchronized",
 }
 VARIABLE = "HOIST_REMOVED_WAIT"
 HEADER = f"""#pragma once
@@ -80,7 +82,7 @@ TESTS = [program(("zero",), "random_program", HOIST_TEST_SECONDS="20"),
          program(("zero",), "zero_state", "*Lifetime*:Engine.*"),
          program(("tiers",), "tiers_memory", "*Activation*"), program(("comm",), "comm"),
          program(("comm", "zero"), "secondary_shard"),
-         python("streams", HOIST_TEST_ACCELERATOR="1"), python("waits"), python("waits", HOIST_TEST_ACCELERATOR="1"),
+         python("streams", HOIST_TEST_ACCELERATOR="1"), python("host_waits"), python("host_waits", HOIST_TEST_ACCELERATOR="1"),
          python("optim_offload"), python("optim_values"), python("vertical", HOIST_TEST_ACCELERATOR="1"), python("sleep")]
 PROGRAMS = sorted({pathlib.Path(test.command[0]).name for test in TESTS if "run.py" not in test.command[1]})
 

@@ -24,11 +24,11 @@ aio::File make_file(const std::string& path, std::uint64_t bytes) {
 
 }  // namespace
 
-Scratch::Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const> engines)
+Scratch::Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const> queues)
     : trace_(options.trace), transfers_(std::make_unique<detail::Transfers>()) {
   std::vector<aio::StripeDrive> files;
   for (unsigned d = 0; d < options.layout.drive_count(); ++d)
-    files.push_back({engines[d], make_file(options.paths[d], options.layout.drive_bytes(d, options.bytes))});
+    files.push_back({queues[d], make_file(options.paths[d], options.layout.drive_bytes(d, options.bytes))});
   file_ = std::make_unique<aio::StripedFile>(options.layout, std::move(files));
 }
 

@@ -34,8 +34,8 @@ struct ScratchOptions {
 
 class Scratch {
  public:
-  // Pre: no other process uses these paths; one engine for each of them, which outlives this object.
-  Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const> engines);
+  // Pre: no other process uses these paths; one queue for each of them, which outlives this object.
+  Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const> queues);
   ~Scratch();  // waits for transfers
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

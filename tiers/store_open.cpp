@@ -382,7 +382,7 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, Queues queues) {
     throw StoreError(fmt::format("the store in {} has lost its data: {} does not exist", paths.directory, paths.data));
   Impl::Files files;
   files.manifest = std::make_unique<aio::File>(paths.manifest, aio::FileOptions{});
-  detail::ManifestView view = detail::view_manifest(paths.manifest);
+  detail::ManifestView view = detail::view_superblock(paths.manifest);
   if (!view.superblock) throw_unreadable(paths, view.damage);
   Superblock& stored = *view.superblock;
   check_same_model(stored, mine, paths);

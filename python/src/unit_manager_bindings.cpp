@@ -359,7 +359,7 @@ void bind_unit_manager(nb::module_& module) {
             const EngineTurn turn(unit_manager.engine_mutex());
             unit_manager.require_commit(from);
           },
-          "from_"_a, "[C] Errors: as of restore(), where what it would continue from is not there.")
+          "from_"_a, "[C] Errors: StoreError if there is no such commit or checkpoint; UsageError without a store.")
       .def(
           "restore",
           [](UnitManager& unit_manager, const std::string& from) {

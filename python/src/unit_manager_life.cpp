@@ -128,7 +128,10 @@ void UnitManager::require_commit(const std::string& from) {
   if (directory.empty())
     throw UsageError("restore() without a store: all state is in memory, and nothing is committed");
   try {
-    if (engine_) engine_->settle();  // what is being saved is there
+    if (engine_) engine_->settle();  // saves under way count
+  } catch (const Error&) {           // of a failed engine, or of a step that mode `backward` has decided in part
+  }
+  try {
     if (from.empty()) {
       if (Engine::find_commit(runtime(), options_.engine)) return;
       throw StoreError(fmt::format("{} holds no commit yet: call save() before restore()", directory));

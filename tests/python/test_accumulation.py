@@ -63,6 +63,7 @@ def before_backward(engine, loss, zero_grad):
 @pytest.mark.parametrize("whose", ["engine", "optimizer", "module"])
 def test_zero_grad_between_micro_batches_keeps_their_gradients(wrapped, caplog, loop, whose):
     with wrapped() as engine, caplog.at_level(logging.WARNING, logger="hoist"):
+        assert engine.gradient_accumulation_steps() == COUNT
         for inputs, targets in batches():
             owner = engine if whose == "engine" else getattr(engine, whose)
             loop(engine, F.mse_loss(engine(inputs), targets), owner.zero_grad)
@@ -84,7 +85,8 @@ def test_zero_grad_between_micro_batches_with_fp16(wrapped):
 def test_gradients_of_a_step_in_its_middle_can_be_dropped(wrapped):
     with wrapped() as engine:
         inputs, targets = batches()[-1]
-        for drop in (engine.drop_gradients, engine.zero_grad):  # zero_grad() drops what no step() was called for
+        # zero_grad() drops what no step() was called for
+        for drop in (engine.drop_gradients, engine.zero_grad, engine.module.zero_grad):
             engine.backward(F.mse_loss(engine(targets), inputs))
             if drop == engine.drop_gradients:
                 engine.step()

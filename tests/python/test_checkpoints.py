@@ -89,11 +89,13 @@ def test_a_later_program_goes_back_too(settings):
 
 
 @pytest.mark.parametrize("where, name", [("memory", ""), ("memory", "x"), ("checkpoint_path", ""), ("checkpoint_path", "x"),
-                                         ("nvme", "x")])
+                                         ("nvme", "x"), ("backward", "x")])
 def test_a_restore_of_what_is_not_there_gives_up_nothing(settings, tmp_path, where, name):
     """Without a store, before the first commit, or by a name that is not kept: the run goes on."""
     config = settings()
-    if where != "nvme":
+    if where == "backward":
+        config["hoist"]["update_mode"] = "backward"
+    elif where != "nvme":
         config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     if where == "checkpoint_path":
         config["hoist"]["checkpoint_path"] = str(tmp_path / "store")
@@ -109,6 +111,8 @@ def test_a_restore_of_what_is_not_there_gives_up_nothing(settings, tmp_path, whe
         with pytest.raises(hoist.Error, match=refusal):
             engine.restore(name)
         engine.backward(loss)
+        with pytest.raises(hoist.Error, match=refusal):
+            engine.restore(name)
         assert engine.step().applied and engine.step_count == 3
 
 

@@ -73,7 +73,7 @@ def test_files_without_checksums(spoil):
     wrap("zero2-bf16", path.parent / "store", deepspeed=path).close()
 
 
-def test_a_rank_s_file_in_the_place_of_another_s(spoil):
+def test_a_copy_of_another_ranks_file(spoil):
     path = spoil("zero2-bf16")
     name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     shutil.copyfile(path / name.format(0), path / name.format(1))

@@ -35,9 +35,9 @@ std::vector<std::byte> read_at(const Descriptor& file, const std::string& path, 
 // A manifest's length, at most: this and so many times what is stored of it.
 constexpr std::uint64_t kSparseBytesMax = 256 * kMiB, kSparseFactorMax = 64;
 
-}  // namespace
+enum class Slots : std::uint8_t { left_out, read };
 
-ManifestView view_manifest(const std::string& path) {
+ManifestView view_of(const std::string& path, Slots slots) {
   ManifestView view;
   const Descriptor file(open_regular_file(path, O_RDONLY | O_NOFOLLOW));
   if (file.number < 0) {
@@ -68,6 +68,7 @@ ManifestView view_manifest(const std::string& path) {
     view.superblock.reset();
     return view;
   }
+  if (slots == Slots::left_out) return view;
   const auto read_slot = [&](std::uint32_t slot) {
     auto image = read_at(file, path, view.superblock->slot_offset(slot), view.superblock->slot_bytes());
     image.resize(view.superblock->slot_bytes());
@@ -86,6 +87,11 @@ ManifestView view_manifest(const std::string& path) {
   }
   return view;
 }
+
+}  // namespace
+
+ManifestView view_manifest(const std::string& path) { return view_of(path, Slots::read); }
+ManifestView view_superblock(const std::string& path) { return view_of(path, Slots::left_out); }
 
 Store::Commits commits_in(std::span<const SlotCheck> slots) {
   Store::Commits found;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/detail/manifest_view.hpp - what a manifest says, read without opening its store.
+// tiers/detail/manifest_view.hpp - what a manifest says; needs no lock and no queue.
 //
 // Threading  Any thread, also while a training writes the manifest.
 // Errors     IoError if the system refuses.
@@ -15,7 +15,7 @@
 
 namespace hoist::tiers::detail {
 
-// A manifest on disk, read without a lock and without an engine.
+// A manifest on disk.
 struct ManifestView {
   bool exists = false;
   std::string damage;                    // why the superblock cannot be used; empty when it can
@@ -24,6 +24,8 @@ struct ManifestView {
 };
 // The slots of commits as they were at one time, also while a training goes on.
 ManifestView view_manifest(const std::string& path);
+// The same without the slots.
+ManifestView view_superblock(const std::string& path);
 
 // What a store can be continued from. Commits are sorted by incarnation, then by step and revision, newest first. One
 // of an older incarnation that lies beyond the newest incarnation's was abandoned: ranks return to it if a crash

@@ -67,16 +67,16 @@ Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memo
 
 // A drive that stopped answering may still write to memory that it was given. Its queue may notice while it ends.
 Drives::~Drives() {
-  const bool gave_up = std::ranges::any_of(queues_, [](const auto& engine) { return engine->gave_up(); });
+  const bool gave_up = std::ranges::any_of(queues_, [](const auto& queue) { return queue->gave_up(); });
   const unsigned given_up_before = aio::drives_given_up();
   queues_.clear();
   if (gave_up || aio::drives_given_up() != given_up_before) memory_.quarantine();
 }
 
 std::vector<aio::DriveQueue*> Drives::queues() const {
-  std::vector<aio::DriveQueue*> engines;
-  for (const auto& engine : queues_) engines.push_back(engine.get());
-  return engines;
+  std::vector<aio::DriveQueue*> queues;
+  for (const auto& queue : queues_) queues.push_back(queue.get());
+  return queues;
 }
 
 std::vector<std::uint32_t> Drives::measured_weights() const {

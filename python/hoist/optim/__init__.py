@@ -5,7 +5,7 @@ By default parameters are CPU tensors and the optimizer's states stay beside the
 an exact fp32 master: a 16-bit remainder beside each weight, 2 bytes instead of the 4 of a copy. `master` gives the fp32 values.
 
 With offload="cpu" or "nvme" parameters may be on a GPU. Masters and moments are in pinned memory or on NVMe, whole or divided
-among the ranks of a process group, and are updated by the CPU (optim_offload.py).
+among the ranks of a process group, and are updated by the CPU (offload.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
 
-# optim_offload.OffloadArguments for offloaded states, and their defaults.
+# offload.OffloadArguments for offloaded states, and their defaults.
 _OFFLOAD_DEFAULTS = {
     "offload": None, "directory": None, "shard_over": None, "pinned_memory": None, "device_memory": None, "resume": False,
     "keep_steps": 0, "commit_every": None, "missing_gradients": "refuse", "settings": None,

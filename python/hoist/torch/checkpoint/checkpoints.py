@@ -112,7 +112,7 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
         tag = _newest_saved(engine, known, directory, tag)
         folder = os.path.join(directory, tag)
     engine._unit_manager.require_commit(tag)
-    step = known[tag]
+    step = engine.checkpoints()[tag]  # it may have been under way before
     client_file = _client_file(folder, step)
     if not os.path.isfile(client_file):
         raise _hoist.StoreError(

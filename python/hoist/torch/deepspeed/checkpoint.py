@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import glob
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -392,7 +391,9 @@ def _open_universal(folder: files.Folder, trusted: bool) -> Checkpoint:
         group_of={name: group_of_flat[index] for index, named in enumerate(shapes) for name in named},
         loss_scale=_loss_scale_in(optimizer, state_path), scheduler=_scheduler_in(model), client_state=_client_state_in(model),
         ds_config=_config_in(model), spans=spans | frozen_spans, states=states,
-        files=sorted(glob.glob(os.path.join(glob.escape(folder.path), "**", "*.pt"), recursive=True)))
+        files=[state_path, *(folder.model[rank] for rank in models),
+               *(path for name in parameters for kind in (*KEYS.values(), "step")
+                 if os.path.isfile(path := states.path(name, f"{kind}.pt")))])
 
 
 # --- what is in both -------------------------------------------------------------------------------------------------

@@ -9,15 +9,22 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Sequence
+from typing import NoReturn
+
+import torch.distributed as dist
 
 from hoist import _hoist
 from hoist.torch.deepspeed.files import refuse
 from hoist.torch.model.weight_files import can_be_mapped
 from hoist.torch.ranks.channels import is_joined
+from hoist.torch.ranks.distributed import KeptError, work_of_one_rank
 
 _OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_")
 _PIECE_BYTES = 1 << 20
+# What zipfile raises for changed bytes, which may also say "compressed" or "encrypted", and for drives that fail.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, OSError)
 
 
 def refuse_copies(path: str) -> None:
@@ -44,27 +51,30 @@ def check(paths: Sequence[str]) -> None:
                     with archive.open(record) as stream:
                         while stream.read(_PIECE_BYTES):
                             pass
-                except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-                    refuse(f"{path} is damaged: {error}. Copy it once more")
+                except _DAMAGE as error:
+                    refuse(f"{path} is damaged ({record.filename}: {error}). Copy it once more")
 
 
 def check_together(paths: Sequence[str], unit_manager: _hoist.UnitManager) -> None:
-    """[C] As check(); the ranks of a machine read the files between them. `paths` is empty on ranks that begin without a
-    checkpoint. Errors: UsageError also if the ranks have different files."""
-    if not unit_manager.same_on_all(repr([(os.path.basename(path), [(r.filename, r.CRC, r.file_size) for r in _records(path)])
-                                          for path in paths])):
-        raise _hoist.UsageError("deepspeed=...: the ranks have different checkpoints, or some of them none: each rank reads the "
-                                "files of all, so copy the whole checkpoint to every machine")
-    if not paths:
-        return
-    first, step = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    problem = ""
-    try:
-        check(paths[first::step] if is_joined() else paths)
-    except _hoist.StoreError as error:
-        problem = str(error)
-    if problem := unit_manager.first_problem(problem):
-        raise _hoist.StoreError(problem)
+    """[C] As check(); the ranks of a machine that divide the state read the files between them. `paths` is empty on ranks that
+    begin without a checkpoint. Errors: UsageError also if these ranks have different files."""
+    kept = KeptError()
+    listed = kept.call(lambda: repr([(os.path.basename(path), [(r.filename, r.CRC, r.file_size) for r in _records(path)])
+                                     for path in paths]))
+    if not unit_manager.same_on_all(listed or "") and listed is not None:
+        kept.call(_refuse_differences)
+    elif paths:
+        is_whole_job = is_joined() and unit_manager.world_size == dist.get_world_size()
+        first, step = (int(os.environ.get(name, default)) if is_whole_job else default
+                       for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+        kept.call(lambda: check(paths[first::step]))
+    with work_of_one_rank(unit_manager):
+        kept.raise_it()
+
+
+def _refuse_differences() -> NoReturn:
+    raise _hoist.UsageError("deepspeed=...: the ranks have different checkpoints, or some of them none: each rank reads the "
+                            "files of all, so copy the whole checkpoint to every machine")
 
 
 def _records(path: str) -> list[zipfile.ZipInfo]:
@@ -73,5 +83,5 @@ def _records(path: str) -> list[zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.infolist()
-    except (zipfile.BadZipFile, OSError) as error:
+    except _DAMAGE as error:
         refuse(f"{path} cannot be read as a file of torch.save: {error}. It may be cut short or damaged: copy it once more")

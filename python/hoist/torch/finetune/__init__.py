@@ -91,7 +91,7 @@ _OTHERWISE = {key: said for keys, said in (
     ("fsdp fsdp_config dp_shard_size", "state is partitioned over the ranks by hoist, and where the deepspeed file says"),
     ("activation_offloading", "activations stay in memory (gradient_checkpointing computes them again)"),
     ) for key in keys.split()}
-# Keys that this module or finetune_data.py reads, by the key that names the format.
+# Keys that this module or data.py reads, by the key that names the format.
 _READ = {key: set(keys.split()) | set("cache_dir trust_remote_code deepspeed warmup_ratio tf32".split()) for key, keys in {
     "model_name_or_path": """model_name_or_path model_revision flash_attn stage finetuning_type dataset eval_dataset dataset_dir
         max_samples val_size template train_on_prompt disable_gradient_checkpointing overwrite_output_dir packing neat_packing
@@ -118,7 +118,7 @@ _POSITIVE = set("""cutoff_len sequence_len max_samples micro_batch_size eval_bat
     per_device_eval_batch_size gradient_accumulation_steps""".split())
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"), float: ((int, float), "a number"), str: ((str,), "text"), bool: ((bool,), "true or false")}
-# Fields of TRL that say how to make tokens, which finetune_data.py does instead.
+# Fields of TRL that say how to make tokens, which data.py does instead.
 _NOT_TAKEN = set("""max_length truncation_mode packing_strategy eval_packing padding_free dataset_kwargs dataset_text_field
     eos_token pad_token chat_template_path assistant_only_loss completion_only_loss shuffle_dataset model_init_kwargs""".split())
 
