@@ -175,6 +175,21 @@ os._exit(0)
     assert second == "out of data" and "out of data" in first and "rank 1" in first
 
 
+def test_ranks_that_make_different_calls_are_told_which(tmp_path):
+    ranks = start(RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, 0, 1)
+for parameter in model.parameters():
+    parameter.grad = torch.ones_like(parameter)
+try:
+    optimizer.save("").wait() if rank == 1 else optimizer.step()
+except hoist.CommError as error:
+    print(json.dumps(str(error)), flush=True)
+os._exit(0)
+""", tmp_path / "meet", {"divided": True, "dtype": "float32", "arguments": place("nvme", tmp_path)})
+    for text in results(ranks):
+        assert "save()" in text and "step()" in text
+
+
 @pytest.mark.parametrize("divided", [True, False])
 def test_a_step_is_one_of_all_ranks_or_of_none(tmp_path, divided):
     """A rank without gradients, while others have some: its next step would be taken for their present one."""

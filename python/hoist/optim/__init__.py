@@ -121,7 +121,7 @@ class _Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._offloaded is not None:
-            self._offloaded.step(self.param_groups)
+            self._require_offload("step()").step(self.param_groups)
             return loss
         updates = [self._checked(index, group) for index, group in enumerate(self.param_groups)]  # before anything changes
         places = [(parameter.data_ptr(), parameter.numel()) for _, ready in updates for parameter, _ in ready]
@@ -256,7 +256,7 @@ class _Optimizer(torch.optim.Optimizer):
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._offloaded is not None:
-            return self._offloaded.load(self.param_groups, state_dict)
+            return self._require_offload("load_state_dict()").load(self.param_groups, state_dict)
         for saved_group in state_dict["param_groups"]:
             options_of(saved_group, self._default_options())  # refuses other formulas
         # All that can be refused is, before anything changes.
@@ -310,7 +310,7 @@ class _Optimizer(torch.optim.Optimizer):
         """
         self._group_of(parameter)
         if self._offloaded is not None:
-            return self._offloaded.master(parameter)
+            return self._require_offload("master()").master(parameter)
         if parameter.dtype == torch.float32 or parameter not in self.state:
             return parameter.detach().float().clone()
         return join_master(parameter, self.state[parameter]["remainder"])
@@ -322,7 +322,7 @@ class _Optimizer(torch.optim.Optimizer):
         if values.shape != parameter.shape:
             raise _hoist.UsageError(f"the parameter is {tuple(parameter.shape)}, the values {tuple(values.shape)}")
         if self._offloaded is not None:
-            return self._offloaded.write_master(parameter, values)
+            return self._require_offload("set_master()").write_master(parameter, values)
         if parameter.dtype == torch.float32:
             with torch.no_grad():
                 parameter.copy_(values)
@@ -337,6 +337,7 @@ class _Optimizer(torch.optim.Optimizer):
     def _require_offload(self, what: str) -> Offloaded:
         if self._offloaded is None:
             raise _hoist.UsageError(f'{what} is for offloaded states: pass offload="cpu" or offload="nvme"')
+        self._offloaded.call = what
         return self._offloaded
 
     @property

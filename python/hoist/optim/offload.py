@@ -17,6 +17,7 @@ import copy
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -106,6 +107,7 @@ class Offloaded:
         self._kind = kind
         self._missing_gradients = missing_gradients
         self._commits_in_memory = commit_every if offload == "cpu" else None
+        self.call = f"{kind}()"  # of the program's, for the errors of other ranks
         self.program_state: dict[str, Any] = {}
         self.restored = False
         self.step_was_skipped = False
@@ -186,8 +188,13 @@ class Offloaded:
                 for piece in unit])
             for index, unit in enumerate(self._cut.units)
         ]
-        make, size = distributed.channels_over(members, config)
-        make_job, job_size = distributed.channels_over(job, config) if len(job) > len(members) else (None, 0)
+        of = weakref.ref(self)
+
+        def doing() -> str:
+            return getattr(of(), "call", "")
+
+        make, size = distributed.channels_over(members, config, doing)
+        make_job, job_size = distributed.channels_over(job, config, doing) if len(job) > len(members) else (None, 0)
         self._config = config
         self._is_divided = size > 1
         self._has_others = max(size, job_size) > 1
