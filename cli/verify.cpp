@@ -4,6 +4,7 @@
 #include <memory>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/core/units.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
@@ -64,6 +65,14 @@ Json json_of(const Verification& verification) {
   return json;
 }
 
+// Ranks without files in a group's directory.
+std::vector<int> absent_ranks(const StoreSummary& group) {
+  std::vector<int> absent;
+  for (int rank = 0; rank < group.world_size.value_or(0); ++rank)
+    if (std::ranges::find(group.ranks, rank, &StoreSummary::Rank::rank) == group.ranks.end()) absent.push_back(rank);
+  return absent;
+}
+
 int verify(const VerifyArguments& arguments) {
   check_json(arguments.json);
   const std::uint64_t rate = rate_of(arguments.bytes_per_second);
@@ -75,8 +84,15 @@ int verify(const VerifyArguments& arguments) {
   for (const Verification& verification : results) print(verification);
   const bool sound =
       std::ranges::all_of(results, &Verification::is_sound) && std::ranges::none_of(job.groups, lost_a_checkpoint);
-  Json json{{"sound", sound}, {"commits", Json::array()}, {"manifest_damage", Json::array()}};
+  Json json{{"sound", sound},
+            {"commits", Json::array()},
+            {"manifest_damage", Json::array()},
+            {"absent_ranks", Json::array()}};
   for (const StoreSummary& group : job.groups) {
+    const std::vector<int> absent = absent_ranks(group);
+    json["absent_ranks"].push_back(absent);
+    if (!absent.empty())
+      say("{}: no files of rank {} are here; verify them on their hosts\n", group.directory, fmt::join(absent, ", "));
     for (const std::string& line : damage_lines(group)) {
       say("{}\n", line);
       json["manifest_damage"].push_back(line);

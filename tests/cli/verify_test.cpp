@@ -21,6 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 using Verify = test::ProgramTest;
 
@@ -42,6 +43,18 @@ TEST_F(Verify, ReadsEverythingAndChangesNothing) {
   EXPECT_TRUE(report["damage"].empty());
   EXPECT_GT(report["checked_bytes"], 12 * 136000);
   EXPECT_TRUE(contents() == before);
+}
+
+TEST_F(Verify, SaysWhichRanksHaveNoFilesHere) {
+  test::make_store(path("store"), 3, 1);
+  EXPECT_THAT(run("verify store --json report.json").output, Not(HasSubstr("are here")));
+  EXPECT_EQ(json_of("report.json")["absent_ranks"], nlohmann::json::parse("[[]]"));
+  for (const char* file : {"rank-00000.data", "rank-00000.manifest", "rank-00002.data", "rank-00002.manifest"})
+    fs::remove(path("store/") + file);
+  const auto result = run("verify store --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("no files of rank 0, 2 are here; verify them on their hosts"));
+  EXPECT_EQ(json_of("report.json")["absent_ranks"], nlohmann::json::parse("[[0, 2]]"));
 }
 
 TEST_F(Verify, NamesADamagedTile) {
