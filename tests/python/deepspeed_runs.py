@@ -3,6 +3,7 @@
 
 import copy
 import os
+import zipfile
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def refusal(path, cell="zero2-bf16", model=None, kind=hoist.StoreError, tmp=None
     with pytest.raises(kind) as caught:
         wrap(cell, (tmp or path.parent) / "store", model, deepspeed=path)
     return str(caught.value)
+
+
+def damage(path):
+    """Changes one byte of a file's largest tensor."""
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        tensors = [record for record in archive.infolist() if "/data/" in record.filename]
+        at = content.index(archive.read(max(tensors, key=lambda record: record.file_size)))
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
 
 
 def change(path, edit, **saving):

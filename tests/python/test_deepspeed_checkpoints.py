@@ -11,7 +11,7 @@ import signal
 
 import pytest
 import torch
-from deepspeed_runs import BOUND, STATES, TAG, bound_of, change, config_at, go_on, rates_of, refusal, wrap
+from deepspeed_runs import BOUND, STATES, TAG, bound_of, change, config_at, damage, go_on, rates_of, refusal, wrap
 
 import hoist
 import hoist.store
@@ -111,20 +111,26 @@ def test_on_two_ranks(checkpoints, expected, tmp_path, cell):
         assert (stored.step, stored.world_size) == (LAST, 2)
 
 
-@pytest.mark.parametrize("other", ["another", None])
-def test_ranks_that_begin_with_different_files(checkpoints, spoil, tmp_path, other):
+@pytest.mark.parametrize("second", ["other", None, "damaged"])
+def test_ranks_that_begin_with_different_or_damaged_files(checkpoints, spoil, tmp_path, second):
     copy = spoil("zero1-bf16")
-    change(copy / "mp_rank_00_model_states.pt", lambda model: model.update(epoch=7))
+    files = [str(checkpoints / "zero1-bf16"), second and str(copy)]
+    if second == "damaged":
+        damage(copy / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+        files = [str(copy)] * 2
+    else:
+        change(copy / "mp_rank_00_model_states.pt", lambda model: model.update(epoch=7))
     program = """
     from test_deepspeed_checkpoints import wrap
     join()
     try:
         wrap("zero1-bf16", directory, deepspeed=config["files"][rank], micro_batch=2)
-    except hoist.UsageError as error:
+    except hoist.Error as error:
         print(json.dumps(str(error)), flush=True)
     """
-    texts = results(start(program, tmp_path, {"files": [str(checkpoints / "zero1-bf16"), other and str(copy)]}))
-    assert all("the ranks have different checkpoints, or some of them none" in text for text in texts)
+    texts = results(start(program, tmp_path, {"files": files}))
+    expected = "is damaged" if second == "damaged" else "the ranks have different checkpoints, or some of them none"
+    assert all(expected in text for text in texts)
 
 
 def test_resume_continues_the_store_once_there_is_one(checkpoints, tmp_path):

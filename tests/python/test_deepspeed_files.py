@@ -5,11 +5,10 @@ import logging
 import os
 import random
 import shutil
-import zipfile
 
 import pytest
 import torch
-from deepspeed_runs import STATES, change, config_at, refusal, states_in, values_of, wrap
+from deepspeed_runs import STATES, change, config_at, damage, refusal, states_in, values_of, wrap
 
 import hoist
 import hoist.store
@@ -33,15 +32,6 @@ def test_a_file_is_cut_short(spoil):
     path.write_bytes(path.read_bytes()[:-200])
     text = refusal(path.parent)
     assert str(path) in text and "copy it once more" in text
-
-
-def damage(path):
-    """Changes one byte of a file's largest tensor."""
-    content = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        tensors = [record for record in archive.infolist() if "/data/" in record.filename]
-        at = content.index(archive.read(max(tensors, key=lambda record: record.file_size)))
-    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
 
 
 @pytest.mark.parametrize("name", ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
