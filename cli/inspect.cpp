@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdio>
 #include <memory>
-#include <ranges>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -116,7 +115,7 @@ void print_findings(const Findings& findings) {
 
   rows = {{"rank", "commits, newest first"}};
   for (const StoreSummary::Rank& rank : store.ranks) {
-    const auto commits = fmt::format("{}", fmt::join(rank.commits | std::views::transform(commit_text), ", "));
+    const auto commits = listed(rank.commits, commit_text);
     rows.push_back({fmt::format("{}", rank.rank), commits.empty() ? "none" : commits});
   }
   say("{}", columns(rows));

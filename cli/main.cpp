@@ -5,12 +5,9 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
-#include <ranges>
 #include <sstream>
 #include <string>
 #include <vector>
-
-#include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/standard_descriptors.hpp>
@@ -47,8 +44,8 @@ std::string unknown_command(const CLI::App& app) {
   if (const auto given = app.get_subcommands(); !given.empty()) return unknown_command(*given.front());
   const std::vector<std::string> words = app.remaining();
   if (words.empty() || words.front().starts_with('-') || app.get_subcommands({}).empty()) return {};
-  const auto commands = app.get_subcommands({}) | std::views::transform(&CLI::App::get_name);
-  return fmt::format("there is no command `{}`; the commands are {}\n", words.front(), fmt::join(commands, ", "));
+  return fmt::format("there is no command `{}`; the commands are {}\n", words.front(),
+                     listed(app.get_subcommands({}), &CLI::App::get_name));
 }
 
 int run(const Command& command) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdio>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -56,6 +57,14 @@ std::string columns(const std::vector<std::vector<std::string>>& rows, std::size
 // The median of measured ratios and its 95 % interval: "1.000 [0.990, 1.010]"; and the interval alone.
 std::string median_text(const std::vector<double>& ratios);
 nlohmann::ordered_json interval_json(const std::vector<double>& ratios);
+
+// "a, b, c": what `text` gives for each item.
+template <typename Items, typename Text>
+std::string listed(const Items& items, Text text) {
+  std::string all;
+  for (const auto& item : items) all += (all.empty() ? "" : ", ") + std::string(std::invoke(text, item));
+  return all;
+}
 
 template <typename Value>
 nlohmann::ordered_json or_null(const std::optional<Value>& value) {

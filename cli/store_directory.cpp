@@ -5,16 +5,16 @@
 #include <cerrno>
 #include <chrono>
 #include <filesystem>
-#include <ranges>
 #include <system_error>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <sys/stat.h>
 
 #include <hoist/core/units.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
+
+#include "output.hpp"
 
 namespace hoist::cli {
 
@@ -48,17 +48,14 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
 void check_checkpoint(const std::string& name, const StoredJob& job) {
   if (name.empty() || std::ranges::find(job.checkpoints, name, &tiers::CommitHeader::name) != job.checkpoints.end())
     return;
-  const auto held =
-      fmt::format("{}", fmt::join(job.checkpoints | std::views::transform(&tiers::CommitHeader::name), ", "));
+  const auto held = listed(job.checkpoints, &tiers::CommitHeader::name);
   throw InputError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
                                held.empty() ? "no step under a name" : "the steps " + held));
 }
 
 }  // namespace
 
-std::string names_of(const StoredJob& job) {
-  return fmt::format("{}", fmt::join(job.groups | std::views::transform(&StoreSummary::directory), ", "));
-}
+std::string names_of(const StoredJob& job) { return listed(job.groups, &StoreSummary::directory); }
 
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from) {
   StoredModelOptions options{.from = from};

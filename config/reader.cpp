@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <map>
-#include <ranges>
 #include <set>
+#include <span>
 #include <utility>
 
 #include <fmt/format.h>
@@ -58,7 +58,7 @@ class Reader {
     }
     std::vector<std::string> names;
     constexpr std::size_t kNamesMax = 20;
-    for (const UnknownKey& unknown : unknown_keys_ | std::views::take(kNamesMax)) {
+    for (const UnknownKey& unknown : std::span(unknown_keys_).first(std::min(kNamesMax, unknown_keys_.size()))) {
       const std::string advice = suggestion(unknown.section_path, unknown.key);
       names.push_back(advice == kNoSuggestion ? unknown.shown : fmt::format("{} ({})", unknown.shown, advice));
     }

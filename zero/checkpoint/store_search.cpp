@@ -3,7 +3,7 @@
 #include <array>
 #include <compare>
 #include <filesystem>
-#include <ranges>
+#include <span>
 #include <system_error>
 #include <thread>
 
@@ -246,7 +246,7 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
 
 CommonStoreError StoreSearch::incomplete_store(const RestoreSource& source) const {
   constexpr std::size_t kNamedMax = 4;
-  const auto named = source.lacking | std::views::take(kNamedMax);
+  const auto named = std::span(source.lacking).first(std::min(kNamedMax, source.lacking.size()));
   const std::string lacking =
       source.lacking.empty()
           ? ""
