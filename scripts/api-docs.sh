@@ -20,7 +20,7 @@ while [ ${#open[@]} -gt 0 ]; do
   open+=("${included[@]}")
 done
 mapfile -t headers < <(printf '%s\n' "${!seen[@]}" | grep -v '/detail/' | sort)
-python=(python/hoist/{__init__,aio,optim,store}.py python/hoist/torch/{__init__,engine,optimizer,units,transformers}.py
+python=(python/hoist/{__init__,aio,optim/__init__,store}.py python/hoist/torch/{__init__,engine,optimizer,model/units,transformers}.py
   python/hoist/torch/deepspeed/{__init__,checkpoint,universal}.py)
 # A build has the stubs of the extension.
 stubs=$(find build/*/python/hoist -maxdepth 1 -name _hoist.pyi -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -n 1 || true)
