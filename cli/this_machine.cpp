@@ -91,7 +91,7 @@ void measure_drives(const std::vector<std::string>& directories, const measure::
   spec.drives.flush_us = 1e6 * measure::seconds_of_flush(pointers(drives), stop);
 }
 
-// What is quick to ask and may change between calls: GPUs, memory, free space.
+// GPUs, memory and free space: they are quick to ask for, and may change between two calls of `hoist plan`.
 void fill_in_quick_facts(const std::vector<std::string>& directories, MachineSpec& spec) {
   const int gpus = platform::cuda_device_count();
   spec.gpus_per_node = gpus;

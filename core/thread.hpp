@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // core/thread.hpp - threads with names that `top -H` and debuggers show. All of hoist's threads are made here.
 // The program's signals are handled on its own threads: their handlers do not run on hoist's, and interrupt no transfer
-// there (a drive over a network may end one with EINTR). Let in are SIGPROF, so that profilers see
-// these threads, and the signals of a fault of their own.
+// there (a drive over a network may end one with EINTR). SIGPROF, for profilers, and the signals of a thread's own
+// faults are delivered.
 //
 // Errors     Error, naming the thread, if the system refuses another thread or gives it too small a stack.
 #pragma once

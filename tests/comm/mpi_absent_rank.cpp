@@ -15,30 +15,21 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tests/support/meeting.hpp>
+#include <hoist/tests/support/message_of.hpp>
 
 using namespace hoist;
 
 namespace {
 
-template <typename Call>
-std::string comm_error_of(const Call& call) {
-  try {
-    call();
-  } catch (const CommError& error) {
-    return error.what();
-  }
-  return {};
-}
-
 std::string wait_in_vain(comm::Communicator& communicator, bool data_plane) {
-  if (!data_plane) return comm_error_of([&] { communicator.barrier(); });
+  if (!data_plane) return test::message_of<CommError>([&] { communicator.barrier(); });
   platform::DeviceOptions options;
   options.memory_bytes = 1 * kMiB;
   const auto device = platform::Device::create(options);
   const auto stream = device->create_stream("absent");
   const comm::GatherPiece piece{device->memory().data(), 100000};
   communicator.all_gather({&piece, 1}, *stream);
-  return comm_error_of([&] { stream->synchronize(); });
+  return test::message_of<CommError>([&] { stream->synchronize(); });
 }
 
 }  // namespace
@@ -53,7 +44,7 @@ int main(int argc, char** argv) {
     std::_Exit(0);
   }
   const std::string first = wait_in_vain(*communicator, argc > 1 && std::strcmp(argv[1], "data") == 0);
-  const std::string later = comm_error_of([&] { communicator->barrier(); });
+  const std::string later = test::message_of<CommError>([&] { communicator->barrier(); });
   const bool right = first.find("rank 1 did not come within 900 ms and does not answer") != std::string::npos &&
                      later.find("refused") != std::string::npos;
   fmt::print("{}: {} | {}\n", right ? "as expected" : "WRONG", first, later);

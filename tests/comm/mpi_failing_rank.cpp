@@ -17,6 +17,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tests/support/meeting.hpp>
+#include <hoist/tests/support/message_of.hpp>
 
 using namespace hoist;
 
@@ -25,16 +26,6 @@ namespace {
 constexpr int kFails = 1;  // in the world
 constexpr const char* kReason = "read of /store failed: Input/output error";
 constexpr std::chrono::minutes kTimeout{10};  // longer than ctest lets this run: whoever hears of it was told
-
-template <typename Call>
-std::string comm_error_of(const Call& call) {
-  try {
-    call();
-  } catch (const CommError& error) {
-    return error.what();
-  }
-  return "no CommError";
-}
 
 struct Job {
   std::string mode;
@@ -64,14 +55,14 @@ Job join(const std::string& mode) {
 
 std::string wait_in_vain(Job& job) {
   comm::Communicator& communicator = job.waits ? *job.waits : *job.fails;
-  if (job.mode != "data") return comm_error_of([&] { communicator.barrier(); });
+  if (job.mode != "data") return test::message_of<CommError>([&] { communicator.barrier(); });
   platform::DeviceOptions options;
   options.memory_bytes = 1 * kMiB;
   const auto device = platform::Device::create(options);
   const auto stream = device->create_stream("waits");
   const comm::GatherPiece piece{device->memory().data(), 100000, "layer 7"};
   communicator.all_gather({&piece, 1}, *stream);
-  return comm_error_of([&] { stream->synchronize(); });
+  return test::message_of<CommError>([&] { stream->synchronize(); });
 }
 
 // In the slice of ranks 1 and 3 the rank that fails is rank 0, but is not called so.
@@ -91,12 +82,12 @@ int main(int argc, char** argv) {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));  // so that the others wait already, most of the time
     job.fails->abort(kReason);
     job.fails->abort("a second reason");
-    first = comm_error_of([&] { (job.waits ? *job.waits : *job.fails).barrier(); });
+    first = test::message_of<CommError>([&] { (job.waits ? *job.waits : *job.fails).barrier(); });
   } else {
     first = wait_in_vain(job);
   }
   const bool subject = job.mode != "data" || job.rank == kFails || first.find("'layer 7'") != std::string::npos;
-  const std::string later = comm_error_of([&] { job.fails->barrier(); });
+  const std::string later = test::message_of<CommError>([&] { job.fails->barrier(); });
   const bool right = subject && names_it(first) && names_it(later) && job.fails->broken();
   fmt::print("{} on rank {}: {} | {}\n", right ? "as expected" : "WRONG", job.rank, first, later);
   std::fflush(stdout);

@@ -32,7 +32,7 @@ std::vector<std::byte> read_at(const Descriptor& file, const std::string& path, 
   return bytes;
 }
 
-// A manifest's length, at most: this and so many times what is stored of it.
+// A manifest is at most as long as the first number plus this many times its bytes on disk.
 constexpr std::uint64_t kSparseBytesMax = 256 * kMiB, kSparseFactorMax = 64;
 
 enum class Slots : std::uint8_t { left_out, read };

@@ -94,8 +94,8 @@ std::vector<std::uint32_t> Drives::measured_weights() const {
 
 aio::DriveQueue::Stats Drives::stats() const {
   aio::DriveQueue::Stats all;
-  for (const auto& engine : queues_) {
-    const aio::DriveQueue::Stats one = engine->stats();
+  for (const auto& queue : queues_) {
+    const aio::DriveQueue::Stats one = queue->stats();
     all.read_bytes += one.read_bytes;
     all.written_bytes += one.written_bytes;
     all.read_busy = std::max(all.read_busy, one.read_busy);

@@ -11,7 +11,6 @@ import re
 import zipfile
 import zlib
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -19,7 +18,7 @@ from hoist import _hoist
 from hoist.torch.deepspeed.files import refuse
 from hoist.torch.model.weight_files import can_be_mapped
 from hoist.torch.ranks.channels import is_joined
-from hoist.torch.ranks.distributed import KeptError, work_of_one_rank
+from hoist.torch.ranks.distributed import work_of_one_rank
 
 _OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_")
 _PIECE_BYTES = 1 << 20
@@ -58,23 +57,19 @@ def check(paths: Sequence[str]) -> None:
 def check_together(paths: Sequence[str], unit_manager: _hoist.UnitManager) -> None:
     """[C] As check(); the ranks of a machine that divide the state read the files between them. `paths` is empty on ranks that
     begin without a checkpoint. Errors: UsageError also if these ranks have different files."""
-    kept = KeptError()
-    listed = kept.call(lambda: repr([(os.path.basename(path), [(r.filename, r.CRC, r.file_size) for r in _records(path)])
-                                     for path in paths]))
-    if not unit_manager.same_on_all(listed or "") and listed is not None:
-        kept.call(_refuse_differences)
-    elif paths:
-        is_whole_job = is_joined() and unit_manager.world_size == dist.get_world_size()
-        first, step = (int(os.environ.get(name, default)) if is_whole_job else default
-                       for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-        kept.call(lambda: check(paths[first::step]))
     with work_of_one_rank(unit_manager):
-        kept.raise_it()
-
-
-def _refuse_differences() -> NoReturn:
-    raise _hoist.UsageError("deepspeed=...: the ranks have different checkpoints, or some of them none: each rank reads the "
-                            "files of all, so copy the whole checkpoint to every machine")
+        listed = repr([(os.path.basename(path), [(record.filename, record.CRC, record.file_size) for record in _records(path)])
+                       for path in paths])
+    if not unit_manager.same_on_all(listed):
+        raise _hoist.UsageError("deepspeed=...: the ranks have different checkpoints, or some of them none: each rank reads the "
+                                "files of all, so copy the whole checkpoint to every machine")
+    if not paths:
+        return
+    is_whole_job = is_joined() and unit_manager.world_size == dist.get_world_size()
+    first, step = (int(os.environ.get(name, default)) if is_whole_job else default
+                   for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    with work_of_one_rank(unit_manager):
+        check(paths[first::step])
 
 
 def _records(path: str) -> list[zipfile.ZipInfo]:
