@@ -19,7 +19,6 @@ namespace hoist::cli {
 
 namespace {
 
-using measure::InputError;
 using measure::Pattern;
 
 struct BenchIoArguments {
@@ -57,27 +56,27 @@ Pattern parse_pattern(const std::string& text) {
   for (const Pattern pattern : {Pattern::read, Pattern::write, Pattern::mixed}) {
     if (text == measure::pattern_name(pattern)) return pattern;
   }
-  throw InputError(fmt::format("--op {}: must be read, write or mixed", text));
+  throw UsageError(fmt::format("--op {}: must be read, write or mixed", text));
 }
 
 void check_numbers(const BenchIoArguments& arguments) {
   if (!(arguments.seconds >= 0 && arguments.seconds <= 86400))  // also refuses nan
-    throw InputError(fmt::format("--seconds {}: must be 0 to 86400", arguments.seconds));
+    throw UsageError(fmt::format("--seconds {}: must be 0 to 86400", arguments.seconds));
   if (arguments.threads < 1 || arguments.threads > 256)
-    throw InputError(fmt::format("--threads {}: must be 1 to 256", arguments.threads));
+    throw UsageError(fmt::format("--threads {}: must be 1 to 256", arguments.threads));
   if (arguments.pairs < 1 || arguments.pairs > 10000)
-    throw InputError(fmt::format("--pairs {}: must be 1 to 10000", arguments.pairs));
+    throw UsageError(fmt::format("--pairs {}: must be 1 to 10000", arguments.pairs));
 }
 
 void check_comparison(const BenchIoPlan& plan) {
   if (plan.compare.empty()) return;
   if (plan.compare != "fio" && plan.compare != "libaio")
-    throw InputError(fmt::format("--compare {}: must be fio or libaio", plan.compare));
+    throw UsageError(fmt::format("--compare {}: must be fio or libaio", plan.compare));
   if (plan.drive.backend == aio::BackendKind::null)
-    throw InputError("--compare with --engine null: the null engine moves no data, so there is nothing to compare");
+    throw UsageError("--compare with --engine null: the null engine moves no data, so there is nothing to compare");
   if (plan.compare == "fio") measure::require_fio();
   if (plan.compare == "libaio" && !measure::have_libaio())
-    throw InputError("--compare libaio: this build has no libaio; install libaio-dev and build again");
+    throw UsageError("--compare libaio: this build has no libaio; install libaio-dev and build again");
 }
 
 BenchIoPlan make_plan(const BenchIoArguments& arguments) {
@@ -92,7 +91,7 @@ BenchIoPlan make_plan(const BenchIoArguments& arguments) {
   plan.drive.thread_count = static_cast<unsigned>(arguments.threads);
   const std::uint64_t size = parse_size_option("--size", arguments.size);
   if (size < plan.drive.block_bytes) {
-    throw InputError(fmt::format("--size {}: is smaller than one block of {}; raise it, or lower --block-size",
+    throw UsageError(fmt::format("--size {}: is smaller than one block of {}; raise it, or lower --block-size",
                                  format_bytes(size), format_bytes(plan.drive.block_bytes)));
   }
   plan.move_bytes = round_down(size, plan.drive.block_bytes);

@@ -25,7 +25,6 @@ namespace hoist::cli {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using measure::InputError;
 using measure::Interval;
 using measure::KernelCase;
 using measure::KernelResult;
@@ -166,7 +165,7 @@ struct BenchOptimizerReport {
 };
 
 void check_range(const std::string& option, std::int64_t value, std::int64_t min, std::int64_t max) {
-  if (value < min || value > max) throw InputError(fmt::format("{} {}: must be {} to {}", option, value, min, max));
+  if (value < min || value > max) throw UsageError(fmt::format("{} {}: must be {} to {}", option, value, min, max));
 }
 
 void check(const BenchOptimizerArguments& arguments) {
@@ -187,7 +186,7 @@ void check(const BenchOptimizerArguments& arguments) {
   const bool some = std::ranges::any_of(
       all, [&](const Kernel& kernel) { return title(kernel.what).find(arguments.only) != std::string::npos; });
   if (!some && arguments.path.empty()) {
-    throw InputError(
+    throw UsageError(
         fmt::format("--only \"{}\": there is no such kernel; leave the option out to measure all", arguments.only));
   }
   // Checked first, because the kernels take minutes.

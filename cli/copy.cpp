@@ -34,8 +34,7 @@ struct CopyArguments {
 // Below each directory, as a configuration's nvme_path names it.
 std::vector<std::string> store_directories(const std::vector<std::string>& to) {
   std::vector<std::string> directories;
-  for (const std::string& directory : to)
-    directories.push_back((std::filesystem::path(directory) / "hoist").lexically_normal().string());
+  for (const std::string& directory : to) directories.push_back(plain_path(directory + "/hoist"));
   return directories;
 }
 
@@ -45,11 +44,11 @@ void check_places(const std::vector<std::string>& directories, const std::vector
   for (std::size_t i = 0; i < directories.size(); ++i) {
     const auto is_this = [&](const std::string& other) { return is_same_place(other, directories[i]); };
     if (std::ranges::any_of(of_store, is_this))
-      throw measure::InputError(
+      throw UsageError(
           fmt::format("--to: {} is where the store itself is; name a directory on another drive", directories[i]));
     for (const std::string& before : std::span(directories).first(i))
       if (is_this(before))
-        throw measure::InputError(
+        throw UsageError(
             fmt::format("--to: {} and {} are one directory; name each drive once", before, directories[i]));
   }
 }

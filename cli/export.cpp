@@ -15,11 +15,10 @@
 #include "commands.hpp"
 #include "output.hpp"
 #include "progress.hpp"
+#include "storage.hpp"
 #include "store_directory.hpp"
 
 namespace hoist::cli {
-
-using measure::InputError;
 
 namespace {
 
@@ -35,12 +34,6 @@ struct ExportArguments {
   std::string json;
   bool universal = false;
 };
-
-std::uint64_t shard_bytes(const std::string& text) {
-  const auto bytes = parse_bytes(text);
-  if (!bytes || *bytes == 0) throw InputError(fmt::format("--shard-size {} is not a byte count such as 5GB", text));
-  return *bytes;
-}
 
 Json report_json(const ExportArguments& arguments, std::uint64_t step, const interchange::ExportReport& report) {
   const auto& stores = arguments.stores;
@@ -85,7 +78,7 @@ void warn_of_made_names(const StoredJob& job) {
 
 // Returns the report.
 Json write_weights(const ExportArguments& arguments) {
-  const std::uint64_t shard_bytes_max = shard_bytes(arguments.shard_size);
+  const std::uint64_t shard_bytes_max = parse_size_option("--shard-size", arguments.shard_size);
   const StoredJob job = find_job(arguments.stores);
   const StoredModelOptions options = choose_commit(job, arguments.step, arguments.from);
   if (job.groups.size() == 1) warn_of_other_groups(arguments.stores.front(), job.groups.front());
@@ -125,14 +118,11 @@ int export_store(const ExportArguments& arguments) {
   try {
     check_json(arguments.json);
     report = write_weights(arguments);
-  } catch (const InputError&) {
+  } catch (const UsageError&) {
     throw;
   } catch (const measure::Interrupted&) {
     throw;
   } catch (const interchange::SafetensorsError& error) {  // the destination holds a model, or a name fits no file
-    complain("hoist export: {}\n", error.what());
-    return kBadInput;
-  } catch (const UsageError& error) {  // these stores, or this type, cannot be exported together
     complain("hoist export: {}\n", error.what());
     return kBadInput;
   } catch (const Error& error) {

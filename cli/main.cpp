@@ -11,7 +11,6 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/standard_descriptors.hpp>
-#include <hoist/measure/input_error.hpp>
 #include <hoist/measure/interruption.hpp>
 
 #include "commands.hpp"
@@ -49,11 +48,16 @@ std::string unknown_command(const CLI::App& app) {
 }
 
 int run(const Command& command) {
-  try {
-    return command.run();
-  } catch (const measure::InputError& error) {
+  const auto refused = [&](const Error& error) {
     complain("hoist {}: {}\n", command.app->get_name(), error.what());
     return kBadInput;
+  };
+  try {
+    return command.run();
+  } catch (const UsageError& error) {
+    return refused(error);
+  } catch (const BudgetError& error) {
+    return refused(error);
   } catch (const measure::Interrupted&) {
     complain("hoist {}: interrupted{}\n", command.app->get_name(), command.interrupted);
     InterruptGuard::end_by_signal();

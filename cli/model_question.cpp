@@ -15,6 +15,7 @@
 
 #include "commands.hpp"
 #include "output.hpp"
+#include "storage.hpp"
 
 namespace hoist::cli {
 
@@ -110,8 +111,6 @@ int ModelQuestion::bad_input(const char* command) const {
     throw;
   } catch (const ConfigProblems& error) {
     sentence = error.what();
-  } catch (const UsageError& error) {
-    sentence = error.what();
   } catch (const interchange::SafetensorsError& error) {
     sentence = error.what();
   } catch (const IoError& error) {
@@ -154,10 +153,9 @@ std::optional<std::uint64_t> parse_count(std::string_view text) {
 }
 
 std::uint64_t bytes_of(const char* option, const std::string& text) {
-  const auto bytes = parse_bytes(text);
-  if (!bytes) throw UsageError(fmt::format("{} {} is not a number of bytes; write 80GiB or 1.4PB", option, text));
-  if (*bytes < kBlockAlignment) throw UsageError(fmt::format("{} {} is less than 4 KiB", option, text));
-  return *bytes;
+  const std::uint64_t bytes = parse_size_option(option, text);
+  if (bytes < kBlockAlignment) throw UsageError(fmt::format("{} {} is less than 4 KiB", option, text));
+  return bytes;
 }
 
 }  // namespace hoist::cli

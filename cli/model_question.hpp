@@ -47,8 +47,8 @@ struct ModelQuestion {
   ModelArguments model;
 
   RuntimeOptions runtime(const Config& config) const;  // of the configuration, with these budgets
-  // Called in a catch block. If the error is about the input, prints it after the command's name and returns the exit
-  // code; rethrows others, such as that of a report that cannot be written.
+  // Called in a catch block. If the error is about an input file, prints it after the command's name and returns the
+  // exit code; rethrows others.
   int bad_input(const char* command) const;
 };
 

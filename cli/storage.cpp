@@ -17,7 +17,6 @@ namespace hoist::cli {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using measure::InputError;
 
 constexpr std::uint64_t kBlockBytesMax = kGiB;
 constexpr std::int64_t kQueueDepthMax = 4096;
@@ -27,13 +26,13 @@ constexpr std::int64_t kQueueDepthMax = 4096;
 std::uint64_t parse_size_option(const std::string& option, const std::string& text) {
   const auto bytes = parse_bytes(text);
   if (!bytes || *bytes == 0)
-    throw InputError(fmt::format("{} {}: is not a number of bytes; write it as 8GiB, 512KiB or 1048576", option, text));
+    throw UsageError(fmt::format("{} {} is not a number of bytes; write it as 8GiB, 512KiB or 1048576", option, text));
   return *bytes;
 }
 
 void check_block_bytes(const std::string& option, std::uint64_t bytes) {
   if (bytes % kBlockAlignment != 0 || bytes > kBlockBytesMax) {
-    throw InputError(fmt::format("{} {}: direct transfers need a multiple of 4 KiB, of at most 1 GiB; the next is {}",
+    throw UsageError(fmt::format("{} {}: direct transfers need a multiple of 4 KiB, of at most 1 GiB; the next is {}",
                                  option, bytes,
                                  std::clamp(round_up(bytes, kBlockAlignment), kBlockAlignment, kBlockBytesMax)));
   }
@@ -41,7 +40,7 @@ void check_block_bytes(const std::string& option, std::uint64_t bytes) {
 
 void check_queue_depth(const std::string& option, std::int64_t depth) {
   if (depth < 1 || depth > kQueueDepthMax)
-    throw InputError(fmt::format("{} {}: must be 1 to {}; 8 to 32 suits most drives", option, depth, kQueueDepthMax));
+    throw UsageError(fmt::format("{} {}: must be 1 to {}; 8 to 32 suits most drives", option, depth, kQueueDepthMax));
 }
 
 aio::BackendKind parse_engine_option(const std::string& text) {
@@ -49,7 +48,7 @@ aio::BackendKind parse_engine_option(const std::string& text) {
   if (text == "io_uring") return aio::BackendKind::io_uring;
   if (text == "threads") return aio::BackendKind::threads;
   if (text == "null") return aio::BackendKind::null;
-  throw InputError(fmt::format("--engine {}: must be io_uring, threads or null", text));
+  throw UsageError(fmt::format("--engine {}: must be io_uring, threads or null", text));
 }
 
 void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes) {
@@ -61,7 +60,7 @@ void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes) {
     std::error_code ignored;
     const auto canonical = std::filesystem::canonical(path, ignored).string();
     if (const auto [at, fresh] = seen.emplace(canonical, path); !fresh) {
-      throw InputError(
+      throw UsageError(
           fmt::format("--path {}: is the same directory as --path {}; name each drive once", path, at->second));
     }
     struct stat info {};

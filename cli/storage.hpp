@@ -2,7 +2,7 @@
 // cli/storage.hpp - shared by `hoist bench io` and `hoist tune`: checks the directories that stand for drives, makes a
 // scratch file in each, and describes them.
 //
-// Errors  measure::InputError, with the available and the required value and the remedy.
+// Errors  UsageError, with the available and the required value and the remedy.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace hoist::cli {
 
-// "512KiB" for `option`, within what engines can do.
+// "512KiB" for `option`: at least one byte.
 std::uint64_t parse_size_option(const std::string& option, const std::string& text);
 void check_block_bytes(const std::string& option, std::uint64_t bytes);
 void check_queue_depth(const std::string& option, std::int64_t depth);

@@ -11,14 +11,12 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 
-#include <hoist/core/units.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
 #include "output.hpp"
+#include "storage.hpp"
 
 namespace hoist::cli {
-
-using measure::InputError;
 
 namespace fs = std::filesystem;
 
@@ -41,7 +39,7 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
     if (step == text) return commit;
     held += (held.empty() ? "" : ", ") + step;
   }
-  throw InputError(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
+  throw UsageError(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
                                held.empty() ? "no step that every rank has" : "the steps " + held));
 }
 
@@ -49,7 +47,7 @@ void check_checkpoint(const std::string& name, const StoredJob& job) {
   if (name.empty() || std::ranges::find(job.checkpoints, name, &tiers::CommitHeader::name) != job.checkpoints.end())
     return;
   const auto held = listed(job.checkpoints, &tiers::CommitHeader::name);
-  throw InputError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
+  throw UsageError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
                                held.empty() ? "no step under a name" : "the steps " + held));
 }
 
@@ -68,11 +66,7 @@ StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, 
 }
 
 std::uint64_t rate_of(const std::string& text) {
-  if (text.empty()) return 0;
-  const auto rate = parse_bytes(text);
-  if (!rate || *rate == 0)
-    throw InputError(fmt::format("--bytes-per-second {} is not a byte count such as 200MB", text));
-  return *rate;
+  return text.empty() ? 0 : parse_size_option("--bytes-per-second", text);
 }
 
 void add_stores(CLI::App& command, std::vector<std::string>& stores) {
@@ -93,13 +87,13 @@ void add_commit_options(CLI::App& command, std::string& step, std::string& from)
 std::string find_store(const std::string& path) {
   struct stat info {};
   if (::stat(path.c_str(), &info) != 0)
-    throw InputError(fmt::format("{}: {}", path, std::generic_category().message(errno)));
-  if (!S_ISDIR(info.st_mode)) throw InputError(fmt::format("{} is not a directory", path));
+    throw UsageError(fmt::format("{}: {}", path, std::generic_category().message(errno)));
+  if (!S_ISDIR(info.st_mode)) throw UsageError(fmt::format("{} is not a directory", path));
   const std::string below = (fs::path(path) / "hoist").string();
   for (const std::string& directory : {path, below}) {
     if (has_store(directory)) return directory;
   }
-  throw InputError(fmt::format("there is no store in {} (a store is the subdirectory hoist of nvme_path)", path));
+  throw UsageError(fmt::format("there is no store in {} (a store is the subdirectory hoist of nvme_path)", path));
 }
 
 std::optional<std::string> store_owner(const StoreSummary& store) {
@@ -112,11 +106,7 @@ std::optional<std::string> store_owner(const StoreSummary& store) {
 StoredJob find_job(const std::vector<std::string>& paths) {
   std::vector<std::string> directories;
   for (const std::string& path : paths) directories.push_back(find_store(path));
-  try {
-    return look_at_job(directories);
-  } catch (const UsageError& error) {
-    throw InputError(error.what());
-  }
+  return look_at_job(directories);
 }
 
 StoredJob find_settled_job(const std::vector<std::string>& paths) {

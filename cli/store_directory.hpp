@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/store_directory.hpp - finds the store that a command was given, and the process that uses it.
 //
-// Errors     measure::InputError for a path that holds no store.
+// Errors     UsageError for a path that holds no store.
 #pragma once
 
 #include <optional>
@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include <hoist/measure/input_error.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
 namespace CLI {
@@ -31,7 +30,7 @@ std::string find_store(const std::string& path);
 // lock for a moment, shared; a trainer that starts in that moment tries again.
 std::optional<std::string> store_owner(const StoreSummary& store);
 
-// The stores of `paths`, as find_store() finds them, as one job. measure::InputError also if they are not one job.
+// The stores of `paths`, as find_store() finds them, as one job. UsageError also if they are not one job.
 StoredJob find_job(const std::vector<std::string>& paths);
 
 // The same, for a command that reports damage: see without_passing_damage().
@@ -43,9 +42,9 @@ std::vector<std::string> damage_lines(const StoreSummary& store);
 bool lost_a_checkpoint(const StoreSummary& store);
 
 // The commit that was asked for with --step or --from, of which at most one is not empty; the newest without both.
-// Errors: measure::InputError when not every rank of every store has it.
+// Errors: UsageError when not every rank of every store has it.
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from);
-// The value of --bytes-per-second; 0 without one. Errors: measure::InputError.
+// The value of --bytes-per-second; 0 without one. Errors: UsageError.
 std::uint64_t rate_of(const std::string& text);
 // The directories of the job's stores.
 std::string names_of(const StoredJob& job);

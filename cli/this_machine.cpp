@@ -13,6 +13,7 @@
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/machine.hpp>
@@ -60,7 +61,7 @@ std::string host_name() {
 
 std::vector<std::string> absolute(const std::vector<std::string>& directories) {
   std::vector<std::string> paths;
-  for (const std::string& directory : directories) paths.push_back(fs::absolute(directory).lexically_normal());
+  for (const std::string& directory : directories) paths.push_back(plain_path(fs::absolute(directory)));
   return paths;
 }
 
@@ -106,7 +107,7 @@ void fill_in_quick_facts(const std::vector<std::string>& directories, MachineSpe
   for (const std::string& directory : directories) {
     std::error_code failed;
     const fs::space_info space = fs::space(directory, failed);
-    if (failed) throw measure::InputError(fmt::format("--path {}: {}", directory, failed.message()));
+    if (failed) throw UsageError(fmt::format("--path {}: {}", directory, failed.message()));
     smallest = std::min(smallest, static_cast<double>(space.available) / kGigabyte);
   }
   spec.drives.capacity_gb = smallest;

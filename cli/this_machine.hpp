@@ -17,7 +17,7 @@ struct ThisMachine {
 };
 
 // Each of `directories` stands for a drive. Takes about ten seconds if the cache has no measurement of them; the file
-// is in the format of any machine file. Errors: measure::InputError for an unusable directory; IoError; Interrupted.
+// is in the format of any machine file. Errors: UsageError for an unusable directory; IoError; Interrupted.
 ThisMachine this_machine_spec(const std::vector<std::string>& directories, const measure::StopFlag* stop);
 
 }  // namespace hoist::cli

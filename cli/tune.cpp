@@ -25,8 +25,6 @@ namespace hoist::cli {
 
 namespace {
 
-using measure::InputError;
-
 constexpr double kBudgetSeconds = 20;
 // Part of the time budget: for the last measurement to end and the files to be removed.
 constexpr double kMargin = 0.05;
@@ -56,10 +54,10 @@ void check_target(const std::string& option, const std::string& path) {
   if (path.empty()) return;
   std::error_code ignored;
   if (fs::is_directory(path, ignored))
-    throw InputError(fmt::format("{} {}: is a directory; name a file", option, path));
+    throw UsageError(fmt::format("{} {}: is a directory; name a file", option, path));
   const fs::path parent = fs::absolute(path, ignored).parent_path();
   if (::access(parent.c_str(), W_OK | X_OK) != 0)
-    throw InputError(
+    throw UsageError(
         fmt::format("{} {}: no file can be written in {}; choose another directory", option, path, parent.string()));
 }
 
@@ -74,9 +72,9 @@ std::string read_config(const std::string& path) {
     static_cast<void>(with_member(text, measured, 0));
     return text;
   } catch (const IoError& error) {
-    throw InputError(fmt::format("--merge: {}", error.what()));
+    throw UsageError(fmt::format("--merge: {}", error.what()));
   } catch (const JsonEditError& error) {
-    throw InputError(fmt::format("--merge {}: {}; `hoist check` says more", path, error.what()));
+    throw UsageError(fmt::format("--merge {}: {}; `hoist check` says more", path, error.what()));
   }
 }
 
@@ -123,11 +121,11 @@ class Tuning {
  private:
   void check() const {
     if (!(arguments_.seconds >= 1 && arguments_.seconds <= 3600))  // also refuses nan
-      throw InputError(fmt::format("--seconds {}: must be 1 to 3600", arguments_.seconds));
+      throw UsageError(fmt::format("--seconds {}: must be 1 to 3600", arguments_.seconds));
     if (backend_ == aio::BackendKind::null)
-      throw InputError("--engine null: moves no data, so there is nothing to tune; choose io_uring or threads");
+      throw UsageError("--engine null: moves no data, so there is nothing to tune; choose io_uring or threads");
     if (file_bytes_ < largest_footprint()) {
-      throw InputError(fmt::format("--size {}: at least {} are needed, the largest amount in flight",
+      throw UsageError(fmt::format("--size {}: at least {} are needed, the largest amount in flight",
                                    format_bytes(file_bytes_), format_bytes(largest_footprint())));
     }
     check_paths(arguments_.paths, file_bytes_);
@@ -232,31 +230,23 @@ void write_results(const TuneArguments& arguments, TuneReport& report) {
 }
 
 int tune(const TuneArguments& arguments) {
-  try {
-    check_target("--out", arguments.out);
-    check_target("--merge", arguments.merge);
-    check_target("--plot", arguments.plot);
-    check_json(arguments.json);
-    const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
-    check_outputs_apart({json, plot}, {arguments.merge});
-    check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
-    if (std::error_code unknown; arguments.merge.empty() && std::filesystem::is_regular_file(arguments.out, unknown))
-      throw InputError(fmt::format(
-          "--out {}: the file exists, and nothing of it would stay; name it with --merge to keep its other keys, or "
-          "write to another file",
-          arguments.out));
-    static_cast<void>(read_config(arguments.merge));
-    const InterruptGuard interrupt;
-    TuneReport report = Tuning(arguments, interrupt.flag()).run();
-    write_results(arguments, report);
-    return kOk;
-  } catch (const UsageError& error) {
-    complain("hoist tune: {}\n", error.what());
-    return kBadInput;
-  } catch (const BudgetError& error) {
-    complain("hoist tune: {}\n", error.what());
-    return kBadInput;
-  }
+  check_target("--out", arguments.out);
+  check_target("--merge", arguments.merge);
+  check_target("--plot", arguments.plot);
+  check_json(arguments.json);
+  const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
+  check_outputs_apart({json, plot}, {arguments.merge});
+  check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
+  if (std::error_code unknown; arguments.merge.empty() && std::filesystem::is_regular_file(arguments.out, unknown))
+    throw UsageError(fmt::format(
+        "--out {}: the file exists, and nothing of it would stay; name it with --merge to keep its other keys, or "
+        "write to another file",
+        arguments.out));
+  static_cast<void>(read_config(arguments.merge));
+  const InterruptGuard interrupt;
+  TuneReport report = Tuning(arguments, interrupt.flag()).run();
+  write_results(arguments, report);
+  return kOk;
 }
 
 }  // namespace

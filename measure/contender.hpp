@@ -2,7 +2,7 @@
 // measure/contender.hpp - runs a leg by hoist or by another program: the same bytes of the same files.
 //
 // Threading  One leg at a time.
-// Errors     InputError if the program is missing; Error if it fails; Interrupted.
+// Errors     UsageError if the program is missing; Error if it fails; Interrupted.
 #pragma once
 
 #include <cstdint>
@@ -47,14 +47,14 @@ class Contender {
 // hoist's own engine, on drives that stay set up between legs.
 std::unique_ptr<Contender> make_engine_contender(std::span<Drive* const> drives, const StopFlag* stop);
 
-// Errors: InputError where there is no fio on the PATH.
+// Errors: UsageError where there is no fio on the PATH.
 void require_fio();
 // fio's io_uring engine: same block size, depth, mix, direct, registered buffers and files, buffers on huge pages.
-// Errors: InputError when fio cannot be started.
+// Errors: UsageError when fio cannot be started.
 std::unique_ptr<Contender> make_fio_contender(std::span<Drive* const> drives, const StopFlag* stop);
 
 // A loop over Linux's older asynchronous interface in the manner of DeepSpeed's aio handle with overlap_events: one
-// io_submit refills the queue for all blocks that are complete. Our own buffers, on huge pages. Errors: InputError when
+// io_submit refills the queue for all blocks that are complete. Our own buffers, on huge pages. Errors: UsageError when
 // this build has no libaio.
 std::unique_ptr<Contender> make_libaio_contender(std::span<Drive* const> drives, const StopFlag* stop);
 bool have_libaio();

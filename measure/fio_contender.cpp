@@ -38,7 +38,7 @@ std::string escaped(const std::string& path) {
 
 void require_fio() {
   if (find_program("fio").empty())
-    throw InputError("--compare fio: there is no fio on the PATH; install it (apt install fio)");
+    throw UsageError("--compare fio: there is no fio on the PATH; install it (apt install fio)");
 }
 
 namespace {

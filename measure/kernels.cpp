@@ -124,31 +124,26 @@ class State {
   bool update(const UpdateCoefficients& c, std::size_t first, std::size_t count) const {
     const StreamArrays a = part(first, count);
     const bool has_first = optim::has_moment1(optim::state_of(what_.optimizer));
-    void* const moment1 = has_first ? a.moments[0] : nullptr;
-    void* const moment2 = has_first ? a.moments[1] : a.moments[0];
-    std::uint8_t* const scale1 = has_first ? a.scales[0] : nullptr;
-    std::uint8_t* const scale2 = has_first ? a.scales[1] : a.scales[0];
-    const auto update = [&](auto tile) {
-      tile.moment1 = moment1;
-      tile.moment2 = moment2;
-      tile.gradient = a.gradient;
-      tile.gradient_dtype = what_.gradient;
-      tile.count = count;
-      tile.moment_type = optim::state_form(what_.optimizer).moments;
-      tile.rounding = {.key = 1, .first = static_cast<std::uint32_t>(first)};
-      tile.scale1 = scale1;
-      tile.scale2 = scale2;
-      return optim::update_tile(c, tile);
-    };
+    const optim::TileState state{.moment1 = has_first ? a.moments[0] : nullptr,
+                                 .moment2 = has_first ? a.moments[1] : a.moments[0],
+                                 .gradient = a.gradient,
+                                 .gradient_dtype = what_.gradient,
+                                 .count = count,
+                                 .moment_type = optim::state_form(what_.optimizer).moments,
+                                 .rounding = {.key = 1, .first = static_cast<std::uint32_t>(first)},
+                                 .scale1 = has_first ? a.scales[0] : nullptr,
+                                 .scale2 = has_first ? a.scales[1] : a.scales[0]};
     if (a.is_split()) {
-      const bool has_master24 = a.remainder_bytes == 1;
-      return update(optim::SplitTile{.weight = static_cast<bf16*>(a.master[0]),
-                                     .remainder = has_master24 ? nullptr : static_cast<std::int16_t*>(a.master[1]),
-                                     .remainder8 = has_master24 ? static_cast<std::int8_t*>(a.master[1]) : nullptr});
+      optim::SplitTile tile{state, static_cast<bf16*>(a.master[0])};
+      if (a.remainder_bytes == 1)
+        tile.remainder8 = static_cast<std::int8_t*>(a.master[1]);
+      else
+        tile.remainder = static_cast<std::int16_t*>(a.master[1]);
+      return optim::update_tile(c, tile);
     }
     auto* const master = static_cast<float*>(a.master[0]);
-    if (a.weight == nullptr) return update(optim::WholeTile{.weight = master});
-    return update(optim::Fp16Tile{.weight = static_cast<std::uint16_t*>(a.weight), .master = master});
+    if (a.weight == nullptr) return optim::update_tile(c, optim::WholeTile{state, master});
+    return optim::update_tile(c, optim::Fp16Tile{state, static_cast<std::uint16_t*>(a.weight), master});
   }
 
   // Checksum of the bytes that a step writes, while they are in cache.

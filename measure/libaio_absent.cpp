@@ -7,7 +7,7 @@ namespace hoist::measure {
 bool have_libaio() { return false; }
 
 std::unique_ptr<Contender> make_libaio_contender(std::span<Drive* const>, const StopFlag*) {
-  throw InputError("--compare libaio: this build has no libaio; install libaio-dev and build again");
+  throw UsageError("--compare libaio: this build has no libaio; install libaio-dev and build again");
 }
 
 }  // namespace hoist::measure

@@ -31,8 +31,8 @@ IoError io_error(const char* operation, const std::string& path, const char* rem
   return IoError({.operation = operation, .path = path, .code = errno}, remedy);
 }
 
-InputError not_ours(const std::string& directory, const std::string& why) {
-  return InputError(
+UsageError not_ours(const std::string& directory, const std::string& why) {
+  return UsageError(
       fmt::format("{} exists and was not made by a hoist measurement ({}); it was not changed. Rename it, "
                   "or choose another --path",
                   directory, why));
@@ -48,17 +48,17 @@ void remove_file(const std::string& path) {
 void check_scratch_directory(const std::string& directory, std::uint64_t bytes) {
   struct stat info {};
   if (::stat(directory.c_str(), &info) != 0) {
-    throw InputError(
+    throw UsageError(
         fmt::format("--path {}: {}; name a directory on the drive to measure", directory, std::strerror(errno)));
   }
   if (!S_ISDIR(info.st_mode)) {
-    throw InputError(
+    throw UsageError(
         fmt::format("--path {}: is not a directory; name the directory of a mounted file system on the drive (a block "
                     "device is never written to)",
                     directory));
   }
   if (::access(directory.c_str(), W_OK | X_OK) != 0) {
-    throw InputError(
+    throw UsageError(
         fmt::format("--path {}: {}; choose a directory this user may write to", directory, std::strerror(errno)));
   }
   struct statvfs space {};
@@ -69,7 +69,7 @@ void check_scratch_directory(const std::string& directory, std::uint64_t bytes) 
   if (::lstat(left.c_str(), &info) == 0 && S_ISREG(info.st_mode))
     have += static_cast<std::uint64_t>(info.st_blocks) * 512;
   if (have < bytes + kSpareBytes) {
-    throw InputError(fmt::format("--path {}: {} are free, {} are needed; lower --size or free space there", directory,
+    throw UsageError(fmt::format("--path {}: {} are free, {} are needed; lower --size or free space there", directory,
                                  format_bytes(have), format_bytes(bytes + kSpareBytes)));
   }
 }
@@ -82,7 +82,7 @@ class ScratchFile::Marker {
       if (make_or_take_over()) return;
       ::usleep(10'000);
     }
-    throw InputError(fmt::format("other runs make and remove {}; try again", directory));
+    throw UsageError(fmt::format("other runs make and remove {}; try again", directory));
   }
 
   ~Marker() {
@@ -137,7 +137,7 @@ class ScratchFile::Marker {
   bool lock() const {
     if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
       if (errno != EWOULDBLOCK) throw io_error("flock", path_, "");
-      throw InputError(
+      throw UsageError(
           fmt::format("{} is in use by another measurement, and the two would disturb each other; wait for it, "
                       "or choose another drive",
                       directory_));

@@ -6,7 +6,7 @@
 // anything that hoist did not make is refused and never changed.
 //
 // Threading  Constant after construction, except for the file it opens.
-// Errors     InputError if the directory cannot be used; IoError for failures in it.
+// Errors     UsageError if the directory cannot be used; IoError for failures in it.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,12 @@
 #include <string>
 
 #include <hoist/aio/file.hpp>
-#include <hoist/measure/input_error.hpp>
 #include <hoist/measure/interruption.hpp>
 
 namespace hoist::measure {
 
 // Refuses a path that cannot hold `bytes`: not a directory, not writable, too little space. Several paths may be on one
-// file system, so the caller passes the sum that it needs there. Errors: InputError.
+// file system, so the caller passes the sum that it needs there. Errors: UsageError.
 void check_scratch_directory(const std::string& directory, std::uint64_t bytes);
 
 class ScratchFile {

@@ -42,7 +42,7 @@ class Directory {
   static void refuse_existing(const std::string& path) {
     std::error_code unknown;
     if (std::filesystem::exists(path, unknown))
-      throw InputError(fmt::format("{} exists: another run is using it, or was killed; remove it", path));
+      throw UsageError(fmt::format("{} exists: another run is using it, or was killed; remove it", path));
   }
   Directory(const Directory&) = delete;
   Directory& operator=(const Directory&) = delete;

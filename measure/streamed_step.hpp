@@ -11,7 +11,7 @@
 // manifest written. The first two are not counted: they write extents for the first time.
 //
 // Threading  Blocks its caller.
-// Errors     InputError if the directory cannot be used; those of the engine; Interrupted. Its files in the directory
+// Errors     UsageError if the directory cannot be used; those of the engine; Interrupted. Its files in the directory
 //            are always removed.
 #pragma once
 
@@ -61,7 +61,7 @@ struct StreamedStepResult {
   double bytes_written_per_parameter() const;
 };
 
-// Refuses a directory that could not hold what the comparison writes. Errors: InputError.
+// Refuses a directory that could not hold what the comparison writes. Errors: UsageError.
 void check_streamed_step(const std::string& directory, std::uint64_t parameters);
 StreamedStepResult compare_streamed_step(const StreamedStepOptions& options);
 

@@ -15,6 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 class Copy : public test::ProgramTest {
  protected:
@@ -164,6 +165,9 @@ TEST_F(Copy, BadInputIsRefusedBeforeAnythingIsWritten) {
   EXPECT_EQ(run("copy store").exit_code, 2);
   EXPECT_EQ(run("copy store --to copy --bytes-per-second fast").exit_code, 2);
   EXPECT_EQ(run("copy store --to copy --step best").exit_code, 2);
+  const auto line_break = run("copy store --to 'a\nb'");
+  EXPECT_EQ(line_break.exit_code, 2);
+  EXPECT_THAT(line_break.errors, StartsWith("hoist copy: "));
   EXPECT_FALSE(fs::exists(path("copy")));
 }
 

@@ -66,7 +66,7 @@ TEST_F(ScratchFileTest, WhatAKilledRunHasLeftCountsAsFree) {
   write(drive / ScratchFile::kDirectoryName + "/" + ScratchFile::kDataName, std::string(4 * kMiB, 'x'));
   ASSERT_LT(free_bytes(), before - 3 * kMiB);
   EXPECT_THAT([&] { check_scratch_directory(drive.path(), before); },
-              ThrowsMessage<InputError>(HasSubstr(format_bytes(free_bytes() + 4 * kMiB) + " are free")));
+              ThrowsMessage<UsageError>(HasSubstr(format_bytes(free_bytes() + 4 * kMiB) + " are free")));
 }
 
 TEST_F(ScratchFileTest, ARunKilledBeforeItsMarkerWasWholeIsTakenOver) {
@@ -82,11 +82,11 @@ TEST_F(ScratchFileTest, ARunKilledBeforeItsMarkerWasWholeIsTakenOver) {
 TEST_F(ScratchFileTest, WhatIsNotOursIsRefusedAndLeftAlone) {
   fs::create_directory(inside());
   write(inside() / ScratchFile::kDataName, "precious");
-  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("was not made by")));
+  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<UsageError>(HasSubstr("was not made by")));
   EXPECT_EQ(test::contents_of(inside() / ScratchFile::kDataName), "precious");
 
   write(inside() / ScratchFile::kMarkerName, "somebody else's");
-  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("holds something else")));
+  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<UsageError>(HasSubstr("holds something else")));
   EXPECT_EQ(test::contents_of(inside() / ScratchFile::kDataName), "precious");
   EXPECT_EQ(test::contents_of(inside() / ScratchFile::kMarkerName), "somebody else's");
 }
@@ -97,7 +97,7 @@ TEST_F(ScratchFileTest, AMarkerThatIsNoFileIsRefusedAndNeverWaitedFor) {
     fs::create_directory(inside());
     write(inside() / ScratchFile::kDataName, "precious");
     if (kind.make((inside() / ScratchFile::kMarkerName).string())) {
-      EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("not a regular file")))
+      EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<UsageError>(HasSubstr("not a regular file")))
           << kind.name;
     }
     EXPECT_EQ(test::contents_of(inside() / ScratchFile::kDataName), "precious") << kind.name;
@@ -110,7 +110,7 @@ TEST_F(ScratchFileTest, LinksAreNotFollowed) {
   fs::create_directory(elsewhere);
   write(elsewhere / ScratchFile::kDataName, "precious");
   fs::create_directory_symlink(elsewhere, inside());
-  EXPECT_THROW(ScratchFile(parent(), kMiB), InputError);
+  EXPECT_THROW(ScratchFile(parent(), kMiB), UsageError);
   EXPECT_EQ(test::contents_of(elsewhere / ScratchFile::kDataName), "precious");
 }
 
@@ -124,12 +124,12 @@ TEST_F(ScratchFileTest, ForeignFilesAmongOursSurvive) {
 
 TEST_F(ScratchFileTest, ASecondRunIsRefused) {
   const ScratchFile file(parent(), kMiB);
-  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("in use by another")));
+  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<UsageError>(HasSubstr("in use by another")));
   EXPECT_TRUE(fs::exists(file.path()));
 }
 
 TEST_F(ScratchFileTest, DirectoriesAreCheckedFirst) {
-  const auto refusal = [](const std::string& part) { return ThrowsMessage<InputError>(HasSubstr(part)); };
+  const auto refusal = [](const std::string& part) { return ThrowsMessage<UsageError>(HasSubstr(part)); };
   EXPECT_THAT([&] { check_scratch_directory(directory_ / "missing", 1); }, refusal("No such file"));
   write(directory_.path() / "file", "");
   EXPECT_THAT([&] { check_scratch_directory(directory_ / "file", 1); }, refusal("is not a directory"));
