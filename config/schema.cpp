@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -159,6 +160,24 @@ Json properties_of(std::string_view section_path) {
   return properties;
 }
 
+// JSON with one space of indentation a level; what fits into a line of 120 columns has one line.
+void print(const Json& value, std::size_t indent, std::string& text) {
+  constexpr std::size_t kColumns = 120;
+  const std::string line = value.dump();
+  if (!value.is_structured() || indent + line.size() <= kColumns) {
+    text += line;
+    return;
+  }
+  char before = line.front();
+  for (const auto& [name, member] : value.items()) {
+    text += std::exchange(before, ',');
+    text += "\n" + std::string(indent + 1, ' ');
+    if (value.is_object()) text += Json(name).dump() + ": ";
+    print(member, indent + 1, text);
+  }
+  text += "\n" + std::string(indent, ' ') + line.back();
+}
+
 }  // namespace
 
 std::string schema_json() {
@@ -172,7 +191,9 @@ std::string schema_json() {
       {"additionalProperties", false},
       {"patternProperties", {{"^(_|//)|^comments?$", true}}},
       {"properties", properties_of("")}};
-  return schema.dump(1) + "\n";
+  std::string text;
+  print(schema, 0, text);
+  return text + "\n";
 }
 
 }  // namespace hoist::config
