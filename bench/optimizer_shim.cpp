@@ -56,20 +56,17 @@ int shim_update(void* pool, const ShimOptimizer* optimizer, std::uint64_t step, 
   static_cast<UpdatePool*>(pool)->run((count + kTile - 1) / kTile, [&](std::size_t k) {
     const std::size_t first = k * kTile;
     const auto at = [&](float* array) { return array == nullptr ? nullptr : array + first; };
-    const auto update = [&](auto tile) {
-      tile.moment1 = at(moment1);
-      tile.moment2 = at(moment2);
-      tile.gradient = static_cast<const std::byte*>(gradient) + first * dtype_bytes(dtype);
-      tile.gradient_dtype = dtype;
-      tile.count = std::min(kTile, count - first);
-      return update_tile(coefficients, tile);
-    };
+    const TileState state{.moment1 = at(moment1),
+                          .moment2 = at(moment2),
+                          .gradient = static_cast<const std::byte*>(gradient) + first * dtype_bytes(dtype),
+                          .gradient_dtype = dtype,
+                          .count = std::min(kTile, count - first)};
     const bool sound =
         remainder != nullptr
-            ? update(SplitTile{.weight = static_cast<bf16*>(weight) + first, .remainder = remainder + first})
+            ? update_tile(coefficients, SplitTile{state, static_cast<bf16*>(weight) + first, remainder + first})
         : master != nullptr
-            ? update(Fp16Tile{.weight = static_cast<std::uint16_t*>(weight) + first, .master = master + first})
-            : update(WholeTile{.weight = static_cast<float*>(weight) + first});
+            ? update_tile(coefficients, Fp16Tile{state, static_cast<std::uint16_t*>(weight) + first, master + first})
+            : update_tile(coefficients, WholeTile{state, static_cast<float*>(weight) + first});
     if (!sound) committable = false;
   });
   return committable ? 1 : 0;

@@ -92,52 +92,38 @@ struct UpdateCoefficients : UpdateFactors {
   UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double gradient_scale);
 };
 
-// A tile whose master is split: master = join_master(weight, remainder). Arrays have `count` elements; arrays of
-// scales have one for each block of kMomentBlock elements, counted from the tile's first element, and the last block
-// may be shorter. Moments that the formula does not have are ignored.
-struct SplitTile {
-  bf16* weight = nullptr;             // read and written
-  std::int16_t* remainder = nullptr;  // or remainder8
-  void* moment1 = nullptr;            // of `moment_type`; fp8: codes, std::uint8_t
+// The arrays of a tile beside its weights and masters. They have `count` elements; arrays of scales have one for each
+// block of kMomentBlock elements, counted from the tile's first element, and the last block may be shorter. Moments
+// that the formula does not have are ignored.
+struct TileState {
+  void* moment1 = nullptr;  // of `moment_type`; fp8: codes, std::uint8_t
   void* moment2 = nullptr;
   const void* gradient = nullptr;  // of `gradient_dtype`
-  DType gradient_dtype = DType::bf16;
+  DType gradient_dtype = DType::fp32;
   std::size_t count = 0;
   MomentType moment_type = MomentType::fp32;
   Rounding rounding{};             // of bf16 and fp8 moments, and of masters of 24 bits
   std::uint8_t* scale1 = nullptr;  // of fp8 moments
   std::uint8_t* scale2 = nullptr;
-  std::int8_t* remainder8 = nullptr;  // instead of `remainder`: a master of 24 bits
+};
+
+// A tile whose master is split: master = join_master(weight, remainder).
+struct SplitTile : TileState {
+  bf16* weight = nullptr;             // read and written
+  std::int16_t* remainder = nullptr;  // or remainder8
+  std::int8_t* remainder8 = nullptr;  // a master of 24 bits
 };
 
 // A tile whose weights are fp16, beside whole masters: fp16 has fewer exponent bits than a master, so the master cannot
 // be split.
-struct Fp16Tile {
+struct Fp16Tile : TileState {
   std::uint16_t* weight = nullptr;  // written, never read
   float* master = nullptr;
-  void* moment1 = nullptr;
-  void* moment2 = nullptr;
-  const void* gradient = nullptr;
-  DType gradient_dtype = DType::fp16;
-  std::size_t count = 0;
-  MomentType moment_type = MomentType::fp32;
-  Rounding rounding{};
-  std::uint8_t* scale1 = nullptr;
-  std::uint8_t* scale2 = nullptr;
 };
 
 // A tile whose weights are fp32: they are the master.
-struct WholeTile {
+struct WholeTile : TileState {
   float* weight = nullptr;
-  void* moment1 = nullptr;
-  void* moment2 = nullptr;
-  const void* gradient = nullptr;
-  DType gradient_dtype = DType::fp32;
-  std::size_t count = 0;
-  MomentType moment_type = MomentType::fp32;
-  Rounding rounding{};
-  std::uint8_t* scale1 = nullptr;
-  std::uint8_t* scale2 = nullptr;
 };
 
 // Returns false if a resulting master or moment may not be committed (core/dtype.hpp master_is_committable, or a

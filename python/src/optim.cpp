@@ -55,22 +55,15 @@ GroupOptions defaults_of(const std::string& name) {
 
 // Returns whether all new values are finite, and fit in bf16 where weights are.
 bool update(const optim::UpdateCoefficients& c, const Arrays& a, std::uint64_t first, std::uint64_t count) {
-  const void* gradient = reinterpret_cast<const void*>(a.gradient + first * dtype_bytes(a.gradient_dtype));
-  if (a.weight_dtype == DType::fp32) {
-    return optim::update_tile(c, optim::WholeTile{.weight = at<float>(a.weight, first),
-                                                  .moment1 = at<float>(a.moment1, first),
-                                                  .moment2 = at<float>(a.moment2, first),
-                                                  .gradient = gradient,
-                                                  .gradient_dtype = a.gradient_dtype,
-                                                  .count = count});
-  }
-  return optim::update_tile(c, optim::SplitTile{.weight = at<bf16>(a.weight, first),
-                                                .remainder = at<std::int16_t>(a.remainder, first),
-                                                .moment1 = at<float>(a.moment1, first),
-                                                .moment2 = at<float>(a.moment2, first),
-                                                .gradient = gradient,
-                                                .gradient_dtype = a.gradient_dtype,
-                                                .count = count});
+  const optim::TileState state{
+      .moment1 = at<float>(a.moment1, first),
+      .moment2 = at<float>(a.moment2, first),
+      .gradient = reinterpret_cast<const void*>(a.gradient + first * dtype_bytes(a.gradient_dtype)),
+      .gradient_dtype = a.gradient_dtype,
+      .count = count};
+  if (a.weight_dtype == DType::fp32) return optim::update_tile(c, optim::WholeTile{state, at<float>(a.weight, first)});
+  return optim::update_tile(c,
+                            optim::SplitTile{state, at<bf16>(a.weight, first), at<std::int16_t>(a.remainder, first)});
 }
 
 struct Piece {

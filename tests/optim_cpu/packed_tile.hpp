@@ -86,29 +86,27 @@ struct PackedTile {
 
   // Elements [first, first + some) as a tile of their own. Pre: `first` is that of a block, if there are blocks.
   bool update(const UpdateCoefficients& c, Rounding rounding, std::size_t first, std::size_t some) {
-    const auto with_state = [&](auto tile) {
-      tile.moment_type = form.moments;
-      tile.moment1 = has_fp8()                          ? static_cast<void*>(codes1.data() + first)
-                     : form.moments == MomentType::bf16 ? static_cast<void*>(narrow1.data() + first)
-                                                        : static_cast<void*>(wide.moment1.data() + first);
-      tile.moment2 = has_fp8()                          ? static_cast<void*>(codes2.data() + first)
-                     : form.moments == MomentType::bf16 ? static_cast<void*>(narrow2.data() + first)
-                                                        : static_cast<void*>(wide.moment2.data() + first);
-      tile.scale1 = scales1.data() + first / kMomentBlock;
-      tile.scale2 = scales2.data() + first / kMomentBlock;
-      tile.gradient = wide.gradient.data() + first * dtype_bytes(wide.gradient_dtype);
-      tile.gradient_dtype = wide.gradient_dtype;
-      tile.count = some;
-      tile.rounding = {.key = rounding.key, .first = static_cast<std::uint32_t>(rounding.first + first)};
-      return update_tile(c, tile);
-    };
-    if (form.weights == DType::fp32) return with_state(WholeTile{.weight = wide.master_array.data() + first});
-    if (form.weights == DType::fp16)
-      return with_state(Fp16Tile{.weight = fp16_weight.data() + first, .master = wide.master_array.data() + first});
-    SplitTile tile{.weight = wide.weight.data() + first};
+    const TileState state{
+        .moment1 = has_fp8()                          ? static_cast<void*>(codes1.data() + first)
+                   : form.moments == MomentType::bf16 ? static_cast<void*>(narrow1.data() + first)
+                                                      : static_cast<void*>(wide.moment1.data() + first),
+        .moment2 = has_fp8()                          ? static_cast<void*>(codes2.data() + first)
+                   : form.moments == MomentType::bf16 ? static_cast<void*>(narrow2.data() + first)
+                                                      : static_cast<void*>(wide.moment2.data() + first),
+        .gradient = wide.gradient.data() + first * dtype_bytes(wide.gradient_dtype),
+        .gradient_dtype = wide.gradient_dtype,
+        .count = some,
+        .moment_type = form.moments,
+        .rounding = {.key = rounding.key, .first = static_cast<std::uint32_t>(rounding.first + first)},
+        .scale1 = scales1.data() + first / kMomentBlock,
+        .scale2 = scales2.data() + first / kMomentBlock};
+    float* const master = wide.master_array.data() + first;
+    if (form.weights == DType::fp32) return update_tile(c, WholeTile{state, master});
+    if (form.weights == DType::fp16) return update_tile(c, Fp16Tile{state, fp16_weight.data() + first, master});
+    SplitTile tile{state, wide.weight.data() + first};
     if (has_master24()) tile.remainder8 = remainder.data() + first;
     if (!has_master24()) tile.remainder = wide.remainder.data() + first;
-    return with_state(tile);
+    return update_tile(c, tile);
   }
   bool update(const UpdateCoefficients& c, Rounding rounding) { return update(c, rounding, 0, count()); }
 

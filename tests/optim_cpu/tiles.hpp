@@ -97,12 +97,9 @@ struct Tile {
         gradient_dtype(dtype) {}
 
   std::size_t count() const { return weight.size(); }
-  SplitTile split() {
-    return {weight.data(), remainder.data(), moment1.data(), moment2.data(), gradient.data(), gradient_dtype, count()};
-  }
-  WholeTile whole() {
-    return {master_array.data(), moment1.data(), moment2.data(), gradient.data(), gradient_dtype, count()};
-  }
+  TileState state() { return {moment1.data(), moment2.data(), gradient.data(), gradient_dtype, count()}; }
+  SplitTile split() { return {state(), weight.data(), remainder.data()}; }
+  WholeTile whole() { return {state(), master_array.data()}; }
   void set_master(std::size_t i, float value) {
     master_array[i] = value;
     const SplitMaster parts = split_master(value);

@@ -83,26 +83,23 @@ class State {
   bool update_on_cpu(const optim::UpdateCoefficients& c, Rounding rounding) {
     bool committable = true;
     for (std::size_t first = 0; first < shape_.count; first += tile_) {
-      const auto update = [&](auto tile) {
-        tile.moment1 = moment1(first);
-        tile.moment2 = moment2(first);
-        tile.gradient = gradient_.data() + first * dtype_bytes(shape_.gradient);
-        tile.gradient_dtype = shape_.gradient;
-        tile.count = std::min<std::size_t>(tile_, shape_.count - first);
-        tile.moment_type = shape_.moments == DType::bf16 ? MomentType::bf16 : MomentType::fp32;
-        tile.rounding = {rounding.key, static_cast<std::uint32_t>(rounding.first + first)};
-        committable &= optim::update_tile(c, tile);
-      };
+      const optim::TileState state{.moment1 = moment1(first),
+                                   .moment2 = moment2(first),
+                                   .gradient = gradient_.data() + first * dtype_bytes(shape_.gradient),
+                                   .gradient_dtype = shape_.gradient,
+                                   .count = std::min<std::size_t>(tile_, shape_.count - first),
+                                   .moment_type = shape_.moments == DType::bf16 ? MomentType::bf16 : MomentType::fp32,
+                                   .rounding = {rounding.key, static_cast<std::uint32_t>(rounding.first + first)}};
       std::byte* const weights = weights_.data() + first * dtype_bytes(shape_.weights);
       std::byte* const master = tile_of(first);
       if (shape_.weights == DType::bf16) {
-        update(optim::SplitTile{.weight = reinterpret_cast<bf16*>(weights),
-                                .remainder = reinterpret_cast<std::int16_t*>(master)});
+        committable &= optim::update_tile(
+            c, optim::SplitTile{state, reinterpret_cast<bf16*>(weights), reinterpret_cast<std::int16_t*>(master)});
       } else if (shape_.weights == DType::fp16) {
-        update(optim::Fp16Tile{.weight = reinterpret_cast<std::uint16_t*>(weights),
-                               .master = reinterpret_cast<float*>(master)});
+        committable &= optim::update_tile(
+            c, optim::Fp16Tile{state, reinterpret_cast<std::uint16_t*>(weights), reinterpret_cast<float*>(master)});
       } else {
-        update(optim::WholeTile{.weight = reinterpret_cast<float*>(weights)});
+        committable &= optim::update_tile(c, optim::WholeTile{state, reinterpret_cast<float*>(weights)});
       }
     }
     return committable;
@@ -170,12 +167,8 @@ std::vector<bool> open_elements(State& before, const Shape& shape, const optim::
     float weight = before.master(i);
     float moment1 = value_of(shape.moments, before.moment1(i)), moment2 = value_of(shape.moments, before.moment2(i));
     const float gradient = before.gradient(i);
-    (void)optim::update_tile(c, optim::WholeTile{.weight = &weight,
-                                                 .moment1 = &moment1,
-                                                 .moment2 = &moment2,
-                                                 .gradient = &gradient,
-                                                 .gradient_dtype = DType::fp32,
-                                                 .count = 1});
+    const optim::TileState state{.moment1 = &moment1, .moment2 = &moment2, .gradient = &gradient, .count = 1};
+    (void)optim::update_tile(c, optim::WholeTile{state, &weight});
     open[i] = std::isnan(weight) || std::isnan(moment1) || std::isnan(moment2) || std::isnan(gradient);
   }
   return open;

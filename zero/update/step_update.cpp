@@ -31,27 +31,25 @@ void StepUpdate::apply(const TileAccess& tile, const std::byte* gradient) {
   const Segment& segment = *tile.segment;
   const StateArrays state = tile.view();
   const optim::UpdateCoefficients& c = coefficients_[segment.group.index];
-  const auto update = [&](auto arrays) {
-    arrays.moment1 = state.moment1;
-    arrays.moment2 = state.moment2;
-    arrays.gradient = gradient;
-    arrays.gradient_dtype = segment.gradient_shard_dtype;
-    arrays.count = tile.tile->elements;
-    arrays.moment_type = segment.state.moments;
-    arrays.scale1 = state.scale1;
-    arrays.scale2 = state.scale2;
-    arrays.rounding = rounding(tile);
-    if (!optim::update_tile(c, arrays)) broken_ = tile.unit.index;
+  const optim::TileState arrays{.moment1 = state.moment1,
+                                .moment2 = state.moment2,
+                                .gradient = gradient,
+                                .gradient_dtype = segment.gradient_shard_dtype,
+                                .count = tile.tile->elements,
+                                .moment_type = segment.state.moments,
+                                .rounding = rounding(tile),
+                                .scale1 = state.scale1,
+                                .scale2 = state.scale2};
+  const auto update = [&](const auto& tile_of_type) {
+    if (!optim::update_tile(c, tile_of_type)) broken_ = tile.unit.index;
   };
   switch (segment.dtype) {
     case DType::bf16:
-      return update(optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
-                                     .remainder = state.remainder,
-                                     .remainder8 = state.remainder8});
+      return update(optim::SplitTile{arrays, reinterpret_cast<bf16*>(tile.weights), state.remainder, state.remainder8});
     case DType::fp16:
-      return update(optim::Fp16Tile{.weight = reinterpret_cast<std::uint16_t*>(tile.weights), .master = state.master});
+      return update(optim::Fp16Tile{arrays, reinterpret_cast<std::uint16_t*>(tile.weights), state.master});
     case DType::fp32:
-      return update(optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights)});
+      return update(optim::WholeTile{arrays, reinterpret_cast<float*>(tile.weights)});
   }
 }
 
