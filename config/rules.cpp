@@ -24,12 +24,6 @@ constexpr std::string_view kOptimizerPath = "zero_optimization.offload_optimizer
 constexpr std::string_view kRatio = "zero_optimization.offload_optimizer.ratio";
 
 // "/data/" and "/data/." are the same place.
-std::string plain_path(const std::string& path) {
-  std::string plain = std::filesystem::path(path).lexically_normal().string();
-  while (plain.size() > 1 && plain.ends_with('/')) plain.pop_back();
-  return plain;
-}
-
 std::vector<std::string> plain_paths(const std::vector<std::string>& paths) {
   std::vector<std::string> plain;
   for (const std::string& path : paths) plain.push_back(plain_path(path));
@@ -159,7 +153,7 @@ class Rules {
   void one_store() {
     const bool both = draft_.engine.parameters == Placement::nvme && draft_.engine.optimizer == Placement::nvme;
     if (!both || draft_.parameter_paths.empty() || draft_.optimizer_paths.empty() ||
-        plain_paths(draft_.parameter_paths) == plain_paths(draft_.optimizer_paths))
+        std::ranges::equal(draft_.parameter_paths, draft_.optimizer_paths, is_same_place))
       return;
     notes_.warnings.push_back(
         fmt::format("{} {} is not used: weights and optimizer states are stored together, in {} {}; a list of paths "
@@ -276,7 +270,7 @@ class Rules {
     std::vector<std::string> roots;
     if (draft_.engine.uses_nvme()) {
       roots = plain_paths(nvme_paths());
-      if (!roots.empty() && !draft_.checkpoint_path.empty() && plain_path(draft_.checkpoint_path) != roots.front()) {
+      if (!roots.empty() && !draft_.checkpoint_path.empty() && !is_same_place(draft_.checkpoint_path, roots.front())) {
         read_.refuse(
             "hoist.checkpoint_path",
             fmt::format("\"{}\" is not needed: state on NVMe is committed in its own store; leave this key out",

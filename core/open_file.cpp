@@ -137,6 +137,13 @@ bool is_same_place(const std::string& one, const std::string& other) noexcept {
   }
 }
 
+std::string plain_path(const std::string& path) {
+  std::filesystem::path plain;
+  for (const auto& part : std::filesystem::path(path))
+    if (!part.empty() && part != ".") plain /= part;
+  return plain.empty() && !path.empty() ? "." : plain.string();
+}
+
 bool is_absent(const std::error_code& failure) noexcept {
   return failure.value() == ENOENT || failure.value() == ENOTDIR;
 }

@@ -57,6 +57,9 @@ const char* open_file_remedy(int code) noexcept;
 // that cannot be known.
 bool is_same_place(const std::string& one, const std::string& other) noexcept;
 
+// `path` without "." and needless slashes. It keeps "..", which behind a link leads out of the link's target.
+std::string plain_path(const std::string& path);
+
 // Whether std::filesystem failed because the name is not there. Compares the number alone: PyTorch before 2.8 brings a
 // std::filesystem of its own into the process, whose errors are of another category than those of std::errc.
 bool is_absent(const std::error_code& failure) noexcept;

@@ -210,6 +210,22 @@ TEST_F(StoreDrivesTest, RelativePathsAreKeptAbsolute) {
   EXPECT_EQ(found.stripe_directories, std::vector{(directory_ / "relative-drive1")});
 }
 
+// ".." after a link leads to the parent of the link's target, whoever follows the name.
+TEST_F(StoreDrivesTest, ANameThroughALinkAndBackIsOnePlace) {
+  fs::create_directories(directory_ / "deep/inside");
+  fs::create_directory_symlink(directory_ / "deep/inside", directory_ / "link");
+  const StoreOptions through = small_model_on(directory_ / "link/../other", 2);
+  {
+    const auto store = create_store(through, *engine_);
+    run_step(*store, through, 0, all_records(through));
+  }
+  EXPECT_TRUE(fs::exists(directory_ / "deep/other/rank-00000.data"));
+  EXPECT_TRUE(fs::exists(directory_ / "deep/other-drive1/rank-00000.data"));
+  EXPECT_FALSE(fs::exists(directory_ / "other-drive1"));
+  EXPECT_EQ(Store::look(directory_ / "deep/other", 0).commits.size(), 1u);
+  EXPECT_EQ(open_store(through, *engine_)->commits().size(), 1u);
+}
+
 TEST_F(StoreDrivesTest, EveryDriveIsLocked) {
   const auto store = open_store(options_, *engine_);
   const auto found = Store::look(options_.directory, 0);

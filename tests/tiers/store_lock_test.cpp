@@ -73,6 +73,14 @@ TEST_F(StoreLockTest, ALockThatOutlivesItsProcessIsExplained) {
   run_step(*store, options_, 0, all_records(options_));
 }
 
+// Readers leave no name: the one that a killed trainer left is not theirs.
+TEST_F(StoreLockTest, AReaderIsNotTakenForTheLastTrainer) {
+  options_.lock_timeout = std::chrono::milliseconds(0);
+  make_committed();
+  const auto reader = detail::open_shared(detail::StorePaths(options_.directory, 0), {});
+  EXPECT_THAT(refusal_to_open(), HasSubstr("is being read, by `hoist export`"));
+}
+
 TEST_F(StoreLockTest, AStoreBeingFilledIsNotReplaced) {
   const auto store = create();
   EXPECT_THAT(refusal_to_create(), AllOf(HasSubstr("in use by process"), HasSubstr("which is this process")));

@@ -18,6 +18,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/forked.hpp>
 #include <hoist/tests/support/full_table.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/tiers/store_open_fixture.hpp>
@@ -199,6 +200,40 @@ TEST_F(StoreOpenTest, ADataFileThatIsTooLongIsNotCalledCutOff) {
 }
 
 // Files of a store that are removed or replaced during training: the next commit fails, instead of being lost.
+// The files lie on another file system than the link to their directory.
+TEST_F(StoreOpenTest, AFileThatLosesItsNameBehindALinkEndsTheNextCommit) {
+  const hoist::test::TempDirectory elsewhere("/dev/shm");
+  const std::string behind = elsewhere / "store";
+  options_ = small_model(behind);
+  make_committed();
+  fs::create_directory_symlink(behind, directory_ / "link");
+  options_ = small_model(directory_ / "link");
+  const auto store = open_store(options_, *engine_);
+  store->adopt(store->commits().front());
+  for (const char* ending : {"data", "manifest"}) fs::remove(behind + "/rank-00000." + ending);
+  EXPECT_THAT(refusal([&] { run_step(*store, options_, 2, all_records(options_)); }),
+              HasSubstr("was removed or renamed"));
+}
+
+// As shared scratch directories often are: anybody may make a directory there, and nobody may list them.
+TEST_F(StoreOpenTest, BelowADirectoryThatCannotBeListed) {
+  if (::geteuid() != 0) GTEST_SKIP() << "becomes another user, which needs root";
+  const hoist::test::TempDirectory shared("/dev/shm");
+  const std::string scratch = shared / "scratch";
+  fs::create_directory(scratch);
+  ASSERT_EQ(::chmod(shared.path().c_str(), 0711), 0);
+  ASSERT_EQ(::chmod(scratch.c_str(), 01733), 0);
+  EXPECT_EQ(hoist::test::exit_code_of_fork([&] {
+              if (::setresuid(65534, 65534, 65534) != 0) return 1;
+              const auto engine = clean_engine();
+              const StoreOptions options = small_model(scratch + "/mine/store");
+              const auto store = create_store(options, *engine);
+              run_step(*store, options, 0, all_records(options));
+              return 0;
+            }),
+            0);
+}
+
 TEST_F(StoreOpenTest, AFileThatLosesItsNameEndsTheNextCommit) {
   struct Attack {
     const char* sentence;

@@ -47,6 +47,12 @@ std::string host_name() {
   return ::gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown host";
 }
 
+void flush_file_system(const std::string& directory) {
+  const Descriptor opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (opened.number < 0 || ::syncfs(opened.number) != 0)
+    throw IoError({"syncfs", directory, 0, 0, errno}, "check the drive (dmesg, smartctl)");
+}
+
 std::string without_trailing_slashes(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   return path;
@@ -180,16 +186,27 @@ std::string said_by_holder(const StorePaths& paths) {
   return std::string(line.substr(0, line.find('\n')));
 }
 
+// Whether a process may write to the store. Those that read it share the lock, and leave no name.
+bool is_held_alone(const StorePaths& paths) {
+  const Descriptor data(open_regular_file(paths.data, O_RDONLY | O_NOFOLLOW));
+  return data.number >= 0 && ::flock(data.number, LOCK_SH | LOCK_NB) != 0;
+}
+
 }  // namespace
 
 std::optional<std::string> holder(const StorePaths& paths) {
-  const Descriptor data(open_regular_file(paths.data, O_RDONLY | O_NOFOLLOW));
-  if (data.number < 0 || ::flock(data.number, LOCK_SH | LOCK_NB) == 0) return std::nullopt;
+  if (!is_held_alone(paths)) return std::nullopt;
   const std::string name = said_by_holder(paths);
   return name.empty() ? "a process that left no name" : name;
 }
 
 void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
+  if (!is_held_alone(paths)) {
+    throw StoreError(fmt::format(
+        "the store in {} is being read, by `hoist export`, `hoist copy` or a run that takes it over: {} was not "
+        "released within {:.1f} s; wait for that process to end, or use another directory",
+        paths.directory, paths.data, to_seconds(waited)));
+  }
   const std::string name = said_by_holder(paths);
   if (name == own_name()) {
     throw StoreError(fmt::format(
@@ -286,7 +303,7 @@ void FileNames::add(const aio::File& file) {
   if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
   const std::string path = std::filesystem::absolute(file.path()).string();
   struct stat directory {};
-  if (::lstat(parent_of(path).c_str(), &directory) != 0) throw IoError({"lstat", parent_of(path), 0, 0, errno}, "");
+  if (::stat(parent_of(path).c_str(), &directory) != 0) throw IoError({"stat", parent_of(path), 0, 0, errno}, "");
   files_.push_back({path, opened.st_dev, opened.st_ino, file.size_bytes(), directory.st_dev});
 }
 
@@ -435,20 +452,24 @@ void Creation::name_manifest() {
 }
 
 std::vector<std::string> Creation::keep() {
-  kept_ = true;
   std::vector<std::string> to_flush{paths_.directory};
   const auto device = [](const std::string& directory) {
     struct stat status {};
     return ::stat(directory.c_str(), &status) == 0 ? std::optional(status.st_dev) : std::nullopt;
   };
-  const auto made_last = static_cast<std::ptrdiff_t>(directories_.size());
+  std::size_t made_left = directories_.size();
   for (std::string path = std::filesystem::absolute(paths_.directory), parent; path != "/"; path = parent) {
     parent = parent_of(path);
-    const bool made = std::ssize(to_flush) <= made_last;
+    const bool made = made_left > 0;
+    if (made) --made_left;
     const bool can_be_flushed = Descriptor(::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)).number >= 0;
     if (!made && (device(parent) != device(path) || !can_be_flushed)) break;
-    to_flush.push_back(parent);
+    if (can_be_flushed)
+      to_flush.push_back(parent);
+    else
+      flush_file_system(path);  // this user may write to the parent, and not list it
   }
+  kept_ = true;
   return to_flush;
 }
 
