@@ -25,6 +25,13 @@ void FetchPlanner::apply(std::span<const Fetch> fetches) {
     if (!has_own_memory(fetch.item)) residency_.place(fetch.item, fetch.place);
 }
 
+std::optional<Item> FetchPlanner::make_room(std::span<const Item> items) {
+  without_room_.clear();
+  for (const Item item : items)
+    if (!has_own_memory(item) && !places_.pinned(item)) without_room_.push_back(item);
+  return places_.pin(without_room_);
+}
+
 std::optional<std::span<const Fetch>> FetchPlanner::gather(Item item) {
   if (!has_own_memory(item) && !places_.pinned(item) && !places_.pin(item)) return std::nullopt;
   return access({AccessKind::gather, item});

@@ -29,6 +29,8 @@ class FetchPlanner {
   // The returned fetches are issued before anything else; valid until the next call. Empty optional: pinned items leave
   // no room for this one, and the access did not happen.
   std::optional<std::span<const Fetch>> gather(Item item);
+  // Keeps room for the items, which are gathered next. Returns the first without room; nothing has changed then.
+  std::optional<Item> make_room(std::span<const Item> items);
   std::span<const Fetch> release(Item item);
   std::span<const Fetch> finish(Item item);
   // Ends the pass. A complete pass (not abandoned by an exception) that was recorded becomes the plan of its kind.
@@ -59,7 +61,8 @@ class FetchPlanner {
   std::size_t kind_ = 0;
   bool following_ = false;
   AccessTrace trace_;
-  std::vector<Fetch> issued_;  // storage for the answer to a fetch on demand
+  std::vector<Fetch> issued_;       // storage for the answer to a fetch on demand
+  std::vector<Item> without_room_;  // storage for make_room()
 };
 
 }  // namespace hoist::scheduler

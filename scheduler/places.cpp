@@ -226,6 +226,21 @@ bool Places::pin(Item item) {
   return true;
 }
 
+std::optional<Item> Places::pin(std::span<const Item> items) {
+  former_.clear();
+  for (const Item item : items) {
+    former_.push_back({places_[item], used_[item]});
+    if (pin(item)) continue;
+    for (std::size_t i = former_.size() - 1; i-- > 0;) {
+      unpin(items[i]);
+      places_[items[i]] = former_[i].place;
+      used_[items[i]] = former_[i].used;
+    }
+    return item;
+  }
+  return std::nullopt;
+}
+
 void Places::unpin(Item item) {
   HOIST_ASSERT(pinned_[item], "item {}", item);
   pinned_[item] = false;

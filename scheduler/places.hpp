@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -78,6 +79,8 @@ class Places {
   // Pins the item at its place, after moving it if a pinned item overlaps it. Returns false if there is no room for it,
   // or it may not move any more; nothing has changed then. Pre: it needs room and is not pinned.
   bool pin(Item item);
+  // The same for several, of which all are pinned or none. Returns the first that was refused.
+  std::optional<Item> pin(std::span<const Item> items);
   void unpin(Item item);
   // Whether no two homes overlap: every item stays once it was fetched.
   bool all_fit() const { return all_fit_; }
@@ -93,6 +96,11 @@ class Places {
   std::vector<Place> places_;
   std::vector<bool> pinned_;
   std::vector<bool> used_;  // in this pass
+  struct Former {
+    Place place;
+    bool used;
+  };
+  std::vector<Former> former_;  // storage for pin() of several
   ItemRanges pinned_ranges_;
 };
 

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Homes in the gather memory: within it, apart from companions, and overlapping as late as the memory allows.
+#include <array>
+#include <optional>
+
 #include <gtest/gtest.h>
 
 #include <hoist/core/rng.hpp>
@@ -101,6 +104,23 @@ TEST(Places, AnItemMovesOnlyWhenAPinnedOneIsInTheWay) {
   places.reset();
   EXPECT_EQ(places.of(2), home);
   EXPECT_TRUE(places.pin(3));
+}
+
+TEST(Places, OfSeveralItemsAllArePinnedOrNoneHasMoved) {
+  std::vector<ItemRoom> items = rooms({10, 10, 30});
+  items[1].gathered_with = {2};
+  items[1].stable_in_pass = true;
+  Places places(items, 40);
+  ASSERT_TRUE(places.of(0) == places.of(1));
+  const Place home = places.of(1);
+  const std::array together{Item{1}, Item{2}};
+  ASSERT_TRUE(places.pin(0));
+  EXPECT_EQ(places.pin(together), Item{2}) << "item 1 would lie where item 2 must";
+  EXPECT_EQ(places.of(1), home);
+  EXPECT_FALSE(places.pinned(1));
+  places.unpin(0);
+  EXPECT_EQ(places.pin(together), std::nullopt);
+  EXPECT_EQ(places.of(1), home);
 }
 
 }  // namespace

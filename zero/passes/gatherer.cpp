@@ -278,8 +278,11 @@ void Gatherer::all_gather(const Unit& unit, std::byte* target, comm::Communicato
 }
 
 void Gatherer::gather(UnitId unit, StreamRef stream) {
-  pin(unit, stream);
   const std::vector<UnitId>& owners = table_.unit(unit).tied;
+  gathered_together_.assign(1, unit.index);
+  for (const UnitId owner : owners) gathered_together_.push_back(owner.index);
+  if (const auto refused = planner_.make_room(gathered_together_)) no_room(UnitId{*refused});
+  pin(unit, stream);
   for (std::size_t i = 0; i < owners.size(); ++i) {
     try {
       pin(owners[i], stream);
@@ -294,11 +297,7 @@ void Gatherer::gather(UnitId unit, StreamRef stream) {
 void Gatherer::pin(UnitId unit, StreamRef stream) {
   UnitState& state = states_[unit.index];
   if (state.pins.empty()) {
-    direct([&] {
-      const auto fetches = planner_.gather(unit.index);
-      if (!fetches) no_room(unit);
-      return *fetches;
-    });
+    direct([&] { return planner_.gather(unit.index).value(); });
   }
   await(state, stream);
   state.pins.push_back(&*stream);

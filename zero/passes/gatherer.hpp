@@ -127,6 +127,7 @@ class Gatherer {
   std::vector<std::uint32_t> planned_fetches_;  // of each unit in it; empty while it is recorded
   scheduler::FetchPlanner planner_;
   std::vector<UnitState> states_;
+  std::vector<scheduler::Item> gathered_together_;  // storage for gather()
 };
 
 }  // namespace hoist::detail
