@@ -248,8 +248,10 @@ void UnitManager::backward(std::uint32_t index) {
   unit.in_backward = true;
 }
 
-void UnitManager::backward_of_call(std::uint32_t index) {
-  if (!units_[index].in_backward) ++units_[index].calls;
+bool UnitManager::backward_of_call(std::uint32_t index) {
+  if (units_[index].in_backward) return false;
+  ++units_[index].calls;
+  return true;
 }
 
 void UnitManager::input_arrived(std::uint32_t index, Input input) {

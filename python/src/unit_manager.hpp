@@ -195,7 +195,8 @@ class UnitManager {
 
   // --- the backward pass
   void backward(std::uint32_t unit);          // the gradient of its output is there
-  void backward_of_call(std::uint32_t unit);  // a forward call of the unit will have a backward pass
+  // A forward call of the unit will have a backward pass of its own; false for a recomputation within the unit's.
+  bool backward_of_call(std::uint32_t unit);
   // The gradient of an input of one such call is there.
   enum class Input : std::uint8_t {
     computed,  // everything that the call had to do is done: autograd goes on to its maker when nothing newer is left,

@@ -23,6 +23,7 @@ _mark: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _unmark: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 CAN_REFUSE = _mark is not None and _unmark is not None
 _DisableFuncTorch: Any = torch._C._DisableFuncTorch
+_DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
 
 
 class _Unit:
@@ -31,7 +32,8 @@ class _Unit:
                         "of their module. engine.read(name) and engine.gathered(names) give them at other times, and "
                         "engine.write(name, values) changes them; a loss that needs them is computed inside of a module's "
                         "forward(). If forward() has just used them for the first time without a call of their module, call it "
-                        "again: hoist finds the use then. After close() the model has no values: the next "
+                        "again: hoist finds the use then; in a backward pass, engine.backward(loss) finds it, and "
+                        "loss.backward() does not. After close() the model has no values: the next "
                         "wrap() needs them (resume=True, or weights=...)")
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
@@ -80,7 +82,8 @@ class UnitTensors:
                 elif alive is not None:
                     # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that
                     # call, and using them later ends the process. Those of torch.inference_mode() could never be trained.
-                    with _DisableFuncTorch(), outside_of_inference_mode():
+                    # What is done here is no use of the unit's weights (Watch).
+                    with _DisableFuncTorch(), outside_of_inference_mode(), _DisableTorchDispatch():
                         method(alive, *args)
             return call
 

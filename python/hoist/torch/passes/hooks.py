@@ -24,6 +24,7 @@ class Call:
 
     hook: ModuleHook
     entered: list[int] = field(default_factory=list)  # units
+    input_hooks: dict[int, Any] = field(default_factory=dict)  # by unit: the handle of the one on what the call was given
     made_before: set[Any] = field(default_factory=set)  # the graph's nodes that made what it was given
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])  # around it: the call is in an except block
 
@@ -72,7 +73,7 @@ class ModuleHook:
             if passes.without_history:
                 passes.refuse_reentrant(self.units)
             if not passes.calls or (self.is_root and not _is_nested(module)):
-                passes.enter_outermost()
+                passes.enter_outermost(module)
         call = Call(self)
         passes.calls.append(call)
         for unit in self.units:
@@ -87,6 +88,7 @@ class ModuleHook:
             begins_graph = tensor.grad_fn is None
             for unit in call.entered:
                 handle = tensor.register_hook(unit_manager.input_hook(unit, begins_graph, is_recomputed))
+                call.input_hooks[unit] = handle
                 if begins_graph:  # it may be the program's, and used again
                     passes.input_hooks.append(handle)
 
@@ -101,6 +103,7 @@ class ModuleHook:
         outermost = not passes.calls and forward_of_all is None
         replaced = None
         failed = output is None and sys.exc_info()[1] not in (None, call.handled)
+        counted: set[int] = set()  # units for which this is a call with a backward pass to come
         if torch.is_grad_enabled() and not failed:
             tensors = list(tensors_in(output))
             # An input that the module returns unchanged gets its gradient long after the call's own backward pass.
@@ -108,7 +111,8 @@ class ModuleHook:
             if not tensors and not self.is_root:
                 passes.uses.keep(entered, type(module).__name__)
             for unit in entered if nodes else ():
-                unit_manager.backward_of_call(unit)
+                if unit_manager.backward_of_call(unit):
+                    counted.add(unit)
                 if not self.reads_in_backward:
                     continue
                 hook = unit_manager.backward_hook(unit)
@@ -119,6 +123,11 @@ class ModuleHook:
                     node.register_prehook(passes.backward_begins)
             if forward_of_all is not None and entered and not self.is_root:
                 replaced = forward_of_all.cut(entered, output)
+        # The gradient of what a call was given is its end, and must not be taken for that of another call: a module may return
+        # its input, and a recomputation (use_reentrant=False) is given the tensor that the call before it was given.
+        for unit, handle in call.input_hooks.items():
+            if unit not in counted:
+                handle.remove()
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()  # copies of these weights, which the step will change, beyond every budget
         if forward_of_all is not None:

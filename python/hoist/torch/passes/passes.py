@@ -81,18 +81,20 @@ class Passes:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def enter_outermost(self) -> None:
-        """Takes the turn, which leave_outermost() ends."""
+    def enter_outermost(self, module: nn.Module) -> None:
+        """A call that is not inside of another one begins. Takes the turn, which leave_outermost() ends."""
         self.turns.begin(FORWARD)
         try:
-            self._open_pass()
+            if self._open_pass():
+                self.uses.begin_call(module)
         except BaseException as error:
             self.turns.end()
             if not isinstance(error, Exception):
                 self.turns.interrupt(f"{FORWARD} was interrupted by {type(error).__name__}")
             raise
 
-    def _open_pass(self) -> None:
+    def _open_pass(self) -> bool:
+        """Begins a pass, or goes on with the one that is open. False for a recomputation, which is part of a backward pass."""
         unit_manager = self._unit_manager
         training = torch.is_grad_enabled() and bool(self._parameters.trainable)
         if self.in_gathered_block:
@@ -102,7 +104,7 @@ class Passes:
         elif unit_manager.current_pass is not None:
             if self._backward_seen:
                 if torch._C._current_graph_task_id() != -1:
-                    return  # a part is computed once more, for the backward pass under way
+                    return False  # a part is computed once more, for the backward pass under way
                 self._drop_pass()  # its backward pass failed
             elif not self.calls and unit_manager.current_pass != _hoist.Pass.train and (
                     training or not unit_manager.keeps_all_up()):
@@ -111,14 +113,14 @@ class Passes:
                 if training and not self.calls:
                     self._is_scaled = False  # the loss that was scaled is another one
                 unit_manager.open()
-                return
+                return True
         if unit_manager.current_pass is None:
             if training and torch._C._current_graph_task_id() != -1:
                 raise _hoist.UsageError("a part of the model is computed once more (use_reentrant=True) that was called by "
                                         "itself: call the module that was wrapped, or use torch.utils.checkpoint with "
                                         "use_reentrant=False")
             self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
-        self.uses.begin_call()
+        return True
 
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_run()
@@ -389,8 +391,11 @@ class Passes:
                 _log.warning("zero_grad() keeps the gradients of micro-batch %d of %d (gradient_accumulation_steps, or "
                              "train_batch_size): step() has not updated the weights yet. engine.drop_gradients() drops them",
                              self.micro_batch, self.micro_batches)
+            if self._unit_manager.has_gradients():
+                self._drop_pass()
             return
-        if self._backward_seen or self.due or self.micro_batch > 0:
+        # A backward pass of a loss that forward() does not return, such as one of features that a hook took, is not seen.
+        if self._backward_seen or self.due or self.micro_batch > 0 or self._unit_manager.has_gradients():
             self.drop_gradients()
 
     def drop_gradients(self) -> None:

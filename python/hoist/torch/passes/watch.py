@@ -125,7 +125,9 @@ class UnannouncedUses:
         self._cut = cut
         self._parameters = parameters
         self._add_hook = add_hook
-        self._known: set[Any] = set()  # kinds of passes that have been watched
+        # What has been watched: the kind of a pass, with the outermost module that was called in it, or all of its calls.
+        self._known: set[tuple[Any, nn.Module | None]] = set()
+        self._outermost: nn.Module | None = None  # of the call under way, or the last one
         self._watch: Watch | None = None
         self._calls: list[nn.Module] = []  # modules under way, innermost last
         self._kept: set[str] = set()  # units whose modules return no tensors
@@ -146,21 +148,25 @@ class UnannouncedUses:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the pass under way is one of those that are watched."""
-        return self._watch is not None or self._unit_manager.current_pass not in self._known
+        """Whether the call under way is one of those that are watched."""
+        return self._watch is not None or (self._unit_manager.current_pass, self._outermost) not in self._known
 
     def watch_next(self) -> None:
         """A pass of this kind has failed, perhaps for a use of weights that none before had."""
-        self._known.discard(self._unit_manager.current_pass)
+        self._forget(self._unit_manager.current_pass)
+
+    def _forget(self, kind: Any) -> None:
+        self._known = {known for known in self._known if known[0] != kind}
 
     def step_skipped(self) -> None:
         """Perhaps for a use of weights that no pass before had: before PyTorch 2.13 they are NaN, and no error."""
         if not unit_tensors.CAN_REFUSE:
             self._known.clear()
 
-    def begin_call(self) -> None:
-        """An outermost call of a pass begins."""
-        if self._unit_manager.current_pass not in self._known and not torch.compiler.is_compiling():
+    def begin_call(self, module: nn.Module) -> None:
+        """An outermost call begins. A program may call parts of the model one after the other in a pass."""
+        self._outermost = module
+        if self._watch is None and self.is_watched and not torch.compiler.is_compiling():
             self._watch = self._watch_for(self._use)
             self._watch.__enter__()
 
@@ -168,7 +174,7 @@ class UnannouncedUses:
         if self._watch is not None:
             self._end_watch()
             if not failed:
-                self._known.add(self._unit_manager.current_pass)
+                self._known.add((self._unit_manager.current_pass, self._outermost))
                 self._announce_likes()
 
     def _end_watch(self) -> None:
@@ -190,34 +196,36 @@ class UnannouncedUses:
     def of_backward(self) -> Iterator[None]:
         """Around a backward pass. Where units give way to each other for want of memory, later passes are watched, too."""
         with self._once(_BACKWARD, self._use_in_backward):
-            self._unit_manager.watch_backward(_BACKWARD not in self._known)
+            self._unit_manager.watch_backward((_BACKWARD, None) not in self._known)
             try:
                 yield
             except BaseException:  # as in watch_next()
-                self._known.discard(_BACKWARD)
+                self._forget(_BACKWARD)
                 raise
             finally:
                 self._unit_manager.watch_backward(False)
         if self._unit_manager.gave_way():
-            self._known.discard(_BACKWARD)
+            self._forget(_BACKWARD)
 
     @contextlib.contextmanager
     def _once(self, kind: Any, missing: Callable[[int], None]) -> Iterator[None]:
         """Watches the first pass of a kind, as far as it ends without an error."""
-        if kind in self._known:
+        if (kind, None) in self._known:
             yield
             return
         with self._watch_for(missing):
             yield
-        self._known.add(kind)
+        self._known.add((kind, None))
         self._announce_likes()
 
     def _watch_for(self, missing: Callable[[int], None]) -> Watch:
-        """Until its end, `missing` is told of units that operators use and nothing has gathered."""
+        """Until its end, `missing` is told of units that operators use and nothing has gathered for that use. In forward() a unit
+        may still be there after its own call, as memory allows; in the backward pass gradients are what uses it last."""
         self._calls.clear()
+        has_it = self._unit_manager.is_up if missing == self._use_in_backward else self._unit_manager.is_held
 
         def is_announced(unit: int) -> bool:
-            return self._unit_manager.is_up(unit) and not self._is_left_over(unit)
+            return has_it(unit) and self._unit_manager.is_up(unit) and not self._is_left_over(unit)
 
         # In vertical order other micro-batches' calls are under way in their threads.
         thread = None if self._passes.forward_of_all is None else threading.get_ident()
