@@ -123,8 +123,12 @@ void Store::Impl::load_slot(std::uint32_t slot) {
                                  slot, paths_.manifest, problem));
 }
 
-void Store::Impl::adopt(const CommitHeader& commit) {
+void Store::Impl::load(const CommitHeader& commit) {
   const MutexLock lock(mutex_);
+  load_commit(commit);
+}
+
+std::uint32_t Store::Impl::load_commit(const CommitHeader& commit) {
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(!adopted_, "the store in {} has a current state already", paths_.directory);
   const auto is_commit = [&](const SlotCheck& slot) {
@@ -136,6 +140,31 @@ void Store::Impl::adopt(const CommitHeader& commit) {
                                  paths_.directory, commit.step, commit.revision, commit.incarnation));
   const auto slot = static_cast<std::uint32_t>(found - slots_.begin());
   load_slot(slot);
+  return slot;
+}
+
+void Store::Impl::verify_records(std::span<std::byte> buffer) {
+  for (std::uint32_t r = 0; r < table_.records().size(); ++r) {
+    const RecordId record{r};
+    const auto tiles = static_cast<std::uint32_t>(table_.record(record).layout.tiles().size());
+    for (const Region region : {Region::weights, Region::state}) {
+      const auto bytes_of = [&](std::uint32_t first, std::uint32_t count) {
+        return table_.range_bytes(record, region, first, count);
+      };
+      for (std::uint32_t first = 0, count = 0; first < tiles; first += count) {
+        count = 1;
+        while (first + count < tiles && bytes_of(first, count + 1) <= buffer.size()) ++count;
+        const auto piece = buffer.first(bytes_of(first, count));
+        read(record, region, first, count, piece, aio::Priority::foreground).wait();
+        verify(record, region, first, count, piece);
+      }
+    }
+  }
+}
+
+void Store::Impl::adopt(const CommitHeader& commit) {
+  const MutexLock lock(mutex_);
+  const std::uint32_t slot = load_commit(commit);
   hold_checkpoint();
   // Does not overwrite the newest commit until this one is durable.
   const bool newest_in_0 = !found_.commits.empty() && slots_[0].state == SlotCheck::State::valid &&
@@ -356,6 +385,8 @@ Store::~Store() = default;
 void Store::remove_new() noexcept { impl_->remove_new(); }
 std::span<const CommitHeader> Store::commits() const { return impl_->commits(); }
 std::span<const ManifestDamage> Store::damage() const { return impl_->damage(); }
+void Store::load(const CommitHeader& commit) { impl_->load(commit); }
+void Store::verify_records(std::span<std::byte> buffer) { impl_->verify_records(buffer); }
 void Store::adopt(const CommitHeader& commit) { impl_->adopt(commit); }
 std::span<const std::byte> Store::caller_state() const { return impl_->caller_state(); }
 Completion Store::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,

@@ -168,13 +168,18 @@ class Store {
   std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
   // Unusable parts that open() found, as Found::damage; for a warning.
   std::span<const ManifestDamage> damage() const;
+  // Reads the tables and the caller state of a commit or named checkpoint, so that it can be looked at before adopt().
+  void load(const CommitHeader& commit);
+  // Reads all records of the loaded commit and verifies them, piece by piece in `buffer`, which holds at least one
+  // tile. Errors: CorruptionError, naming the first wrong tile.
+  void verify_records(std::span<std::byte> buffer);
   // Makes the given commit or named checkpoint the current state. It first writes a durable manifest of the next
   // incarnation, so that a later abandoned step can never be resumed; that manifest replaces a commit that was not
   // chosen. With several ranks no rank may begin a step before all have adopted. Once, before the first begin_step. The
   // manifest's checksum and every extent in it are checked here (StoreError), the records themselves when they are
   // read.
   void adopt(const CommitHeader& commit);
-  std::span<const std::byte> caller_state() const;  // of the adopted commit
+  std::span<const std::byte> caller_state() const;  // of the loaded or adopted commit
 
   // --- reading -------------------------------------------------------------------------------------------------------
   // Reads tiles [first, first + count) of a record's region, contiguous as on disk. The bytes are not verified yet:

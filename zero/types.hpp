@@ -142,16 +142,18 @@ struct MirrorReport {
   std::uint64_t copied_bytes = 0;       // by this rank, since the engine was made; also of copies that failed
 };
 
-struct RestoreOptions {
-  std::string from{};  // the name of a named checkpoint; empty: the newest commit that every rank has
-};
-
 struct RestoreReport {
   std::uint64_t step = 0;
   // As this rank gave it. Where the number of ranks has changed: as the rank of the same number did, or rank 0.
   std::vector<std::byte> caller_state;
   int world_size = 1;    // of the run that made the commit
   std::string mirror{};  // the directory of the mirror that it comes from; empty: the run's own store
+};
+
+struct RestoreOptions {
+  std::string from{};  // the name of a named checkpoint; empty: the newest commit that every rank has
+  // Called on each rank with what was found, before anything changes. restore() throws what it throws.
+  std::function<void(const RestoreReport&)> accept{};
 };
 
 // Bytes one step moves over each link, on this rank.

@@ -194,11 +194,12 @@ void Training::prepare() {
                     config_.engine.store_directory, *commit));
   }
   if (commit) {
-    engine_ = Engine::restore(runtime_, engine_options_, gpt_.model(), {.from = arguments_.from});
-    const RestoreReport& found = *engine_->restored();
-    const RunState state = decode(found.caller_state, found.world_size);
-    check_same_run(state, state_at(0));
-    step_ = state.step;
+    const auto accept = [&](const RestoreReport& found) {
+      const RunState state = decode(found.caller_state, found.world_size);
+      check_same_run(state, state_at(0));
+      step_ = state.step;
+    };
+    engine_ = Engine::restore(runtime_, engine_options_, gpt_.model(), {.from = arguments_.from, .accept = accept});
     say(fmt::format("resuming at step {}", step_));
   } else {
     engine_ = Engine::create(runtime_, engine_options_, gpt_.model(), initial_values(), encode(state_at(0)));

@@ -11,7 +11,9 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/platform/update_arrays.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/forwarding_stream.hpp>
+#include <hoist/tests/support/log_capture.hpp>
 
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"
@@ -248,6 +250,25 @@ TEST(EngineFailure, WithoutAThreadForASaveTheLastOneIsGoneBackTo) {
   EXPECT_EQ(p.model.restore().step, 2u);
   p.model.train(3, 4);
   EXPECT_EQ(state_digests(p.model), digests_by_step(1, 4)[4]);
+}
+
+// The program does not settle, so that no call of it is left to throw.
+TEST(EngineFailure, AStepThatIsLostAtTheEndIsLogged) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.update_mode = UpdateMode::forward;
+  const auto faults = std::make_shared<Faults>(1);
+  setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
+  const LogCapture log;
+  {
+    ToyProgram program(setup);
+    program.model.train(1, 2);
+    program.engine().settle();
+    faults->add({.operation = aio::Operation::write, .path_contains = "rank-", .count = Faults::kForever});
+    program.model.train(3, 3);
+  }
+  EXPECT_THAT(log.text(), testing::AllOf(testing::HasSubstr("for step 3 failed: "),
+                                         testing::HasSubstr("the last commit is step 2")));
 }
 
 TEST(EngineFailure, WithoutThreadsAnEngineIsRefusedAndHoldsNothing) {

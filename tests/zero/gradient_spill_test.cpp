@@ -21,6 +21,40 @@ namespace {
 constexpr std::uint32_t kAll = 99;  // units
 const ToyShape kPlain{.matrices = {300'000, 500'000, 400'000, 300'000}, .frozen = false, .tied = false};
 
+// --- budgets
+
+// A restore that makes a new store is laid out before it is decided what is spilled.
+TEST(Spill, ARestoreIntoANewStoreNeedsNoMoreThanWithAllSpilled) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  {
+    ToyTraining program(setup, kPlain);
+    program.model.initialize();
+    program.model.train(1, 2);
+  }
+  const auto restore = [&](std::optional<std::uint32_t> spilled, std::uint64_t budget) -> std::uint64_t {
+    ToySetup tight = setup;
+    tight.engine.keep_steps = 1;  // the store has no room for it
+    tight.engine.gradient_spill_units = spilled;
+    tight.runtime.pinned_memory_bytes = budget;
+    try {
+      ToyTraining program(tight, kPlain);
+      EXPECT_EQ(program.model.restore().step, 2u);
+      program.model.train(3, 3);
+    } catch (const BudgetError& error) {
+      return error.need.need_bytes;
+    }
+    return 0;
+  };
+  ToySetup all = setup;
+  all.engine.keep_steps = 1;
+  all.engine.gradient_spill_units = kAll;
+  const std::uint64_t least = predict(all.runtime, all.engine, describe(kPlain), 1).pinned.least_bytes;
+  const std::uint64_t needed = restore(kAll, round_up(least, kBlockAlignment));
+  ASSERT_GT(needed, least);
+  EXPECT_EQ(restore(std::nullopt, needed), 0u);
+}
+
 // --- the same bits
 
 struct Order {

@@ -385,6 +385,34 @@ TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
   }
 }
 
+// Copies take longer than ranks wait for each other, and one of them ends early: by an error, and once it has less to
+// do.
+TEST(Mirror, ACopyMayTakeLongerThanRanksWaitForEachOther) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.runtime.comm_timeout = std::chrono::seconds(4);
+  setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
+  const auto faults = std::make_shared<Faults>(1);
+  const auto copies_take_long = [&](int rank, const Runtime::MakeCommunicator& join) {
+    ToySetup mine = setup;
+    mine.engine.mirror.bytes_per_second = rank == 0 ? 80 * kKiB : 0;
+    if (rank == 1) mine.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults); };
+    Runtime runtime(mine.runtime, join);
+    ToyModel model(runtime, mine.engine);
+    model.initialize();
+    model.train(1, 1);
+    if (rank == 1)
+      faults->add({.operation = aio::Operation::write, .path_contains = mine.engine.mirror.directory, .code = ENOSPC});
+    EXPECT_THROW(model.engine().save("", {}, {.mirror = true}).wait(), Error);
+    const TimePoint begun = Clock::now();
+    EXPECT_NO_THROW(model.engine().save("", {}, {.mirror = true}).wait());
+    EXPECT_GT(Clock::now() - begun, setup.runtime.comm_timeout) << "the copy was too short to tell";
+    EXPECT_EQ(model.engine().mirror().step, 1u);
+    model.train(2, 2);
+  };
+  on_ranks(2, copies_take_long);
+}
+
 // A rank whose copy cannot even begin tells the others where their copies end. No step waits for that.
 TEST_P(MirrorTest, ACopyThatCannotBeginHoldsNoStepUp) {
   setup_.engine.mirror.bytes_per_second = 300 * kKiB;  // two seconds and more
@@ -568,6 +596,50 @@ TEST_P(MirrorTest, AnotherTrainingIsNotReplaced) {
   }
   setup_.engine.mirror = {};
   on_engines(1, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 1u); });
+}
+
+// A run's own store becomes the mirror of the store on its new drive. Copies never replace named checkpoints.
+TEST_P(MirrorTest, NamedCheckpointsOfAStoreThatBecomesAMirrorStay) {
+  setup_.engine.mirror = {};
+  setup_.engine.keep_steps = 1;
+  on_engines(1, [](int, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    model.engine().save("kept", bytes_of("step 1")).wait();
+  });
+  const std::string first = setup_.engine.store_directory;
+  setup_.engine.store_directory = directory_ / "new-drive";
+  setup_.engine.mirror.directory = first;
+  on_engines(1, [](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 1u);
+    take_step(model, 2);
+    model.engine().save("", bytes_of("step 2"), {.mirror = true}).wait();
+  });
+  EXPECT_EQ(StoredModel(first).step(), 2u);
+  setup_.engine.store_directory = first;
+  setup_.engine.mirror = {};
+  on_engines(1, [](int, ToyModel& model) { EXPECT_EQ(model.restore({.from = "kept"}).step, 1u); });
+}
+
+// A store has as many places as it was made for. One of them becomes the mirror's.
+TEST_P(MirrorTest, ANewMirrorTakesNoNamedCheckpointsPlace) {
+  const auto mirror = std::exchange(setup_.engine.mirror, {});
+  setup_.engine.keep_steps = 1;
+  on_engines(1, [](int, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    model.engine().save("kept", bytes_of("step 1")).wait();
+  });
+  setup_.engine.keep_steps = 0;
+  setup_.engine.mirror = mirror;
+  on_engines(1, [](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 1u);
+    take_step(model, 2);
+    model.engine().save("", bytes_of("step 2"), {.mirror = true}).wait();
+    const auto kept = model.find_checkpoints();
+    ASSERT_EQ(kept.size(), 1u);
+    EXPECT_EQ(kept[0].name, "kept");
+  });
 }
 
 // The ledger counts reads for a copy apart from those of steps. Predictions include the pinned memory that copies use.

@@ -4,15 +4,19 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <filesystem>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/counting_backend.hpp>
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/message_of.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/checkpoint/verification.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -109,6 +113,61 @@ TEST_P(NamedCheckpointTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
     model.restore({.from = "four"});
     EXPECT_EQ(state_digests(model), expected_at_[4]);
   });
+}
+
+// Whoever goes back gives up the newer commits: not for a checkpoint that is not whole.
+TEST_P(NamedCheckpointTest, GoingBackToADamagedOneChangesNothing) {
+  on_engines([&](int, ToyModel& model) {
+    Engine& engine = model.initialize();
+    model.train(1, 2);
+    engine.save("kept", {}).wait();
+    model.train(3, 6);
+    engine.save("", {}).wait();
+  });
+  const int damaged = GetParam().ranks - 1;  // the part of one rank
+  const std::string data = fmt::format("{}/rank-{:05}.data", setup_.engine.store_directory, damaged);
+  const auto is_sound = [&](const std::string& name) {
+    for (const Verification& found : verify_job(std::vector{setup_.engine.store_directory}))
+      if (found.name == name) return found.is_sound();
+    return false;
+  };
+  for (std::uint64_t offset = 37;; offset += 8192) {  // bytes that only the checkpoint holds
+    ASSERT_LT(offset, std::filesystem::file_size(data));
+    flip_bits(data, offset);
+    if (is_sound("") && !is_sound("kept")) break;
+    flip_bits(data, offset);
+  }
+  on_engines([&](int rank, ToyModel& model) {
+    const auto go_back = [&] { model.restore({.from = "kept"}); };
+    if (rank == damaged)
+      EXPECT_THROW(go_back(), CorruptionError);
+    else
+      EXPECT_THAT(go_back, testing::ThrowsMessage<Error>(HasSubstr("corrupt ")));
+  });
+  on_engines([&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 6u);
+    model.train(7, 8);
+    EXPECT_EQ(state_digests(model), expected_at_[8]);
+  });
+}
+
+TEST_P(NamedCheckpointTest, AProgramThatDoesNotAcceptWhatIsFoundChangesNothing) {
+  on_engines([&](int, ToyModel& model) {
+    Engine& engine = model.initialize();
+    model.train(1, 2);
+    engine.save("kept", text_to_bytes("kept")).wait();
+    model.train(3, 6);
+    engine.save("", {}).wait();
+  });
+  on_engines([&](int, ToyModel& model) {
+    const auto refuse = [](const RestoreReport& found) {
+      EXPECT_EQ(found.step, 2u);
+      throw UsageError("not " + bytes_to_text(found.caller_state));
+    };
+    EXPECT_THAT([&] { model.restore({.from = "kept", .accept = refuse}); },
+                testing::ThrowsMessage<UsageError>(testing::StrEq("not kept")));
+  });
+  on_engines([&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 6u); });
 }
 
 TEST_P(NamedCheckpointTest, UnknownAndImpossibleNamesAreRefused) {

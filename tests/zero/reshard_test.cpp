@@ -201,6 +201,17 @@ TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
   ranks_before_ = 2;
   continue_with(3, 5, "two");  // also a new store: the one of step 6 was newer than the one that keeps it
   continue_with(3, 7);
+  EXPECT_EQ(places().size(), 2u);
+  on_engines(3, [&](int rank, ToyModel& model) {
+    model.restore();
+    const std::string state = "rank " + std::to_string(rank);
+    model.engine().save("two", std::as_bytes(std::span(state))).wait();  // replaces the one that the old store keeps
+    const auto kept = model.find_checkpoints();
+    ASSERT_EQ(kept.size(), 1u);
+    EXPECT_EQ(kept[0].step, 7u);
+  });
+  continue_with(3, 8);
+  EXPECT_EQ(places().size(), 1u);
 }
 
 TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {

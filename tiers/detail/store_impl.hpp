@@ -47,6 +47,8 @@ class Store::Impl {
   // An existing one: reads all slots.
   void start_existing(Files files);
 
+  void load(const CommitHeader& commit);
+  void verify_records(std::span<std::byte> buffer);
   void adopt(const CommitHeader& commit);
   Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
                   aio::Priority priority);
@@ -106,6 +108,7 @@ class Store::Impl {
   void write_slot(std::uint32_t slot, const SlotHeader& header);
   void read_slot(std::uint32_t slot);
   void load_slot(std::uint32_t slot);
+  std::uint32_t load_commit(const CommitHeader& commit) HOIST_REQUIRES(mutex_);  // returns its slot
 
   aio::DriveQueue& engine_;  // of the manifest
   const Superblock superblock_;

@@ -19,6 +19,15 @@
 
 namespace hoist::detail {
 
+namespace {
+
+// Often enough that no rank waits for another's copy until the communicator gives that rank up.
+Nanoseconds meeting_interval(const RuntimeOptions& options) {
+  return std::min<Nanoseconds>(options.comm_timeout / 4, std::chrono::seconds(10));
+}
+
+}  // namespace
+
 Mirror::Mirror(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                const RankAgreement& ranks, std::uint64_t store_number, std::uint64_t step)
     : options_(mirror_options(options)),
@@ -26,7 +35,7 @@ Mirror::Mirror(const EngineOptions& options, const UnitTable& table, const Recor
       table_(table),
       records_(records),
       ranks_(ranks),
-      barrier_(ranks.job().duplicate(), ranks, "copy it"),
+      barrier_(ranks.job().duplicate(), ranks, "copy it", meeting_interval(ranks.runtime().options())),
       claimed_step_(step),
       io_(make_drive_queue(ranks.runtime().options(), options_.store_directory, {})),
       fingerprints_(records.records().size()) {
@@ -86,7 +95,7 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
     store_ = same_run ? tiers::Store::open(store_options_, drives_) : tiers::Store::create(store_options_, drives_);
   });
   if (!same_run) return;
-  adopt_commit(ranks_, options_, *store_, "");
+  adopt_commit(ranks_, options_, *store_, choose_commit(ranks_, options_, *store_, ""));
   newest_ = Copied{found->commits.front().step, static_cast<std::uint32_t>(found->commits.front().revision)};
   const MutexLock lock(mutex_);
   step_ = newest_->step;
@@ -182,6 +191,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
   std::uint64_t counted = commit.bytes_read();  // by start()
   const auto count_read = [&] { bytes_read_ += commit.bytes_read() - std::exchange(counted, commit.bytes_read()); };
   try {
+    barrier_.begin();
     reopen();
     store_->begin_step(claimed_step_);
     std::uint64_t bytes = 0;
@@ -193,7 +203,10 @@ void Mirror::copy(tiers::StoreReader& commit) {
       bytes += more;
       copied_bytes_ += more;
       count_read();
-      keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second));
+      if (keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second))) return;
+      barrier_ahead = false;
+      barrier_.agree(nullptr);
+      throw Error("the copy of another rank failed");  // agree() says which
     });
     const Completion landed =
         store_->commit(commit.caller_state(), [this](const std::exception_ptr& problem) { barrier_.agree(problem); });
@@ -212,13 +225,19 @@ void Mirror::copy(tiers::StoreReader& commit) {
   }
 }
 
-void Mirror::keep_pace(TimePoint not_before) {
-  MutexLock lock(mutex_);
-  wake_.wait_until(lock, not_before, [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
-  if (abandoned_) throw Error("the engine has failed");
+bool Mirror::keep_pace(TimePoint not_before) {
+  do {
+    if (!barrier_.at_work()) return false;
+    MutexLock lock(mutex_);
+    wake_.wait_until(lock, std::min(not_before, barrier_.next_meeting()),
+                     [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
+    if (abandoned_) throw Error("the engine has failed");
+  } while (Clock::now() < not_before);
+  return true;
 }
 
-// Other copies of this training, whole or not. The first of the ranks that share a directory removes them.
+// Other copies of this training, whole or not. A store with named checkpoints is no copy: its run was begun here. The
+// first of the ranks that share a directory removes them.
 void Mirror::remove_others() noexcept {
   try {
     for (const StoreDirectory& other : store_directories(options_.store_directory)) {
@@ -228,7 +247,7 @@ void Mirror::remove_others() noexcept {
       if (!ranks.empty() && store_options_.identity.rank > ranks.front()) continue;
       const auto is_useless = [&](int rank) {
         const auto found = tiers::Store::look(directory, rank);
-        return found.identity && found.identity->layout == table_.identity() &&
+        return found.identity && found.identity->layout == table_.identity() && found.checkpoints.empty() &&
                are_of_one_training(found.store_number, store_options_.store_number);
       };
       if (std::ranges::all_of(ranks, is_useless)) remove_store({options_.store_directory}, other, /*lock_timeout=*/{});

@@ -76,7 +76,7 @@ class Mirror {
   void open(std::uint64_t store_number, std::uint64_t step);  // [J]
   void reopen();
   void copy(tiers::StoreReader& commit);
-  void keep_pace(TimePoint not_before);
+  bool keep_pace(TimePoint not_before);  // returns false if the copy of another rank has failed
   void remove_others() noexcept;
   void conclude(const std::exception_ptr& error);
   std::unique_ptr<Promise> take_promise();

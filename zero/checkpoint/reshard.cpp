@@ -39,13 +39,15 @@ bool is_a_failed_start(const std::string& directory, int world_size) {
   return of_others;
 }
 
-bool keeps_nothing(const std::vector<CommitHeader>& commits, const std::vector<CommitHeader>& checkpoints) {
-  return !commits.empty() && checkpoints.empty();
-}
-
-// Whether what this rank sees of the store is whole and keeps no named checkpoint: of a store of as many ranks its own
-// part, else all of it.
-bool is_replaced(const std::string& directory, int rank, bool same_ranks) {
+// Whether what this rank sees of the store is whole and keeps no named checkpoint but those that were `saved_anew`: of
+// a store of as many ranks its own part, else all of it.
+bool is_replaced(const std::string& directory, int rank, bool same_ranks,
+                 const std::vector<NamedCheckpoint>& saved_anew) {
+  const auto keeps_nothing = [&](const std::vector<CommitHeader>& commits, const std::vector<CommitHeader>& kept) {
+    return !commits.empty() && std::ranges::all_of(kept, [&](const CommitHeader& checkpoint) {
+      return std::ranges::find(saved_anew, checkpoint.name, &NamedCheckpoint::name) != saved_anew.end();
+    });
+  };
   if (same_ranks) {
     const tiers::Store::Found own = tiers::Store::look(directory, rank);
     return keeps_nothing(own.commits, own.checkpoints);
@@ -53,7 +55,7 @@ bool is_replaced(const std::string& directory, int rank, bool same_ranks) {
   if (tiers::Store::ranks_in(directory).empty()) return false;
   const StoreSummary summary = look_at_one_store(directory);
   const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
-  return whole && std::ranges::all_of(summary.ranks, [](const StoreSummary::Rank& of) {
+  return whole && std::ranges::all_of(summary.ranks, [&](const StoreSummary::Rank& of) {
            return keeps_nothing(of.commits, of.checkpoints);
          });
 }
@@ -90,6 +92,7 @@ void remove_never_committed(const RankAgreement& ranks, const EngineOptions& opt
 void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present) {
   constexpr Nanoseconds kNow{0};
   const StoreSearch search(ranks, options);
+  const std::vector<NamedCheckpoint> saved_anew = search.checkpoints_in(present);
   std::vector<StoreDirectory> useless;
   std::vector<StoreDirectory> stores = search.directories();
   if (stores.empty() || stores.back().order > 0) stores.push_back({});  // it may have no manifest left
@@ -102,7 +105,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
       ranks.run_in_group("look at the store it took over from", [&] {
         const std::string directory = other.in(options.store_directory);
         half_removed = tiers::Store::is_half_removed(directory);
-        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size()) &&
+        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size(), saved_anew) &&
                  !search.lacks_a_drive(other);
       });
       remove = ranks.smallest(remove ? 1 : 0) == 1 || ranks.smallest(half_removed ? 0 : 1) == 0;

@@ -4,14 +4,17 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/layout/record_pieces.hpp>
 #include <hoist/zero/memory/gradient_spill.hpp>
 #include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/memory/pinned_buffers.hpp>
 
 namespace hoist::detail {
 
@@ -50,7 +53,10 @@ void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& op
 tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
                                     std::uint64_t bytes) {
   tiers::Budget& budget = runtime.pinned_budget();
-  const MemoryPlan least(options, table, {device_access(runtime.options()), 0, 0});
+  const DeviceAccess access = device_access(runtime.options());
+  EngineOptions smallest = options;  // with as many gradients spilled as need least
+  choose_pinned_shares(smallest, table, access, 0);
+  const MemoryPlan least(smallest, table, {access, 0, 0});
   const tiers::Store::Cost store = store_cost(options, table, RecordMap(table), runtime.rank());
   const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + store.memory_bytes;
   const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
@@ -108,17 +114,28 @@ RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& option
   return *std::move(plan);
 }
 
-std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
+CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& options, const tiers::Store& store,
                            const std::string& from) {
   const CommonCommit chosen = StoreSearch(ranks, options).choose(store, from);
-  ranks.run_in_job("adopt the commit", [&] {
-    std::vector<CommitHeader> all = store.checkpoints();
-    const auto commits = store.commits_and_abandoned();
-    all.insert(all.end(), commits.begin(), commits.end());
-    store.adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
-  });
+  std::vector<CommitHeader> all = store.checkpoints();
+  const auto commits = store.commits_and_abandoned();
+  all.insert(all.end(), commits.begin(), commits.end());
+  return *std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); });
+}
+
+void verify_records(tiers::Store& store) {
+  const aio::TransferMemory buffer(kPieceBytesMax);
+  try {
+    store.verify_records(buffer.span());
+  } catch (const CorruptionError& error) {
+    throw CorruptionError(error.where, remedy_for(store, error.where));
+  }
+}
+
+void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
+                  const CommitHeader& commit) {
+  ranks.run_in_job("adopt the commit", [&] { store.adopt(commit); });
   forget_what_others_lack(ranks, options, store);
-  return chosen.step;
 }
 
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage) {

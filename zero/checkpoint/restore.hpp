@@ -5,7 +5,7 @@
 // Threading  The program's thread. Every function is [J]: all ranks of the job call it.
 // Errors     CommonStoreError, on every rank; StoreError, IoError and CorruptionError of one rank, which become
 //            CommErrors of the others; BudgetError.
-// Main path  plan_restore -> adopt_commit, or FormerState -> read.
+// Main path  plan_restore -> choose_commit -> adopt_commit, or FormerState -> read.
 #pragma once
 
 #include <memory>
@@ -39,10 +39,14 @@ RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& option
 // another training than the one that is `continued`; null: a new one.
 void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued);
 
-// Makes a commit of the open store the one to continue from, and gives up named checkpoints that some rank lacks.
-// Returns its step.
-std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
-                           const std::string& from);
+// This rank's header of the commit, or named checkpoint, of the open store to continue from.
+tiers::CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& options, const tiers::Store& store,
+                                  const std::string& from);
+// Reads and verifies what the store has loaded. Errors: CorruptionError with a remedy. This rank alone.
+void verify_records(tiers::Store& store);
+// Makes it the state of the open store, and gives up named checkpoints that some rank lacks.
+void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
+                  const tiers::CommitHeader& commit);
 
 // The remedy for damage: the named checkpoints that do not share the damaged bytes. Empty when there are none.
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage);

@@ -149,7 +149,9 @@ struct RankView {
   Answers answers;
 };
 
-RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t places, bool took_over) {
+// `named`, `held`: the named checkpoints and held commits that the configuration wants room for.
+RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t named, std::uint32_t held,
+                          bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
   int finds_rank = -1;
@@ -160,11 +162,12 @@ RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t 
           has_more_than_first_commit || tiers::Store::look(directory, other).has_more_than_first_commit(took_over);
     }
   }
+  const bool no_room = own.checkpoints_max < std::max<std::size_t>(named, own.checkpoints.size()) + held;
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
           .checkpoints = std::move(own.checkpoints),
           .store_number = own.store_number,
-          .answers = {.no_room = own.checkpoints_max < places,
+          .answers = {.no_room = no_room,
                       .has_more_than_first_commit = has_more_than_first_commit,
                       .finds_none = !own.exists,
                       .finds_rank = finds_rank}};
@@ -203,10 +206,10 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
   RestoreSource source{.directory = where, .world_size = agree_on_world_size(directory)};
   RankView mine;
   ranks_.run_in_job("look at its store", [&] {
-    const std::uint32_t places = options_.keep_steps + (options_.mirror.directory.empty() ? 0 : 1);
+    const std::uint32_t held = options_.mirror.directory.empty() ? 0 : 1;
     const bool took_over = where.order > 0;
     mine = source.world_size == ranks_.group().size()
-               ? look_at_own_rank(directory, ranks_.group().rank(), places, took_over)
+               ? look_at_own_rank(directory, ranks_.group().rank(), options_.keep_steps, held, took_over)
                : look_at_all_ranks(directory, ranks_.group().rank(), took_over);
   });
   using Answers = RankView::Answers;
@@ -315,15 +318,24 @@ std::optional<std::uint64_t> StoreSearch::newest_step_of_any() const {
   return newest < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(newest));
 }
 
+std::vector<NamedCheckpoint> StoreSearch::checkpoints_in(const StoreDirectory& where) const {
+  std::vector<NamedCheckpoint> steps;
+  const RestoreSource source = look(where, "");
+  for (const CommitHeader& checkpoint : source.headers)
+    if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(checkpoint); }))
+      steps.push_back({checkpoint.name, checkpoint.step});
+  return steps;
+}
+
 std::vector<NamedCheckpoint> StoreSearch::find_checkpoints() const {
   std::vector<NamedCheckpoint> steps;
   std::vector<StoreDirectory> places = directories();
   std::ranges::reverse(places);
   for (const StoreDirectory& where : places) {
-    const RestoreSource source = look(where, "");
-    for (const CommitHeader& checkpoint : source.headers)
-      if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(checkpoint); }))
-        steps.push_back({checkpoint.name, checkpoint.step});
+    for (const NamedCheckpoint& newer : checkpoints_in(where)) {
+      std::erase_if(steps, [&](const NamedCheckpoint& older) { return older.name == newer.name; });
+      steps.push_back(newer);
+    }
   }
   return steps;
 }

@@ -66,7 +66,9 @@ class StoreSearch {
   // keeps, or the name of one.
   std::optional<RestoreSource> find(const std::optional<std::string>& from,
                                     Incomplete incomplete = Incomplete::refuse) const;
-  std::vector<NamedCheckpoint> find_checkpoints() const;  // [J]
+  // [J] The newest of each name, those of older stores first.
+  std::vector<NamedCheckpoint> find_checkpoints() const;
+  std::vector<NamedCheckpoint> checkpoints_in(const StoreDirectory& where) const;  // [J]
   // [J] Every store that any rank sees, newest first.
   std::vector<StoreDirectory> directories() const;
   // [J] What the ranks hold of one of them; `from` as in find().

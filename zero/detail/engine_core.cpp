@@ -14,23 +14,25 @@ namespace hoist::detail {
 
 // --- the end ---------------------------------------------------------------------------------------------------------
 
-// Ends what is under way. Errors are ignored, because no call is left that could report them. EngineParts' destructor
-// then ends the parts.
+// Ends what is under way. No call is left that could report an error: a step that one costs is logged, others are
+// ignored. EngineParts' destructor then ends the parts.
 EngineCore::~EngineCore() {
   self.reset();
   if (runtime.engine_at_work() == this) runtime.engine_at_work() = nullptr;
   if (!state_calls) return;  // not all parts were made: nothing is under way
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
   const bool ended_by_exception = alive_ && !failure_ && unwinding;
-  const auto attempt = [](const auto& call) {
+  const auto attempt = [](const auto& call) -> std::exception_ptr {
     try {
       call();
     } catch (...) {
+      return std::current_exception();
     }
+    return nullptr;
   };
   attempt([&] { end_pass(PassState::End::dropped); });
   attempt([&] { executor->drain(); });
-  attempt([&] {
+  std::exception_ptr step_lost = attempt([&] {
     // After an error that all ranks have exchanged, those that stand in a barrier are met there by this rank.
     if (failure_ && is_of_communication(failure_) && !was_exchanged(failure_)) checkpoints->close_barriers();
     if (failure_) checkpoints->abandon_copy();
@@ -47,6 +49,10 @@ EngineCore::~EngineCore() {
   attempt([&] {
     if (ended_by_exception) tell_of_exception();
   });
+  if (alive_ && !failure_) {
+    if (!step_lost) step_lost = attempt([&] { checkpoints->await_last(); });
+    if (step_lost) say_lost(step_lost);
+  }
   checkpoints->end();
 }
 
@@ -59,6 +65,13 @@ void EngineCore::tell_of_exception() {
   }
   const std::string refusal = last_refusal_.empty() ? "" : fmt::format("; refused in it: {}", last_refusal_);
   notifier->notify(std::make_exception_ptr(Error("its program ended the engine by an exception" + refusal)));
+}
+
+void EngineCore::say_lost(const std::exception_ptr& error) const {
+  if (options.store_directory.empty()) return;  // the engine's end loses all state
+  const auto committed = checkpoints->committed_step();
+  log_error("the engine ended, and what it still had to write for step {} failed: {}; {}", settings.step_count,
+            text_of(error), committed ? fmt::format("the last commit is step {}", *committed) : "nothing is committed");
 }
 
 void EngineCore::fail(const std::exception_ptr& error) {
@@ -144,16 +157,13 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
     refuse_foreign_mirror(ranks, options, &plan);
     const StoreDirectory directory =
-        plan.in_place ? restore_in_place(plan, restore_options.from) : reshard(plan, restore_options.from);
+        plan.in_place ? restore_in_place(plan, restore_options) : reshard(plan, restore_options);
     checkpoints->restored(settings.step_count);
     open_mirror();
     // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
     if (checkpoints->on_nvme() || !store->commits().empty()) remove_older_stores(ranks, options, directory);
     stepper->count_io();
-    restored = RestoreReport{.step = settings.step_count,
-                             .caller_state = checkpoints->state().program,
-                             .world_size = plan.source.world_size,
-                             .mirror = plan.from_mirror ? plan.directory : std::string()};
+    restored = found_in(plan, settings.step_count, checkpoints->state());
   });
 }
 
@@ -163,10 +173,26 @@ void EngineCore::use_state(CommitState state, std::uint64_t step) {
   checkpoints->set_state(std::move(state));
 }
 
-StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const std::string& from) {
+RestoreReport EngineCore::found_in(const RestorePlan& plan, std::uint64_t step, const CommitState& state) {
+  return {.step = step,
+          .caller_state = state.program,
+          .world_size = plan.source.world_size,
+          .mirror = plan.from_mirror ? plan.directory : std::string()};
+}
+
+StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const RestoreOptions& restore_options) {
   make_parts(plan.source.directory, StoreUse::open);
   StoreSearch(ranks, options).refuse_newer(plan.source.directory);
-  const std::uint64_t step = adopt_commit(ranks, options, *store, from);
+  const tiers::CommitHeader commit = choose_commit(ranks, options, *store, restore_options.from);
+  std::optional<CommitState> state;
+  ranks.run_in_job("look at the commit", [&] {
+    store->load(commit);
+    state = decode(store->caller_state());
+    if (!state) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
+    if (restore_options.accept) restore_options.accept(found_in(plan, commit.step, *state));
+    if (!restore_options.from.empty()) verify_records(*store);  // the newer commits, which may be whole, are given up
+  });
+  adopt_commit(ranks, options, *store, commit);
   for (const tiers::ManifestDamage& damage : store->damage()) log_warning("{}", damage.text);  // soon written over
   ranks.run_in_job("read the commit", [&] {
     try {
@@ -174,17 +200,18 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const std::
     } catch (const CorruptionError& error) {
       throw with_remedy(error);
     }
-    auto found = decode(store->caller_state());
-    if (!found) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
-    use_state(std::move(*found), step);
+    use_state(*std::move(state), commit.step);
   });
   return plan.source.directory;
 }
 
 // Into a new store, so that the old one is whole until this one is committed everywhere.
-StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& from) {
-  std::optional<FormerState> former(std::in_place, runtime, options, table, ranks, plan, from);
+StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions& restore_options) {
+  std::optional<FormerState> former(std::in_place, runtime, options, table, ranks, plan, restore_options.from);
   const std::uint64_t step = former->step();
+  ranks.run_in_job("look at the commit", [&] {
+    if (restore_options.accept) restore_options.accept(found_in(plan, step, former->commit_state()));
+  });
   const StoreSearch search(ranks, options);
   if (plan.from_mirror) {
     const auto newest_step = search.newest_step_of_any();

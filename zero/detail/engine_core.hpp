@@ -66,13 +66,15 @@ class EngineCore : public EngineParts {
   // Where create() makes the store of a run that begins with that state. [J]
   StoreDirectory directory_for(const InitialState& state);
   // Both return the store's directory.
-  StoreDirectory restore_in_place(const RestorePlan& plan, const std::string& from);
-  StoreDirectory reshard(const RestorePlan& plan, const std::string& from);
+  StoreDirectory restore_in_place(const RestorePlan& plan, const RestoreOptions& options);
+  StoreDirectory reshard(const RestorePlan& plan, const RestoreOptions& options);
+  static RestoreReport found_in(const RestorePlan& plan, std::uint64_t step, const CommitState& state);
   void open_mirror();
   void use_state(CommitState state, std::uint64_t step);
   // The same error, which also says what can be done about it.
   CorruptionError with_remedy(const CorruptionError& error) const;
   void tell_of_exception();
+  void say_lost(const std::exception_ptr& error) const;
 
   std::exception_ptr failure_;
   bool alive_ = false;        // made whole

@@ -157,9 +157,26 @@ std::uint64_t RankAgreement::smallest(std::uint64_t mine) const {
   return std::ranges::min(comm::values_of_all(group(), mine));
 }
 
+std::vector<JobBarrier::State> JobBarrier::meet(State mine) {
+  std::vector<State> states = comm::values_of_all(*channel_, mine);
+  next_meeting_ = Clock::now() + interval_;
+  return states;
+}
+
+bool JobBarrier::at_work() {
+  if (Clock::now() < next_meeting_) return true;
+  const std::vector<State> states = meet(State::working);
+  return std::ranges::find(states, State::failed) == states.end();
+}
+
 void JobBarrier::agree(const std::exception_ptr& problem) {
   std::optional<comm::Problem> first;
   try {
+    const auto some_work = [](const std::vector<State>& states) {
+      return std::ranges::find(states, State::working) != states.end();
+    };
+    while (interval_ > Nanoseconds(0) && some_work(meet(problem ? State::failed : State::well))) {
+    }
     first = first_problem(*channel_, problem);
   } catch (const CommError& lost) {
     throw CommError(fmt::format("{} (whether all could {})", lost.what(), what_));

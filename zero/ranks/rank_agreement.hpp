@@ -19,6 +19,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/clock.hpp>
@@ -92,7 +93,17 @@ class JobBarrier {
   // `channel`: over all ranks of the job, for this object alone. `what` completes "rank 3 could not ...".
   JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what)
       : channel_(std::move(channel)), ranks_(ranks), what_(what) {}
+  // For work that may take longer than one rank waits for another. While it goes on, every rank calls at_work() at
+  // least each `interval`, until agree() or tell().
+  JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what,
+             Nanoseconds interval)
+      : channel_(std::move(channel)), ranks_(ranks), what_(what), interval_(interval) {}
 
+  // The work begins, at about the same time on all ranks.
+  void begin() { next_meeting_ = Clock::now() + interval_; }
+  TimePoint next_meeting() const { return next_meeting_; }
+  // [J] Meets the other ranks if it is time to. Returns false if the work of one of them has failed: agree() says why.
+  bool at_work();
   // [J] This rank's work ended with `problem`, or (null) well. CommError if that of another rank failed.
   void agree(const std::exception_ptr& problem);
   // [J] The same for a rank whose error is thrown elsewhere.
@@ -101,9 +112,14 @@ class JobBarrier {
   void close() noexcept { closed_ = true; }
 
  private:
+  enum class State : std::uint8_t { working, well, failed };
+  std::vector<State> meet(State mine);
+
   const std::unique_ptr<comm::Communicator> channel_;
   const RankAgreement& ranks_;
   const char* const what_;
+  const Nanoseconds interval_{0};  // 0: no rank waits long
+  TimePoint next_meeting_;
   std::atomic<bool> closed_{false};
 };
 
