@@ -161,10 +161,10 @@ Json properties_of(std::string_view section_path) {
 }
 
 // JSON with one space of indentation a level; what fits into a line of 120 columns has one line.
-void print(const Json& value, std::size_t indent, std::string& text) {
+void print(const Json& value, std::size_t indent, std::size_t column, std::string& text) {
   constexpr std::size_t kColumns = 120;
   const std::string line = value.dump();
-  if (!value.is_structured() || indent + line.size() <= kColumns) {
+  if (!value.is_structured() || column + line.size() <= kColumns) {
     text += line;
     return;
   }
@@ -172,8 +172,9 @@ void print(const Json& value, std::size_t indent, std::string& text) {
   for (const auto& [name, member] : value.items()) {
     text += std::exchange(before, ',');
     text += "\n" + std::string(indent + 1, ' ');
-    if (value.is_object()) text += Json(name).dump() + ": ";
-    print(member, indent + 1, text);
+    const std::string label = value.is_object() ? Json(name).dump() + ": " : "";
+    text += label;
+    print(member, indent + 1, indent + 1 + label.size(), text);
   }
   text += "\n" + std::string(indent, ' ') + line.back();
 }
@@ -192,7 +193,7 @@ std::string schema_json() {
       {"patternProperties", {{"^(_|//)|^comments?$", true}}},
       {"properties", properties_of("")}};
   std::string text;
-  print(schema, 0, text);
+  print(schema, 0, 0, text);
   return text + "\n";
 }
 

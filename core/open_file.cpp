@@ -123,25 +123,25 @@ const char* open_file_remedy(int code) noexcept {
   return code == ENXIO ? "no process reads from this pipe" : "";
 }
 
-bool is_same_place(const std::string& one, const std::string& other) noexcept {
-  namespace fs = std::filesystem;
-  try {
-    std::error_code failed;
-    if (one == other || fs::equivalent(one, other, failed)) return true;
-    const fs::path first = fs::weakly_canonical(fs::absolute(one), failed);
-    if (failed) return false;
-    const fs::path second = fs::weakly_canonical(fs::absolute(other), failed);
-    return !failed && first == second;
-  } catch (const std::exception&) {  // the working directory is gone
-    return false;
-  }
-}
-
 std::string plain_path(const std::string& path) {
   std::filesystem::path plain;
   for (const auto& part : std::filesystem::path(path))
     if (!part.empty() && part != ".") plain /= part;
   return plain.empty() && !path.empty() ? "." : plain.string();
+}
+
+bool is_same_place(const std::string& one, const std::string& other) noexcept {
+  namespace fs = std::filesystem;
+  try {
+    std::error_code failed;
+    if (one == other || fs::equivalent(one, other, failed)) return true;
+    const fs::path first = fs::weakly_canonical(fs::absolute(plain_path(one)), failed);
+    if (failed) return false;
+    const fs::path second = fs::weakly_canonical(fs::absolute(plain_path(other)), failed);
+    return !failed && first == second;
+  } catch (const std::exception&) {  // the working directory is gone
+    return false;
+  }
 }
 
 bool is_absent(const std::error_code& failure) noexcept {

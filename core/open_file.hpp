@@ -53,12 +53,12 @@ struct CloseFile {
 // The remedy for an error that only these functions return; "" for other errors.
 const char* open_file_remedy(int code) noexcept;
 
+// `path` without "." and needless slashes. It keeps "..", which behind a link leads out of the link's target.
+std::string plain_path(const std::string& path);
+
 // Whether two names mean one place, now or once it is made: links, mounts and relative names are followed. False where
 // that cannot be known.
 bool is_same_place(const std::string& one, const std::string& other) noexcept;
-
-// `path` without "." and needless slashes. It keeps "..", which behind a link leads out of the link's target.
-std::string plain_path(const std::string& path);
 
 // Whether std::filesystem failed because the name is not there. Compares the number alone: PyTorch before 2.8 brings a
 // std::filesystem of its own into the process, whose errors are of another category than those of std::errc.

@@ -143,7 +143,7 @@ std::uint32_t Store::Impl::load_commit(const CommitHeader& commit) {
   return slot;
 }
 
-void Store::Impl::verify_records(std::span<std::byte> buffer) {
+void Store::Impl::verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on) {
   for (std::uint32_t r = 0; r < table_.records().size(); ++r) {
     const RecordId record{r};
     const auto tiles = static_cast<std::uint32_t>(table_.record(record).layout.tiles().size());
@@ -152,6 +152,7 @@ void Store::Impl::verify_records(std::span<std::byte> buffer) {
         return table_.range_bytes(record, region, first, count);
       };
       for (std::uint32_t first = 0, count = 0; first < tiles; first += count) {
+        if (!go_on()) return;
         count = 1;
         while (first + count < tiles && bytes_of(first, count + 1) <= buffer.size()) ++count;
         const auto piece = buffer.first(bytes_of(first, count));
@@ -386,7 +387,9 @@ void Store::remove_new() noexcept { impl_->remove_new(); }
 std::span<const CommitHeader> Store::commits() const { return impl_->commits(); }
 std::span<const ManifestDamage> Store::damage() const { return impl_->damage(); }
 void Store::load(const CommitHeader& commit) { impl_->load(commit); }
-void Store::verify_records(std::span<std::byte> buffer) { impl_->verify_records(buffer); }
+void Store::verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on) {
+  impl_->verify_records(buffer, go_on);
+}
 void Store::adopt(const CommitHeader& commit) { impl_->adopt(commit); }
 std::span<const std::byte> Store::caller_state() const { return impl_->caller_state(); }
 Completion Store::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,

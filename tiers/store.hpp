@@ -15,6 +15,7 @@
 //            more manifest.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -171,8 +172,8 @@ class Store {
   // Reads the tables and the caller state of a commit or named checkpoint, so that it can be looked at before adopt().
   void load(const CommitHeader& commit);
   // Reads all records of the loaded commit and verifies them, piece by piece in `buffer`, which holds at least one
-  // tile. Errors: CorruptionError, naming the first wrong tile.
-  void verify_records(std::span<std::byte> buffer);
+  // tile, while `go_on`, called before each piece, returns true. Errors: CorruptionError, naming the first wrong tile.
+  void verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on);
   // Makes the given commit or named checkpoint the current state. It first writes a durable manifest of the next
   // incarnation, so that a later abandoned step can never be resumed; that manifest replaces a commit that was not
   // chosen. With several ranks no rank may begin a step before all have adopted. Once, before the first begin_step. The

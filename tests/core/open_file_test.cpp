@@ -2,6 +2,7 @@
 #include <cerrno>
 #include <fstream>
 #include <string>
+#include <utility>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -128,6 +129,18 @@ TEST(OpenFile, OutputGoesToFilesAndToPipesThatAreRead) {
   char byte = 0;
   EXPECT_EQ(::read(reader, &byte, 1), 1);
   ::close(reader);
+}
+
+TEST(OpenFile, PlainPathsKeepWhatLinksDecide) {
+  const std::pair<const char*, const char*> paths[] = {
+      {"/a/./b//", "/a/b"}, {"./a", "a"}, {"a/../b", "a/../b"}, {"/a/..", "/a/.."}, {"/", "/"},
+      {"//", "/"},          {".", "."},   {"./", "."},          {"..", ".."},       {"", ""}};
+  for (const auto& [path, plain] : paths) EXPECT_EQ(plain_path(path), plain) << path;
+}
+
+TEST(OpenFile, PlacesThatAreNotThereYetAreTheSameByTheirNames) {
+  EXPECT_TRUE(is_same_place("/nowhere/a/./b//", "/nowhere/a/b"));
+  EXPECT_FALSE(is_same_place("/nowhere/a", "/nowhere/b"));
 }
 
 }  // namespace

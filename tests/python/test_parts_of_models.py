@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import hoist
 import hoist.torch
 from loops import RATE, WIDTH, Block, close_to, reference_of
 from models import on_device_of_tests
@@ -233,6 +234,16 @@ class Towers(nn.Module):
 
 def test_a_loop_that_calls_the_towers_of_a_model(wrap):
     expect_trained_alike(wrap, Towers, lambda model, x, step: model.decoder(model.encoder(x)).pow(2).mean())
+
+
+def test_an_edit_between_the_calls_of_two_parts_is_refused(wrap):
+    with wrap(Towers()) as engine:
+        for x in drawn(2):
+            between = engine.encoder(x)
+            with torch.no_grad():
+                engine.encoder[0].bias.add_(1)
+            with pytest.raises(hoist.UsageError, match="changed in place"):
+                engine.decoder(between)
 
 
 def test_towers_are_called_in_an_evaluation_first(wrap):

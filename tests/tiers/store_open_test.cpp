@@ -199,7 +199,6 @@ TEST_F(StoreOpenTest, ADataFileThatIsTooLongIsNotCalledCutOff) {
   EXPECT_THAT(refusal_to_open(), AllOf(HasSubstr("was made longer"), Not(HasSubstr("cut off"))));
 }
 
-// Files of a store that are removed or replaced during training: the next commit fails, instead of being lost.
 // The files lie on another file system than the link to their directory.
 TEST_F(StoreOpenTest, AFileThatLosesItsNameBehindALinkEndsTheNextCommit) {
   const hoist::test::TempDirectory elsewhere("/dev/shm");
@@ -234,6 +233,7 @@ TEST_F(StoreOpenTest, BelowADirectoryThatCannotBeListed) {
             0);
 }
 
+// Files of a store that are removed or replaced during training: the next commit fails, instead of being lost.
 TEST_F(StoreOpenTest, AFileThatLosesItsNameEndsTheNextCommit) {
   struct Attack {
     const char* sentence;

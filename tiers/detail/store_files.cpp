@@ -389,7 +389,9 @@ void Creation::make_directories() {
   struct stat status {};
   std::string path = paths_.directory;
   while (::stat(path.c_str(), &status) != 0) {
-    if (errno != ENOENT) throw IoError({"stat", path, 0, 0, errno}, "the offload path must be a directory");
+    const int code = errno;
+    if (code != ENOENT || path.ends_with("/.."))  // of a directory that is not there
+      throw IoError({"stat", path, 0, 0, code}, "the offload path must be a directory");
     missing.push_back(path);
     path = parent_of(path);
   }

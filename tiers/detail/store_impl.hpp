@@ -48,7 +48,7 @@ class Store::Impl {
   void start_existing(Files files);
 
   void load(const CommitHeader& commit);
-  void verify_records(std::span<std::byte> buffer);
+  void verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on);
   void adopt(const CommitHeader& commit);
   Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
                   aio::Priority priority);

@@ -19,15 +19,6 @@
 
 namespace hoist::detail {
 
-namespace {
-
-// Often enough that no rank waits for another's copy until the communicator gives that rank up.
-Nanoseconds meeting_interval(const RuntimeOptions& options) {
-  return std::min<Nanoseconds>(options.comm_timeout / 4, std::chrono::seconds(10));
-}
-
-}  // namespace
-
 Mirror::Mirror(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                const RankAgreement& ranks, std::uint64_t store_number, std::uint64_t step)
     : options_(mirror_options(options)),
@@ -35,7 +26,7 @@ Mirror::Mirror(const EngineOptions& options, const UnitTable& table, const Recor
       table_(table),
       records_(records),
       ranks_(ranks),
-      barrier_(ranks.job().duplicate(), ranks, "copy it", meeting_interval(ranks.runtime().options())),
+      barrier_(ranks.job().duplicate(), ranks, "copy it", ranks.meeting_interval()),
       claimed_step_(step),
       io_(make_drive_queue(ranks.runtime().options(), options_.store_directory, {})),
       fingerprints_(records.records().size()) {
@@ -208,9 +199,21 @@ void Mirror::copy(tiers::StoreReader& commit) {
       barrier_.agree(nullptr);
       throw Error("the copy of another rank failed");  // agree() says which
     });
-    const Completion landed =
-        store_->commit(commit.caller_state(), [this](const std::exception_ptr& problem) { barrier_.agree(problem); });
+    Mutex
+        meetings;  // this thread meets the other ranks until the store's thread agrees with them, after its last flush
+    bool agrees = false;
+    const Completion landed = store_->commit(commit.caller_state(), [&](const std::exception_ptr& problem) {
+      {
+        const MutexLock lock(meetings);
+        agrees = true;
+      }
+      barrier_.agree(problem);
+    });
     barrier_ahead = false;
+    while (!landed.wait_for(std::chrono::milliseconds(100))) {
+      const MutexLock lock(meetings);
+      if (!agrees) static_cast<void>(barrier_.at_work());  // what it says, agree() says as well
+    }
     landed.wait();
     for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
     const bool again = newest_ && newest_->step == claimed_step_;
@@ -226,14 +229,16 @@ void Mirror::copy(tiers::StoreReader& commit) {
 }
 
 bool Mirror::keep_pace(TimePoint not_before) {
-  do {
+  while (true) {
+    {
+      MutexLock lock(mutex_);
+      wake_.wait_until(lock, std::min(not_before, barrier_.next_meeting()),
+                       [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
+      if (abandoned_) throw Error("the engine has failed");
+    }
     if (!barrier_.at_work()) return false;
-    MutexLock lock(mutex_);
-    wake_.wait_until(lock, std::min(not_before, barrier_.next_meeting()),
-                     [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
-    if (abandoned_) throw Error("the engine has failed");
-  } while (Clock::now() < not_before);
-  return true;
+    if (Clock::now() >= not_before) return true;
+  }
 }
 
 // Other copies of this training, whole or not. A store with named checkpoints is no copy: its run was begun here. The

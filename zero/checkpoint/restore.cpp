@@ -123,13 +123,37 @@ CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& opti
   return *std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); });
 }
 
-void verify_records(tiers::Store& store) {
-  const aio::TransferMemory buffer(kPieceBytesMax);
+namespace {
+
+// Named checkpoints that do not hold the damaged bytes.
+std::string whole_checkpoints(const tiers::Store& store, const CorruptionError::Where& damage) {
+  std::vector<std::string> names;
+  for (const CommitHeader& checkpoint : store.checkpoints_apart_from(damage))
+    names.push_back(fmt::format("'{}' (step {})", checkpoint.name, checkpoint.step));
+  return fmt::to_string(fmt::join(names, ", "));
+}
+
+}  // namespace
+
+void verify_checkpoint(const RankAgreement& ranks, tiers::Store& store, std::span<std::byte> buffer) {
+  std::optional<aio::TransferMemory> own;
+  if (buffer.size() < tiers::kTileElements * tiers::kStateBytesMax) buffer = own.emplace(kPieceBytesMax).span();
+  JobBarrier barrier(ranks.job().duplicate(), ranks, "verify the named checkpoint", ranks.meeting_interval());
+  std::exception_ptr problem;
+  barrier.begin();
   try {
-    store.verify_records(buffer.span());
+    store.verify_records(buffer, [&] { return barrier.at_work(); });
   } catch (const CorruptionError& error) {
-    throw CorruptionError(error.where, remedy_for(store, error.where));
+    const std::string others = whole_checkpoints(store, error.where);
+    problem = std::make_exception_ptr(CorruptionError(
+        error.where, fmt::format("nothing was changed: without the checkpoint's name the run goes on from its newest "
+                                 "commit{}{}",
+                                 others.empty() ? "" : "; named checkpoints that do not hold these bytes: ", others)));
+  } catch (const Error&) {
+    problem = std::current_exception();
   }
+  barrier.agree(problem);
+  if (problem) std::rethrow_exception(problem);
 }
 
 void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
@@ -142,14 +166,12 @@ std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& 
   if (damage.region == kGradientRegionName)
     return "no commit holds gradients: continue from the last one, and check the drive (dmesg, smartctl)";
   if (store.checkpoints().empty()) return {};
-  std::vector<std::string> names;
-  for (const CommitHeader& checkpoint : store.checkpoints_apart_from(damage))
-    names.push_back(fmt::format("'{}' (step {})", checkpoint.name, checkpoint.step));
+  const std::string names = whole_checkpoints(store, damage);
   if (names.empty()) return "every named checkpoint holds the same bytes: none of them is whole";
   return fmt::format(
       "named checkpoints that do not hold these bytes: {}; when `hoist verify` has found one whole, go back to it "
       "with --resume --from NAME",
-      fmt::join(names, ", "));
+      names);
 }
 
 FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const UnitTable& table,

@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include <hoist/core/mutex.hpp>
@@ -42,8 +43,9 @@ void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& opti
 // This rank's header of the commit, or named checkpoint, of the open store to continue from.
 tiers::CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& options, const tiers::Store& store,
                                   const std::string& from);
-// Reads and verifies what the store has loaded. Errors: CorruptionError with a remedy. This rank alone.
-void verify_records(tiers::Store& store);
+// Reads and verifies what the store has loaded, in `buffer` if that holds a tile. Errors: CorruptionError with a
+// remedy.
+void verify_checkpoint(const RankAgreement& ranks, tiers::Store& store, std::span<std::byte> buffer);
 // Makes it the state of the open store, and gives up named checkpoints that some rank lacks.
 void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
                   const tiers::CommitHeader& commit);

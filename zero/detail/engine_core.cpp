@@ -68,7 +68,7 @@ void EngineCore::tell_of_exception() {
 }
 
 void EngineCore::say_lost(const std::exception_ptr& error) const {
-  if (options.store_directory.empty()) return;  // the engine's end loses all state
+  if (!options.uses_nvme()) return;  // the engine's end loses all state but what save() was asked for
   const auto committed = checkpoints->committed_step();
   log_error("the engine ended, and what it still had to write for step {} failed: {}; {}", settings.step_count,
             text_of(error), committed ? fmt::format("the last commit is step {}", *committed) : "nothing is committed");
@@ -190,8 +190,9 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const Resto
     state = decode(store->caller_state());
     if (!state) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
     if (restore_options.accept) restore_options.accept(found_in(plan, commit.step, *state));
-    if (!restore_options.from.empty()) verify_records(*store);  // the newer commits, which may be whole, are given up
   });
+  // The newer commits, which may be whole, are then given up.
+  if (!restore_options.from.empty()) verify_checkpoint(ranks, *store, memory->first_staging_buffer());
   adopt_commit(ranks, options, *store, commit);
   for (const tiers::ManifestDamage& damage : store->damage()) log_warning("{}", damage.text);  // soon written over
   ranks.run_in_job("read the commit", [&] {

@@ -152,6 +152,10 @@ bool RankAgreement::all_true_in_job(bool mine) const {
   return std::ranges::all_of(comm::values_of_all(job(), here), [](std::uint8_t there) { return there != 0; });
 }
 
+Nanoseconds RankAgreement::meeting_interval() const {
+  return std::min<Nanoseconds>(runtime_.options().comm_timeout / 4, std::chrono::seconds(10));
+}
+
 std::uint64_t RankAgreement::smallest(std::uint64_t mine) const {
   if (group().size() == 1) return mine;
   return std::ranges::min(comm::values_of_all(group(), mine));

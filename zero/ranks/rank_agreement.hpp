@@ -77,6 +77,8 @@ class RankAgreement {
   // [C] The smallest of a number that every rank has.
   std::uint64_t smallest(std::uint64_t mine) const;
   bool all_true_in_job(bool mine) const;  // [J] whether it is true on every rank
+  // Of a JobBarrier: often enough that no rank waits for another's work until the communicator gives that rank up.
+  Nanoseconds meeting_interval() const;
 
  private:
   void run(comm::Communicator& ranks, const char* what, const std::function<void()>& part) const;

@@ -110,8 +110,10 @@ class Passes:
                     training or not unit_manager.keeps_all_up()):
                 unit_manager.end()
             else:
-                if training and not self.calls:
-                    self._is_scaled = False  # the loss that was scaled is another one
+                if not self.calls:
+                    self._refuse_edits_of_pass()  # between two calls; a watched one takes changes for its own
+                    if training:
+                        self._is_scaled = False  # the loss that was scaled is another one
                 unit_manager.open()
                 return True
         if unit_manager.current_pass is None:
