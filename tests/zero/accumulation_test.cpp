@@ -33,8 +33,7 @@ std::vector<float> gradient_of(Engine& engine, ParameterId parameter) {
 
 TEST(Accumulation, IsTheFloatSumInOrderOverTheirCount) {
   const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
+  ToyModel model(setup);
   Engine& engine = model.initialize();
   for (const ParameterId parameter : {model.matrix(0), model.matrix(1), model.model().parameter("unit2.norm")}) {
     std::vector<float> sums;
@@ -80,14 +79,12 @@ TEST_P(AccumulationIn, APassThatIsTakenBackLeavesTheMicroBatchesBeforeIt) {
   const auto run = [&](bool takes_back) {
     const TempDirectory directory;
     const ToySetup setup = accumulating(parameters, optimizer, directory / "store");
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    Engine& engine = model.initialize();
+    ToyProgram model(setup);
     const auto pass = [&](int i) { model.pass(1, {.micro_batch = i, .micro_batches = 2}); };
     const auto leave = [&](std::function<void(std::size_t)>& at, std::size_t unit, int i, bool earlier_stay) {
       const auto kept = std::exchange(at, [&, unit, earlier_stay](std::size_t reached) {
         if (reached != unit) return;
-        EXPECT_EQ(engine.discard_pass(), earlier_stay);
+        EXPECT_EQ(model.engine().discard_pass(), earlier_stay);
         throw std::runtime_error("the program's own");
       });
       EXPECT_THROW(pass(i), std::runtime_error);
@@ -104,7 +101,7 @@ TEST_P(AccumulationIn, APassThatIsTakenBackLeavesTheMicroBatchesBeforeIt) {
         leave(model.in_forward, 0, 1, true);
       }
       pass(1);
-      EXPECT_TRUE(engine.step().applied);
+      EXPECT_TRUE(model.engine().step().applied);
     }
     return state_digests(model);  // some passes were made twice
   };
@@ -120,26 +117,24 @@ TEST(Accumulation, MovesEachMicroBatchOnce) {
   const TempDirectory directory;
   ToySetup setup = accumulating(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.reuse_distance_elements = 0;
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
+  ToyModel model(setup, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
   model.micro_batches = kMicroBatches;
   Engine& engine = model.initialize();
   model.train(1, 1);
   engine.settle();
-  const auto down = runtime.ledger().totals(Link::device_to_host).bytes;
-  const auto read = runtime.ledger().totals(Link::nvme_read).bytes;
+  const auto down = model.runtime().ledger().totals(Link::device_to_host).bytes;
+  const auto read = model.runtime().ledger().totals(Link::nvme_read).bytes;
   model.train(2, 5);
   engine.settle();
   const StepBytes formula = engine.formula_bytes();
-  EXPECT_EQ(runtime.ledger().totals(Link::device_to_host).bytes - down, 4 * formula.device_to_host);
-  const auto read_in_four = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read);
+  EXPECT_EQ(model.runtime().ledger().totals(Link::device_to_host).bytes - down, 4 * formula.device_to_host);
+  const auto read_in_four = static_cast<double>(model.runtime().ledger().totals(Link::nvme_read).bytes - read);
   EXPECT_NEAR(read_in_four / 4 / static_cast<double>(formula.nvme_read), 1.0, 0.03);
 }
 
 TEST(Accumulation, MicroBatchesComeInOrderAndAllBeforeTheStep) {
   const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
+  ToyModel model(setup);
   Engine& engine = model.initialize();
   const auto pass = [&](int i, int of) { model.pass(1, {.micro_batch = i, .micro_batches = of}); };
   EXPECT_THROW(pass(0, kMicroBatches + 1), UsageError);
@@ -162,8 +157,7 @@ TEST(Accumulation, MicroBatchesComeInOrderAndAllBeforeTheStep) {
 
 TEST(Accumulation, AMicroBatchThatIsNotFiniteSkipsTheWholeStep) {
   const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
+  ToyModel model(setup);
   Engine& engine = model.initialize();
   const std::string before = state_digest(engine, State::master);
   for (int i = 0; i < kMicroBatches; ++i) {

@@ -76,12 +76,10 @@ Cost cost(Placement parameters, Placement optimizer, int ranks, const Once& once
     const TempDirectory directory;
     const ToySetup setup = streamed(parameters, optimizer, directory / "store");
     on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, units(count));
-      model.initialize();
+      ToyProgram model(setup, join, units(count));
       const double mine = allocations_of([&] {
         once(model, count);
-        runtime.communicator().barrier();
+        model.runtime().communicator().barrier();
       });
       if (rank == 0) found[count == kMany ? 1 : 0] = mine / ranks;
     });

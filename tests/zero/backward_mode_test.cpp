@@ -73,8 +73,8 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithTheLeastPinnedMemory) {
     ToySetup least = setup();
     if (where().has_store()) least.engine.store_directory = store / "store";
     {
-      ToyTraining model_only(least);
-      const Prediction predicted = predict(least.runtime, least.engine, model_only.model.model(), ranks);
+      ToyModel model_only(least);
+      const Prediction predicted = predict(least.runtime, least.engine, model_only.model(), ranks);
       least.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);
     }
     const auto& wanted = expected_on(ranks, 5);
@@ -89,12 +89,11 @@ TEST_P(BackwardModeRules, EndsInTheSameBitsWithSeveralMicroBatches) {
       const auto train = [&](ToySetup setup) {
         setup.engine.micro_batches_max = 3;
         setup.engine.micro_batch_order = vertical ? MicroBatchOrder::vertical : MicroBatchOrder::horizontal;
-        ToyTraining run(setup);
-        run.model.initialize();
-        run.model.micro_batches = held;
-        run.model.vertical = vertical;
-        run.model.train(1, 4);
-        return digests_of(run.model);
+        ToyProgram run(setup);
+        run.micro_batches = held;
+        run.vertical = vertical;
+        run.train(1, 4);
+        return digests_of(run);
       };
       const TempDirectory store;
       ToySetup backward = setup();
@@ -115,14 +114,13 @@ TEST_P(BackwardModeRules, EndsInTheSameBitsWhateverIsCommitted) {
     s.engine.durability = durable ? tiers::Durability::step : tiers::Durability::none;
     s.engine.commit_every = durable ? 3 : 1;
     s.engine.keep_steps = durable ? 2 : 0;
-    ToyTraining run(s);
-    run.model.initialize();
+    ToyProgram run(s);
     for (std::uint64_t step = 1; step <= 7; ++step) {
-      run.model.train(step, step);
+      run.train(step, step);
       if (durable && step % 2 == 0)
         run.engine().save("step" + std::to_string(step), std::as_bytes(std::span(&step, 1)));
     }
-    EXPECT_EQ(digests_of(run.model), expected(7)) << (durable ? "every 3" : "none");
+    EXPECT_EQ(digests_of(run), expected(7)) << (durable ? "every 3" : "none");
   }
 }
 
@@ -152,14 +150,14 @@ TEST_P(BackwardModeRules, EndsInTheSameBitsWithEveryOptimizer) {
 
 TEST_P(BackwardModeRules, NothingButTheStepFollowsThePass) {
   const auto run = fresh();
-  run->model.train(1, 2);
-  run->model.pass(3);
+  run->train(1, 2);
+  run->pass(3);
   std::vector<float> values(10);
   EXPECT_THROW((void)run->engine().begin(Pass::evaluate), UsageError);
   EXPECT_THROW((void)run->engine().begin(Pass::train), UsageError);
-  EXPECT_THROW(run->engine().read(run->model.matrix(0), State::master, 0, values), UsageError);
-  EXPECT_THROW(run->engine().read(run->model.matrix(0), State::gradient, 0, values), UsageError);
-  EXPECT_THROW(run->engine().write(run->model.matrix(0), State::master, 0, values), UsageError);
+  EXPECT_THROW(run->engine().read(run->matrix(0), State::master, 0, values), UsageError);
+  EXPECT_THROW(run->engine().read(run->matrix(0), State::gradient, 0, values), UsageError);
+  EXPECT_THROW(run->engine().write(run->matrix(0), State::master, 0, values), UsageError);
   EXPECT_THROW(run->engine().settle(), UsageError);
   EXPECT_THROW(run->engine().gradient_norm(), UsageError);
   EXPECT_THROW(run->engine().step({.gradient_norm_max = 1}), UsageError);
@@ -169,24 +167,24 @@ TEST_P(BackwardModeRules, NothingButTheStepFollowsThePass) {
   EXPECT_TRUE(run->engine().step().applied);                                             // none of these did any harm
   run->engine().set_learning_rate(GroupId{0}, 0.5);
   run->engine().set_learning_rate(GroupId{0}, 1e-2);
-  run->model.train(4, 5);
-  EXPECT_EQ(digests_of(run->model), expected(5));
+  run->train(4, 5);
+  EXPECT_EQ(digests_of(*run), expected(5));
 }
 
 TEST_P(BackwardModeRules, AUnitIsNotGatheredAfterItsFinish) {
   const auto run = fresh();
   int refused = 0;
-  run->model.in_backward = [&](std::size_t unit) {
+  run->in_backward = [&](std::size_t unit) {
     try {
-      (void)run->engine().gather(run->model.unit(unit), run->model.stream());
+      (void)run->engine().gather(run->unit(unit), run->stream());
     } catch (const UsageError& error) {
       refused += std::string(error.what()).find("forward") != std::string::npos ? 1 : 0;
     }
     EXPECT_THROW(run->engine().set_learning_rate(GroupId{0}, 0.5), UsageError);
   };
-  run->model.train(1, 4);
+  run->train(1, 4);
   EXPECT_EQ(refused, 16);
-  EXPECT_EQ(digests_of(run->model), expected(4));
+  EXPECT_EQ(digests_of(*run), expected(4));
 }
 
 // Before the last micro-batch units may be gathered after their finish. The plan of the last one then fetches them,
@@ -199,22 +197,21 @@ TEST_P(BackwardModeRules, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
     setup.engine.reuse_distance_elements = 0;
     setup.engine.prefetch_elements = 60000;  // the last unit is fetched once more as unit 1 is finished
     setup.engine.staging_buffer_count = 4;
-    ToyTraining run(setup, shape);
-    run.model.initialize();
+    ToyProgram run(setup, shape);
     for (std::uint64_t step = 1; step <= 3; ++step) {
-      run.model.in_backward = [&](std::size_t unit) {
+      run.in_backward = [&](std::size_t unit) {
         if (unit > 0) return;
         for (const std::size_t again : {3u, 2u, 1u, 0u})
-          run.engine().gather(run.model.unit(again), run.model.stream()).release(run.model.stream());
+          run.engine().gather(run.unit(again), run.stream()).release(run.stream());
       };
-      run.model.pass(step, {.micro_batch = 0, .micro_batches = 2});
-      run.model.in_backward = [](std::size_t unit) {  // long enough for an update
+      run.pass(step, {.micro_batch = 0, .micro_batches = 2});
+      run.in_backward = [](std::size_t unit) {  // long enough for an update
         if (unit > 1) std::this_thread::sleep_for(std::chrono::milliseconds(60));
       };
-      run.model.pass(step, {.micro_batch = 1, .micro_batches = 2});
+      run.pass(step, {.micro_batch = 1, .micro_batches = 2});
       EXPECT_TRUE(run.engine().step().applied);
     }
-    return digests_of(run.model);
+    return digests_of(run);
   };
   static const Digests wanted = train(simplest());
   EXPECT_EQ(train(setup()), wanted);
@@ -222,33 +219,33 @@ TEST_P(BackwardModeRules, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
 
 TEST_P(BackwardModeRules, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
   auto run = fresh();
-  run->model.train(1, 2);
-  run->model.gradient_scale = std::numeric_limits<float>::infinity();
-  run->model.pass(3);
+  run->train(1, 2);
+  run->gradient_scale = std::numeric_limits<float>::infinity();
+  run->pass(3);
   EXPECT_THAT([&] { run->engine().step(); }, testing::ThrowsMessage<Error>(testing::HasSubstr("not finite")));
   if (where().has_store()) {
     EXPECT_EQ(run->engine().committed_step(), 2u);
   }
-  run->model.gradient_scale = 1;
+  run->gradient_scale = 1;
   goes_on_from(std::move(run), 2);
 }
 
 TEST_P(BackwardModeRules, APassLeftAfterAFinishEndsTheEngineAndCostsNoCommit) {
   auto run = fresh();
-  run->model.train(1, 2);
-  run->model.in_backward = [&](std::size_t unit) {
+  run->train(1, 2);
+  run->in_backward = [&](std::size_t unit) {
     if (unit == 1) throw std::runtime_error("the program's own");
   };
-  EXPECT_THROW(run->model.pass(3), std::runtime_error);
-  run->model.in_backward = [](std::size_t) {};
+  EXPECT_THROW(run->pass(3), std::runtime_error);
+  run->in_backward = [](std::size_t) {};
   run->engine().discard();
   goes_on_from(std::move(run), 2);
 }
 
 TEST_P(BackwardModeRules, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   auto run = fresh();
-  run->model.train(1, 2);
-  run->model.pass(3);
+  run->train(1, 2);
+  run->pass(3);
   run->engine().discard();
   goes_on_from(std::move(run), 2);
 }
@@ -258,18 +255,16 @@ TEST(BackwardModeOnRanks, AllHearOfAGradientThatIsNotFiniteOnOne) {
   const ToySetup setup = setup_of({"", kNvme, kNvme}, UpdateMode::backward, directory / "store");
   std::atomic<int> heard{0};
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
-    Engine& engine = model.initialize();
+    ToyProgram model(setup, join);
     model.train(1, 2);
     if (rank == 1) model.gradient_scale = std::numeric_limits<float>::infinity();
     model.pass(3);
     try {
-      engine.step();
+      model.engine().step();
     } catch (const Error&) {
       ++heard;
     }
-    EXPECT_EQ(engine.committed_step(), 2u);
+    EXPECT_EQ(model.engine().committed_step(), 2u);
   });
   EXPECT_EQ(heard, 3);
 }
@@ -278,8 +273,7 @@ TEST(BackwardModeOptions, AreRefusedWhereAStepCanBeChangedOrVetoed) {
   const auto refused = [](const std::function<void(EngineOptions&)>& change) {
     ToySetup setup = setup_of({"", kPinned, kPinned}, UpdateMode::backward, "");
     change(setup.engine);
-    Runtime runtime(setup.runtime);
-    return message_of<ConfigError>([&] { ToyModel(runtime, setup.engine).initialize(); });
+    return message_of<ConfigError>([&] { ToyModel(setup).initialize(); });
   };
   EXPECT_EQ(refused([](EngineOptions&) {}), "no error");
   EXPECT_NE(refused([](EngineOptions& o) { o.gradient_clipping = 1; }).find("gradient_clipping"), std::string::npos);

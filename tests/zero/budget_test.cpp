@@ -27,8 +27,7 @@ ToySetup setup_with(std::uint64_t device, std::uint64_t pinned, const std::strin
 std::optional<BudgetError::Need> refusal(std::uint64_t device, std::uint64_t pinned) {
   const TempDirectory directory;
   const ToySetup setup = setup_with(device, pinned, (directory / "store"));
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, kShape);
+  ToyModel model(setup, kShape);
   try {
     model.initialize();
   } catch (const BudgetError& error) {
@@ -36,8 +35,8 @@ std::optional<BudgetError::Need> refusal(std::uint64_t device, std::uint64_t pin
     return error.need;
   }
   model.train(1, 2);
-  EXPECT_LE(runtime.device_budget().peak_bytes(), device);
-  EXPECT_LE(runtime.pinned_budget().peak_bytes(), pinned);
+  EXPECT_LE(model.runtime().device_budget().peak_bytes(), device);
+  EXPECT_LE(model.runtime().pinned_budget().peak_bytes(), pinned);
   return {};
 }
 
@@ -63,8 +62,7 @@ TEST(Budgets, ALeaseTooManyNamesTheKeyAndTheHolders) {
   const auto need = refusal(64 * kKiB, 64 * kMiB);
   ASSERT_TRUE(need);
   const ToySetup setup = setup_with(need->need_bytes, 64 * kMiB, (directory / "store"));
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, kShape);
+  ToyModel model(setup, kShape);
   Engine& engine = model.initialize();
   {
     const PassScope scope = engine.begin(Pass::evaluate);
@@ -85,8 +83,7 @@ TEST(Budgets, ALeaseTooManyInARoomyDeviceNamesTheKeyThatKeepsItSmall) {
     const TempDirectory directory;
     ToySetup setup = setup_with(64 * kMiB, 64 * kMiB, (directory / "store"));
     setup.engine.live_elements_max = live_elements_max;
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, kShape);
+    ToyModel model(setup, kShape);
     Engine& engine = model.initialize();
     const PassScope scope = engine.begin(Pass::evaluate);
     try {  // there is always memory for two
@@ -109,9 +106,7 @@ TEST(Budgets, TheSmallestDeviceHoldsWhatIsTied) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.runtime.device_memory_bytes = 64 * kKiB;
   const auto run = [&] {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup);
     model.train(1, 2);
   };
   try {
@@ -167,24 +162,23 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   setup.engine.gradient_spill_units = c.spills ? 99 : 0;
   setup.engine.micro_batches_max = static_cast<unsigned>(c.micro_batches);
   setup.engine.micro_batch_order = c.order;
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, shape);
+  ToyModel model(setup, shape);
   model.micro_batches = c.micro_batches;
   model.vertical = c.order == MicroBatchOrder::vertical;
   Engine& engine = model.initialize();
   model.train(1, 2);
   engine.settle();
   const ProcessIo before = process_io();
-  const std::uint64_t read_before = runtime.ledger().totals(Link::nvme_read).bytes;
-  const std::uint64_t written_before = runtime.ledger().totals(Link::nvme_write).bytes;
+  const std::uint64_t read_before = model.runtime().ledger().totals(Link::nvme_read).bytes;
+  const std::uint64_t written_before = model.runtime().ledger().totals(Link::nvme_write).bytes;
   // Read-ahead for the next pass may be counted before or after this point; over so many steps that does not matter.
   constexpr std::uint64_t kSteps = 8;
   model.train(3, 2 + kSteps);
   engine.settle();
   const ProcessIo after = process_io();
   const double parameters = static_cast<double>(model.model().parameter_count() * kSteps);
-  const double read = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read_before);
-  const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - written_before);
+  const double read = static_cast<double>(model.runtime().ledger().totals(Link::nvme_read).bytes - read_before);
+  const double written = static_cast<double>(model.runtime().ledger().totals(Link::nvme_write).bytes - written_before);
   EXPECT_NEAR(read / parameters, c.read_per_parameter, 0.02 * c.read_per_parameter);
   EXPECT_NEAR(written / parameters, c.written_per_parameter, 0.02 * c.written_per_parameter);
   EXPECT_NEAR(read, static_cast<double>(engine.formula_bytes().nvme_read * kSteps), 0.02 * read);
@@ -277,12 +271,11 @@ TEST(SaveBytes, OfASaveBetweenCommitsAreNoStepsBytes) {
     setup.engine.optimizer_pinned_fraction = 0.5;
     setup.engine.commit_every = 100;
     setup.engine.keep_steps = 1;
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, kShape);
+    ToyModel model(setup, kShape);
     Engine& engine = model.initialize();
     model.train(1, 2);
     engine.settle();
-    const Ledger& ledger = runtime.ledger();
+    const Ledger& ledger = model.runtime().ledger();
     const auto totals = [&] {
       return Written{ledger.totals(Link::nvme_write).bytes,
                      ledger.totals(Link::nvme_write, Ledger::Account::outside_steps).bytes};

@@ -52,8 +52,7 @@ std::uint64_t steps_made(const RestoreReport& report) {
 // last commit are made again.
 [[noreturn]] void train_in_child(const KillCase& c, const ToySetup& setup, bool is_killed) {
   {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape_of(c));
+    ToyModel model(setup, shape_of(c));
     std::uint64_t made = 0;
     if (model.find_commit()) {
       made = steps_made(model.restore());
@@ -99,8 +98,7 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
     ASSERT_EQ(status, is_killed ? SIGKILL : 0) << "seed " << seed << ", life " << life;
     EXPECT_EQ(scratch_bytes_in(directory / "store"), 0u) << "seed " << seed;
   }
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, shape_of(c));
+  ToyModel model(setup, shape_of(c));
   const RestoreReport report = model.restore();
   const std::uint64_t applied = report.step, made = steps_made(report);
   EXPECT_GE(made, 190u) << "of 200 or more, of which the last few are skipped at most";
@@ -108,12 +106,10 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
   EXPECT_EQ(applied < made, c.dtype == DType::fp16) << applied;
 
   const ToySetup undisturbed = setup_of(c, Placement::pinned, Placement::pinned);
-  Runtime other_runtime(undisturbed.runtime);
-  ToyModel other_model(other_runtime, undisturbed.engine, shape_of(c));
-  Engine& other = other_model.initialize();
+  ToyProgram other_model(undisturbed, shape_of(c));
   other_model.train(1, made);
-  EXPECT_EQ(applied, other.step_count());
-  EXPECT_EQ(model.engine().loss_scale(), other.loss_scale());
+  EXPECT_EQ(applied, other_model.engine().step_count());
+  EXPECT_EQ(model.engine().loss_scale(), other_model.engine().loss_scale());
   EXPECT_EQ(digests_of(model), state_digests(other_model)) << "seed " << seed;
 }
 
@@ -129,8 +125,7 @@ class HalfAFirstCommit : public testing::Test {
  protected:
   void train(std::uint64_t steps) {
     on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup_.runtime, join);
-      ToyModel model(runtime, setup_.engine, ToyShape{.matrices = {9000}});
+      ToyModel model(setup_, join, {.matrices = {9000}});
       EXPECT_FALSE(model.find_commit());
       model.initialize();
       model.train(1, steps);

@@ -38,9 +38,7 @@ TEST(Damage, AWriteUnderWayIsNotTakenForIt) {
       setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) {
         return make_faulty_backend(io, faults);
       };
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine);
-      model.initialize();
+      ToyProgram model(setup);
       faults->add({.kind = Fault::Kind::delay,
                    .operation = aio::Operation::write,
                    .count = Faults::kForever,
@@ -65,9 +63,7 @@ TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "good"));
   Digests saved;
   {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape);
-    model.initialize();
+    ToyProgram model(setup, shape);
     model.train(1, 2);
     saved = digests_of(model);
   }
@@ -81,8 +77,7 @@ TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
     flip_bits(copy + "/rank-00000.data", offset);
     ToySetup damaged = setup;
     damaged.engine.store_directory = copy;
-    Runtime runtime(damaged.runtime);
-    ToyModel model(runtime, damaged.engine, shape);
+    ToyModel model(damaged, shape);
     try {
       model.restore();
       model.losses = saved.losses;
@@ -108,11 +103,9 @@ TEST(Damage, OfASlotOfTheManifestIsNamedByTheRestore) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "good");
   setup.engine.keep_steps = 1;
   {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    Engine& engine = model.initialize();
+    ToyProgram model(setup);
     model.train(1, 1);
-    engine.save("kept", {}).wait();
+    model.engine().save("kept", {}).wait();
     model.train(2, 3);
   }
   setup.engine.store_directory = directory / "copy";
@@ -126,8 +119,7 @@ TEST(Damage, OfASlotOfTheManifestIsNamedByTheRestore) {
       std::filesystem::copy(directory / "good", setup.engine.store_directory);
       if (is_damaged) flip_bits(manifest, view.superblock->slot_offset(slot));
       const LogCapture log;
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine);
+      ToyModel model(setup);
       model.restore();
       const std::string kind = slot < tiers::kSlotCount ? "commit" : "named checkpoint";
       EXPECT_EQ(log.count(fmt::format("{} slot {} of {}", kind, slot, manifest)), is_damaged ? 1u : 0u) << log.text();
@@ -149,8 +141,7 @@ TEST(Damage, IsReportedWithTheNamedCheckpointsThatItLeavesAlone) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "good");
   setup.engine.keep_steps = 2;
   const auto with_engine = [&](const auto& body) {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape);
+    ToyModel model(setup, shape);
     body(model);
   };
   with_engine([&](ToyModel& model) {
@@ -214,24 +205,19 @@ TEST(Ownership, AnotherModelIsRefusedAndNothingOverwritten) {
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
   std::string digest;
   {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup);
     model.train(1, 2);
     digest = state_digest(model.engine(), State::master);
   }
   {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, ToyShape{.matrices = {40000, 70002, 16384, 9973}});
+    ToyModel model(setup, {.matrices = {40000, 70002, 16384, 9973}});
     EXPECT_THAT([&] { model.restore(); }, testing::ThrowsMessage<StoreError>(testing::HasSubstr("70002")));
   }
   {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup);
     EXPECT_THROW(model.initialize(), StoreError);
   }
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
+  ToyModel model(setup);
   EXPECT_EQ(model.restore().step, 2u);
   EXPECT_EQ(state_digest(model.engine(), State::master), digest);
 }
@@ -240,12 +226,9 @@ TEST(Ownership, AStoreInUseIsRefused) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
   setup.engine.lock_timeout = std::chrono::milliseconds(100);
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
-  model.initialize();
+  ToyProgram model(setup);
   ToySetup small = setup;
-  Runtime other_runtime(small.runtime);
-  ToyModel other(other_runtime, small.engine);
+  ToyModel other(small);
   EXPECT_THROW(other.restore(), StoreError);
   model.train(1, 2);
 }
@@ -253,8 +236,7 @@ TEST(Ownership, AStoreInUseIsRefused) {
 TEST(Ownership, UnwritablePathAndMissingStoreAreErrors) {
   for (const char* directory : {"/proc/nowhere/store", "/dev/null/store"}) {
     const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup);
     EXPECT_FALSE(model.find_commit());
     EXPECT_THROW(model.restore(), StoreError);
     EXPECT_THROW(model.initialize(), Error) << directory;

@@ -12,7 +12,6 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::device_state_test {
@@ -61,8 +60,7 @@ TEST(DeviceState, GoesOnFromASave) {
     const auto run = [&](const ToySetup& s, std::uint64_t first, std::uint64_t last, bool restore, bool save) {
       Digests digests;
       on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(s.runtime, join);
-        ToyModel model(runtime, s.engine);
+        ToyModel model(s, join);
         if (restore) {
           EXPECT_EQ(model.restore({.from = "middle"}).step, first - 1);
         } else {
@@ -100,16 +98,15 @@ TEST(DeviceState, IsReadAndWritten) {
   const ParameterId frozen = there.engine().parameter("unit1.frozen");
   const std::vector<float> values{1.5f, -2.25f, 0.0078125f, 3.0f};
   for (ToyProgram* p : {&there, &here}) {
-    p->model.train(1, 2);
-    p->engine().write(p->model.matrix(1), State::master, 16'382, values);
-    p->engine().write(p->model.matrix(1), State::moment2, 40'000, std::span(values).subspan(2));
+    p->train(1, 2);
+    p->engine().write(p->matrix(1), State::master, 16'382, values);
+    p->engine().write(p->matrix(1), State::moment2, 40'000, std::span(values).subspan(2));
     p->engine().write(frozen, State::master, 2'990, values);
-    p->model.train(3, 4);
-    p->model.pass(5);
+    p->train(3, 4);
+    p->pass(5);
   }
   for (const State state : {State::master, State::moment1, State::moment2, State::gradient}) {
-    EXPECT_EQ(there.read(there.model.matrix(1), state, 16'000, 30'000),
-              here.read(here.model.matrix(1), state, 16'000, 30'000))
+    EXPECT_EQ(there.read(there.matrix(1), state, 16'000, 30'000), here.read(here.matrix(1), state, 16'000, 30'000))
         << static_cast<int>(state);
   }
   EXPECT_EQ(there.read(frozen, State::master, 0, 3'000), here.read(frozen, State::master, 0, 3'000));
@@ -118,27 +115,26 @@ TEST(DeviceState, IsReadAndWritten) {
 
 TEST(DeviceState, CrossesNoLinkInAStep) {
   ToyProgram p(apart());
-  p.model.train(1, 3);
+  p.train(1, 3);
   p.engine().settle();
-  EXPECT_EQ(p.runtime.ledger().totals(Link::host_to_device).bytes, 0u);
+  EXPECT_EQ(p.runtime().ledger().totals(Link::host_to_device).bytes, 0u);
   // A sum of 8 bytes a chunk, and one word.
   std::uint64_t chunks = 0;
   for (const std::int64_t elements : ToyShape{}.matrices)
     chunks += divide_up(static_cast<std::uint64_t>(elements), 65536) + 1;
-  EXPECT_EQ(p.runtime.ledger().totals(Link::device_to_host).bytes, 3 * (8 * chunks + 4));
+  EXPECT_EQ(p.runtime().ledger().totals(Link::device_to_host).bytes, 3 * (8 * chunks + 4));
 }
 
 TEST(DeviceState, HoldsWhatIsPredicted) {
   for (const int ranks : {1, 3}) {
     const ToySetup setup = apart();
     on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
+      ToyModel model(setup, join);
       const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), ranks);
       model.initialize();
       model.train(1, 2);
-      EXPECT_EQ(runtime.device_budget().held_bytes(), predicted.device.bytes);
-      EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+      EXPECT_EQ(model.runtime().device_budget().held_bytes(), predicted.device.bytes);
+      EXPECT_EQ(model.runtime().pinned_budget().peak_bytes(), predicted.pinned.bytes);
     });
   }
 }
@@ -151,12 +147,12 @@ TEST(DeviceState, AStateThatCannotBeCommittedIsNamed) {
   EXPECT_THAT(
       [&] {
         for (std::uint64_t step = 1; step < 6; ++step) {
-          p.model.gradient_scale = 1e4f;
-          p.model.train(step, step);
+          p.gradient_scale = 1e4f;
+          p.train(step, step);
         }
       },
       testing::ThrowsMessage<Error>(testing::HasSubstr("unit 'unit")));
-  EXPECT_THROW(p.model.pass(9), Error);
+  EXPECT_THROW(p.pass(9), Error);
 }
 
 TEST(DeviceState, OfEightBitsIsRefused) {
@@ -179,8 +175,7 @@ TEST(DeviceState, WithOffloadedWeightsIsRefused) {
     const TempDirectory directory;
     ToySetup setup = apart(directory / "store");
     setup.engine.parameters = parameters;
-    Runtime runtime(setup.runtime);
-    EXPECT_THAT([&] { ToyModel(runtime, setup.engine).initialize(); },
+    EXPECT_THAT([&] { ToyModel(setup).initialize(); },
                 testing::ThrowsMessage<ConfigError>(testing::HasSubstr("offload_optimizer.device")));
   }
 }

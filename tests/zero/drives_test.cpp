@@ -34,25 +34,22 @@ TEST_P(DrivesTest, GiveTheSameBitsAndBytesAsOneAndResume) {
     const ToySetup setup = setup_on(directory, GetParam(), parameters);
     Digests half;
     {
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine, kShape);
-      model.initialize();
+      ToyProgram model(setup, kShape);
       model.train(1, 2);
       model.engine().settle();
-      EXPECT_EQ(runtime.ledger().totals(Link::nvme_write).bytes % kBlockAlignment, 0u);
+      EXPECT_EQ(model.runtime().ledger().totals(Link::nvme_write).bytes % kBlockAlignment, 0u);
       half.losses = model.losses;
     }
     for (const std::string& drive : setup.engine.stripe_directories)
       EXPECT_GE(std::filesystem::file_size(drive + "/rank-00000.data"), kMiB) << drive;
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, kShape);
+    ToyModel model(setup, kShape);
     EXPECT_EQ(model.restore().step, 2u);
     Engine& engine = model.engine();
     model.losses = half.losses;
     model.train(3, 4);
     engine.settle();
     const StepBytes formula = engine.formula_bytes();
-    const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes) / 2;
+    const double written = static_cast<double>(model.runtime().ledger().totals(Link::nvme_write).bytes) / 2;
     EXPECT_NEAR(written / static_cast<double>(formula.nvme_write), 1.0, 0.03);
     EXPECT_EQ(digests_of(model), expected);
   }
@@ -80,8 +77,7 @@ TEST(Drives, FewerAtTheNextStartAreRefusedAndNothingIsLost) {
   EngineOptions fewer = setup.engine;
   fewer.stripe_directories.clear();
   refused(fewer);
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, kShape);
+  ToyModel model(setup, kShape);
   EXPECT_EQ(model.restore().step, 1u);
 }
 
@@ -102,8 +98,7 @@ TEST(Drives, MountedElsewhereAreFoundByAStoreThatTakesOver) {
   EXPECT_TRUE(verify_job(std::vector{setup.engine.store_directory})[0].is_sound());
   for (const char* const link : {"drive1", "drive2"}) std::filesystem::remove(directory / link);
   const auto restores = [&] {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, kShape);
+    ToyModel model(setup, kShape);
     EXPECT_EQ(model.restore().step, 2u);
     Digests state = digests_of(model);
     state.losses = expected.losses;

@@ -15,7 +15,6 @@
 #include <hoist/tests/support/forwarding_stream.hpp>
 #include <hoist/tests/support/log_capture.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace {
@@ -111,37 +110,35 @@ class DeviceUpdate : public testing::TestWithParam<UpdateMode> {
 
 TEST_P(DeviceUpdate, AnErrorEndsTheEngineAndANewOneGoesOn) {
   std::atomic<bool> broken{false};
-  ToyTraining p(setup(broken), kShape);
-  p.model.initialize();
-  p.model.train(1, 2);
+  ToyProgram p(setup(broken), kShape);
+  p.train(1, 2);
   p.engine().settle();
   broken = true;
-  EXPECT_THROW(p.model.train(3, 3), DeviceError);
-  EXPECT_THROW(p.model.pass(4), DeviceError);
+  EXPECT_THROW(p.train(3, 3), DeviceError);
+  EXPECT_THROW(p.pass(4), DeviceError);
   EXPECT_THROW(p.engine().settle(), DeviceError);
   broken = false;
-  EXPECT_EQ(p.model.restore().step, 2u);
-  p.model.losses.resize(2);
-  p.model.train(3, 5);
+  EXPECT_EQ(p.restore().step, 2u);
+  p.losses.resize(2);
+  p.train(3, 5);
   ToySetup undisturbed = toy_setup(Placement::pinned, Placement::pinned);
   undisturbed.engine.gradient_clipping = 0;
-  EXPECT_EQ(digests_of(p.model), train_once(undisturbed, kShape, 5));
+  EXPECT_EQ(digests_of(p), train_once(undisturbed, kShape, 5));
 }
 
 // In mode backward a unit's gradient is handed on once the copies of its weights have an event.
 TEST_P(DeviceUpdate, AnEventThatTheDeviceRefusesInBackwardEndsTheEngineAndANewOneGoesOn) {
   std::atomic<bool> broken{false};
-  ToyTraining p(setup(broken, Breaks::events_of_copies_up), kShape);
-  p.model.initialize();
-  p.model.train(1, 2);
+  ToyProgram p(setup(broken, Breaks::events_of_copies_up), kShape);
+  p.train(1, 2);
   p.engine().settle();
-  p.model.in_forward = [&](std::size_t unit) { broken = unit + 1 == kShape.matrices.size(); };
-  EXPECT_THROW(p.model.train(3, 4), DeviceError);
+  p.in_forward = [&](std::size_t unit) { broken = unit + 1 == kShape.matrices.size(); };
+  EXPECT_THROW(p.train(3, 4), DeviceError);
   EXPECT_THROW(p.engine().settle(), DeviceError);
-  p.model.in_forward = [](std::size_t) {};
+  p.in_forward = [](std::size_t) {};
   broken = false;
-  p.model.close();
-  EXPECT_GE(p.model.restore().step, 2u);
+  p.close();
+  EXPECT_GE(p.restore().step, 2u);
 }
 
 TEST_P(DeviceUpdate, AnErrorOfOneRankIsToldToTheOther) {
@@ -150,15 +147,13 @@ TEST_P(DeviceUpdate, AnErrorOfOneRankIsToldToTheOther) {
   on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
     const auto index = static_cast<std::size_t>(rank);
     const ToySetup own = setup(broken[index]);
-    Runtime runtime(own.runtime, join);
-    ToyModel model(runtime, own.engine, kShape);
-    Engine& engine = model.initialize();
+    ToyProgram model(own, join, kShape);
     model.train(1, 2);
-    engine.settle();
+    model.engine().settle();
     broken[index] = rank == 1;
     try {
       model.train(3, 6);
-      engine.settle();
+      model.engine().settle();
     } catch (const CommError& error) {
       errors[index] = std::string("by another: ") + error.what();
     } catch (const DeviceError& error) {
@@ -197,30 +192,30 @@ class StreamThatClearsNothing final : public ForwardingStream {
 // If the engine did not fail, step() would update the unit with an incomplete gradient.
 TEST(EngineFailure, AGradientThatTheDeviceDidNotAddEndsTheEngine) {
   ToyProgram p(toy_setup(Placement::device, Placement::device));
-  StreamThatAddsNothing broken(p.model.stream());
+  StreamThatAddsNothing broken(p.stream());
   const std::vector<std::int64_t> shape{97};
   const ParameterId norm = p.engine().parameter("unit2.norm");
-  const tiers::DeviceBlock gradient = p.runtime.device_arena().allocate(4096, "gradient");
-  p.model.stream().fill(gradient.data(), 0, 4096);
+  const tiers::DeviceBlock gradient = p.runtime().device_arena().allocate(4096, "gradient");
+  p.stream().fill(gradient.data(), 0, 4096);
   const TensorView view{.data = gradient.data(), .dtype = DType::fp32, .shape = shape};
   {
     const PassScope pass = p.engine().begin(Pass::train);
-    p.engine().accumulate(norm, view, p.model.stream());
+    p.engine().accumulate(norm, view, p.stream());
     EXPECT_THROW(p.engine().accumulate(norm, view, broken), DeviceError);
-    EXPECT_THROW(p.engine().finish(p.model.unit(2), p.model.stream()), DeviceError);
+    EXPECT_THROW(p.engine().finish(p.unit(2), p.stream()), DeviceError);
   }
   EXPECT_THROW(p.engine().step(), DeviceError);
   EXPECT_THROW(p.engine().begin(Pass::evaluate), DeviceError);
-  p.model.stream().synchronize();  // it reads `gradient`
+  p.stream().synchronize();  // it reads `gradient`
 }
 
 // clear() records an event on the stream of a buffer that is in use.
 TEST(EngineFailure, AGradientBufferThatTheDeviceDidNotClearIsGivenBack) {
   ToyProgram p(toy_setup(Placement::device, Placement::device));
-  StreamThatClearsNothing broken(p.model.stream());
+  StreamThatClearsNothing broken(p.stream());
   {
     const PassScope pass = p.engine().begin(Pass::train);
-    EXPECT_THROW((void)p.engine().gradients(p.model.unit(2), broken), DeviceError);
+    EXPECT_THROW((void)p.engine().gradients(p.unit(2), broken), DeviceError);
   }
   p.engine().discard();
   EXPECT_THROW(p.engine().begin(Pass::evaluate), DeviceError);
@@ -239,17 +234,17 @@ class NoThreads {
 TEST(EngineFailure, WithoutAThreadForASaveTheLastOneIsGoneBackTo) {
   const TempDirectory directory;
   ToyProgram p(toy_setup(Placement::pinned, Placement::pinned, directory / "store"));
-  p.model.train(1, 2);
+  p.train(1, 2);
   p.engine().save("", {}).wait();
-  p.model.train(3, 3);
+  p.train(3, 3);
   {
     const NoThreads none;
     EXPECT_THROW(p.engine().save("", {}), Error);
   }
   EXPECT_THROW(p.engine().settle(), Error);
-  EXPECT_EQ(p.model.restore().step, 2u);
-  p.model.train(3, 4);
-  EXPECT_EQ(state_digests(p.model), digests_by_step(1, 4)[4]);
+  EXPECT_EQ(p.restore().step, 2u);
+  p.train(3, 4);
+  EXPECT_EQ(state_digests(p), digests_by_step(1, 4)[4]);
 }
 
 // The program does not settle, so that no call of it is left to throw.
@@ -273,14 +268,14 @@ TEST(EngineFailure, AStepThatIsLostAtTheEndIsLogged) {
 
 TEST(EngineFailure, WithoutThreadsAnEngineIsRefusedAndHoldsNothing) {
   const TempDirectory directory;
-  ToyTraining p(toy_setup(Placement::nvme, Placement::nvme, directory / "store"));
+  ToyModel p(toy_setup(Placement::nvme, Placement::nvme, directory / "store"));
   {
     const NoThreads none;
-    EXPECT_THROW(p.model.initialize(), Error);
+    EXPECT_THROW(p.initialize(), Error);
   }
-  EXPECT_EQ(held_bytes(p.runtime), 0u);
-  p.model.initialize();
-  p.model.train(1, 1);
+  EXPECT_EQ(held_bytes(p.runtime()), 0u);
+  p.initialize();
+  p.train(1, 1);
 }
 
 }  // namespace

@@ -11,21 +11,13 @@
 #include <hoist/platform/update_arrays.hpp>
 #include <hoist/tests/support/message_of.hpp>
 
-#include "toy_program.hpp"
+#include "toy_model.hpp"
 
 namespace hoist::test::engine_test {
 namespace {
 
 using testing::AllOf;
 using testing::HasSubstr;
-
-struct Fixture : ToyTraining {
-  using ToyTraining::ToyTraining;
-  Fixture& init() {
-    model.initialize();
-    return *this;
-  }
-};
 
 const Initializer kOnes = [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 1.0f); };
 
@@ -64,10 +56,9 @@ class CapturedStream final : public platform::Stream {
 };
 
 TEST(Engine, ACapturedStreamIsRefusedAndNothingHappened) {
-  Fixture f(in_memory());
-  f.init();
+  ToyProgram f(in_memory());
   CapturedStream captured;
-  const auto stream = f.runtime.device().create_stream("program");
+  const auto stream = f.runtime().device().create_stream("program");
   const UnitId unit{0};
   const auto refused = [](const auto& call) {
     EXPECT_THAT(message_of<UsageError>(call), AllOf(HasSubstr("CUDA graph"), HasSubstr("End the capture")));
@@ -83,48 +74,46 @@ TEST(Engine, ACapturedStreamIsRefusedAndNothingHappened) {
     stream->synchronize();
   }
   f.engine().discard();
-  f.model.train(1, 3);
-  EXPECT_EQ(digests_of(f.model), train_once(in_memory(), ToyShape{}, 3));
+  f.train(1, 3);
+  EXPECT_EQ(digests_of(f), train_once(in_memory(), ToyShape{}, 3));
 }
 
 TEST(Engine, DiscardAfterAPassForgetsItsGradients) {
-  Fixture f(in_memory());
-  f.init().model.train(1, 2);
-  f.model.pass(99);
+  ToyProgram f(in_memory());
+  f.train(1, 2);
+  f.pass(99);
   f.engine().discard();
-  f.model.losses.pop_back();
-  f.model.train(3, 4);
-  EXPECT_EQ(digests_of(f.model), train_once(in_memory(), ToyShape{}, 4));
+  f.losses.pop_back();
+  f.train(3, 4);
+  EXPECT_EQ(digests_of(f), train_once(in_memory(), ToyShape{}, 4));
 }
 
 TEST(Engine, LeasesNestAndShareTheirMemory) {
-  Fixture f(in_memory());
-  f.init();
+  ToyProgram f(in_memory());
   const PassScope scope = f.engine().begin(Pass::evaluate);
-  Lease outer = f.engine().gather(f.model.unit(0), f.model.stream());
+  Lease outer = f.engine().gather(f.unit(0), f.stream());
   {
-    Lease inner = f.engine().gather(f.model.unit(0), f.model.stream());
-    EXPECT_EQ(inner.view(f.model.matrix(0)).data, outer.view(f.model.matrix(0)).data);
+    Lease inner = f.engine().gather(f.unit(0), f.stream());
+    EXPECT_EQ(inner.view(f.matrix(0)).data, outer.view(f.matrix(0)).data);
   }
-  EXPECT_NE(outer.view(f.model.matrix(0)).data, nullptr);
-  outer.release(f.model.stream());
-  EXPECT_THROW(outer.release(f.model.stream()), UsageError);
-  EXPECT_THROW(outer.view(f.model.matrix(0)), UsageError);
+  EXPECT_NE(outer.view(f.matrix(0)).data, nullptr);
+  outer.release(f.stream());
+  EXPECT_THROW(outer.release(f.stream()), UsageError);
+  EXPECT_THROW(outer.view(f.matrix(0)), UsageError);
 }
 
 TEST(Engine, ADeviatingPassIsServedAndRecordedAnew) {
   const TempDirectory directory;
-  Fixture f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
-  f.init();
+  ToyProgram f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
   const auto visit = [&](const std::vector<std::size_t>& order) {
     const PassScope scope = f.engine().begin(Pass::generate);
-    for (const std::size_t u : order) f.engine().gather(f.model.unit(u), f.model.stream()).release(f.model.stream());
+    for (const std::size_t u : order) f.engine().gather(f.unit(u), f.stream()).release(f.stream());
   };
   for (const auto& order :
        std::vector<std::vector<std::size_t>>{{0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 1}, {3, 3, 3}, {}, {1}, {0, 1, 2, 3}})
     visit(order);
-  f.model.train(1, 3);
-  EXPECT_EQ(digests_of(f.model), train_once(in_memory(), ToyShape{}, 3));
+  f.train(1, 3);
+  EXPECT_EQ(digests_of(f), train_once(in_memory(), ToyShape{}, 3));
 }
 
 // PyTorch keeps views of weights from the forward pass for the backward pass.
@@ -282,12 +271,12 @@ TEST(Engine, AccumulateAddsAnyDtypeAnyNumberOfTimes) {
 // --- steps -----------------------------------------------------------------------------------------------------------
 
 TEST(Engine, ReportsNormAndClipFactor) {
-  Fixture f(in_memory());
-  f.init().model.pass(1);
+  ToyProgram f(in_memory());
+  f.pass(1);
   double expected = 0;
-  for (std::uint32_t p = 0; p < f.model.model().parameters().size(); ++p) {
-    if (!f.model.model().parameters()[p].trainable) continue;
-    std::vector<float> values(static_cast<std::size_t>(f.model.model().parameters()[p].shape[0]));
+  for (std::uint32_t p = 0; p < f.model().parameters().size(); ++p) {
+    if (!f.model().parameters()[p].trainable) continue;
+    std::vector<float> values(static_cast<std::size_t>(f.model().parameters()[p].shape[0]));
     f.engine().read(ParameterId{p}, State::gradient, 0, values);
     for (const float value : values) expected += static_cast<double>(value) * value;
   }
@@ -301,19 +290,18 @@ TEST(Engine, AStepsOwnLargestNormClipsAsTheOptionsDo) {
     ToySetup of_options = in_memory(), of_step = in_memory();
     for (ToySetup* setup : {&of_options, &of_step}) setup->engine.update_mode = mode;
     of_step.engine.gradient_clipping = 0;
-    Fixture expected(of_options), found(of_step);
-    expected.init().model.train(1, 4);
-    found.init();
+    ToyProgram expected(of_options), found(of_step);
+    expected.train(1, 4);
     for (std::uint64_t step = 1; step <= 4; ++step) {
-      found.model.pass(step);
+      found.pass(step);
       const double norm = found.engine().gradient_norm();
       EXPECT_EQ(found.engine().gradient_norm(), norm);
       const StepReport report = found.engine().step({.gradient_norm_max = of_options.engine.gradient_clipping});
       EXPECT_EQ(report.gradient_norm, norm);
-      EXPECT_EQ(report.clip_factor, expected.model.reports[step - 1].clip_factor);
+      EXPECT_EQ(report.clip_factor, expected.reports[step - 1].clip_factor);
       EXPECT_LT(report.clip_factor, 1);
     }
-    EXPECT_EQ(digests_of(found.model), digests_of(expected.model));
+    EXPECT_EQ(digests_of(found), digests_of(expected));
   }
 }
 
@@ -321,34 +309,32 @@ TEST(Engine, AStepsOwnLargestNormClipsAsTheOptionsDo) {
 TEST(Engine, EveryPassHasItsOwnNorm) {
   for (const Placement placement : {Placement::device, Placement::pinned}) {
     ToySetup setup = toy_setup(placement, placement);
-    Fixture f(setup), other(setup);
-    f.init().model.pass(1);
+    ToyProgram f(setup), other(setup);
+    f.pass(1);
     const double first = f.engine().gradient_norm();
     f.engine().discard();
     EXPECT_THROW(f.engine().gradient_norm(), UsageError);
-    f.model.pass(2);
+    f.pass(2);
     const double second = f.engine().gradient_norm();
-    other.init().model.pass(2);
+    other.pass(2);
     EXPECT_NE(first, second);
     EXPECT_EQ(second, other.engine().step().gradient_norm);
   }
 }
 
 TEST(Engine, TheSmallerOfTwoLargestNormsCounts) {
-  Fixture f(in_memory());
-  f.init();
+  ToyProgram f(in_memory());
   for (const double of_step : {0.25, 4.0}) {
-    f.model.pass(f.engine().step_count() + 1);
+    f.pass(f.engine().step_count() + 1);
     const StepReport report = f.engine().step({.gradient_norm_max = of_step});
     EXPECT_DOUBLE_EQ(report.clip_factor, std::min(of_step, 0.5) / (report.gradient_norm + 1e-6));
   }
 }
 
 TEST(Engine, TheNormIsAskedForBetweenPassAndStep) {
-  Fixture f(in_memory());
-  f.init();
+  ToyProgram f(in_memory());
   EXPECT_THROW(f.engine().gradient_norm(), UsageError);
-  f.model.pass(1);
+  f.pass(1);
   EXPECT_THROW(f.engine().step({.gradient_norm_max = -1}), UsageError);
   EXPECT_THROW(f.engine().step({.gradient_norm_max = 0}), UsageError);
   EXPECT_THROW(f.engine().step({.gradient_norm_max = std::nan("")}), UsageError);
@@ -362,9 +348,7 @@ TEST(Engine, AScheduleIsTheSameAsSettingItsRatesByHand) {
   const ToySetup by_hand = toy_setup(Placement::pinned, Placement::pinned);
   Digests expected;
   {
-    Runtime runtime(by_hand.runtime);
-    ToyModel model(runtime, by_hand.engine);
-    model.initialize();
+    ToyProgram model(by_hand);
     for (std::uint64_t step = 1; step <= 6; ++step) {
       for (const std::uint32_t group : {0u, 1u})
         model.engine().set_learning_rate(GroupId{group}, learning_rate(schedule, step - 1, 1.0));
@@ -377,8 +361,7 @@ TEST(Engine, AScheduleIsTheSameAsSettingItsRatesByHand) {
   scheduled.engine.learning_rate_schedule = schedule;
   std::vector<double> losses;
   for (const std::uint64_t first : {1u, 4u}) {
-    Runtime runtime(scheduled.runtime);
-    ToyModel model(runtime, scheduled.engine);
+    ToyModel model(scheduled);
     if (first == 1) {
       model.initialize();
     } else {
@@ -420,8 +403,8 @@ TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
         EXPECT_EQ(moment[0], 0.25f);
       };
       {
-        Fixture f(setup);
-        f.init().model.train(1, 1);
+        ToyProgram f(setup);
+        f.train(1, 1);
         for (const char* name : {"unit3.matrix", "unit1.frozen", "unit0.norm"})
           f.engine().write(f.engine().parameter(name), State::master, 91, values);
         const float quarter = 0.25f;
@@ -429,9 +412,9 @@ TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
         check(f.engine());
         if (!nvme) f.engine().save("here", {}).wait();
       }
-      Fixture again(setup);
-      EXPECT_EQ(again.model.restore().step, 1u);
-      EXPECT_EQ(again.runtime.ledger().totals(Link::nvme_read).bytes, 0u) << "restoring is not part of a step";
+      ToyModel again(setup);
+      EXPECT_EQ(again.restore().step, 1u);
+      EXPECT_EQ(again.runtime().ledger().totals(Link::nvme_read).bytes, 0u) << "restoring is not part of a step";
       check(again.engine());
     }
   }
@@ -439,14 +422,13 @@ TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
 
 TEST(Engine, WritesAreSeenByTheNextGather) {
   const TempDirectory directory;
-  Fixture f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
-  f.init();
-  const double before = f.model.evaluate();
+  ToyProgram f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
+  const double before = f.evaluate();
   std::vector<float> value(1);
-  f.engine().read(f.model.matrix(2), State::master, 0, value);
+  f.engine().read(f.matrix(2), State::master, 0, value);
   value[0] += 1024;
-  f.engine().write(f.model.matrix(2), State::master, 0, value);
-  EXPECT_NEAR(f.model.evaluate() - before, 1024, 8);
+  f.engine().write(f.matrix(2), State::master, 0, value);
+  EXPECT_NEAR(f.evaluate() - before, 1024, 8);
 }
 
 // --- shapes ----------------------------------------------------------------------------------------------------------
@@ -467,8 +449,7 @@ TEST(Engine, UnusualShapes) {
 // --- contracts -------------------------------------------------------------------------------------------------------
 
 TEST(Engine, BrokenContractsAreUsageErrorsAndHarmless) {
-  Fixture f(in_memory());
-  f.init();
+  ToyProgram f(in_memory());
   EXPECT_THROW(f.engine().parameter("nobody"), UsageError);
   EXPECT_THROW((void)f.engine().keeps_gathered(UnitId{123456}), UsageError);
   EXPECT_THROW(f.engine().set_learning_rate(GroupId{9}, 0.1), UsageError);
@@ -479,35 +460,35 @@ TEST(Engine, BrokenContractsAreUsageErrorsAndHarmless) {
     EXPECT_THROW(model.add_unit("bad", {spec}), UsageError) << spec.name;
   }
   EXPECT_THROW(model.add_unit("none", {}), UsageError);
-  EXPECT_EQ(model.units().size(), f.model.model().units().size());
-  EXPECT_THROW((void)f.engine().gather(f.model.unit(0), f.model.stream()), UsageError);
+  EXPECT_EQ(model.units().size(), f.model().units().size());
+  EXPECT_THROW((void)f.engine().gather(f.unit(0), f.stream()), UsageError);
   EXPECT_THROW(f.engine().step(), UsageError);
   EXPECT_THROW(f.engine().save("x", {}), UsageError);
   {
     const PassScope scope = f.engine().begin(Pass::evaluate);
     EXPECT_THROW((void)f.engine().begin(Pass::train), UsageError);
-    EXPECT_THROW(f.engine().gradients(f.model.unit(0), f.model.stream()), UsageError);
-    EXPECT_THROW((void)f.engine().gather(UnitId{99}, f.model.stream()), UsageError);
+    EXPECT_THROW(f.engine().gradients(f.unit(0), f.stream()), UsageError);
+    EXPECT_THROW((void)f.engine().gather(UnitId{99}, f.stream()), UsageError);
     std::vector<float> out(1);
-    EXPECT_THROW(f.engine().read(f.model.matrix(0), State::master, 0, out), UsageError);
-    Lease lease = f.engine().gather(f.model.unit(0), f.model.stream());
-    EXPECT_THROW(lease.view(f.model.matrix(1)), UsageError);
+    EXPECT_THROW(f.engine().read(f.matrix(0), State::master, 0, out), UsageError);
+    Lease lease = f.engine().gather(f.unit(0), f.stream());
+    EXPECT_THROW(lease.view(f.matrix(1)), UsageError);
   }
   EXPECT_THROW((void)f.engine().begin(Pass::train, {.micro_batches = 2}), UsageError);
   {
     const PassScope scope = f.engine().begin(Pass::train);
-    f.engine().finish(f.model.unit(0), f.model.stream());
-    EXPECT_THROW(f.engine().finish(f.model.unit(0), f.model.stream()), UsageError);
+    f.engine().finish(f.unit(0), f.stream());
+    EXPECT_THROW(f.engine().finish(f.unit(0), f.stream()), UsageError);
   }
   EXPECT_THROW(f.engine().step(), UsageError);  // three units were not finished
   f.engine().discard();
   std::vector<float> out(2);
-  EXPECT_THROW(f.engine().read(f.model.matrix(0), State::master, 39999, out), UsageError);
+  EXPECT_THROW(f.engine().read(f.matrix(0), State::master, 39999, out), UsageError);
   EXPECT_THROW(f.engine().read(f.engine().parameter("unit1.frozen"), State::moment1, 0, out), UsageError);
   out[0] = std::numeric_limits<float>::infinity();
-  EXPECT_THROW(f.engine().write(f.model.matrix(0), State::master, 0, out), UsageError);
-  f.model.train(1, 2);
-  EXPECT_EQ(digests_of(f.model), train_once(in_memory(), ToyShape{}, 2));
+  EXPECT_THROW(f.engine().write(f.matrix(0), State::master, 0, out), UsageError);
+  f.train(1, 2);
+  EXPECT_EQ(digests_of(f), train_once(in_memory(), ToyShape{}, 2));
 }
 
 TEST(Engine, UnsupportedOptionsAreRefusedByName) {

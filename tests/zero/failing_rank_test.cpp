@@ -311,8 +311,7 @@ TEST(FailingStartOfOne, ACallerStateThatOneRankHasNoRoomForIsRefusedByAll) {
   setup.engine.caller_state_bytes_max = 100;
   setup.runtime.comm_timeout = std::chrono::seconds(5);
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine, kShape);
+    ToyModel model(setup, join, kShape);
     const std::vector<std::byte> state(rank == 1 ? 101 : 100);
     try {
       model.initialize(state);
@@ -388,8 +387,7 @@ TEST_P(LongCallerState, OfOneRankIsRefusedByAll) {
   for (const int refused : {-1, 1}) {
     const ToySetup used = setup(directory / (refused < 0 ? "undisturbed" : "refused"));
     on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(used.runtime, join);
-      ToyModel model(runtime, used.engine, kShape);
+      ToyModel model(used, join, kShape);
       const Digests mine = train(model, rank, refused);
       if (rank == 0) ends[refused < 0 ? 0 : 1] = mine;
     });
@@ -402,10 +400,9 @@ TEST_P(LongCallerState, OfOneGroupIsRefusedByTheWholeJob) {
   const TempDirectory directory;
   on_groups({2, 2}, [&](int group, int rank, const Runtime::Groups& groups) {
     const ToySetup used = setup(directory / std::to_string(group));
-    Runtime runtime(used.runtime, groups);
-    ToyModel model(runtime, used.engine, kShape);
-    train(model, runtime.norm_group().rank(), 3);
-    EXPECT_EQ(rank, runtime.rank());
+    ToyModel model(used, groups, kShape);
+    train(model, model.runtime().norm_group().rank(), 3);
+    EXPECT_EQ(rank, model.runtime().rank());
   });
 }
 
@@ -431,9 +428,8 @@ std::vector<Ended> run_slices(ToySetup setup, const std::function<void(int, Runt
           .sharding = [&](const auto& o) { return (rank / 2 == 0 ? slice0 : slice1).join(rank % 2, o); },
           .norm = [&](const auto& o) { return all.join(rank, o); }};
       try {
-        Runtime runtime(setup.runtime, groups);
-        ToyModel model(runtime, setup.engine, kShape);
-        body(rank, runtime, model);
+        ToyModel model(setup, groups, kShape);
+        body(rank, model.runtime(), model);
       } catch (const std::exception& error) {
         ended[static_cast<std::size_t>(rank)].error = error.what();
       }

@@ -10,7 +10,7 @@
 #include <hoist/tests/support/forked.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
-#include "toy_program.hpp"
+#include "toy_model.hpp"
 
 namespace hoist::test::fork_test {
 namespace {
@@ -27,18 +27,15 @@ bool is_refused(Call call) {
 
 class Fork : public ::testing::Test {
  protected:
-  Fork() { training_->model.initialize(); }
-
   TempDirectory directory_;
-  std::optional<ToyTraining> training_{std::in_place, toy_setup(Placement::nvme, Placement::nvme, directory_ / "store"),
-                                       ToyShape{}};
+  std::optional<ToyProgram> training_{std::in_place, toy_setup(Placement::nvme, Placement::nvme, directory_ / "store")};
 };
 
 TEST_F(Fork, CallsAreUsageErrorsAndTheParentContinues) {
-  training_->model.train(1, 1);
+  training_->train(1, 1);
   Engine& engine = training_->engine();
   Runtime& runtime = engine.runtime();
-  const ParameterId matrix = training_->model.matrix(0);
+  const ParameterId matrix = training_->matrix(0);
   const int code = exit_code_of_fork([&] {
     float value = 0;
     return is_refused([&] { const PassScope pass = engine.begin(Pass::train); }) &&
@@ -52,17 +49,17 @@ TEST_F(Fork, CallsAreUsageErrorsAndTheParentContinues) {
                : 1;
   });
   EXPECT_EQ(code, 0);
-  training_->model.train(2, 3);
+  training_->train(2, 3);
   EXPECT_EQ(engine.step_count(), 3u);
 }
 
 TEST_F(Fork, DestructorsDoNothingAlsoInThePassUnderWay) {
-  training_->model.train(1, 1);
+  training_->train(1, 1);
   Engine& engine = training_->engine();
   std::optional<PassScope> pass(engine.begin(Pass::evaluate));
-  std::optional<Lease> lease(engine.gather(training_->model.unit(0), training_->model.stream()));
+  std::optional<Lease> lease(engine.gather(training_->unit(0), training_->stream()));
   const int code = exit_code_of_fork([&] {
-    const bool refused = is_refused([&] { lease->view(training_->model.matrix(0)); });
+    const bool refused = is_refused([&] { lease->view(training_->matrix(0)); });
     lease.reset();
     pass.reset();
     { const Engine ended = std::move(engine); }
@@ -70,15 +67,15 @@ TEST_F(Fork, DestructorsDoNothingAlsoInThePassUnderWay) {
     return refused ? 0 : 1;
   });
   EXPECT_EQ(code, 0);
-  EXPECT_NO_THROW(lease->view(training_->model.matrix(0)));
+  EXPECT_NO_THROW(lease->view(training_->matrix(0)));
   lease.reset();
   pass.reset();
-  training_->model.train(2, 2);
+  training_->train(2, 2);
   EXPECT_EQ(engine.step_count(), 2u);
 }
 
 TEST_F(Fork, NorDoThoseOfARuntimeAndOfWhatAProgramHasOfIt) {
-  training_->model.train(1, 1);
+  training_->train(1, 1);
   auto runtime = std::make_unique<Runtime>(toy_setup(Placement::pinned, Placement::pinned).runtime);
   tiers::DeviceBlock block = runtime->device_arena().allocate(4096, "program");
   auto stream = runtime->device().create_stream("program");

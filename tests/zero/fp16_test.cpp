@@ -12,7 +12,6 @@
 #include <hoist/tests/support/message_of.hpp>
 
 #include "loss_scale_golden.hpp"
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::fp16_test {
@@ -32,18 +31,18 @@ ToySetup fp16_setup(Placement parameters, Placement optimizer, const std::string
   return setup;
 }
 
-struct Session : ToyTraining {
-  explicit Session(const ToySetup& setup, const ToyShape& shape = kSmall) : ToyTraining(setup, shape) {}
+struct Session : ToyModel {
+  explicit Session(const ToySetup& setup, const ToyShape& shape = kSmall) : ToyModel(setup, shape) {}
   Session& fresh() {
-    model.initialize();
+    initialize();
     return *this;
   }
-  StepReport attempt(std::uint64_t step, float gradient_scale = 1) {
-    model.gradient_scale = gradient_scale;
-    model.train(step, step);
-    return model.reports.back();
+  StepReport attempt(std::uint64_t step, float scale = 1) {
+    gradient_scale = scale;
+    train(step, step);
+    return reports.back();
   }
-  Digests digests() { return state_digests(model); }
+  Digests digests() { return state_digests(*this); }
 };
 
 // --- weights ---------------------------------------------------------------------------------------------------------
@@ -64,20 +63,20 @@ INSTANTIATE_TEST_SUITE_P(Engine, Fp16Test,
 
 TEST_P(Fp16Test, GatheredWeightsAreTheMastersRounded) {
   Session run(setup());
-  run.fresh().model.train(1, 4);
+  run.fresh().train(1, 4);
   for (std::size_t u = 0; u < kSmall.matrices.size(); ++u) {
     std::vector<std::uint16_t> weights(static_cast<std::size_t>(kSmall.matrices[u]));
     {
       const PassScope scope = run.engine().begin(Pass::evaluate);
-      Lease lease = run.engine().gather(run.model.unit(u), run.model.stream());
-      const TensorView view = lease.view(run.model.matrix(u));
+      Lease lease = run.engine().gather(run.unit(u), run.stream());
+      const TensorView view = lease.view(run.matrix(u));
       ASSERT_EQ(view.dtype, DType::fp16);
-      run.model.stream().launch("look", [&] { std::memcpy(weights.data(), view.data, 2 * weights.size()); });
-      run.model.stream().synchronize();
-      lease.release(run.model.stream());
+      run.stream().launch("look", [&] { std::memcpy(weights.data(), view.data, 2 * weights.size()); });
+      run.stream().synchronize();
+      lease.release(run.stream());
     }
     std::vector<float> masters(weights.size());
-    run.engine().read(run.model.matrix(u), State::master, 0, masters);
+    run.engine().read(run.matrix(u), State::master, 0, masters);
     std::size_t rounded = 0;
     for (std::size_t i = 0; i < masters.size(); ++i) {
       ASSERT_EQ(weights[i], float_to_fp16(masters[i])) << "unit " << u << " element " << i;
@@ -93,8 +92,8 @@ TEST_P(Fp16Test, GatheredWeightsAreTheMastersRounded) {
 TEST_P(Fp16Test, ASkippedStepChangesNoBit) {
   Session run(setup()),
       undisturbed(setup().engine.store_directory.empty() ? setup() : fp16_setup(Placement::pinned, Placement::pinned));
-  run.fresh().model.train(1, 3);
-  undisturbed.fresh().model.train(1, 3);
+  run.fresh().train(1, 3);
+  undisturbed.fresh().train(1, 3);
   const StepReport report = run.attempt(4, kOverflow);
   EXPECT_FALSE(report.applied);
   EXPECT_FALSE(std::isfinite(report.gradient_norm));
@@ -105,7 +104,7 @@ TEST_P(Fp16Test, ASkippedStepChangesNoBit) {
   EXPECT_EQ(run.engine().step_count(), 3u);
   EXPECT_EQ(run.digests(), undisturbed.digests());
 
-  const auto written = [&] { return run.runtime.ledger().totals(Link::nvme_write).bytes; };
+  const auto written = [&] { return run.runtime().ledger().totals(Link::nvme_write).bytes; };
   const std::uint64_t before = written();
   const auto committed = run.engine().committed_step();
   for (std::uint64_t step = 5; step < 9; ++step) EXPECT_FALSE(run.attempt(step, kOverflow).applied);
@@ -146,23 +145,23 @@ TEST_P(Fp16Test, AnOverflowInOneMicroBatchSkipsTheStep) {
   with.engine.micro_batches_max = 3;
   Session run(with);
   run.fresh();
-  run.model.micro_batches = 3;
-  run.model.train(1, 1);
+  run.micro_batches = 3;
+  run.train(1, 1);
   const Digests before = run.digests();
   for (int bad = 0; bad < 3; ++bad) {
     const float scale = run.engine().loss_scale();
     for (int i = 0; i < 3; ++i) {
-      run.model.gradient_scale = i == bad ? kOverflow : 1;
-      run.model.pass(2, {.micro_batch = i, .micro_batches = 3});
+      run.gradient_scale = i == bad ? kOverflow : 1;
+      run.pass(2, {.micro_batch = i, .micro_batches = 3});
       EXPECT_EQ(run.engine().loss_scale(), scale);
     }
     EXPECT_FALSE(run.engine().step().applied) << "micro-batch " << bad;
     EXPECT_EQ(run.engine().loss_scale(), scale / 2);
     EXPECT_EQ(run.digests(), before);
   }
-  run.model.gradient_scale = 1;
-  run.model.train(3, 3);
-  EXPECT_TRUE(run.model.reports.back().applied);
+  run.gradient_scale = 1;
+  run.train(3, 3);
+  EXPECT_TRUE(run.reports.back().applied);
 }
 
 // --- unscaling -------------------------------------------------------------------------------------------------------
@@ -179,14 +178,14 @@ TEST(LossScaleInTheEngine, IsUndoneExactly) {
     for (const double scale : {1.0, 1024.0, 0x1.0p-8}) {
       setup.engine.loss_scale = {.scale = scale};
       Session run(setup, shape);
-      run.fresh().model.micro_batches = micro_batches;
-      run.model.train(1, 4);
-      norms.push_back(run.model.reports.back().gradient_norm);
-      EXPECT_LT(run.model.reports.back().clip_factor, 1);
-      EXPECT_EQ(run.model.reports.back().loss_scale, scale);
-      for (int i = 0; i < micro_batches; ++i) run.model.pass(5, {.micro_batch = i, .micro_batches = micro_batches});
+      run.fresh().micro_batches = micro_batches;
+      run.train(1, 4);
+      norms.push_back(run.reports.back().gradient_norm);
+      EXPECT_LT(run.reports.back().clip_factor, 1);
+      EXPECT_EQ(run.reports.back().loss_scale, scale);
+      for (int i = 0; i < micro_batches; ++i) run.pass(5, {.micro_batch = i, .micro_batches = micro_batches});
       gradients.emplace_back(9000);
-      run.engine().read(run.model.matrix(0), State::gradient, 0, gradients.back());
+      run.engine().read(run.matrix(0), State::gradient, 0, gradients.back());
       run.engine().discard();
       digests.push_back(run.digests());
     }
@@ -207,7 +206,7 @@ TEST(LossScaleInTheEngine, KeepsSmallGradients) {
     Session run(setup);
     run.fresh().attempt(1, 1e-7f);  // some 1e-9; fp16's smallest is 6e-8
     std::vector<float> values(100);
-    run.engine().read(run.model.matrix(0), State::moment1, 0, values);
+    run.engine().read(run.matrix(0), State::moment1, 0, values);
     return std::ranges::count_if(values, [](float value) { return value != 0; });
   };
   EXPECT_EQ(moment(1), 0);
@@ -221,9 +220,7 @@ TEST(Fp16Ranks, AnOverflowOfOneSkipsAllAndTheirScalesStayEqual) {
     const TempDirectory directory;
     const ToySetup setup = fp16_setup(placement, placement, placement == Placement::nvme ? directory / "store" : "");
     on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, kSmall);
-      Engine& engine = model.initialize();
+      ToyProgram model(setup, join, kSmall);
       double scale = 65536;
       std::uint64_t applied = 0;
       for (std::uint64_t step = 1; step <= 12; ++step) {
@@ -234,9 +231,9 @@ TEST(Fp16Ranks, AnOverflowOfOneSkipsAllAndTheirScalesStayEqual) {
         ASSERT_EQ(model.reports.back().loss_scale, scale) << "rank " << rank << " step " << step;
         if (overflows) scale /= 2;
         applied += overflows ? 0u : 1u;
-        ASSERT_EQ(engine.loss_scale(), scale) << "rank " << rank << " step " << step;
+        ASSERT_EQ(model.engine().loss_scale(), scale) << "rank " << rank << " step " << step;
       }
-      EXPECT_EQ(engine.step_count(), applied);
+      EXPECT_EQ(model.engine().step_count(), applied);
     });
   }
 }
@@ -281,7 +278,7 @@ TEST(Fp16Commits, TheScaleIsThatOfTheCommit) {
     EXPECT_EQ(run.engine().loss_scale(), 16384);
   }
   Session run(setup);
-  EXPECT_EQ(program_state(run.model.restore()), 3u);
+  EXPECT_EQ(program_state(run.restore()), 3u);
   EXPECT_EQ(run.engine().loss_scale(), 32768);
 }
 
@@ -293,14 +290,14 @@ TEST(Fp16Commits, AChangeOfStateKeepsTheScaleOfItsCommit) {
     Session run(setup);
     run.fresh().attempt(1);
     run.attempt(2, kOverflow);
-    run.engine().write(run.model.matrix(0), State::master, 7, std::vector<float>{0.5f});
+    run.engine().write(run.matrix(0), State::master, 7, std::vector<float>{0.5f});
     EXPECT_EQ(run.engine().loss_scale(), 32768);
   }
   Session run(setup);
-  EXPECT_EQ(program_state(run.model.restore()), 1u);
+  EXPECT_EQ(program_state(run.restore()), 1u);
   EXPECT_EQ(run.engine().loss_scale(), 65536) << "attempt 2 is made again, with the scale it had";
   float value = 0;
-  run.engine().read(run.model.matrix(0), State::master, 7, {&value, 1});
+  run.engine().read(run.matrix(0), State::master, 7, {&value, 1});
   EXPECT_EQ(value, 0.5f);
 }
 
@@ -326,7 +323,7 @@ TEST(Fp16Commits, StoppedAfterEveryAttemptAndResumed) {
   Session(setup).fresh();
   for (std::uint64_t stop = 1; stop <= pattern.size(); ++stop) {
     Session run(setup);
-    const RestoreReport report = run.model.restore();
+    const RestoreReport report = run.restore();
     last = report.caller_state.empty() ? 0 : program_state(report);
     ASSERT_LT(last, stop);
     for (std::uint64_t step = last + 1; step <= stop; ++step) run.attempt(step, gradient_scale(step));
@@ -355,12 +352,12 @@ TEST(Fp16Commits, ACheckpointBringsItsScaleBack) {
     }
     {
       Session run(setup);
-      run.model.restore({.from = "after an overflow"});
+      run.restore({.from = "after an overflow"});
       EXPECT_EQ(run.engine().loss_scale(), 32768);
       EXPECT_EQ(run.engine().step_count(), 1u);
     }
     Session run(setup);
-    run.model.restore({.from = "later"});
+    run.restore({.from = "later"});
     EXPECT_EQ(run.engine().loss_scale(), 16384);
   }
 }
@@ -374,8 +371,7 @@ TEST(Fp16Commits, AnotherNumberOfRanksGoesOnWithTheScale) {
     std::uint64_t step = 0;
     for (const int ranks : {1, 3, 2}) {
       on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(setup.runtime, join);
-        ToyModel model(runtime, setup.engine, kSmall);
+        ToyModel model(setup, join, kSmall);
         if (step == 0) {
           model.initialize();
         } else {
@@ -391,7 +387,7 @@ TEST(Fp16Commits, AnotherNumberOfRanksGoesOnWithTheScale) {
         model.engine().settle();
         EXPECT_EQ(model.engine().loss_scale(), scale / 2);
         const Digests now = state_digests(model);
-        runtime.communicator().barrier();
+        model.runtime().communicator().barrier();
         if (rank == 0) before = now;
       });
       step += 2;
@@ -409,7 +405,7 @@ TEST(Fp16Commits, AStoreWithoutAScaleBeginsWithTheConfigurations) {
   Session(setup).fresh().attempt(1);
   setup.engine.loss_scale = dynamic;
   Session run(setup);
-  EXPECT_EQ(run.model.restore().step, 1u);
+  EXPECT_EQ(run.restore().step, 1u);
   EXPECT_EQ(run.engine().loss_scale(), 65536);
 }
 
@@ -430,11 +426,11 @@ TEST(Fp16Refusals, SayWhatToDo) {
   setup.engine.weights_dtype.reset();
   EXPECT_EQ(message_of([&] { Session(setup).fresh(); }), "no error");
   Session run(setup);
-  EXPECT_THAT(message_of([&] {
-                run.model.initialize(
-                    [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 65520.0f); });
-              }),
-              HasSubstr("65520 of parameter 'unit0.matrix' is too large for fp16"));
+  EXPECT_THAT(
+      message_of([&] {
+        run.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 65520.0f); });
+      }),
+      HasSubstr("65520 of parameter 'unit0.matrix' is too large for fp16"));
   setup.engine.loss_scale.hysteresis = 0;
   EXPECT_THAT(message_of([&] { Session(setup).fresh(); }), HasSubstr("fp16.hysteresis"));
 }
@@ -454,7 +450,7 @@ TEST(Fp16Refusals, AnOverflowAtTheSmallestScaleEndsTheRun) {
     EXPECT_THAT(message_of([&] { run.attempt(4); }), HasSubstr("at the smallest loss scale"));
   }
   Session run(setup);
-  EXPECT_EQ(run.model.restore().step, 1u);
+  EXPECT_EQ(run.restore().step, 1u);
   EXPECT_EQ(run.digests(), before);
 }
 
@@ -545,16 +541,16 @@ TEST(Fp16Bytes, AreTheFormulas) {
     const ToyShape shape{
         .matrices = {1 << 19, 1 << 19}, .norm = 1, .frozen = false, .tied = false, .dtype = DType::fp16};
     Session run(setup, shape);
-    run.fresh().model.train(1, 2);
+    run.fresh().train(1, 2);
     run.engine().settle();
-    const auto read = [&] { return run.runtime.ledger().totals(Link::nvme_read).bytes; };
-    const auto written = [&] { return run.runtime.ledger().totals(Link::nvme_write).bytes; };
+    const auto read = [&] { return run.runtime().ledger().totals(Link::nvme_read).bytes; };
+    const auto written = [&] { return run.runtime().ledger().totals(Link::nvme_write).bytes; };
     const std::uint64_t read_before = read(), written_before = written();
     constexpr std::uint64_t kSteps = 3;
-    run.model.train(3, 2 + kSteps);
+    run.train(3, 2 + kSteps);
     run.engine().settle();
-    for (const StepReport& report : run.model.reports) EXPECT_TRUE(report.applied);
-    const auto parameters = static_cast<double>(run.model.model().parameter_count());
+    for (const StepReport& report : run.reports) EXPECT_TRUE(report.applied);
+    const auto parameters = static_cast<double>(run.model().parameter_count());
     EXPECT_NEAR(static_cast<double>(read() - read_before) / kSteps / parameters, c.read, 0.1);
     EXPECT_NEAR(static_cast<double>(written() - written_before) / kSteps / parameters, c.written, 0.1);
     EXPECT_NEAR(static_cast<double>(run.engine().formula_bytes().nvme_read) / parameters, c.read, 0.1);

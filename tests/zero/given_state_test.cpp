@@ -37,16 +37,15 @@ TEST(ReducedGradients, TwoRanksEndInTheBitsOfOneAndSendWeightsOnly) {
     setup.engine.gradient_clipping = 0;
     setup.engine.reuse_distance_elements = 0;  // every use fetches, as the formula counts
     on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
+      ToyModel model(setup, join);
       model.equal_gradients = true;
       model.initialize();
       model.train(1, 1);  // records the passes
       model.engine().settle();
-      const std::uint64_t before = runtime.ledger().totals(Link::wire).bytes;
+      const std::uint64_t before = model.runtime().ledger().totals(Link::wire).bytes;
       model.train(2, kSteps);
       model.engine().settle();
-      const std::uint64_t sent = runtime.ledger().totals(Link::wire).bytes - before;
+      const std::uint64_t sent = model.runtime().ledger().totals(Link::wire).bytes - before;
       const double formula = static_cast<double>(model.engine().formula_bytes().wire * (kSteps - 1));
       EXPECT_NEAR(static_cast<double>(sent), formula, 0.02 * formula);
       Digests ends = digests_of(model);
@@ -102,9 +101,7 @@ TEST_P(GivenState, TrainingGoesOnWithItAndCommitsIt) {
   StateOfAll at_three;
   Digests reference;
   {
-    Runtime runtime(first.runtime);
-    ToyModel model(runtime, first.engine);
-    model.initialize();
+    ToyProgram model(first);
     model.train(1, 3);
     at_three = state_of(model);
     model.train(4, 5);
@@ -137,9 +134,7 @@ TEST_P(GivenState, TrainingGoesOnWithItAndCommitsIt) {
 
 TEST_P(GivenState, MastersChangeAloneAndOnlyWhereTheyAreMeantTo) {
   const ToySetup used = setup("store");
-  Runtime runtime(used.runtime);
-  ToyModel model(runtime, used.engine);
-  model.initialize();
+  ToyProgram model(used);
   model.train(1, 2);
   StateOfAll expected = state_of(model);
   const ParameterId changed = model.matrix(2);
@@ -164,9 +159,7 @@ TEST_P(GivenState, MastersChangeAloneAndOnlyWhereTheyAreMeantTo) {
 TEST_P(GivenState, ACallbackThatCallsTheEngineEndsItAndNotTheStore) {
   for (const bool replaces : {true, false}) {
     const ToySetup used = setup(replaces ? "replaced" : "changed");
-    Runtime runtime(used.runtime);
-    ToyModel model(runtime, used.engine);
-    model.initialize();
+    ToyProgram model(used);
     const StateOfAll before = state_of(model);
     const Initializer reads = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
       model.engine().read(parameter, State::master, first, out);
@@ -196,9 +189,7 @@ TEST(GivenStateErrors, ACallbackThatThrowsOnTheWayEndsTheEngineWhateverItThrows)
       for (const auto& thrower : throwers) {
         SCOPED_TRACE(run);
         const ToySetup setup = toy_setup(parameters, optimizer, directory / std::to_string(run++));
-        Runtime runtime(setup.runtime);
-        ToyModel model(runtime, setup.engine);
-        model.initialize();
+        ToyProgram model(setup);
         model.train(1, 2);
         model.engine().save("", {}).wait();
         const StateOfAll before = state_of(model);
@@ -231,9 +222,7 @@ TEST(GivenStateErrors, ACallbackThatThrowsOnTheWayEndsTheEngineWhateverItThrows)
 
 TEST_P(GivenState, WhatCannotBeTrainedWithEndsTheEngineAndNotTheStore) {
   const ToySetup used = setup("store");
-  Runtime runtime(used.runtime);
-  ToyModel model(runtime, used.engine);
-  model.initialize();
+  ToyProgram model(used);
   model.train(1, 2);
   StateOfAll all = state_of(model);
   const StateOfAll before = all;
@@ -253,9 +242,7 @@ TEST_P(GivenState, IsRefusedWhereTheStoreHasALaterStep) {
   const TempDirectory store;
   ToySetup used = setup("store");
   used.engine.store_directory = store / "store";
-  Runtime runtime(used.runtime);
-  ToyModel model(runtime, used.engine);
-  model.initialize();
+  ToyProgram model(used);
   model.train(1, 2);
   const StateOfAll before = state_of(model);
   model.engine().save("", {}).wait();
@@ -274,9 +261,7 @@ TEST_P(GivenState, WithoutALossScaleBeginsWithThatOfTheOptions) {
   used.engine.loss_scale = toy_loss_scale();
   ToyShape shape;
   shape.dtype = DType::fp16;
-  Runtime runtime(used.runtime);
-  ToyModel model(runtime, used.engine, shape);
-  model.initialize();
+  ToyProgram model(used, shape);
   const float first = model.engine().loss_scale();
   model.train(1, 6);
   const float present = model.engine().loss_scale();
@@ -298,8 +283,7 @@ TEST_P(GivenState, IsCommittedWithItsCallerStateAndLossScale) {
   used.engine.loss_scale = toy_loss_scale();
   ToyShape shape;
   shape.dtype = DType::fp16;
-  Runtime runtime(used.runtime);
-  ToyModel model(runtime, used.engine, shape);
+  ToyModel model(used, shape);
   const std::vector kOld{std::byte{1}}, kNew{std::byte{2}, std::byte{3}};
   model.initialize(kOld);
   const auto scale = static_cast<double>(model.engine().loss_scale()) / 2;

@@ -12,7 +12,6 @@
 #include <hoist/tiers/scratch.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::gradient_spill_test {
@@ -97,18 +96,17 @@ TEST_P(SpillIn, EveryModeRankAndDriveHasTheSameBits) {
 TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   const TempDirectory directory;
   const auto run = [&](const ToySetup& setup) {
-    ToyTraining program(setup);
-    program.model.initialize();
+    ToyProgram program(setup);
     const int count = static_cast<int>(GetParam().micro_batches);
     for (std::uint64_t step = 1; step <= 4; ++step) {
-      program.model.pass(100 + step);
+      program.pass(100 + step);
       program.engine().discard();
-      program.model.micro_batches = count;
-      program.model.vertical = count > 1 && GetParam().order == MicroBatchOrder::vertical;
-      program.model.train(step, step);
-      program.model.vertical = false;
+      program.micro_batches = count;
+      program.vertical = count > 1 && GetParam().order == MicroBatchOrder::vertical;
+      program.train(step, step);
+      program.vertical = false;
     }
-    return digests_of(program.model);
+    return digests_of(program);
   };
   ToySetup spilling = setup(Placement::nvme, Placement::nvme, directory / "store");
   spilling.engine.gradient_spill_units = kAll;
@@ -132,10 +130,10 @@ TEST_P(SpillIn, GradientsAreReadBack) {
     ToyProgram program(setup);
     std::vector<std::vector<float>> found;
     if (vertical) {
-      program.model.vertical = true;
-      program.model.pass(1, {.micro_batches = count});
+      program.vertical = true;
+      program.pass(1, {.micro_batches = count});
     }
-    for (int i = 0; i < count && !vertical; ++i) program.model.pass(1, {.micro_batch = i, .micro_batches = count});
+    for (int i = 0; i < count && !vertical; ++i) program.pass(1, {.micro_batch = i, .micro_batches = count});
     for (std::uint32_t p = 0; p < program.engine().model().parameters().size(); ++p) {
       const ParameterSpec& spec = program.engine().model().parameters()[p];
       const auto elements = static_cast<std::size_t>(spec.shape[0]);
@@ -197,12 +195,11 @@ TEST(GradientSpill, TrainsWithinBudgetsThatHoldNoGradients) {
     EXPECT_GT(predicted.spilled_units, 0u);
     EXPECT_GE(predicted.spilled_units, spilled_before) << "a smaller budget holds no more of them";
     spilled_before = predicted.spilled_units;
-    ToyTraining program(setup, kPlain);
-    program.model.initialize();
-    program.model.train(1, 3);
+    ToyProgram program(setup, kPlain);
+    program.train(1, 3);
     program.engine().settle();
-    EXPECT_LE(program.runtime.pinned_budget().peak_bytes(), budget);
-    EXPECT_EQ(program.runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+    EXPECT_LE(program.runtime().pinned_budget().peak_bytes(), budget);
+    EXPECT_EQ(program.runtime().pinned_budget().peak_bytes(), predicted.pinned.bytes);
     EXPECT_EQ(file_bytes(directory / "store") + predicted.scratch_bytes, predicted.nvme_bytes);
     const StepBytes real = program.engine().formula_bytes();
     EXPECT_EQ(predicted.step.nvme_read, real.nvme_read);
@@ -210,17 +207,16 @@ TEST(GradientSpill, TrainsWithinBudgetsThatHoldNoGradients) {
     ToySetup resident = setup;
     resident.engine.store_directory = directory / "other";
     resident.runtime.pinned_memory_bytes = 64 * kMiB;
-    ToyTraining other(resident, kPlain);
-    other.model.initialize();
-    other.model.train(1, 3);
-    EXPECT_EQ(digests_of(program.model), digests_of(other.model));
+    ToyProgram other(resident, kPlain);
+    other.train(1, 3);
+    EXPECT_EQ(digests_of(program), digests_of(other));
   }
   EXPECT_EQ(spilled_before, kPlain.matrices.size()) << "nothing else could give way";
 
   const TempDirectory directory;
-  ToyTraining refused(of_size(most.pinned.least_bytes - kBlockAlignment, directory / "store"), kPlain);
+  ToyModel refused(of_size(most.pinned.least_bytes - kBlockAlignment, directory / "store"), kPlain);
   try {
-    refused.model.initialize();
+    refused.initialize();
     FAIL() << "less than the least sufficed";
   } catch (const BudgetError& error) {
     EXPECT_EQ(error.need.key, "hoist.pinned_memory");
@@ -292,14 +288,14 @@ class FaultySpill : public testing::TestWithParam<UpdateMode> {
     setup.engine.gradient_spill_units = kAll;
     setup.engine.update_mode = GetParam();
     setup.engine.micro_batches_max = micro_batches;
-    ToyTraining program(setup);
-    program.model.micro_batches = static_cast<int>(micro_batches);
-    program.model.initialize();
-    program.model.train(1, 1);
+    ToyModel program(setup);
+    program.micro_batches = static_cast<int>(micro_batches);
+    program.initialize();
+    program.train(1, 1);
     program.engine().settle();
     faults->add(fault);
     try {
-      program.model.train(2, 3);
+      program.train(2, 3);
       program.engine().settle();
     } catch (const Failure& error) {
       EXPECT_GT(faults->hits(fault.kind), 0u);
@@ -313,10 +309,10 @@ class FaultySpill : public testing::TestWithParam<UpdateMode> {
     const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 3);
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory_ / "store");
     setup.engine.gradient_spill_units = kAll;
-    ToyTraining program(setup);
-    EXPECT_EQ(program.model.restore().step, 1u);
-    program.model.train(2, 3);
-    Digests found = digests_of(program.model);
+    ToyModel program(setup);
+    EXPECT_EQ(program.restore().step, 1u);
+    program.train(2, 3);
+    Digests found = digests_of(program);
     found.losses = expected.losses;
     EXPECT_EQ(found, expected);
   }

@@ -104,8 +104,7 @@ class GroupCommit : public testing::TestWithParam<Cell> {
         toy.runtime.make_aio_backend = [&, group](const aio::DriveQueueOptions& o) {
           return sabotage->backend(group, o);
         };
-      Runtime runtime(toy.runtime, groups);
-      ToyModel model(runtime, toy.engine, shape(group));
+      ToyModel model(toy, groups, shape(group));
       body(group, rank, model);
     });
   }
@@ -115,9 +114,7 @@ class GroupCommit : public testing::TestWithParam<Cell> {
     std::vector<Digests> found(sizes_.size());
     on_groups(sizes_, [&](int group, int rank, const Runtime::Groups& groups) {
       const ToySetup toy = toy_setup(Placement::pinned, Placement::pinned);
-      Runtime runtime(toy.runtime, groups);
-      ToyModel model(runtime, toy.engine, shape(group));
-      model.initialize();
+      ToyProgram model(toy, groups, shape(group));
       model.train(1, steps);
       const Digests mine = state_digests(model);
       if (rank == 0) found[static_cast<std::size_t>(group)] = mine;

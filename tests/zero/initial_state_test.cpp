@@ -14,7 +14,6 @@
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::initial_state_test {
@@ -40,10 +39,10 @@ class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DTy
   InitialStateTest() {
     shape_.dtype = std::get<1>(GetParam());
     first_ = setup(Placement::nvme, "first");
-    ToyTraining before(first_, shape_);
-    before.model.equal_gradients = true;
-    before.model.initialize();
-    before.model.train(1, kBefore);
+    ToyModel before(first_, shape_);
+    before.equal_gradients = true;
+    before.initialize();
+    before.train(1, kBefore);
     step_before_ = before.engine().step_count();
     scale_before_ = before.engine().loss_scale();
   }
@@ -68,10 +67,10 @@ class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DTy
 
   // The result of the first run when it goes on by itself.
   Digests undisturbed() {
-    ToyTraining run(first_, shape_);
-    run.model.equal_gradients = true;
-    run.model.restore();
-    return go_on(run.model);
+    ToyModel run(first_, shape_);
+    run.equal_gradients = true;
+    run.restore();
+    return go_on(run);
   }
   static Digests go_on(ToyModel& model) {
     model.losses.clear();
@@ -88,16 +87,15 @@ class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DTy
       InitialState state = state_of(stored);
       change(state);
       const ToySetup setup = of_rank(rank);
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, shape_);
+      ToyModel model(setup, join, shape_);
       model.equal_gradients = true;
       model.begin(state);
       then(rank, model);
     });
   }
   std::optional<std::uint64_t> found_commit() const {
-    ToyTraining run(other(), shape_);
-    return run.model.find_commit();
+    ToyModel run(other(), shape_);
+    return run.find_commit();
   }
 
   TempDirectory directory_;
@@ -151,11 +149,11 @@ TEST_P(InitialStateTest, IsCommittedWholeOrNotAtAll) {
   begin(1, [](int, ToyModel&) {});
   EXPECT_EQ(found_commit(), step_before_);
   EXPECT_EQ(detail::store_directories(other().engine.store_directory).size(), 1u);
-  ToyTraining resumed(other(), shape_);
-  resumed.model.equal_gradients = true;
-  EXPECT_EQ(resumed.model.restore().step, step_before_);
-  EXPECT_EQ(go_on(resumed.model).master, undisturbed().master);
-  resumed.model.close();
+  ToyModel resumed(other(), shape_);
+  resumed.equal_gradients = true;
+  EXPECT_EQ(resumed.restore().step, step_before_);
+  EXPECT_EQ(go_on(resumed).master, undisturbed().master);
+  resumed.close();
   EXPECT_THAT([&] { begin(1, [](int, ToyModel&) {}); },
               testing::ThrowsMessage<StoreError>(HasSubstr("of a run of 1 ranks; continue it")));
 }
@@ -212,8 +210,7 @@ TEST_P(InitialStateTest, RanksAgreeOnAllOfTheLossScale) {
                             InitialState state = state_of(stored);
                             state.loss_scale = rank == 0 ? std::optional(base) : other_rank;
                             const ToySetup setup = other();
-                            Runtime runtime(setup.runtime, join);
-                            ToyModel model(runtime, setup.engine, shape_);
+                            ToyModel model(setup, join, shape_);
                             model.begin(state);
                           }),
                  CommError);

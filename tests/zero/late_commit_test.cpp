@@ -17,7 +17,7 @@
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/observed_backend.hpp>
 
-#include "toy_program.hpp"
+#include "toy_model.hpp"
 
 namespace hoist::test::late_commit_test {
 namespace {
@@ -75,9 +75,8 @@ TEST_P(LateCommit, HoldsUpTheNextStepAndHasItsOwnStepsBits) {
   setup.runtime.make_aio_backend = observing([&](const aio::Block& block) {
     if (block.operation == aio::Operation::write) gate.pass();
   });
-  ToyTraining training(setup);
-  training.model.initialize();
-  training.model.pass(1);
+  ToyProgram training(setup);
+  training.pass(1);
   gate.close();
   const StepReport first = training.engine().step();
   const Completion kept = training.engine().save("first", {});
@@ -86,17 +85,17 @@ TEST_P(LateCommit, HoldsUpTheNextStepAndHasItsOwnStepsBits) {
     EXPECT_FALSE(first.committed.done());
     gate.open();
   });
-  training.model.pass(2);
+  training.pass(2);
   training.engine().step();
   EXPECT_TRUE(first.committed.done()) << "the next step began before";
   opener.join();
   kept.wait();
   training.engine().settle();
-  const Digests second = digests_of(training.model);
+  const Digests second = digests_of(training);
 
-  training.model.close();
-  EXPECT_EQ(training.model.restore({.from = "first"}).step, 1u);
-  Digests expected = train_once(setup_of(Placement::pinned, ""), {}, 1), found = digests_of(training.model);
+  training.close();
+  EXPECT_EQ(training.restore({.from = "first"}).step, 1u);
+  Digests expected = train_once(setup_of(Placement::pinned, ""), {}, 1), found = digests_of(training);
   expected.losses = found.losses;  // those of both passes
   EXPECT_EQ(found, expected);
   EXPECT_NE(found.master, second.master) << "the second step changed nothing";
@@ -124,9 +123,8 @@ TEST(LateCommit, LetsTheStepsOwnReadsGoFirst) {
   setup.engine.optimizer_pinned_fraction = 0.5;
   setup.engine.sub_group_elements = 100000;
   setup.engine.update_buffer_count = 4;
-  ToyTraining training(setup, {.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false});
-  training.model.initialize();
-  training.model.pass(1);
+  ToyProgram training(setup, {.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false});
+  training.pass(1);
   recording = true;
   training.engine().step();
   training.engine().settle();
@@ -164,14 +162,13 @@ TEST(LateCheckpoint, IsInTheAccountOfTheStepThatWaitsForIt) {
     first_flush.compare_exchange_strong(none, Clock::now().time_since_epoch().count());
     std::this_thread::sleep_for(kFlush);
   });
-  ToyTraining training(setup);
-  training.model.initialize();
-  training.model.pass(1);
+  ToyProgram training(setup);
+  training.pass(1);
   first_flush = 0;
   training.engine().step();
   training.engine().save("kept", {});
-  training.model.pass(2);
-  const Ledger& ledger = training.runtime.ledger();
+  training.pass(2);
+  const Ledger& ledger = training.runtime().ledger();
   const Nanoseconds counted_before = ledger.waited(WaitCause::nvme);
   const TimePoint begin = Clock::now();
   training.engine().step();

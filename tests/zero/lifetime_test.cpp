@@ -10,7 +10,6 @@
 
 #include <hoist/core/error.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::lifetime_test {
@@ -19,15 +18,6 @@ namespace {
 ToySetup in_memory() { return toy_setup(Placement::pinned, Placement::pinned); }
 
 Digests trained(std::uint64_t steps) { return train_once(in_memory(), ToyShape{}, steps); }
-
-struct Fixture : ToyTraining {
-  using ToyTraining::ToyTraining;
-  Fixture& init() {
-    model.initialize();
-    return *this;
-  }
-  Digests digests() { return digests_of(model); }
-};
 
 float element(const TensorView& view, std::size_t i) { return to_float(static_cast<const bf16*>(view.data)[i]); }
 
@@ -41,11 +31,10 @@ TEST(Lifetime, AUnitThatReturnsToItsHomeIsWaitedForWhereItLay) {
   ToySetup setup = in_memory();
   setup.runtime.device_memory_bytes = 704 * kKiB;
   setup.engine.prefetch_elements = 0;
-  Fixture f(setup, shape);
-  f.init();
-  platform::Stream& stream = f.model.stream();
-  const auto gather = [&](std::size_t unit) { return f.engine().gather(f.model.unit(unit), stream); };
-  const auto view = [&](const Lease& lease, std::size_t unit) { return lease.view(f.model.matrix(unit)); };
+  ToyProgram f(setup, shape);
+  platform::Stream& stream = f.stream();
+  const auto gather = [&](std::size_t unit) { return f.engine().gather(f.unit(unit), stream); };
+  const auto view = [&](const Lease& lease, std::size_t unit) { return lease.view(f.matrix(unit)); };
   std::array<void*, 4> homes{};
   float expected = 0;
   {
@@ -81,21 +70,20 @@ TEST(Lifetime, AUnitThatReturnsToItsHomeIsWaitedForWhereItLay) {
 
 // A step changes weights in the memory that the device computes with, and evaluations may still be under way there.
 TEST(Lifetime, AStepWaitsForWorkThatReadsTheWeights) {
-  Fixture f(toy_setup(Placement::device, Placement::device),
-            ToyShape{.matrices = {1000}, .frozen = false, .tied = false});
-  f.init();
-  platform::Stream& stream = f.model.stream();
+  ToyProgram f(toy_setup(Placement::device, Placement::device),
+               ToyShape{.matrices = {1000}, .frozen = false, .tied = false});
+  platform::Stream& stream = f.stream();
   const auto look = [&](std::chrono::milliseconds late, float& seen) {
     const PassScope scope = f.engine().begin(Pass::evaluate);
-    Lease lease = f.engine().gather(f.model.unit(0), stream);
-    stream.launch("look", [late, &seen, values = lease.view(f.model.matrix(0))] {
+    Lease lease = f.engine().gather(f.unit(0), stream);
+    stream.launch("look", [late, &seen, values = lease.view(f.matrix(0))] {
       std::this_thread::sleep_for(late);
       seen = element(values, 999);
     });
     lease.release(stream);
   };
   float expected = 0, seen = 0, changed = 0;
-  f.model.pass(1);
+  f.pass(1);
   look(std::chrono::milliseconds(0), expected);
   stream.synchronize();
   look(std::chrono::milliseconds(100), seen);
@@ -119,11 +107,10 @@ void set_gradient(platform::Stream& stream, const TensorView& gradient, float va
 // The memory of dropped gradients has other uses at once, on other streams.
 TEST(Lifetime, AKernelOfAPassThatWasLeftDoesNotWriteIntoTheNextGradients) {
   using std::chrono::milliseconds;
-  Fixture f(in_memory(), ToyShape{.matrices = {1000}, .frozen = false, .tied = false});
-  f.init();
-  const auto other = f.runtime.device().create_stream("other");
+  ToyProgram f(in_memory(), ToyShape{.matrices = {1000}, .frozen = false, .tied = false});
+  const auto other = f.runtime().device().create_stream("other");
   const auto gradient = [&](platform::Stream& stream) {
-    return f.engine().gradients(f.model.unit(0), stream).view(f.model.matrix(0));
+    return f.engine().gradients(f.unit(0), stream).view(f.matrix(0));
   };
   {
     const PassScope scope = f.engine().begin(Pass::train);
@@ -132,11 +119,11 @@ TEST(Lifetime, AKernelOfAPassThatWasLeftDoesNotWriteIntoTheNextGradients) {
   }
   {
     const PassScope scope = f.engine().begin(Pass::train);
-    set_gradient(f.model.stream(), gradient(f.model.stream()), 0.25f, milliseconds(0), milliseconds(200));
-    f.engine().finish(f.model.unit(0), f.model.stream());
+    set_gradient(f.stream(), gradient(f.stream()), 0.25f, milliseconds(0), milliseconds(200));
+    f.engine().finish(f.unit(0), f.stream());
   }
   std::vector<float> found(1000);
-  f.engine().read(f.model.matrix(0), State::gradient, 0, found);
+  f.engine().read(f.matrix(0), State::gradient, 0, found);
   EXPECT_EQ(found, std::vector<float>(1000, 0.25f));
 }
 
@@ -178,35 +165,34 @@ TEST(Lifetime, ALeaseThatOutlivesItsPassKeepsItsWeightsForWorkAlreadyEnqueued) {
   const ToyShape shape{.matrices = {100000, 100000}, .frozen = false, .tied = false};
   ToySetup setup = in_memory();
   setup.runtime.device_memory_bytes = 512 * kKiB;  // one slot
-  Fixture f(setup, shape);
-  f.init();
+  ToyProgram f(setup, shape);
   float expected = 0;
   {
     const PassScope scope = f.engine().begin(Pass::evaluate);
-    const Lease lease = f.engine().gather(f.model.unit(0), f.model.stream());
-    f.model.stream().synchronize();
-    expected = element(lease.view(f.model.matrix(0)), 99999);
+    const Lease lease = f.engine().gather(f.unit(0), f.stream());
+    f.stream().synchronize();
+    expected = element(lease.view(f.matrix(0)), 99999);
   }
   float seen = 0;
   Lease late;
   {
     const PassScope scope = f.engine().begin(Pass::evaluate);
-    late = f.engine().gather(f.model.unit(0), f.model.stream());
-    f.model.stream().launch("slow", [view = late.view(f.model.matrix(0)), &seen] {
+    late = f.engine().gather(f.unit(0), f.stream());
+    f.stream().launch("slow", [view = late.view(f.matrix(0)), &seen] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       seen = element(view, 99999);
     });
   }
-  EXPECT_THROW(late.view(f.model.matrix(0)), UsageError);
-  const auto other = f.runtime.device().create_stream("other");
+  EXPECT_THROW(late.view(f.matrix(0)), UsageError);
+  const auto other = f.runtime().device().create_stream("other");
   {
     const PassScope scope = f.engine().begin(Pass::evaluate);
-    f.engine().gather(f.model.unit(1), *other).release(*other);
+    f.engine().gather(f.unit(1), *other).release(*other);
   }
   other->synchronize();
-  f.model.stream().synchronize();
+  f.stream().synchronize();
   EXPECT_EQ(seen, expected);
-  late.release(f.model.stream());  // of no effect
+  late.release(f.stream());  // of no effect
 }
 
 TEST(Lifetime, AnEngineEndsInTheMiddleOfAPassUnderLeasesAndScopes) {
@@ -214,60 +200,58 @@ TEST(Lifetime, AnEngineEndsInTheMiddleOfAPassUnderLeasesAndScopes) {
     const TempDirectory directory;
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     setup.runtime.host_device.chaos_seed = chaos;
-    Fixture f(setup);
-    f.init().model.train(1, 2);
+    ToyProgram f(setup);
+    f.train(1, 2);
     {
       const PassScope scope = f.engine().begin(Pass::train);
-      Lease lease = f.engine().gather(f.model.unit(0), f.model.stream());
-      const Lease destroyed = f.engine().gather(f.model.unit(1), f.model.stream());
-      const GradientLease gradients = f.engine().gradients(f.model.unit(2), f.model.stream());
-      const ParameterId owned = f.model.matrix(0), other = f.model.matrix(2);
-      f.model.close();
+      Lease lease = f.engine().gather(f.unit(0), f.stream());
+      const Lease destroyed = f.engine().gather(f.unit(1), f.stream());
+      const GradientLease gradients = f.engine().gradients(f.unit(2), f.stream());
+      const ParameterId owned = f.matrix(0), other = f.matrix(2);
+      f.close();
       EXPECT_THROW(lease.view(owned), UsageError);
       EXPECT_THROW(gradients.view(other), UsageError);
-      lease.release(f.model.stream());
+      lease.release(f.stream());
     }
-    ASSERT_EQ(f.model.restore().step, 2u);
-    f.model.train(3, 4);
-    EXPECT_EQ(f.digests(), trained(4));
+    ASSERT_EQ(f.restore().step, 2u);
+    f.train(3, 4);
+    EXPECT_EQ(digests_of(f), trained(4));
   }
 }
 
 TEST(Lifetime, AScopeEndsItsOwnPassOnly) {
-  Fixture f(in_memory());
-  f.init();
+  ToyProgram f(in_memory());
   auto first = std::make_unique<PassScope>(f.engine().begin(Pass::evaluate));
   f.engine().discard();
   const PassScope second = f.engine().begin(Pass::evaluate);
   first.reset();
-  f.engine().gather(f.model.unit(0), f.model.stream()).release(f.model.stream());  // the second pass goes on
+  f.engine().gather(f.unit(0), f.stream()).release(f.stream());  // the second pass goes on
 }
 
 TEST(Lifetime, GradientLeasesEndWithFinish) {
-  Fixture f(in_memory());
-  f.init();
+  ToyProgram f(in_memory());
   const PassScope scope = f.engine().begin(Pass::train);
-  const GradientLease gradients = f.engine().gradients(f.model.unit(2), f.model.stream());
-  EXPECT_NE(gradients.view(f.model.matrix(2)).data, nullptr);
-  f.engine().finish(f.model.unit(2), f.model.stream());
-  EXPECT_THROW(gradients.view(f.model.matrix(2)), UsageError);
+  const GradientLease gradients = f.engine().gradients(f.unit(2), f.stream());
+  EXPECT_NE(gradients.view(f.matrix(2)).data, nullptr);
+  f.engine().finish(f.unit(2), f.stream());
+  EXPECT_THROW(gradients.view(f.matrix(2)), UsageError);
 }
 
 TEST(Lifetime, GradientsWaitForTheStepThroughEvaluations) {
-  Fixture f(in_memory());
-  f.init().model.train(1, 1);
-  f.model.pass(2);
-  f.model.evaluate();
-  f.model.in_forward = [&f](std::size_t unit) {
+  ToyProgram f(in_memory());
+  f.train(1, 1);
+  f.pass(2);
+  f.evaluate();
+  f.in_forward = [&f](std::size_t unit) {
     if (unit != 1) return;
-    f.model.stream().synchronize();  // enqueued work writes to a local of evaluate()
+    f.stream().synchronize();  // enqueued work writes to a local of evaluate()
     throw std::runtime_error("the program's own");
   };
-  EXPECT_THROW(f.model.evaluate(), std::runtime_error);
-  f.model.in_forward = [](std::size_t) {};
+  EXPECT_THROW(f.evaluate(), std::runtime_error);
+  f.in_forward = [](std::size_t) {};
   f.engine().step();
-  f.model.train(3, 3);
-  EXPECT_EQ(f.digests(), trained(3));
+  f.train(3, 3);
+  EXPECT_EQ(digests_of(f), trained(3));
 }
 
 // --- starting --------------------------------------------------------------------------------------------------------
@@ -283,35 +267,35 @@ TEST(Lifetime, ARefusedStartLeavesNothingBehind) {
     std::ranges::fill(out, std::numeric_limits<float>::quiet_NaN());
   };
   {
-    Fixture f(setup);
-    EXPECT_THROW(f.model.restore(), StoreError);  // there is nothing yet
-    EXPECT_EQ(held_bytes(f.runtime), 0u);
-    EXPECT_THROW(f.model.initialize(not_a_number), UsageError);
-    EXPECT_EQ(held_bytes(f.runtime), 0u);
-    f.init().model.train(1, 2);
-    EXPECT_EQ(f.digests(), trained(2));
+    ToyModel f(setup);
+    EXPECT_THROW(f.restore(), StoreError);  // there is nothing yet
+    EXPECT_EQ(held_bytes(f.runtime()), 0u);
+    EXPECT_THROW(f.initialize(not_a_number), UsageError);
+    EXPECT_EQ(held_bytes(f.runtime()), 0u);
+    f.initialize();
+    f.train(1, 2);
+    EXPECT_EQ(digests_of(f), trained(2));
   }
-  Fixture f(setup);
-  EXPECT_THROW(f.init(), StoreError);  // it holds a commit
-  EXPECT_THROW(f.model.restore({.from = "nobody kept it"}), StoreError);
-  EXPECT_EQ(held_bytes(f.runtime), 0u);
-  EXPECT_EQ(f.model.restore().step, 2u);
+  ToyModel f(setup);
+  EXPECT_THROW(f.initialize(), StoreError);  // it holds a commit
+  EXPECT_THROW(f.restore({.from = "nobody kept it"}), StoreError);
+  EXPECT_EQ(held_bytes(f.runtime()), 0u);
+  EXPECT_EQ(f.restore().step, 2u);
   EXPECT_EQ(f.engine().committed_step(), 2u);
-  f.model.losses = trained(2).losses;
-  f.model.train(3, 3);
-  EXPECT_EQ(f.digests(), trained(3));
-  f.model.close();
-  EXPECT_EQ(held_bytes(f.runtime), 0u);
+  f.losses = trained(2).losses;
+  f.train(3, 3);
+  EXPECT_EQ(digests_of(f), trained(3));
+  f.close();
+  EXPECT_EQ(held_bytes(f.runtime()), 0u);
 }
 
 TEST(Lifetime, ACommitThatWasWaitedForIsTheCommittedStep) {
   const TempDirectory directory;
-  Fixture f(toy_setup(Placement::pinned, Placement::nvme, directory / "store"),
-            {.matrices = {64}, .frozen = false, .tied = false});
-  f.init();
+  ToyProgram f(toy_setup(Placement::pinned, Placement::nvme, directory / "store"),
+               {.matrices = {64}, .frozen = false, .tied = false});
   for (std::uint64_t step = 1; step <= 30; ++step) {
-    f.model.train(step, step);
-    f.model.reports.back().committed.wait();
+    f.train(step, step);
+    f.reports.back().committed.wait();
     ASSERT_EQ(f.engine().committed_step(), step);
   }
 }
@@ -323,8 +307,7 @@ std::vector<std::string> errors_of_ranks(int size, const std::function<void(int 
                                          const ToySetup& setup) {
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup, join);
     try {
       body(rank, model);
     } catch (const Error& error) {

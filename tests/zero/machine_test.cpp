@@ -14,7 +14,7 @@
 #include <hoist/zero/predict/machine_fit.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_program.hpp"
+#include "toy_model.hpp"
 
 namespace hoist::test::machine_test {
 namespace {
@@ -337,15 +337,15 @@ TEST(HostBudget, IsHardAndItsRefusalNamesTheSmallestThatWorks) {
   const auto refusal = [](std::uint64_t bytes) -> std::optional<BudgetError::Need> {
     const TempDirectory directory;
     const ToySetup setup = with_host_memory(bytes, directory / "store");
-    ToyTraining toy(setup);
+    ToyModel toy(setup);
     try {
-      toy.model.initialize();
+      toy.initialize();
     } catch (const BudgetError& error) {
       return error.need;
     }
-    toy.model.train(1, 2);
-    EXPECT_LE(toy.runtime.device_budget().held_bytes() + toy.runtime.pinned_budget().held_bytes(), bytes);
-    EXPECT_LE(toy.runtime.pinned_budget().common()->peak_bytes(), bytes);
+    toy.train(1, 2);
+    EXPECT_LE(toy.runtime().device_budget().held_bytes() + toy.runtime().pinned_budget().held_bytes(), bytes);
+    EXPECT_LE(toy.runtime().pinned_budget().common()->peak_bytes(), bytes);
     return {};
   };
   const std::uint64_t too_little = 256 * kKiB;
@@ -361,13 +361,13 @@ TEST(HostBudget, IsPredicted) {
   const TempDirectory directory;
   for (const std::uint64_t bytes : {4 * kMiB, 32 * kMiB, kGiB}) {
     const ToySetup setup = with_host_memory(bytes, directory / std::to_string(bytes));
-    ToyTraining toy(setup);
-    const Prediction prediction = predict(setup.runtime, setup.engine, toy.model.model(), 1);
+    ToyModel toy(setup);
+    const Prediction prediction = predict(setup.runtime, setup.engine, toy.model(), 1);
     ASSERT_TRUE(prediction.fits()) << bytes;
     EXPECT_LE(prediction.device.bytes + prediction.pinned.bytes, bytes);
-    toy.model.initialize();
-    EXPECT_EQ(toy.runtime.device_budget().held_bytes(), prediction.device.bytes) << bytes;
-    EXPECT_EQ(toy.runtime.pinned_budget().held_bytes(), prediction.pinned.bytes) << bytes;
+    toy.initialize();
+    EXPECT_EQ(toy.runtime().device_budget().held_bytes(), prediction.device.bytes) << bytes;
+    EXPECT_EQ(toy.runtime().pinned_budget().held_bytes(), prediction.pinned.bytes) << bytes;
   }
 }
 
@@ -375,7 +375,7 @@ TEST(HostBudget, PlacementAndBudgetsChangeNoBit) {
   const TempDirectory directory;
   const auto digest = [](const ToySetup& setup) {
     ToyProgram toy(setup);
-    toy.model.train(1, 3);
+    toy.train(1, 3);
     return state_digest(toy.engine(), State::master);
   };
   const std::string expected = digest(toy_setup(Placement::device, Placement::device, ""));
@@ -402,8 +402,8 @@ TEST(HostBudget, AnAddressSpaceThatIsLimitedHoldsBothMemories) {
     ToySetup open = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     open.runtime.device_memory_bytes = open.runtime.pinned_memory_bytes = 0;
     ToyProgram toy(open);
-    toy.model.train(1, 2);
-    return toy.runtime.options().host_memory_bytes < 2 * kGiB ? 0 : 1;
+    toy.train(1, 2);
+    return toy.runtime().options().host_memory_bytes < 2 * kGiB ? 0 : 1;
   };
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(std::exit(train()), ::testing::ExitedWithCode(0), "");

@@ -19,7 +19,6 @@
 #include <hoist/zero/checkpoint/verification.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::mirror_test {
@@ -60,8 +59,7 @@ class MirrorTest : public testing::TestWithParam<Cell> {
       ToySetup setup = of_rank(rank);
       if (faults_ && rank_of_faults_.value_or(rank) == rank)
         setup.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults_); };
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
+      ToyModel model(setup, join);
       model.equal_gradients = true;
       body(rank, model);
     });
@@ -91,13 +89,13 @@ class MirrorTest : public testing::TestWithParam<Cell> {
       ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
       setup.engine.gradient_clipping = 0;
       setup.engine.update_mode = UpdateMode::step;
-      ToyTraining training(setup);
-      training.model.equal_gradients = true;
-      training.model.initialize();
+      ToyModel training(setup);
+      training.equal_gradients = true;
+      training.initialize();
       std::map<std::uint64_t, Digests> states;
       for (std::uint64_t step = 1; step <= steps; ++step) {
-        take_step(training.model, step);
-        states[step] = state_digests(training.model);
+        take_step(training, step);
+        states[step] = state_digests(training);
       }
       return states;
     });
@@ -555,10 +553,9 @@ TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
                     testing::AllOf(HasSubstr("holds step 2"), HasSubstr(setup_.engine.mirror.directory))));
     EXPECT_FALSE(fs::exists(setup_.engine.store_directory));
   });
-  Runtime runtime(setup_.runtime);
   ToyShape other;
   other.norm += 1;
-  ToyModel model(runtime, setup_.engine, other);
+  ToyModel model(setup_, other);
   EXPECT_THROW(model.restore(), StoreError);
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
 }
@@ -648,14 +645,13 @@ TEST_P(MirrorTest, ItsBytesAreBookedApart) {
     ToySetup setup = setup_;
     setup.engine.store_directory = directory_ / (mirrored ? "with" : "without");
     if (!mirrored) setup.engine.mirror = {};
-    ToyTraining training(setup);
-    training.model.initialize();
-    for (std::uint64_t step = 1; step <= 3; ++step) take_step(training.model, step);
+    ToyProgram training(setup);
+    for (std::uint64_t step = 1; step <= 3; ++step) take_step(training, step);
     training.engine().save("", bytes_of("step 3"), {.mirror = mirrored}).wait();
     training.engine().settle();
-    const Ledger& ledger = training.runtime.ledger();
-    const std::uint64_t pinned = training.runtime.pinned_budget().held_bytes();
-    EXPECT_EQ(pinned, predict(setup.runtime, setup.engine, training.model.model(), 1).pinned.bytes);
+    const Ledger& ledger = training.runtime().ledger();
+    const std::uint64_t pinned = training.runtime().pinned_budget().held_bytes();
+    EXPECT_EQ(pinned, predict(setup.runtime, setup.engine, training.model(), 1).pinned.bytes);
     return std::array{ledger.totals(Link::nvme_read).bytes, ledger.totals(Link::nvme_write).bytes,
                       ledger.totals(Link::nvme_read, Ledger::Account::outside_steps).bytes};
   };
@@ -673,10 +669,9 @@ TEST_P(MirrorTest, BytesOfCopiesThatFailAreBookedApart) {
     if (!mirrored) setup.engine.mirror = {};
     const auto faults = std::make_shared<Faults>(1);
     setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
-    ToyTraining training(setup);
-    training.model.initialize();
+    ToyProgram training(setup);
     for (const std::uint64_t step : {1u, 2u}) {
-      take_step(training.model, step);
+      take_step(training, step);
       training.engine().settle();
       // The first data of a copy; then the manifest of the store that is made anew for the next one.
       faults->add({.operation = aio::Operation::write, .path_contains = setup_.engine.mirror.directory});
@@ -686,9 +681,9 @@ TEST_P(MirrorTest, BytesOfCopiesThatFailAreBookedApart) {
       else
         saved.wait();
     }
-    take_step(training.model, 3);
+    take_step(training, 3);
     training.engine().settle();
-    return training.runtime.ledger().totals(Link::nvme_read).bytes;
+    return training.runtime().ledger().totals(Link::nvme_read).bytes;
   };
   EXPECT_EQ(read_by_steps(true), read_by_steps(false));
 }
@@ -705,8 +700,7 @@ TEST(MirrorOptions, AreChecked) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     setup.engine.mirror.directory = directory / "mirror";
     change(setup.engine);
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup);
     return message_of<ConfigError>([&] { model.initialize(); });
   };
   EXPECT_EQ(refused([](EngineOptions&) {}), "no error");

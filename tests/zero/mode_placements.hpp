@@ -12,7 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/remembered.hpp>
 
-#include "toy_program.hpp"
+#include "toy_model.hpp"
 
 namespace hoist::test {
 
@@ -73,9 +73,9 @@ class ModePlacement : public testing::TestWithParam<std::tuple<UpdateMode, Where
     setup.engine.update_mode = UpdateMode::step;
     return setup;
   }
-  std::unique_ptr<ToyTraining> fresh() const {
-    auto run = std::make_unique<ToyTraining>(setup());
-    run->model.initialize();
+  std::unique_ptr<ToyModel> fresh() const {
+    auto run = std::make_unique<ToyModel>(setup());
+    run->initialize();
     return run;
   }
   // What `steps` undisturbed steps end in.
@@ -84,17 +84,17 @@ class ModePlacement : public testing::TestWithParam<std::tuple<UpdateMode, Where
     return remembered(made, {mode() == UpdateMode::backward, steps}, [&] { return train_once(simplest(), {}, steps); });
   }
   // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
-  void goes_on_from(std::unique_ptr<ToyTraining> failed, std::uint64_t step) const {
+  void goes_on_from(std::unique_ptr<ToyModel> failed, std::uint64_t step) const {
     EXPECT_THROW(failed->engine().settle(), Error);
-    EXPECT_THROW(failed->model.pass(step + 1), Error);
+    EXPECT_THROW(failed->pass(step + 1), Error);
     failed.reset();
     if (!where().has_store()) return;
-    ToyTraining resumed(setup());
-    ASSERT_EQ(resumed.model.restore().step, step);
-    resumed.model.train(step + 1, step + 2);
+    ToyModel resumed(setup());
+    ASSERT_EQ(resumed.restore().step, step);
+    resumed.train(step + 1, step + 2);
     Digests end = expected(step + 2);
-    end.losses = resumed.model.losses;
-    EXPECT_EQ(digests_of(resumed.model), end);
+    end.losses = resumed.losses;
+    EXPECT_EQ(digests_of(resumed), end);
   }
 
   TempDirectory directory_;

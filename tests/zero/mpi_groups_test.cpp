@@ -34,9 +34,7 @@ Digests train(int rank, const Runtime::Groups& groups, const std::string& direct
               std::uint64_t steps) {
   const int slice = rank % 2;
   const ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory + "/slice-" + std::to_string(slice));
-  Runtime runtime(setup.runtime, groups);
-  ToyModel model(runtime, setup.engine,
-                 {.seed = static_cast<std::uint64_t>(1 + slice), .matrices = {3000, 5000}, .norm = 40});
+  ToyModel model(setup, groups, {.seed = static_cast<std::uint64_t>(1 + slice), .matrices = {3000, 5000}, .norm = 40});
   if (found == 0) {
     model.initialize();
   } else {

@@ -62,8 +62,7 @@ class NamedCheckpointTest : public testing::TestWithParam<Cell> {
 
   void on_engines(const std::function<void(int rank, ToyModel&)>& body) {
     on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup_.runtime, join);
-      ToyModel model(runtime, setup_.engine);
+      ToyModel model(setup_, join);
       body(rank, model);
     });
   }
@@ -360,15 +359,13 @@ TEST(CommitEvery, BytesAreThoseOfTheFormula) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / "store");
   setup.engine.commit_every = 4;
   setup.engine.update_mode = UpdateMode::step;
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, ToyShape{.matrices = {400000, 300000}, .frozen = false, .tied = false});
-  Engine& engine = model.initialize();
-  const auto before = runtime.ledger().totals(Link::nvme_write).bytes;
+  ToyProgram model(setup, {.matrices = {400000, 300000}, .frozen = false, .tied = false});
+  const auto before = model.runtime().ledger().totals(Link::nvme_write).bytes;
   constexpr std::uint64_t kEight = 8;  // two commits
   model.train(1, kEight);
-  engine.settle();
-  const double moved = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - before);
-  const double formula = static_cast<double>(kEight * engine.formula_bytes().nvme_write);
+  model.engine().settle();
+  const double moved = static_cast<double>(model.runtime().ledger().totals(Link::nvme_write).bytes - before);
+  const double formula = static_cast<double>(kEight * model.engine().formula_bytes().nvme_write);
   EXPECT_NEAR(moved / formula, 1.0, 0.02);
   // 10 bytes a parameter at each step, 2 more at every fourth.
   EXPECT_NEAR(formula / kEight / static_cast<double>(model.model().parameter_count()), 10.5, 0.1);
@@ -379,8 +376,7 @@ TEST(CommitEvery, ImpossibleOptionsAreRefused) {
   const auto refusal = [&](const std::function<void(EngineOptions&)>& change) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     change(setup.engine);
-    Runtime runtime(setup.runtime);
-    return message_of<ConfigError>([&] { ToyModel(runtime, setup.engine).initialize(); });
+    return message_of<ConfigError>([&] { ToyModel(setup).initialize(); });
   };
   EXPECT_THAT(refusal([](EngineOptions& o) { o.commit_every = 0; }), HasSubstr("hoist.durability"));
   EXPECT_THAT(refusal([](EngineOptions& o) { o.keep_steps = 65; }), HasSubstr("at most 64"));

@@ -14,7 +14,7 @@
 #include <hoist/platform/topology.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_program.hpp"
+#include "toy_model.hpp"
 
 namespace hoist::test::numa_test {
 namespace {
@@ -69,15 +69,14 @@ TEST(NumaTraining, MemoryAndUpdateThreadsAreWhereTheOptionsSay) {
     setup.engine.update_mode = UpdateMode::forward;
     setup.runtime.memory_nodes = {node.os_index};
     setup.runtime.update_cpus = {node.cpus.back()};
-    ToyTraining toy(setup);
-    toy.model.initialize();
-    toy.model.train(1, 2);
+    ToyProgram toy(setup);
+    toy.train(1, 2);
     const auto bytes = bytes_with_policy(fmt::format("prefer:{}", node.os_index));
     ASSERT_EQ(bytes.size(), 1u) << "on the other nodes, too";
     EXPECT_EQ(bytes.begin()->first, node.os_index);
-    EXPECT_GE(bytes.begin()->second, toy.runtime.device_budget().held_bytes());
+    EXPECT_GE(bytes.begin()->second, toy.runtime().device_budget().held_bytes());
     EXPECT_EQ(processors_of_threads("hoist-update"), std::vector<std::string>{fmt::to_string(node.cpus.back())});
-    const Digests found = digests_of(toy.model);
+    const Digests found = digests_of(toy);
     EXPECT_EQ(found, digests.value_or(found)) << "where memory is never changes the result";
     digests = found;
   }
@@ -96,12 +95,12 @@ TEST(NumaTraining, StagingBuffersAndIoThreadsAreWhereTheOptionsSay) {
     if (!is_alone) setup.runtime.memory_nodes = {(node.os_index == nodes[0].os_index ? nodes[1] : nodes[0]).os_index};
     setup.runtime.staging_nodes = {node.os_index};
     setup.runtime.io_places = {{node.os_index, {node.cpus.back()}}};
-    ToyTraining toy(setup);
-    const Prediction plan = predict(setup.runtime, setup.engine, toy.model.model(), 1);
+    ToyModel toy(setup);
+    const Prediction plan = predict(setup.runtime, setup.engine, toy.model(), 1);
     const std::uint64_t staging = plan.staging_buffers * round_up(plan.staging_buffer_bytes, kBlockAlignment);
     ASSERT_GT(staging, 0u);
-    toy.model.initialize();
-    toy.model.train(1, 2);
+    toy.initialize();
+    toy.train(1, 2);
     const auto bytes = bytes_with_policy(fmt::format("prefer:{}", node.os_index));
     ASSERT_EQ(bytes.size(), 1u) << "on the other nodes, too";
     EXPECT_EQ(bytes.begin()->first, node.os_index);
@@ -110,7 +109,7 @@ TEST(NumaTraining, StagingBuffersAndIoThreadsAreWhereTheOptionsSay) {
     const std::vector<std::string> io = processors_of_threads("hoist-aio");
     EXPECT_EQ(io, std::vector<std::string>(io.size(), fmt::to_string(node.cpus.back())));
     EXPECT_FALSE(io.empty());
-    const Digests found = digests_of(toy.model);
+    const Digests found = digests_of(toy);
     EXPECT_EQ(found, digests.value_or(found)) << "where memory is never changes the result";
     digests = found;
   }

@@ -32,9 +32,7 @@ TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.metrics_path = directory / "metrics.jsonl";
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
-  model.initialize();
+  ToyProgram model(setup);
   model.train(1, 3);
   model.gradient_scale = std::numeric_limits<float>::infinity();
   model.pass(4);
@@ -48,7 +46,7 @@ TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
     EXPECT_GT(lines[i].at("seconds"), 0.0);
   }
   for (const Json& line : lines) read_bytes += line.at("links").at("nvme_read").at("bytes").get<std::uint64_t>();
-  EXPECT_EQ(read_bytes, runtime.ledger().totals(Link::nvme_read).bytes);
+  EXPECT_EQ(read_bytes, model.runtime().ledger().totals(Link::nvme_read).bytes);
   EXPECT_EQ(lines[3].at("applied"), false);
   EXPECT_TRUE(lines[3].at("gradient_norm").is_null());
   std::ifstream prometheus(directory / "metrics.jsonl.prom");
@@ -60,13 +58,11 @@ TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
 TEST(Ledger, HasWhatEvaluationsReadWhenTheyEnd) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
-  model.initialize();
-  std::uint64_t before = runtime.ledger().totals(Link::nvme_read).bytes;
+  ToyProgram model(setup);
+  std::uint64_t before = model.runtime().ledger().totals(Link::nvme_read).bytes;
   for (int pass = 0; pass < 2; ++pass) {
     model.evaluate();
-    const std::uint64_t now = runtime.ledger().totals(Link::nvme_read).bytes;
+    const std::uint64_t now = model.runtime().ledger().totals(Link::nvme_read).bytes;
     EXPECT_GT(now, before);
     before = now;
   }
@@ -97,9 +93,7 @@ TEST(Metrics, AndTheTraceStayWhereTheyWereWhenTheProgramChangesItsDirectory) {
     ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
     setup.engine.metrics_path = "metrics.jsonl";
     setup.runtime.trace_path = "trace.json";
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup);
     std::filesystem::current_path("elsewhere");
     model.train(1, 2);
   }
@@ -127,9 +121,7 @@ TEST(Metrics, ALineThatWasCutOffIsTheOnlyOneThatIsLost) {
                                  std::filesystem::file_size(setup.engine.metrics_path) - bytes);
   };
   for (int run = 0; run < 2; ++run) {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup);
     model.train(1, 2);
     if (run == 0) cut_off(40);  // as a crash of the machine does
   }
@@ -137,9 +129,7 @@ TEST(Metrics, ALineThatWasCutOffIsTheOnlyOneThatIsLost) {
 
   // A file system that is full for a while: its limit cuts step 2 off, and nothing of step 3 is written.
   std::filesystem::remove(setup.engine.metrics_path);
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
-  model.initialize();
+  ToyProgram model(setup);
   model.train(1, 1);
   const auto handler = std::signal(SIGXFSZ, SIG_IGN);
   struct rlimit before {};
@@ -158,8 +148,7 @@ TEST(Metrics, AResumedRunAppends) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.metrics_path = directory / "metrics.jsonl";
   for (const bool fresh : {true, false}) {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup);
     if (fresh) {
       model.initialize();
     } else {
@@ -176,8 +165,7 @@ TEST(Metrics, AResumedRunAppends) {
 TEST(Metrics, APlaceThatCannotBeWrittenIsRefusedAtTheStart) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.engine.metrics_path = "/nowhere/metrics.jsonl";
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
+  ToyModel model(setup);
   EXPECT_THROW(model.initialize(), IoError);
 }
 

@@ -13,7 +13,6 @@
 #include <hoist/zero/memory/unit_regions.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::offload_ratio_test {
@@ -220,8 +219,7 @@ TEST(OffloadRatio, MayChangeFromRunToRun) {
       setup.runtime.host_device.chaos_seed = 43 + step;
       Digests after, reference;
       on_ranks(part.ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(setup.runtime, join);
-        ToyModel model(runtime, setup.engine);
+        ToyModel model(setup, join);
         if (step == 0) {
           model.initialize();
         } else {
@@ -256,16 +254,13 @@ TEST(OffloadRatio, NamedCheckpointsHoldBothParts) {
         return digests;
       };
       {
-        Runtime runtime(setup.runtime);
-        ToyModel model(runtime, setup.engine);
-        model.initialize();
+        ToyProgram model(setup);
         model.train(1, 3);
         const Completion saved = model.engine().save("middle", {});
         model.train(4, 5);  // while the save is running
         saved.wait();
       }
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine);
+      ToyModel model(setup);
       EXPECT_EQ(model.restore({.from = "middle"}).step, 3u);
       model.train(4, 6);
       EXPECT_EQ(state_digests(model), reference(6)) << (host_accessible ? "" : "apart");
@@ -279,18 +274,17 @@ TEST(OffloadRatio, StateIsReadAndWrittenWhereverItIs) {
     const ToySetup setup = divided(0.4, host_accessible);  // unit 0 on the device, unit 1 in memory
     ToyProgram there(setup), here(simplest(setup));
     for (ToyProgram* p : {&there, &here}) {
-      p->model.train(1, 2);
+      p->train(1, 2);
       for (const std::size_t unit : {0u, 1u}) {
-        p->engine().write(p->model.matrix(unit), State::master, 16'382, values);
-        p->engine().write(p->model.matrix(unit), State::moment2, 32'766, std::span(values).subspan(2));
+        p->engine().write(p->matrix(unit), State::master, 16'382, values);
+        p->engine().write(p->matrix(unit), State::moment2, 32'766, std::span(values).subspan(2));
       }
-      p->model.train(3, 4);
-      p->model.pass(5);
+      p->train(3, 4);
+      p->pass(5);
     }
     for (const std::size_t unit : {0u, 1u, 2u}) {
       for (const State state : {State::master, State::moment1, State::moment2, State::gradient}) {
-        EXPECT_EQ(there.read(there.model.matrix(unit), state, 100, 16'000),
-                  here.read(here.model.matrix(unit), state, 100, 16'000))
+        EXPECT_EQ(there.read(there.matrix(unit), state, 100, 16'000), here.read(here.matrix(unit), state, 100, 16'000))
             << "unit " << unit << ", state " << static_cast<int>(state);
       }
     }
@@ -312,12 +306,10 @@ TEST(OffloadRatio, WhatIsOnTheDeviceCrossesNoLink) {
         ToySetup setup = divided(1 - static_cast<double>(on_device) / 8, host_accessible);
         setup.engine.update_mode = mode;
         if (mode == UpdateMode::backward) setup.engine.gradient_clipping = 0;
-        Runtime runtime(setup.runtime);
-        ToyModel model(runtime, setup.engine, kEqual);
-        Engine& engine = model.initialize();
+        ToyProgram model(setup, kEqual);
         model.train(1, 1);
         model.evaluate();
-        const auto bytes = [&](Link link) { return runtime.ledger().totals(link).bytes; };
+        const auto bytes = [&](Link link) { return model.runtime().ledger().totals(link).bytes; };
         const std::uint64_t up = bytes(Link::host_to_device), down = bytes(Link::device_to_host);
         model.train(2, 4);
         model.evaluate();
@@ -326,8 +318,8 @@ TEST(OffloadRatio, WhatIsOnTheDeviceCrossesNoLink) {
         const std::uint64_t findings = host_accessible || on_device == 0 ? 0 : 8 * 2 * on_device + 4;
         EXPECT_EQ(bytes(Link::host_to_device) - up, 3 * (8 - on_device) * kUnitBytes);
         EXPECT_EQ(bytes(Link::device_to_host) - down, 3 * ((8 - on_device) * kUnitBytes + findings));
-        EXPECT_EQ(engine.formula_bytes().host_to_device, (8 - on_device) * kUnitBytes);
-        EXPECT_EQ(engine.formula_bytes().device_to_host, (8 - on_device) * kUnitBytes);
+        EXPECT_EQ(model.engine().formula_bytes().host_to_device, (8 - on_device) * kUnitBytes);
+        EXPECT_EQ(model.engine().formula_bytes().device_to_host, (8 - on_device) * kUnitBytes);
       }
     }
   }
@@ -340,12 +332,11 @@ TEST(OffloadRatio, OnNvmeTheDevicesPartIsWrittenWithCommitsOnly) {
       const TempDirectory directory;
       ToySetup setup = divided(0.5, host_accessible, kNvme, directory / "store");
       setup.engine.commit_every = every;
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine, kEqual);
+      ToyModel model(setup, kEqual);
       Engine& engine = model.initialize();
       model.train(1, 3);
       engine.settle();
-      const auto bytes = [&](Link link) { return runtime.ledger().totals(link).bytes; };
+      const auto bytes = [&](Link link) { return model.runtime().ledger().totals(link).bytes; };
       const std::uint64_t down = bytes(Link::device_to_host), read = bytes(Link::nvme_read),
                           written = bytes(Link::nvme_write);
       model.train(4, 9);
@@ -374,13 +365,12 @@ TEST(OffloadRatio, ThatDoesNotFitIsRefusedWithTheOneThatDoes) {
   for (const bool host_accessible : {true, false}) {
     ToySetup setup = divided(0, host_accessible);
     const auto run = [&](const ToySetup& s) {
-      Runtime runtime(s.runtime);
-      ToyModel model(runtime, s.engine, kEqual);
+      ToyModel model(s, kEqual);
       const Prediction predicted = predict(s.runtime, s.engine, model.model(), 1);
       model.initialize();
       model.train(1, 2);
-      EXPECT_EQ(runtime.device_budget().held_bytes(), predicted.device.bytes);
-      EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+      EXPECT_EQ(model.runtime().device_budget().held_bytes(), predicted.device.bytes);
+      EXPECT_EQ(model.runtime().pinned_budget().peak_bytes(), predicted.pinned.bytes);
       EXPECT_NEAR(predicted.device_state_share, 1 - s.engine.optimizer_offload_ratio, 0.125);
     };
     run(setup);
@@ -395,8 +385,7 @@ TEST(OffloadRatio, ThatDoesNotFitIsRefusedWithTheOneThatDoes) {
       need_bytes = error.need.need_bytes;
       text = error.what();
     }
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, kEqual);
+    ToyModel model(setup, kEqual);
     const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), 1);
     ASSERT_TRUE(predicted.fitting_offload_ratio);
     const double ratio = *predicted.fitting_offload_ratio;
@@ -428,7 +417,7 @@ TEST(OffloadRatio, FreesPinnedMemory) {
 // --- what is refused -------------------------------------------------------------------------------------------------
 
 std::string refusal_of(const ToySetup& setup) {
-  return message_of<ConfigError>([&] { ToyTraining(setup).model.initialize(); });
+  return message_of<ConfigError>([&] { ToyModel(setup).initialize(); });
 }
 
 TEST(OffloadRatio, IsRefusedWhereItMeansNothing) {
@@ -451,8 +440,7 @@ TEST(OffloadRatio, IsRefusedWhereItMeansNothing) {
 
 TEST(OffloadRatio, IsSaidWithWhatCameOfIt) {
   const ToySetup setup = divided(0.3, true);
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, kEqual);
+  ToyModel model(setup, kEqual);
   EXPECT_THAT(model.initialize().describe().front(), HasSubstr("62.5 % in device memory"));
 }
 

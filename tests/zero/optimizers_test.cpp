@@ -131,15 +131,12 @@ TEST_P(OptimizersTest, ResumesInTheMiddle) {
     const ToySetup setup = setup_of(GetParam(), parameters, optimizer, directory / "store");
     std::vector<double> losses;
     {
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine, shape_of(GetParam()));
-      model.initialize();
+      ToyProgram model(setup, shape_of(GetParam()));
       model.train(1, kSteps / 2);
       if (optimizer != kNvme) model.engine().save("middle", {}).wait();
       losses = model.losses;
     }
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape_of(GetParam()));
+    ToyModel model(setup, shape_of(GetParam()));
     EXPECT_EQ(model.restore().step, kSteps / 2);
     model.losses = losses;
     model.train(kSteps / 2 + 1, kSteps);
@@ -219,8 +216,7 @@ TEST_P(OptimizersTest, WhatIsReadAndWrittenAgainStaysAsItIs) {
   for (const auto& [parameters, optimizer] : {std::pair{kNvme, kNvme}, std::pair{kPinned, kPinned}}) {
     const TempDirectory directory;
     const ToySetup setup = setup_of(GetParam(), parameters, optimizer, optimizer == kNvme ? directory / "store" : "");
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape_of(GetParam()));
+    ToyModel model(setup, shape_of(GetParam()));
     Engine& engine = model.initialize();
     model.train(1, 3);
     const Values before = values_of(engine);
@@ -246,8 +242,7 @@ TEST_P(OptimizersTest, WhatIsReadAndWrittenAgainStaysAsItIs) {
 TEST_P(OptimizersTest, FollowsTheReference) {
   const ToyShape shape{.matrices = {64}, .norm = 32, .frozen = false, .tied = false, .vectors = GetParam().vectors};
   const ToySetup setup = setup_of(GetParam(), kPinned, kPinned, "");
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, shape);
+  ToyModel model(setup, shape);
   Engine& engine = model.initialize();
   const auto parameters = model.model().parameters();
   std::vector<optim::ReferenceState> expected(parameters.size());
@@ -302,8 +297,7 @@ TEST_P(OptimizersTest, HowManyRanksShareTheStateChangesNothing) {
   const auto digests_with = [&](int ranks) {
     Digests digests;
     on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, shape_of(GetParam()));
+      ToyModel model(setup, join, shape_of(GetParam()));
       model.equal_gradients = true;
       model.initialize();
       model.train(1, 3);
@@ -325,20 +319,20 @@ TEST_P(OptimizersTest, BytesArePredictedCountedAndMinimal) {
   ToySetup setup = setup_of(choice, kNvme, kNvme, directory / "store");
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
   setup.engine.reuse_distance_elements = 0;  // every use fetches
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, shape);
+  ToyModel model(setup, shape);
   const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), 1);
   Engine& engine = model.initialize();
   model.train(1, 2);
   engine.settle();
-  EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
-  const std::uint64_t read_before = runtime.ledger().totals(Link::nvme_read).bytes;
-  const std::uint64_t written_before = runtime.ledger().totals(Link::nvme_write).bytes;
+  EXPECT_EQ(model.runtime().pinned_budget().peak_bytes(), predicted.pinned.bytes);
+  const std::uint64_t read_before = model.runtime().ledger().totals(Link::nvme_read).bytes;
+  const std::uint64_t written_before = model.runtime().ledger().totals(Link::nvme_write).bytes;
   model.train(3, 4);
   engine.settle();
   const double steps = 2.0 * static_cast<double>(model.model().parameter_count());
-  const double read = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read_before) / steps;
-  const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - written_before) / steps;
+  const double read = static_cast<double>(model.runtime().ledger().totals(Link::nvme_read).bytes - read_before) / steps;
+  const double written =
+      static_cast<double>(model.runtime().ledger().totals(Link::nvme_write).bytes - written_before) / steps;
   EXPECT_NEAR(read, choice.state_bytes + 4, 0.05);  // weights twice: with the record, and for the backward pass
   EXPECT_NEAR(written, choice.state_bytes + 2, 0.05);
   const StepBytes formula = engine.formula_bytes();
@@ -357,8 +351,7 @@ TEST(StoreOfAnOptimizer, IsRefusedToAnotherOne) {
       const bool same = optim::state_form(mine.matrices) == optim::state_form(other.matrices) &&
                         optim::state_form(mine.vectors) == optim::state_form(other.vectors);
       const ToySetup setup = setup_of(other, kNvme, kNvme, directory / "store");
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine, shape_of(other));
+      ToyModel model(setup, shape_of(other));
       if (same) {
         EXPECT_EQ(model.restore().step, 1u) << mine.name << " by " << other.name;
       } else {
@@ -373,8 +366,7 @@ TEST(StoreOfAnOptimizer, OfAdamWIsContinuedByAdam) {
   ToySetup setup = toy_setup(kNvme, kNvme, directory / "store");
   (void)train_once(setup, {}, 1);
   setup.engine.optimizer_defaults.kind = OptimizerKind::adam;
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
+  ToyModel model(setup);
   EXPECT_EQ(model.restore().step, 1u);
   model.train(2, 2);
 }

@@ -212,11 +212,9 @@ TEST(PinnedFraction, TheLargestThatIsNamedFitsBesideTheSameBuffers) {
                     tight.staging_buffers < plain.staging_buffers || tight.update_buffers < plain.update_buffers)
             << "of " << budget << " bytes " << largest << " was named";
       }
-      Runtime runtime(setup.runtime);
-      ToyModel toy(runtime, setup.engine, shape);
-      toy.initialize();
+      ToyProgram toy(setup, shape);
       toy.train(1, 2);
-      EXPECT_LE(runtime.pinned_budget().peak_bytes(), budget);
+      EXPECT_LE(toy.runtime().pinned_budget().peak_bytes(), budget);
     }
   }
 }
@@ -231,21 +229,20 @@ TEST(PinnedFraction, LeftOpenItIsTheLargest) {
     setup.engine.sub_group_elements = 100000;
     setup.engine.reuse_distance_elements = 0;  // every use fetches
     setup.engine.optimizer_pinned_fraction.reset();
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape);
+    ToyModel model(setup, shape);
     Engine& engine = model.initialize();
     const Prediction open = predict(setup.runtime, setup.engine, model.model(), 1);
     setup.engine.optimizer_pinned_fraction = 0.0;
     EXPECT_EQ(open.pinned_fraction, largest_pinned_fraction(setup.runtime, setup.engine, model.model(), 1));
     EXPECT_GT(open.pinned_fraction, budget == 128 * kMiB ? 0.99 : 0.1);
-    EXPECT_LE(runtime.pinned_budget().peak_bytes(), budget);
+    EXPECT_LE(model.runtime().pinned_budget().peak_bytes(), budget);
 
     model.train(1, 2);
     engine.settle();
-    const std::uint64_t before = runtime.ledger().totals(Link::nvme_read).bytes;
+    const std::uint64_t before = model.runtime().ledger().totals(Link::nvme_read).bytes;
     model.train(3, 4);
     engine.settle();
-    const auto read = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - before);
+    const auto read = static_cast<double>(model.runtime().ledger().totals(Link::nvme_read).bytes - before);
     EXPECT_NEAR(read, 2.0 * static_cast<double>(open.step.nvme_read), 0.02 * read);
     EXPECT_THAT(engine.describe().front(),
                 testing::HasSubstr(fmt::format("({:.4g} % of them", 100 * open.pinned_fraction)));
@@ -272,16 +269,15 @@ TEST(PinnedFraction, LeftOpenItIsFoundAnewAfterARefusedStart) {
       setup.engine.sub_group_elements = 100000;
       setup.engine.optimizer_pinned_fraction.reset();
       if (parameters == Placement::nvme) setup.engine.parameters_pinned_fraction.reset();
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine, shape);
+      ToyModel model(setup, shape);
       if (refused_before) {
         EXPECT_THROW(model.initialize(not_a_number), UsageError);  // its fractions were 1
-        const auto most = hold(runtime, 127 * kMiB);
+        const auto most = hold(model.runtime(), 127 * kMiB);
         EXPECT_THROW(model.initialize(), BudgetError);
       }
-      const auto some = hold(runtime, 100 * kMiB);
+      const auto some = hold(model.runtime(), 100 * kMiB);
       found[refused_before ? 1 : 0] = {model.initialize().describe().front(),
-                                       std::to_string(runtime.pinned_budget().held_bytes())};
+                                       std::to_string(model.runtime().pinned_budget().held_bytes())};
       model.train(1, 2);
     }
     EXPECT_EQ(found[0], found[1]);
@@ -361,8 +357,7 @@ TEST(PinnedFraction, ReadsAndWritesCrossTheBoundary) {
   for (const double fraction : {0.0, 0.4}) {
     ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / std::to_string(fraction));
     setup.engine.optimizer_pinned_fraction = fraction;
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape);
+    ToyModel model(setup, shape);
     Engine& engine = model.initialize();
     model.train(1, 2);
     std::vector<float> moments(300001);
@@ -431,8 +426,7 @@ TEST(PinnedFraction, OutOfRangeIsRefused) {
   for (const double fraction : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
     ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
     setup.engine.optimizer_pinned_fraction = fraction;
-    Runtime runtime(setup.runtime);
-    EXPECT_THAT([&] { ToyModel(runtime, setup.engine).initialize(); },
+    EXPECT_THAT([&] { ToyModel(setup).initialize(); },
                 testing::ThrowsMessage<ConfigError>(testing::HasSubstr("hoist.optimizer_pinned_fraction")));
   }
 }

@@ -122,8 +122,7 @@ TEST(PinnedWeights, LeftOpenTheyAreTheMostThatFitBeforeState) {
     const Prediction plain = predict(setup.runtime, setup.engine, describe(kTwo), 1);
     setup.engine.parameters_pinned_fraction.reset();
     setup.engine.optimizer_pinned_fraction.reset();
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, kTwo);
+    ToyModel model(setup, kTwo);
     Engine& engine = model.initialize();
     const Prediction open = predict(setup.runtime, setup.engine, model.model(), 1);
     EXPECT_EQ(open.parameters_pinned_fraction, largest_pinned_fraction(setup.runtime, setup.engine, model.model(), 1,
@@ -132,17 +131,17 @@ TEST(PinnedWeights, LeftOpenTheyAreTheMostThatFitBeforeState) {
     EXPECT_GT(open.parameters_pinned_fraction, 0);
     EXPECT_TRUE(open.pinned_fraction == 0 || open.parameters_pinned_fraction == 1);
     EXPECT_EQ(open.update_buffer_parameters, plain.update_buffer_parameters);
-    EXPECT_LE(runtime.pinned_budget().peak_bytes(), budget);
-    EXPECT_EQ(runtime.pinned_budget().peak_bytes(), open.pinned.bytes);
+    EXPECT_LE(model.runtime().pinned_budget().peak_bytes(), budget);
+    EXPECT_EQ(model.runtime().pinned_budget().peak_bytes(), open.pinned.bytes);
     EXPECT_THAT(engine.describe().front(),
                 testing::HasSubstr(fmt::format("NVMe ({:.4g} % of them", 100 * open.pinned_weight_share)));
 
     model.train(1, 2);
     engine.settle();
-    const std::uint64_t before = bytes_of(runtime, Link::nvme_read);
+    const std::uint64_t before = bytes_of(model.runtime(), Link::nvme_read);
     model.train(3, 4);
     engine.settle();
-    const auto read = static_cast<double>(bytes_of(runtime, Link::nvme_read) - before);
+    const auto read = static_cast<double>(bytes_of(model.runtime(), Link::nvme_read) - before);
     EXPECT_NEAR(read, 2.0 * static_cast<double>(open.step.nvme_read), 0.02 * read);
   }
 }
@@ -154,17 +153,16 @@ TEST(PinnedWeights, OfWhichNothingIsLeftOnNvmeReadNothing) {
   setup.runtime.device_memory_bytes = 2 * kMiB;  // backward fetches again
   setup.engine.parameters_pinned_fraction = 1;
   setup.engine.commit_every = 2;
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine);
+  ToyModel model(setup);
   Engine& engine = model.initialize();
   EXPECT_EQ(predict(setup.runtime, setup.engine, model.model(), 1).staging_buffers, 0u);
   model.train(1, 3);
   engine.settle();
-  const std::uint64_t written = bytes_of(runtime, Link::nvme_write);
+  const std::uint64_t written = bytes_of(model.runtime(), Link::nvme_write);
   model.train(4, 4);
   engine.settle();
-  EXPECT_GT(bytes_of(runtime, Link::nvme_write), written);
-  EXPECT_EQ(bytes_of(runtime, Link::nvme_read), 0u);
+  EXPECT_GT(bytes_of(model.runtime(), Link::nvme_write), written);
+  EXPECT_EQ(bytes_of(model.runtime(), Link::nvme_read), 0u);
 }
 
 // The store is the same whatever was in memory: runs may differ in it, and read what another wrote. Commits are not of
@@ -185,8 +183,7 @@ TEST(PinnedWeights, MayChangeFromRunToRunAndWithTheNumberOfRanks) {
       setup.engine.optimizer_pinned_fraction = 1 - fraction;
       setup.engine.commit_every = 2;
       on_ranks(resharded && step % 4 == 0 ? 2 : 1, [&](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(setup.runtime, join);
-        ToyModel model(runtime, setup.engine);
+        ToyModel model(setup, join);
         model.equal_gradients = true;
         if (step == 0)
           model.initialize();
@@ -214,9 +211,7 @@ TEST(PinnedWeights, MayDifferBetweenRanks) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     setup.runtime.host_device.chaos_seed = 31 + static_cast<std::uint64_t>(rank);
     setup.engine.parameters_pinned_fraction = 0.5 * rank;
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup, join);
     model.train(1, 5);
     model.engine().settle();
     found[static_cast<std::size_t>(rank)] = digests_of(model);
@@ -232,8 +227,7 @@ TEST(PinnedWeights, ReadsAndWritesCrossTheBoundary) {
   for (const double fraction : {0.0, 0.4}) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / std::to_string(fraction));
     setup.engine.parameters_pinned_fraction = fraction;
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape);
+    ToyModel model(setup, shape);
     Engine& engine = model.initialize();
     model.train(1, 2);
     std::vector<float>& all = values[fraction > 0 ? 1 : 0];

@@ -224,18 +224,15 @@ TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {
     std::vector<double> losses;
     std::uint64_t applied = 0;
     {
-      Runtime runtime(setup.runtime);
-      ToyModel model(runtime, setup.engine, shape_of(dtype));
-      Engine& engine = model.initialize();
+      ToyProgram model(setup, shape_of(dtype));
       model.train(1, kSteps / 2);
       const std::uint64_t step = kSteps / 2;
-      if (!nvme) engine.save("middle", std::as_bytes(std::span(&step, 1))).wait();
+      if (!nvme) model.engine().save("middle", std::as_bytes(std::span(&step, 1))).wait();
       losses = model.losses;
-      applied = engine.step_count();
+      applied = model.engine().step_count();
     }
     EXPECT_EQ(applied < kSteps / 2, dtype == DType::fp16) << "some of fp16 are skipped, none of bf16";
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, shape_of(dtype));
+    ToyModel model(setup, shape_of(dtype));
     ASSERT_EQ(model.find_commit(), applied);
     const RestoreReport report = model.restore();
     EXPECT_EQ(report.step, applied);
@@ -255,9 +252,7 @@ INSTANTIATE_TEST_SUITE_P(Cells, PlacementTest, testing::ValuesIn(cells()),
 
 // A placement is compared with more than itself: the reference must move, clip and depend on the seed.
 TEST(PlacementReference, ClipsEveryStepAndDependsOnTheSeed) {
-  Runtime runtime(toy_setup(kPinned, kPinned).runtime);
-  ToyModel model(runtime, toy_setup(kPinned, kPinned).engine);
-  model.initialize();
+  ToyProgram model(toy_setup(kPinned, kPinned));
   model.train(1, kSteps);
   for (const StepReport& report : model.reports) EXPECT_LT(report.clip_factor, 1.0);
   EXPECT_NE(model.losses.front(), model.losses.back());
@@ -269,9 +264,7 @@ TEST(PlacementReference, ClipsEveryStepAndDependsOnTheSeed) {
 TEST(PlacementReference, TheRoundingModeOfTheProgramIsItsOwn) {
   const ToySetup setup = toy_setup(kPinned, kPinned);
   const auto reports_with = [&](int rounding, Digests& digests) {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup);
     std::vector<StepReport> reports;
     for (std::uint64_t step = 1; step <= kSteps; ++step) {
       model.pass(step);

@@ -38,8 +38,7 @@ TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
       setup.runtime.device_memory_bytes = device_bytes;
       setup.runtime.comm_scratch_bytes = 256 * kKiB;
       on_ranks(ranks, [&, ranks = ranks](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(setup.runtime, join);
-        ToyModel model(runtime, setup.engine, shape);
+        ToyModel model(setup, join, shape);
         const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), ranks);
         if (!predicted.device.fits()) {
           EXPECT_THROW(model.initialize(), BudgetError);
@@ -50,10 +49,10 @@ TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
         model.engine().settle();
         // A group of threads takes the staging memory with one rank, too, and gives it back.
         if (ranks > 1) {
-          EXPECT_EQ(runtime.device_budget().peak_bytes(), predicted.device.bytes);
+          EXPECT_EQ(model.runtime().device_budget().peak_bytes(), predicted.device.bytes);
         }
-        EXPECT_EQ(runtime.device_budget().held_bytes(), predicted.device.bytes);
-        EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+        EXPECT_EQ(model.runtime().device_budget().held_bytes(), predicted.device.bytes);
+        EXPECT_EQ(model.runtime().pinned_budget().peak_bytes(), predicted.pinned.bytes);
         EXPECT_EQ(file_bytes(directory / "store", rank), predicted.nvme_bytes);
         if (shape.tied) return;
         const StepBytes real = model.engine().formula_bytes();
@@ -80,8 +79,7 @@ TEST_P(LeastBudget, IsTheSmallestThatStarts) {
   setup.engine.update_mode = GetParam();
   if (GetParam() == UpdateMode::backward) setup.engine.gradient_clipping = 0;
   const auto starts = [&] {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine, kPlain);
+    ToyModel model(setup, kPlain);
     try {
       model.initialize();
       std::filesystem::remove_all(directory / "store");
@@ -90,8 +88,7 @@ TEST_P(LeastBudget, IsTheSmallestThatStarts) {
       return false;
     }
   };
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, kPlain);
+  ToyModel model(setup, kPlain);
   const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), 1);
   setup.runtime.device_memory_bytes = round_up(predicted.device.least_bytes, kBlockAlignment);
   setup.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);

@@ -48,8 +48,7 @@ TEST_P(RanksTest, ResumesBitExactly) {
   const auto reference = train_on(size, toy_setup(Placement::pinned, Placement::pinned), ToyShape{}, 6)[0].digests;
   train_on(size, setup, ToyShape{}, 3);
   on_ranks(size, [&](int, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup, join);
     ASSERT_EQ(model.restore().step, 3u);
     model.losses.assign(reference.losses.begin(), reference.losses.begin() + 3);
     model.train(4, 6);
@@ -69,9 +68,7 @@ TEST(RanksRounding, TheRoundingModeOfTheProgramIsItsOwn) {
     setup.engine.micro_batches_max = 3;
     Digests digests;
     on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
-      model.initialize();
+      ToyProgram model(setup, join);
       model.close();
       std::fesetround(rounding);
       model.restore();
@@ -97,17 +94,15 @@ TEST(RanksWait, WhatARankWaitsForOthersIsCounted) {
   constexpr auto kLate = std::chrono::milliseconds(30);
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup, join);
     Nanoseconds longest{0};
     for (std::uint64_t step = 1; step <= 5; ++step) {
       model.pass(step);
-      comm::values_of_all(runtime.communicator(), rank);  // both have come so far
-      const Nanoseconds before = runtime.ledger().waited(WaitCause::comm);
+      comm::values_of_all(model.runtime().communicator(), rank);  // both have come so far
+      const Nanoseconds before = model.runtime().ledger().waited(WaitCause::comm);
       if (rank == 1) std::this_thread::sleep_for(kLate);
       model.engine().step();
-      longest = std::max(longest, runtime.ledger().waited(WaitCause::comm) - before);
+      longest = std::max(longest, model.runtime().ledger().waited(WaitCause::comm) - before);
     }
     EXPECT_TRUE(rank == 1 || longest >= kLate / 2) << to_seconds(longest);
   });
@@ -156,8 +151,7 @@ TEST_P(RanksTest, AManifestThatIsMissingForAMomentCostsNothing) {
   };
   const auto before = contents();
   on_ranks(size, [&](int, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup, join);
     EXPECT_THROW(model.initialize(), StoreError);
     EXPECT_THROW(model.restore(), StoreError);
     EXPECT_FALSE(model.find_commit());
@@ -165,8 +159,7 @@ TEST_P(RanksTest, AManifestThatIsMissingForAMomentCostsNothing) {
   EXPECT_EQ(contents(), before);
   fs::rename(directory / "aside", manifest);
   on_ranks(size, [&](int, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup, join);
     EXPECT_EQ(model.restore().step, 3u);
     model.losses = trained.losses;
     EXPECT_EQ(digests_of(model), trained);
@@ -181,8 +174,7 @@ TEST_P(RanksTest, InitialValuesThatAreRefusedLeaveNoStoreBehind) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
     if (drives == 2) setup.engine.stripe_directories = {directory / "second"};
     on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
+      ToyModel model(setup, join);
       const bool last = rank == size - 1;
       EXPECT_THROW(model.initialize([&](ParameterId, std::uint64_t, std::span<float> out) {
         std::ranges::fill(out, last ? std::numeric_limits<float>::quiet_NaN() : 1.0f);
@@ -236,8 +228,7 @@ TEST(Ranks, ARankThatTakesAnotherPathIsNamed) {
   EXPECT_THAT(
       [&] {
         on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-          Runtime runtime(setup.runtime, join);
-          ToyModel model(runtime, setup.engine, shape);
+          ToyModel model(setup, join, shape);
           Engine& engine = model.initialize();
           {
             const PassScope scope = engine.begin(Pass::evaluate);
@@ -268,10 +259,9 @@ std::string refusal_of(const Bring& bring) {
 
 TEST(Ranks, DifferentModelsAreNoticedAtTheStart) {
   const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
     ToyShape shape;
     if (rank == 1) shape.matrices.back() += 64;
-    ToyModel(runtime, setup.engine, shape).initialize();
+    ToyModel(setup, join, shape).initialize();
   });
   EXPECT_THAT(refusal,
               testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::create(): "), testing::HasSubstr("units")));
@@ -279,8 +269,7 @@ TEST(Ranks, DifferentModelsAreNoticedAtTheStart) {
 
 TEST(Ranks, DifferentBeginningsAreNoticed) {
   const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup, join);
     if (rank == 0)
       model.initialize();
     else
@@ -294,9 +283,7 @@ TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
   const auto with = [](const auto& change) {
     return refusal_of([&](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
       if (rank == 1) change(setup.engine);
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
-      model.initialize();
+      ToyProgram model(setup, join);
     });
   };
   const auto says = [](const char* one, const char* other) {
@@ -358,8 +345,7 @@ TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
     ToySetup own = setup;
     own.runtime.comm_scratch_bytes = 256 * kKiB;
     own.runtime.device_memory_bytes = rank == 1 ? 640 * kKiB : 16 * kMiB;
-    Runtime runtime(own.runtime, join);
-    ToyModel model(runtime, own.engine, shape);
+    ToyModel model(own, join, shape);
     gather_bytes[static_cast<std::size_t>(rank)] = predict(own.runtime, own.engine, model.model(), 3).gather_bytes;
     model.initialize();
     model.train(1, 4);
@@ -380,9 +366,7 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
       on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
         ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
         if (rank == 2) change_setup(setup);
-        Runtime runtime(setup.runtime, join);
-        ToyModel model(runtime, setup.engine);
-        model.initialize();
+        ToyProgram model(setup, join);
         model.train(1, 2);
         if (rank == 2) change_engine(model.engine());
         model.pass(3);
@@ -422,9 +406,7 @@ TEST(Ranks, DifferentReadsAndWritesAreNoticed) {
   const auto made = [](const std::function<void(int, ToyModel&)>& call) -> std::string {
     try {
       on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(toy_setup(Placement::pinned, Placement::pinned).runtime, join);
-        ToyModel model(runtime, toy_setup(Placement::pinned, Placement::pinned).engine);
-        model.initialize();
+        ToyProgram model(toy_setup(Placement::pinned, Placement::pinned), join);
         call(rank, model);
       });
     } catch (const CommError& error) {

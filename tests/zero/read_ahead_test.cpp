@@ -9,7 +9,6 @@
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/counting_backend.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::read_ahead_test {
@@ -25,7 +24,7 @@ struct Where {
 
 class ReadAhead : public testing::TestWithParam<Where> {
  protected:
-  std::unique_ptr<ToyTraining> opened() {
+  std::unique_ptr<ToyModel> opened() {
     ToySetup setup = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "store");
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
     setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
@@ -35,19 +34,19 @@ class ReadAhead : public testing::TestWithParam<Where> {
     setup.engine.sub_group_elements = 25000;
     setup.engine.update_buffer_count = 4;
     setup.engine.reuse_distance_elements = 0;  // every use of weights fetches them
-    return std::make_unique<ToyTraining>(setup, kShape);
+    return std::make_unique<ToyModel>(setup, kShape);
   }
-  std::unique_ptr<ToyTraining> run() {
+  std::unique_ptr<ToyModel> run() {
     auto run = opened();
-    run->model.initialize();
+    run->initialize();
     return run;
   }
-  static std::unique_ptr<ToyTraining> reference() {
+  static std::unique_ptr<ToyModel> reference() {
     ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
     setup.engine.update_mode = UpdateMode::step;
-    auto run = std::make_unique<ToyTraining>(setup, kShape);
-    run->model.initialize();
+    auto run = std::make_unique<ToyModel>(setup, kShape);
+    run->initialize();
     return run;
   }
   bool weights_on_nvme() const { return GetParam().parameters == Placement::nvme; }
@@ -63,18 +62,18 @@ INSTANTIATE_TEST_SUITE_P(Modes, ReadAhead,
 
 TEST_P(ReadAhead, FillsTheBuffersInThePassAndReadsNothingTwice) {
   const auto r = run();
-  r->model.train(1, 3);
+  r->train(1, 3);
   r->engine().settle();  // every buffer is idle
   const std::uint64_t before = read_;
-  r->model.pass(4);
+  r->pass(4);
   const std::uint64_t of_buffers = 4 * 16384 * (weights_on_nvme() ? 12 : 10);  // pieces are whole tiles
   EXPECT_LE(read_ - before, of_buffers + weights_read_in_a_pass());
   EXPECT_GE(read_ - before, weights_on_nvme() ? of_buffers + 2 * kElements : of_buffers);
   r->engine().step();
-  r->model.train(5, 6);
+  r->train(5, 6);
   r->engine().settle();
   const std::uint64_t middle = read_;
-  r->model.train(7, 10);
+  r->train(7, 10);
   r->engine().settle();
   const auto all = 4.0 * static_cast<double>(r->engine().formula_bytes().nvme_read);
   EXPECT_NEAR(static_cast<double>(read_ - middle), all, 0.02 * all);
@@ -83,66 +82,66 @@ TEST_P(ReadAhead, FillsTheBuffersInThePassAndReadsNothingTwice) {
 TEST_P(ReadAhead, IsKeptForTheNextStepWhenOneIsSkipped) {
   const auto r = run();
   const auto expected = reference();
-  r->model.train(1, 2);
+  r->train(1, 2);
   r->engine().settle();
-  r->model.gradient_scale = std::numeric_limits<float>::infinity();
-  r->model.pass(3);
+  r->gradient_scale = std::numeric_limits<float>::infinity();
+  r->pass(3);
   EXPECT_FALSE(r->engine().step().applied);
-  r->model.losses.pop_back();
-  r->model.gradient_scale = 1;
+  r->losses.pop_back();
+  r->gradient_scale = 1;
   const std::uint64_t before = read_;
-  r->model.pass(3);
+  r->pass(3);
   EXPECT_LE(read_ - before, weights_read_in_a_pass());
   r->engine().step();
-  r->model.train(4, 5);
-  expected->model.train(1, 5);
-  EXPECT_EQ(digests_of(r->model), digests_of(expected->model));
+  r->train(4, 5);
+  expected->train(1, 5);
+  EXPECT_EQ(digests_of(*r), digests_of(*expected));
 }
 
 TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
   const auto r = run();
   const auto expected = reference();
-  for (ToyTraining* each : {r.get(), expected.get()}) {
-    each->model.train(1, 2);
+  for (ToyModel* each : {r.get(), expected.get()}) {
+    each->train(1, 2);
     each->engine().settle();
-    each->model.pass(3);
+    each->pass(3);
     std::vector<float> values(200000);
     for (const State state : {State::master, State::moment2}) {
-      each->engine().read(each->model.matrix(0), state, 1000, values);
+      each->engine().read(each->matrix(0), state, 1000, values);
       for (float& value : values) value *= 2;
-      each->engine().write(each->model.matrix(0), state, 1000, values);
+      each->engine().write(each->matrix(0), state, 1000, values);
     }
     each->engine().step();
-    each->model.train(4, 5);
+    each->train(4, 5);
   }
-  EXPECT_EQ(digests_of(r->model), digests_of(expected->model));
+  EXPECT_EQ(digests_of(*r), digests_of(*expected));
 }
 
 TEST_P(ReadAhead, GivesWayToUnitsThatAreAskedForFirst) {
   const auto r = run();
   const auto expected = reference();
-  for (ToyTraining* each : {r.get(), expected.get()}) {
-    each->model.train(1, 3);
+  for (ToyModel* each : {r.get(), expected.get()}) {
+    each->train(1, 3);
     each->engine().settle();
-    each->model.train(4, 4);  // what was read ahead is of unit 0
+    each->train(4, 4);  // what was read ahead is of unit 0
     const PassScope pass = each->engine().begin(Pass::evaluate);
     for (const std::size_t unit : {2u, 1u}) {
-      Lease lease = each->engine().gather(each->model.unit(unit), each->model.stream());
-      lease.release(each->model.stream());
+      Lease lease = each->engine().gather(each->unit(unit), each->stream());
+      lease.release(each->stream());
     }
   }
-  for (ToyTraining* each : {r.get(), expected.get()}) each->model.train(5, 6);
-  EXPECT_EQ(digests_of(r->model), digests_of(expected->model));
+  for (ToyModel* each : {r.get(), expected.get()}) each->train(5, 6);
+  EXPECT_EQ(digests_of(*r), digests_of(*expected));
 }
 
 // The engine may end between the pass and the step: it waits for reads in flight before it frees their memory.
 TEST_P(ReadAhead, EndsWithTheEngine) {
   auto r = run();
-  r->model.train(1, 2);
+  r->train(1, 2);
   r->engine().settle();
-  r->model.pass(3);
+  r->pass(3);
   r.reset();
-  EXPECT_EQ(opened()->model.restore().step, 2u);
+  EXPECT_EQ(opened()->restore().step, 2u);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 
 #include <hoist/tests/support/faulty_backend.hpp>
 
-#include "toy_program.hpp"
+#include "toy_model.hpp"
 
 namespace hoist::test::record_io_test {
 namespace {
@@ -25,50 +25,48 @@ ToySetup divided(bool host_accessible, const std::string& directory) {
 }
 
 // The program's calls between the pass of step 4 and step().
-using Between = std::function<void(ToyTraining& p, std::vector<float>& seen)>;
+using Between = std::function<void(ToyModel& p, std::vector<float>& seen)>;
 
 struct Case {
   const char* name;
   Between between;
 };
 
-std::vector<float> read(ToyTraining& p, ParameterId parameter, State state, std::size_t count = 1000) {
+std::vector<float> read(ToyModel& p, ParameterId parameter, State state, std::size_t count = 1000) {
   std::vector<float> values(count);
   p.engine().read(parameter, state, 0, values);
   return values;
 }
 
 const std::array<Case, 6> kCases{{
-    {"reads_a_master",
-     [](ToyTraining& p, std::vector<float>& seen) { seen = read(p, p.model.matrix(0), State::master); }},
-    {"reads_a_gradient",
-     [](ToyTraining& p, std::vector<float>& seen) { seen = read(p, p.model.matrix(0), State::gradient); }},
+    {"reads_a_master", [](ToyModel& p, std::vector<float>& seen) { seen = read(p, p.matrix(0), State::master); }},
+    {"reads_a_gradient", [](ToyModel& p, std::vector<float>& seen) { seen = read(p, p.matrix(0), State::gradient); }},
     {"writes_a_frozen_parameter",
-     [](ToyTraining& p, std::vector<float>& seen) {
+     [](ToyModel& p, std::vector<float>& seen) {
        const ParameterId frozen = p.engine().parameter("unit1.frozen");
        p.engine().write(frozen, State::master, 0, std::vector<float>(1000, 0.5f));
        seen = read(p, frozen, State::master, 3000);
      }},
     {"writes_a_master",
-     [](ToyTraining& p, std::vector<float>& seen) {
-       p.engine().write(p.model.matrix(1), State::master, 0, std::vector<float>(1000, 0.5f));
-       seen = read(p, p.model.matrix(1), State::master, 2000);
+     [](ToyModel& p, std::vector<float>& seen) {
+       p.engine().write(p.matrix(1), State::master, 0, std::vector<float>(1000, 0.5f));
+       seen = read(p, p.matrix(1), State::master, 2000);
      }},
     {"reads_after_a_discarded_pass",
-     [](ToyTraining& p, std::vector<float>& seen) {
+     [](ToyModel& p, std::vector<float>& seen) {
        p.engine().discard();
-       seen = read(p, p.model.matrix(0), State::master);
-       p.model.pass(4);
+       seen = read(p, p.matrix(0), State::master);
+       p.pass(4);
      }},
     {"reads_after_a_skipped_step",
-     [](ToyTraining& p, std::vector<float>& seen) {
+     [](ToyModel& p, std::vector<float>& seen) {
        p.engine().discard();
-       p.model.gradient_scale = std::numeric_limits<float>::infinity();
-       p.model.pass(4);
+       p.gradient_scale = std::numeric_limits<float>::infinity();
+       p.pass(4);
        EXPECT_FALSE(p.engine().step().applied);
-       p.model.gradient_scale = 1;
-       seen = read(p, p.model.matrix(0), State::master);
-       p.model.pass(4);
+       p.gradient_scale = 1;
+       seen = read(p, p.matrix(0), State::master);
+       p.pass(4);
      }},
 }};
 
@@ -82,17 +80,16 @@ struct Outcome {
 };
 
 Outcome run(const ToySetup& setup, const Between& between) {
-  ToyTraining p(setup, kShape);
-  p.model.initialize();
-  p.model.train(1, 3);
+  ToyProgram p(setup, kShape);
+  p.train(1, 3);
   p.engine().settle();
   Outcome outcome;
-  p.model.pass(4);
+  p.pass(4);
   between(p, outcome.seen);
   p.engine().step();
-  p.model.train(5, 5);
+  p.train(5, 5);
   p.engine().settle();
-  outcome.digests = digests_of(p.model);
+  outcome.digests = digests_of(p);
   return outcome;
 }
 
@@ -116,18 +113,17 @@ TEST(DeviceOnly, IsReadRightWhileTheDriveIsSlow) {
     setup.engine.sub_group_elements = 32768;
     const auto faults = std::make_shared<Faults>(1);
     setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
-    ToyTraining p(setup, shape);
-    p.model.initialize();
-    p.model.train(1, 3);
+    ToyProgram p(setup, shape);
+    p.train(1, 3);
     p.engine().settle();
-    const std::vector<float> expected = read(p, p.model.matrix(0), State::moment1, 1000000);
+    const std::vector<float> expected = read(p, p.matrix(0), State::moment1, 1000000);
     faults->add({.kind = Fault::Kind::delay,
                  .operation = aio::Operation::read,
                  .path_contains = ".data",
                  .count = Faults::kForever,
                  .delay = std::chrono::milliseconds(milliseconds)});
-    p.model.pass(4);
-    EXPECT_EQ(read(p, p.model.matrix(0), State::moment1, 1000000), expected) << milliseconds << " ms";
+    p.pass(4);
+    EXPECT_EQ(read(p, p.matrix(0), State::moment1, 1000000), expected) << milliseconds << " ms";
     faults->clear();
     EXPECT_NO_THROW(p.engine().step());
     EXPECT_NO_THROW(p.engine().settle());

@@ -29,8 +29,7 @@ class SecondaryShard : public testing::TestWithParam<Groups> {
   Digests train(const ToySetup& setup, int micro_batches) const {
     Digests digests;
     on_ranks(size(), [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, kShape);
+      ToyModel model(setup, join, kShape);
       model.micro_batches = micro_batches;
       model.initialize();
       std::vector<double> evaluated;
@@ -112,12 +111,11 @@ TEST_P(SecondaryShard, MovesWhatTheFormulaSays) {
     setup.engine.secondary_shard_ranks = ranks;
     on_ranks(size, [&, stays = stays, n = static_cast<std::uint64_t>(size), h = static_cast<std::uint64_t>(ranks)](
                        int, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, shape);
+      ToyModel model(setup, join, shape);
       Engine& engine = model.initialize();
       model.train(1, 2);
       engine.settle();
-      const auto moved = [&](Link link) { return runtime.ledger().totals(link).bytes; };
+      const auto moved = [&](Link link) { return model.runtime().ledger().totals(link).bytes; };
       const std::uint64_t wire = moved(Link::wire), group = engine.wire_bytes_in_group();
       const std::uint64_t up = moved(Link::host_to_device), down = moved(Link::device_to_host);
       const std::uint64_t read = moved(Link::nvme_read);
@@ -151,12 +149,11 @@ TEST_P(SecondaryShard, LivesWithinTheBudgetAndIsPredicted) {
     setup.runtime.pinned_memory_bytes = pinned;
     setup.engine.secondary_shard_ranks = ranks;
     on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, kShape);
+      ToyModel model(setup, join, kShape);
       const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), size);
       try {
         model.initialize();
-        EXPECT_EQ(predicted.pinned.bytes, runtime.pinned_budget().held_bytes());
+        EXPECT_EQ(predicted.pinned.bytes, model.runtime().pinned_budget().held_bytes());
         model.train(1, 2);
       } catch (const BudgetError& error) {
         if (rank == 0) need = error.need;
@@ -187,9 +184,8 @@ TEST(SecondaryShards, AreRefusedWhereTheyCannotBe) {
       ToySetup setup = toy_setup(Placement::device, Placement::pinned);
       setup.engine.secondary_shard_ranks = ranks;
       setup.engine.stage = stage;
-      Runtime runtime(setup.runtime, join);
       try {
-        ToyModel(runtime, setup.engine).initialize();
+        ToyModel(setup, join).initialize();
       } catch (const ConfigError& error) {
         if (rank == 0) text = error.what();
       }

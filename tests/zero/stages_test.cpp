@@ -48,16 +48,15 @@ TEST_P(StageTest, MovesTheBytesOfItsFormulaOverTheWire) {
       ToySetup setup = at_stage(GetParam(), Placement::pinned);
       setup.engine.micro_batches_max = static_cast<unsigned>(micro_batches);
       setup.engine.reuse_distance_elements = 0;  // backward gathers again
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, shape);
+      ToyModel model(setup, join, shape);
       model.micro_batches = micro_batches;
       Engine& engine = model.initialize();
       model.train(1, 3);  // the plan is made
       engine.settle();
-      const auto before = runtime.ledger().totals(Link::wire).bytes;
+      const auto before = model.runtime().ledger().totals(Link::wire).bytes;
       model.train(4, 7);
       engine.settle();
-      const double moved = static_cast<double>(runtime.ledger().totals(Link::wire).bytes - before) / 4;
+      const double moved = static_cast<double>(model.runtime().ledger().totals(Link::wire).bytes - before) / 4;
       EXPECT_NEAR(moved / static_cast<double>(engine.formula_bytes().wire), 1, 0.02);
       if (micro_batches > 1) return;
       // 2 or 3 times the weights' bytes, but for this rank's own share.
@@ -79,9 +78,7 @@ TEST_P(StageTest, HoldsTheMemoryOfTheZeroTable) {
     SCOPED_TRACE(ranks);
     on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
       const ToySetup setup = at_stage(GetParam(), Placement::device);
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, shape);
-      model.initialize();
+      ToyProgram model(setup, join, shape);
       const Prediction prediction = predict(setup.runtime, setup.engine, model.model(), ranks);
       const auto all = static_cast<double>(model.model().parameter_count());
       const double vectors = kUnits * 96.0;  // of fp32: 4 of weights, 4 of gradient, 8 of moments
@@ -91,7 +88,7 @@ TEST_P(StageTest, HoldsTheMemoryOfTheZeroTable) {
       const double buffers = static_cast<double>(prediction.gather_bytes) +
                              static_cast<double>(prediction.gradient_buffers) * unit_bytes +
                              (ranks > 1 ? static_cast<double>(setup.runtime.comm_scratch_bytes) : 0);
-      const auto held = static_cast<double>(runtime.device_budget().held_bytes());
+      const auto held = static_cast<double>(model.runtime().device_budget().held_bytes());
       const double padding = held - (states + whole + buffers);
       EXPECT_GE(padding, 0);
       // Segments end on 4 KiB, records on whole blocks and blocks of the arena: some 40 KiB a unit at most.
@@ -109,8 +106,7 @@ TEST(Stages, TheStageMayChangeBetweenRuns) {
   const auto resume = [&](int stage, std::uint64_t last_step) {
     on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
       const ToySetup setup = at_stage(stage, Placement::nvme, store);
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine);
+      ToyModel model(setup, join);
       std::uint64_t first = 1;
       if (model.find_commit())
         first = model.restore().step + 1;

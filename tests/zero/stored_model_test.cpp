@@ -300,8 +300,7 @@ TEST(StoredModel, FilesUnderAnotherRanksNameOrOfAnotherRunAreRefused) {
   EXPECT_THROW(StoredModel(directory / "mixed"), StoreError);
   ToySetup mixed = toy_setup(Placement::nvme, Placement::nvme, directory / "mixed");
   on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(mixed.runtime, join);
-    ToyModel model(runtime, mixed.engine);
+    ToyModel model(mixed, join);
     EXPECT_EQ(model.find_commit(), std::nullopt);
     EXPECT_THROW(model.restore(), StoreError);
   });
@@ -311,9 +310,7 @@ TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   {
-    Runtime runtime(setup.runtime);
-    ToyModel model(runtime, setup.engine);
-    model.initialize();
+    ToyProgram model(setup);
     model.train(1, 1);
     model.engine().settle();
     EXPECT_EQ(look_at_store(directory / "store").commits.front().step, 1u);  // looking is free
@@ -324,8 +321,7 @@ TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
   const StoredModel second(directory / "store");
   ToySetup impatient = setup;
   impatient.engine.lock_timeout = Nanoseconds{0};
-  Runtime runtime(impatient.runtime);
-  ToyModel model(runtime, impatient.engine);
+  ToyModel model(impatient);
   EXPECT_THROW(model.restore(), StoreError);
 }
 

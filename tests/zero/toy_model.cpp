@@ -191,9 +191,7 @@ Digests state_digests(ToyModel& model) {
 }
 
 Digests train_once(const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, shape);
-  model.initialize();
+  ToyProgram model(setup, shape);
   model.train(1, steps);
   return digests_of(model);
 }

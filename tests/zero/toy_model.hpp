@@ -7,6 +7,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -41,17 +42,22 @@ ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string&
 // The model that is trained; units and their matrices are ToyModel's.
 Model describe(const ToyShape& shape);
 
-// Describes, makes its engine, and trains.
+// Describes, makes its engine by initialize(), begin() or restore(), and trains.
 class ToyModel {
  public:
   ToyModel(Runtime& runtime, const EngineOptions& options, const ToyShape& shape = {});
+  // With a runtime of its own. `join` is what Runtime takes: a MakeCommunicator or Groups.
+  explicit ToyModel(const ToySetup& setup, const ToyShape& shape = {})
+      : ToyModel(std::make_unique<Runtime>(setup.runtime), setup.engine, shape) {}
+  ToyModel(const ToySetup& setup, const auto& join, const ToyShape& shape = {})
+      : ToyModel(std::make_unique<Runtime>(setup.runtime, join), setup.engine, shape) {}
   Engine& initialize(std::span<const std::byte> state = {}) { return initialize(fill(), state); }
   Engine& initialize(const Initializer& initializer, std::span<const std::byte> state = {});
   Engine& begin(const InitialState& state);
   const RestoreReport& restore(const RestoreOptions& restore_options = {});
   std::optional<std::uint64_t> find_commit() { return Engine::find_commit(runtime_, options_); }
   std::vector<NamedCheckpoint> find_checkpoints() { return Engine::find_checkpoints(runtime_, options_); }
-  Engine& engine() { return engine_.value(); }  // after initialize() or restore()
+  Engine& engine() { return engine_.value(); }
   void close() { engine_.reset(); }
   Runtime& runtime() { return runtime_; }
 
@@ -81,10 +87,15 @@ class ToyModel {
     ParameterId matrix, norm;
     std::optional<ParameterId> frozen;
   };
+  ToyModel(std::unique_ptr<Runtime> runtime, const EngineOptions& options, const ToyShape& shape)
+      : ToyModel(*runtime, options, shape) {
+    own_runtime_ = std::move(runtime);
+  }
   void forward(std::size_t index, double* sum);
   void backward(std::size_t index, std::uint64_t step, int held);
   void make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter, std::uint64_t step);
 
+  std::unique_ptr<Runtime> own_runtime_;  // outlives the engine
   Runtime& runtime_;
   EngineOptions options_;
   ToyShape shape_;
@@ -92,6 +103,19 @@ class ToyModel {
   std::optional<Engine> engine_;
   std::unique_ptr<platform::Stream> stream_;
   std::vector<Unit> units_;
+};
+
+// Initialized, so that its state can be looked at.
+struct ToyProgram : ToyModel {
+  explicit ToyProgram(const ToySetup& setup, const ToyShape& shape = {}) : ToyModel(setup, shape) { initialize(); }
+  ToyProgram(const ToySetup& setup, const auto& join, const ToyShape& shape = {}) : ToyModel(setup, join, shape) {
+    initialize();
+  }
+  std::vector<float> read(ParameterId parameter, State state, std::uint64_t first, std::size_t count) {
+    std::vector<float> values(count);
+    engine().read(parameter, state, first, values);
+    return values;
+  }
 };
 
 struct Digests {

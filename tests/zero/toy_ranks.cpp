@@ -84,11 +84,9 @@ void on_groups(const std::vector<int>& sizes, const std::function<void(int, int,
 void train_then(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps,
                 const std::function<void(int, ToyModel&)>& after) {
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine, shape);
-    Engine& engine = model.initialize();
+    ToyProgram model(setup, join, shape);
     model.train(1, steps);
-    engine.settle();
+    model.engine().settle();
     after(rank, model);
   });
 }
@@ -110,9 +108,7 @@ const std::vector<Digests>& digests_by_step(int size, std::uint64_t steps, const
     std::vector<Digests> all;
     const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
     on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(setup.runtime, join);
-      ToyModel model(runtime, setup.engine, shape);
-      model.initialize();
+      ToyProgram model(setup, join, shape);
       for (std::uint64_t step = 0; step <= steps; ++step) {
         if (step > 0) model.train(step, step);
         const Digests digests = state_digests(model);
@@ -126,8 +122,7 @@ const std::vector<Digests>& digests_by_step(int size, std::uint64_t steps, const
 Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps, const ToyShape& shape) {
   Digests digests;
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine, shape);
+    ToyModel model(setup, join, shape);
     model.micro_batches = static_cast<int>(setup.engine.micro_batches_max);
     model.vertical = setup.engine.micro_batch_order == MicroBatchOrder::vertical && model.micro_batches > 1;
     model.initialize();

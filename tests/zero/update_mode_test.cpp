@@ -30,27 +30,26 @@ TEST_P(ForwardMode, SettlesBetweenAnyTwoSteps) {
     const TempDirectory store;
     ToySetup s = setup();
     if (where().has_store()) s.engine.store_directory = store / "store";
-    ToyTraining run(s);
-    run.model.initialize();
-    run.model.train(1, settled);
+    ToyProgram run(s);
+    run.train(1, settled);
     run.engine().settle();
-    run.model.train(settled + 1, 6);
-    EXPECT_EQ(digests_of(run.model), expected(6)) << "settled after step " << settled;
+    run.train(settled + 1, 6);
+    EXPECT_EQ(digests_of(run), expected(6)) << "settled after step " << settled;
   }
 }
 
 // Settled, looked at and changed in between: each step's report and weights are those of mode `step`.
 TEST_P(LateModes, ReportTheSameStepsAndShowWhatIsPending) {
-  ToyTraining step(simplest());
-  step.model.initialize();
+  ToyModel step(simplest());
+  step.initialize();
   const auto late = fresh();
-  double last = late->model.evaluate();
+  double last = late->evaluate();
   for (std::uint64_t i = 1; i <= 5; ++i) {
-    for (ToyTraining* run : {&step, late.get()}) {
+    for (ToyModel* run : {&step, late.get()}) {
       run->engine().set_learning_rate(GroupId{0}, 1e-2 / static_cast<double>(i));
-      run->model.train(i, i);
+      run->train(i, i);
     }
-    const StepReport &wanted = step.model.reports.back(), &found = late->model.reports.back();
+    const StepReport &wanted = step.reports.back(), &found = late->reports.back();
     EXPECT_EQ(found.gradient_norm, wanted.gradient_norm);
     EXPECT_EQ(found.learning_rate, wanted.learning_rate);
     EXPECT_EQ(found.clip_factor, wanted.clip_factor);
@@ -58,102 +57,102 @@ TEST_P(LateModes, ReportTheSameStepsAndShowWhatIsPending) {
     EXPECT_TRUE(found.applied);
     EXPECT_EQ(late->engine().learning_rate(GroupId{0}), 1e-2 / static_cast<double>(i));
     if (i != 3) {
-      EXPECT_EQ(late->model.losses.back(), last) << "step " << i << " saw other weights than the evaluation";
+      EXPECT_EQ(late->losses.back(), last) << "step " << i << " saw other weights than the evaluation";
     }
     if (i == 2) {
       late->engine().settle();
       continue;  // and no evaluation before the next pass
     }
     if (i == 3) {
-      for (ToyTraining* run : {&step, late.get()}) {
+      for (ToyModel* run : {&step, late.get()}) {
         std::vector<float> values(100);
-        run->engine().read(run->model.matrix(1), State::master, 50, values);
+        run->engine().read(run->matrix(1), State::master, 50, values);
         for (float& value : values) value *= 2;
-        run->engine().write(run->model.matrix(1), State::master, 50, values);
+        run->engine().write(run->matrix(1), State::master, 50, values);
       }
     }
-    last = late->model.evaluate();
-    EXPECT_EQ(last, late->model.evaluate());
-    EXPECT_EQ(last, step.model.evaluate()) << "after step " << i;
+    last = late->evaluate();
+    EXPECT_EQ(last, late->evaluate());
+    EXPECT_EQ(last, step.evaluate()) << "after step " << i;
   }
-  EXPECT_EQ(digests_of(late->model), digests_of(step.model));
+  EXPECT_EQ(digests_of(*late), digests_of(step));
 }
 
 TEST_P(ForwardMode, SkippedAndClippedStepsKeepTheirPlace) {
   const auto run = fresh();
-  run->model.train(1, 2);
-  EXPECT_LT(run->model.reports.back().clip_factor, 1);
+  run->train(1, 2);
+  EXPECT_LT(run->reports.back().clip_factor, 1);
   for (const float poison : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
-    run->model.gradient_scale = poison;
-    run->model.pass(3);
+    run->gradient_scale = poison;
+    run->pass(3);
     const StepReport report = run->engine().step();
     EXPECT_FALSE(report.applied);
     EXPECT_EQ(report.step, 2u);
-    run->model.losses.pop_back();
+    run->losses.pop_back();
   }
-  run->model.gradient_scale = 1;
-  run->model.train(3, 5);
-  EXPECT_EQ(digests_of(run->model), expected(5));
+  run->gradient_scale = 1;
+  run->train(3, 5);
+  EXPECT_EQ(digests_of(*run), expected(5));
 }
 
 // In mode `backward`, before its first gradient is finished.
 TEST_P(LateModes, APassThatIsDroppedDoesNoHarm) {
   const auto run = fresh();
-  run->model.train(1, 3);
+  run->train(1, 3);
   for (const std::size_t thrown_at : {0u, 2u}) {
-    run->model.in_forward = [&](std::size_t unit) {
+    run->in_forward = [&](std::size_t unit) {
       if (unit == thrown_at) throw std::runtime_error("the program's own");
     };
-    EXPECT_THROW(run->model.pass(4), std::runtime_error);
-    run->model.in_forward = [](std::size_t) {};
+    EXPECT_THROW(run->pass(4), std::runtime_error);
+    run->in_forward = [](std::size_t) {};
     if (thrown_at == 2) run->engine().discard();  // the other one has ended with its scope
   }
-  run->model.train(4, 6);
-  EXPECT_EQ(digests_of(run->model), expected(6));
+  run->train(4, 6);
+  EXPECT_EQ(digests_of(*run), expected(6));
 }
 
 TEST_P(ForwardMode, UnitsInAnotherOrderAreUpdatedWhenTheyAreAskedFor) {
   const auto run = fresh();
-  run->model.train(1, 3);
+  run->train(1, 3);
   {
     // Backwards, and only some: neither the expected order nor all of it.
     const PassScope pass = run->engine().begin(Pass::evaluate);
     for (const std::size_t unit : {3u, 1u}) {
-      Lease lease = run->engine().gather(run->model.unit(unit), run->model.stream());
-      lease.release(run->model.stream());
+      Lease lease = run->engine().gather(run->unit(unit), run->stream());
+      lease.release(run->stream());
     }
   }
-  run->model.train(4, 5);
-  EXPECT_EQ(digests_of(run->model), expected(5));
+  run->train(4, 5);
+  EXPECT_EQ(digests_of(*run), expected(5));
 }
 
 TEST_P(LateModes, AnOrderlyEndCarriesOutTheLastStep) {
   if (!where().has_store()) GTEST_SKIP() << "nothing is committed by steps";
-  { fresh()->model.train(1, 3); }
-  ToyTraining resumed(setup());
-  EXPECT_EQ(resumed.model.restore().step, 3u);
-  resumed.model.train(4, 5);
-  resumed.model.losses = expected(5).losses;
-  EXPECT_EQ(digests_of(resumed.model), expected(5));
+  { fresh()->train(1, 3); }
+  ToyModel resumed(setup());
+  EXPECT_EQ(resumed.restore().step, 3u);
+  resumed.train(4, 5);
+  resumed.losses = expected(5).losses;
+  EXPECT_EQ(digests_of(resumed), expected(5));
 }
 
 TEST_P(LateModes, WhoeverWaitsForACommitIsNotLeftWaiting) {
   const auto run = fresh();
-  run->model.train(1, 2);
-  run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
+  run->train(1, 2);
+  run->reports.back().committed.wait();  // no pass follows, and nobody settles
   if (where().optimizer == Placement::nvme) {
     EXPECT_EQ(run->engine().committed_step(), 2u);
   }
-  run->model.train(3, 4);
-  EXPECT_EQ(digests_of(run->model), expected(4));
+  run->train(3, 4);
+  EXPECT_EQ(digests_of(*run), expected(4));
 }
 
 TEST_P(LateModes, AnUpdateThatCannotBeCommittedIsReported) {
   auto run = fresh();
-  run->model.train(1, 2);
+  run->train(1, 2);
   run->engine().settle();
   run->engine().set_learning_rate(GroupId{0}, 1e38);
-  run->model.pass(3);
+  run->pass(3);
   const StepReport report = run->engine().step();
   EXPECT_TRUE(report.applied);
   EXPECT_THROW(run->engine().settle(), Error);
@@ -176,8 +175,7 @@ TEST_P(LateUpdates, AFailureOnOneRankIsNamedOnTheOthers) {
   if (GetParam() == UpdateMode::backward) setup.engine.gradient_clipping = 0;  // as it has to be
   std::atomic<int> named{0};
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model(runtime, setup.engine);
+    ToyModel model(setup, join);
     Engine& engine = model.initialize();
     model.train(1, 2);
     // Takes one element, in rank 1's shard, beyond all numbers.

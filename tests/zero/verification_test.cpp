@@ -16,7 +16,6 @@
 #include <hoist/tests/support/damage.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
-#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::verification_test {
@@ -46,13 +45,12 @@ class VerificationTest : public testing::TestWithParam<Placement> {
 TEST_P(VerificationTest, ATrainingThatGoesOnIsNotTakenForDamage) {
   const Digests undisturbed = train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 60);
   std::uint64_t step = 0, pieces = 0;
-  ToyTraining training(setup_);
-  training.model.initialize();
+  ToyProgram training(setup_);
   const auto train = [&](std::uint64_t more) {
     if (step == 60) return;
-    training.model.train(step + 1, step + more);
+    training.train(step + 1, step + more);
     step += more;
-    training.model.engine().settle();
+    training.engine().settle();
   };
   train(3);
   const auto found = verify({.progress = [&](std::uint64_t done, std::uint64_t total) {
@@ -66,7 +64,7 @@ TEST_P(VerificationTest, ATrainingThatGoesOnIsNotTakenForDamage) {
   EXPECT_LE(found[0].step, step);
   EXPECT_GE(pieces, 8u);
   while (step < 60) train(3);
-  EXPECT_EQ(digests_of(training.model), undisturbed);
+  EXPECT_EQ(digests_of(training), undisturbed);
 }
 
 // Ranks that commit as fast as they can, for as long as it takes to read their stores twenty times.
@@ -76,9 +74,7 @@ TEST_P(VerificationTest, RanksThatTrainAreReadAtAnyMoment) {
   std::thread reader;
   std::uint64_t newest = 0;
   on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup_.runtime, join);
-    ToyModel model(runtime, setup_.engine);
-    model.initialize();
+    ToyProgram model(setup_, join);
     if (rank == 0) {
       reader = std::thread([&] {
         for (int i = 0; i < 20 || newest < 5; ++i) {
@@ -102,13 +98,12 @@ TEST_P(VerificationTest, RanksThatTrainAreReadAtAnyMoment) {
 }
 
 TEST_P(VerificationTest, NamedCheckpointsAreReadToo) {
-  ToyTraining training(setup_);
-  training.model.initialize();
+  ToyProgram training(setup_);
   for (std::uint64_t step = 1; step <= 3; ++step) {
-    training.model.train(step, step);
-    if (step < 3) training.model.engine().save(fmt::format("step {}", step), {}).wait();
+    training.train(step, step);
+    if (step < 3) training.engine().save(fmt::format("step {}", step), {}).wait();
   }
-  training.model.engine().settle();
+  training.engine().settle();
   const auto found = verify();
   ASSERT_THAT(found, SizeIs(3));
   EXPECT_EQ(found[0].name, "");
@@ -123,8 +118,8 @@ TEST_P(VerificationTest, NamedCheckpointsAreReadToo) {
   const auto again = verify({.progress = [&](std::uint64_t, std::uint64_t) {
     if (std::exchange(replaced, true)) return;
     for (std::uint64_t step = 4; step <= 12; ++step) {
-      training.model.train(step, step);
-      if (step < 6) training.model.engine().save(fmt::format("step {}", step), {}).wait();
+      training.train(step, step);
+      if (step < 6) training.engine().save(fmt::format("step {}", step), {}).wait();
     }
   }});
   ASSERT_THAT(again, SizeIs(3));
@@ -136,10 +131,9 @@ TEST_P(VerificationTest, NamedCheckpointsAreReadToo) {
 }
 
 TEST_P(VerificationTest, DamageIsFoundInAStoreInUse) {
-  ToyTraining training(setup_);
-  training.model.initialize();
-  training.model.train(1, 2);
-  training.model.engine().settle();
+  ToyProgram training(setup_);
+  training.train(1, 2);
+  training.engine().settle();
   ASSERT_TRUE(verify()[0].is_sound());
   damage(0);
   const auto found = verify();
@@ -170,9 +164,9 @@ TEST_P(VerificationTest, NobodyWaitsForIt) {
   bool begun = false;
   const auto found = verify({.progress = [&](std::uint64_t, std::uint64_t) {
     if (std::exchange(begun, true)) return;
-    ToyTraining training(setup_);
-    EXPECT_EQ(training.model.restore().step, 2u);
-    training.model.train(3, 5);
+    ToyModel training(setup_);
+    EXPECT_EQ(training.restore().step, 2u);
+    training.train(3, 5);
   }});
   EXPECT_TRUE(begun);
   EXPECT_TRUE(found[0].is_sound()) << found[0].not_done;

@@ -32,8 +32,8 @@ ToySetup vertical(Placement parameters, Placement optimizer, const std::string& 
 }
 
 // The model, set to make its steps of as many micro-batches as the engine was made for, in its order.
-ToyModel model_for(Runtime& runtime, const ToySetup& setup, const ToyShape& shape = {}) {
-  ToyModel model(runtime, setup.engine, shape);
+ToyModel model_for(const ToySetup& setup, const auto&... join_and_shape) {
+  ToyModel model(setup, join_and_shape...);
   model.micro_batches = static_cast<int>(setup.engine.micro_batches_max);
   model.vertical = setup.engine.micro_batch_order == MicroBatchOrder::vertical;
   return model;
@@ -92,8 +92,7 @@ std::vector<std::vector<float>> gradients_in(const ToySetup& setup, int ranks,
                                              std::vector<std::vector<float>>* masters) {
   std::vector<std::vector<float>> found;
   on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    ToyModel model = model_for(runtime, setup, {.frozen = false, .tied = false});
+    ToyModel model = model_for(setup, join, ToyShape{.frozen = false, .tied = false});
     Engine& engine = model.initialize();
     std::vector<std::vector<float>> gradients, weights;
     for (std::uint32_t p = 0; p < engine.model().parameters().size(); ++p)
@@ -173,8 +172,7 @@ TEST_P(VerticalIn, EveryPlacementModeAndRankHasTheSameBits) {
 TEST(Vertical, ClipsByTheNormOfTheMean) {
   const TempDirectory directory;
   const ToySetup setup = vertical(Placement::pinned, Placement::nvme, directory / "store");
-  Runtime runtime(setup.runtime);
-  ToyModel model = model_for(runtime, setup);
+  ToyModel model = model_for(setup);
   Engine& engine = model.initialize();
   model.pass(1, {.micro_batches = kMicroBatches});
   double squares = 0;
@@ -197,8 +195,7 @@ TEST(Vertical, ARunGoesOnFromItsCommit) {
     Digests found;
     for (const std::uint64_t last : {3u, 7u}) {
       on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(setup.runtime, join);
-        ToyModel model = model_for(runtime, setup);
+        ToyModel model = model_for(setup, join);
         std::uint64_t first = 1;
         if (last == 3) {
           model.initialize();
@@ -231,21 +228,21 @@ Moved moved_in(MicroBatchOrder order, int ranks, int micro_batches) {
   on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
     ToySetup setup = in_order(order, Placement::nvme, Placement::nvme, directory / "store", micro_batches);
     setup.engine.reuse_distance_elements = 0;  // backward gathers again
-    Runtime runtime(setup.runtime, join);
     ToyModel model =
-        model_for(runtime, setup, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
+        model_for(setup, join, ToyShape{.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
     Engine& engine = model.initialize();
     model.train(1, 2);
     engine.settle();
     std::array<std::uint64_t, kLinkCount> before{};
-    for (std::size_t l = 0; l < kLinkCount; ++l) before[l] = runtime.ledger().totals(static_cast<Link>(l)).bytes;
+    for (std::size_t l = 0; l < kLinkCount; ++l)
+      before[l] = model.runtime().ledger().totals(static_cast<Link>(l)).bytes;
     model.train(3, 6);
     engine.settle();
     if (rank != 0) return;
     for (std::size_t l = 0; l < kLinkCount; ++l)
-      moved.bytes[l] = runtime.ledger().totals(static_cast<Link>(l)).bytes - before[l];
+      moved.bytes[l] = model.runtime().ledger().totals(static_cast<Link>(l)).bytes - before[l];
     moved.formula = engine.formula_bytes();
-    moved.pinned = runtime.pinned_budget().held_bytes();
+    moved.pinned = model.runtime().pinned_budget().held_bytes();
   });
   return moved;
 }
@@ -285,8 +282,7 @@ TEST(Vertical, TheSumsCountInTheDeviceBudget) {
   const std::uint64_t down = least(setup);
   EXPECT_NEAR(static_cast<double>(down - across), 4 * (300'000 + 97), 4096);
   setup.runtime.device_memory_bytes = round_up(across, kBlockAlignment);
-  Runtime runtime(setup.runtime);
-  ToyModel model(runtime, setup.engine, shape);
+  ToyModel model(setup, shape);
   EXPECT_THROW(model.initialize(), BudgetError);
 }
 
@@ -294,8 +290,7 @@ TEST(Vertical, TheSumsCountInTheDeviceBudget) {
 
 TEST(Vertical, OnePassMakesTheStep) {
   const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
-  Runtime runtime(setup.runtime);
-  ToyModel model = model_for(runtime, setup);
+  ToyModel model = model_for(setup);
   Engine& engine = model.initialize();
   EXPECT_THROW(model.pass(1, {.micro_batches = kMicroBatches + 1}), UsageError);
   EXPECT_THROW(model.pass(1, {.micro_batch = 1, .micro_batches = kMicroBatches}), UsageError);
@@ -308,8 +303,7 @@ TEST(Vertical, OnePassMakesTheStep) {
 
 TEST(Vertical, AMicroBatchThatIsNotFiniteSkipsTheStep) {
   const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
-  Runtime runtime(setup.runtime);
-  ToyModel model = model_for(runtime, setup);
+  ToyModel model = model_for(setup);
   Engine& engine = model.initialize();
   const std::string before = state_digest(engine, State::master);
   model.gradient_scale = std::numeric_limits<float>::infinity();
@@ -323,8 +317,7 @@ TEST(Vertical, RanksThatHoldDifferentNumbersAreNamed) {
   EXPECT_THAT(
       [&] {
         on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
-          Runtime runtime(setup.runtime, join);
-          ToyModel model = model_for(runtime, setup);
+          ToyModel model = model_for(setup, join);
           Engine& engine = model.initialize();
           model.pass(1, {.micro_batches = 2 + rank});
           engine.step();
