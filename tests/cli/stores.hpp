@@ -16,10 +16,8 @@ using Masters = std::map<std::string, std::vector<float>>;
 inline Masters masters_of(Engine& engine) {
   Masters masters;
   for (const ParameterSpec& spec : engine.model().parameters()) {
-    std::uint64_t count = 1;
-    for (const std::int64_t extent : spec.shape) count *= static_cast<std::uint64_t>(extent);
     std::vector<float>& values = masters[spec.name];
-    values.resize(count);
+    values.resize(element_count(spec));
     engine.read(engine.parameter(spec.name), State::master, 0, values);
   }
   return masters;

@@ -12,11 +12,9 @@
 #include <hoist/core/error.hpp>
 #include <hoist/optim_cpu/reference.hpp>
 #include <hoist/tests/support/remembered.hpp>
-#include <hoist/zero/checkpoint/stored_model.hpp>
-#include <hoist/zero/checkpoint/verification.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "toy_ranks.hpp"
+#include "stored_values.hpp"
 
 namespace hoist::test::optimizers_test {
 namespace {
@@ -144,54 +142,11 @@ TEST_P(OptimizersTest, ResumesInTheMiddle) {
   }
 }
 
-using Values = std::map<std::pair<std::string, State>, std::vector<float>>;
-
-// Every state of every parameter, as the engine has it.
-Values values_of(Engine& engine) {
-  Values values;
-  for (const ParameterSpec& spec : engine.model().parameters()) {
-    for (const State state : {State::master, State::moment1, State::moment2}) {
-      const ParameterId id = engine.parameter(spec.name);
-      std::vector<float> out(TensorView{.shape = spec.shape}.element_count());
-      if (!engine.keeps(id, state)) {
-        EXPECT_THROW(engine.read(id, state, 0, out), UsageError);
-        EXPECT_THROW(engine.write(id, state, 0, out), UsageError);
-        continue;
-      }
-      engine.read(id, state, 0, out);
-      values[{spec.name, state}] = out;
-    }
-  }
-  return values;
-}
-
 TEST_P(OptimizersTest, IsReadBackFromTheStore) {
   for (const int ranks : {1, 2}) {
     const TempDirectory directory;
     const ToySetup setup = setup_of(GetParam(), kNvme, kNvme, directory / "store");
-    Values expected;
-    train_then(ranks, setup, shape_of(GetParam()), 2, [&](int rank, ToyModel& model) {
-      const Values values = values_of(model.engine());
-      if (rank == 0) expected = values;
-    });
-    StoredModel model(directory / "store");
-    std::size_t compared = 0;
-    for (std::size_t i = 0; i < model.parameters().size(); ++i) {
-      const StoredParameter& parameter = model.parameters()[i];
-      for (const State state : {State::master, State::moment1, State::moment2}) {
-        std::vector<float> values(parameter.element_count());
-        const auto right = expected.find({parameter.name, state});
-        if (right == expected.end()) {
-          EXPECT_THROW(model.read(i, state, 0, values), UsageError);
-          continue;
-        }
-        model.read(i, state, 0, values);
-        EXPECT_EQ(values, right->second) << parameter.name;
-        ++compared;
-      }
-    }
-    EXPECT_EQ(compared, expected.size());
-    EXPECT_TRUE(verify_job(std::vector{setup.engine.store_directory})[0].is_sound());
+    expect_stored(directory / "store", trained(ranks, setup, shape_of(GetParam()), 2));
   }
 }
 
@@ -219,7 +174,7 @@ TEST_P(OptimizersTest, WhatIsReadAndWrittenAgainStaysAsItIs) {
     ToyModel model(setup, shape_of(GetParam()));
     Engine& engine = model.initialize();
     model.train(1, 3);
-    const Values before = values_of(engine);
+    const StateValues before = values_of(engine);
     for (const auto& [which, values] : before) {
       const std::span<const float> all(values);
       const std::size_t first = all.size() / 3, count = all.size() / 3 + 5;
