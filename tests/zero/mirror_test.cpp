@@ -101,6 +101,20 @@ class MirrorTest : public testing::TestWithParam<Cell> {
     });
   }
 
+  // Removes the store, as if its drives were lost: the run resumes from the mirror, in the state of an undisturbed run.
+  // Removes both at the end.
+  void expect_restored(int ranks, const testing::Matcher<std::uint64_t>& step,
+                       const std::map<std::uint64_t, Digests>& states) {
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(ranks, [&](int, ToyModel& model) {
+      const RestoreReport report = model.restore();
+      EXPECT_THAT(report.step, step);
+      EXPECT_EQ(state_digests(model), states.at(report.step));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    fs::remove_all(setup_.engine.mirror.directory);
+  }
+
   std::vector<detail::StoreDirectory> stores_in(const std::string& directory) const {
     return detail::store_directories(directory);
   }
@@ -168,12 +182,7 @@ TEST_P(MirrorTest, TrainingDoesNotWaitForASlowOne) {
     EXPECT_LT(to_seconds(Clock::now() - begin), static_cast<double>(kSteps) * kSecondsACopy);
     EXPECT_EQ(state_digests(model), states.at(kSteps));
   });
-  fs::remove_all(setup_.engine.store_directory);
-  on_engines(2, [&](int, ToyModel& model) {
-    const RestoreReport report = model.restore();
-    EXPECT_GE(report.step, 1u);
-    EXPECT_EQ(state_digests(model), states.at(report.step));
-  });
+  expect_restored(2, testing::Ge(1u), states);
 }
 
 TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
@@ -189,14 +198,7 @@ TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
       }
       model.engine().settle();
     });
-    fs::remove_all(setup_.engine.store_directory);
-    on_engines(2, [&](int, ToyModel& model) {
-      const RestoreReport report = model.restore();
-      EXPECT_GE(report.step, 1u);
-      EXPECT_EQ(state_digests(model), states.at(report.step));
-    });
-    fs::remove_all(setup_.engine.store_directory);
-    fs::remove_all(setup_.engine.mirror.directory);
+    expect_restored(2, testing::Ge(1u), states);
   }
 }
 
@@ -219,13 +221,7 @@ TEST_P(MirrorTest, SavesInARowAreCopiedOneAfterTheOther) {
         EXPECT_EQ(model.engine().mirror().step, step);
       }
     });
-    fs::remove_all(setup_.engine.store_directory);
-    on_engines(2, [&](int, ToyModel& model) {
-      EXPECT_EQ(model.restore().step, 2u);
-      EXPECT_EQ(state_digests(model), states.at(2));
-    });
-    fs::remove_all(setup_.engine.store_directory);
-    fs::remove_all(setup_.engine.mirror.directory);
+    expect_restored(2, 2, states);
   }
 }
 
@@ -373,13 +369,7 @@ TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
       }
       EXPECT_EQ(state_digests(model), states.at(6));
     });
-    fs::remove_all(setup_.engine.store_directory);
-    on_engines(2, [&](int, ToyModel& model) {
-      EXPECT_EQ(model.restore().step, 6u);
-      EXPECT_EQ(state_digests(model), states.at(6));
-    });
-    fs::remove_all(setup_.engine.store_directory);
-    fs::remove_all(setup_.engine.mirror.directory);
+    expect_restored(2, 6, states);
   }
 }
 
@@ -537,11 +527,7 @@ TEST_P(MirrorTest, AStepBackMakesItAnew) {
     take_step(model, 3);
     model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
   });
-  fs::remove_all(setup_.engine.store_directory);
-  on_engines(1, [&](int, ToyModel& model) {
-    EXPECT_EQ(model.restore().step, 3u);
-    EXPECT_EQ(state_digests(model), states.at(3));
-  });
+  expect_restored(1, 3, states);
 }
 
 TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
