@@ -18,10 +18,12 @@ namespace {
 constexpr int kMicroBatches = 3;
 constexpr std::array kPlacements{Placement::device, Placement::pinned, Placement::nvme};
 
-ToySetup accumulating(Placement parameters, Placement optimizer, const std::string& directory) {
+ToySetup accumulating(Placement parameters, Placement optimizer, const std::string& directory,
+                      MicroBatchOrder order = MicroBatchOrder::horizontal) {
   const bool nvme = parameters == Placement::nvme || optimizer == Placement::nvme;
   ToySetup setup = toy_setup(parameters, optimizer, nvme ? directory : "");
   setup.engine.micro_batches_max = kMicroBatches;
+  setup.engine.micro_batch_order = order;
   return setup;
 }
 
@@ -56,19 +58,23 @@ class AccumulationIn : public testing::TestWithParam<std::tuple<Placement, Place
 INSTANTIATE_TEST_SUITE_P(Placements, AccumulationIn,
                          testing::Combine(testing::ValuesIn(kPlacements), testing::ValuesIn(kPlacements)));
 
-TEST_P(AccumulationIn, EveryPlacementModeAndRankHasTheSameBits) {
+TEST_P(AccumulationIn, EveryPlacementModeAndRankHasTheSameBitsInEitherOrder) {
   const auto [parameters, optimizer] = GetParam();
-  for (const int ranks : {1, 2}) {
-    ToySetup simplest = accumulating(Placement::pinned, Placement::pinned, "");
-    simplest.engine.update_mode = UpdateMode::step;
-    static std::map<int, Digests> made;
-    const Digests& expected = remembered(made, ranks, [&] { return train_in_micro_batches(ranks, simplest, 4); });
-    for (const UpdateMode mode : {UpdateMode::step, UpdateMode::automatic}) {
-      const TempDirectory directory;
-      ToySetup setup = accumulating(parameters, optimizer, directory / "store");
-      setup.engine.update_mode = mode;
-      setup.runtime.host_device.chaos_seed = 3;
-      EXPECT_EQ(train_in_micro_batches(ranks, setup, 4), expected) << ranks << " ranks";
+  for (const MicroBatchOrder order : {MicroBatchOrder::horizontal, MicroBatchOrder::vertical}) {
+    for (const int ranks : {1, 2, 3}) {
+      ToySetup simplest = accumulating(Placement::pinned, Placement::pinned, "", order);
+      simplest.engine.update_mode = UpdateMode::step;
+      static std::map<std::pair<MicroBatchOrder, int>, Digests> made;
+      const Digests& expected =
+          remembered(made, {order, ranks}, [&] { return train_in_micro_batches(ranks, simplest, 4); });
+      for (const UpdateMode mode : {UpdateMode::step, UpdateMode::automatic}) {
+        const TempDirectory directory;
+        ToySetup setup = accumulating(parameters, optimizer, directory / "store", order);
+        setup.engine.update_mode = mode;
+        setup.runtime.host_device.chaos_seed = 5;
+        EXPECT_EQ(train_in_micro_batches(ranks, setup, 4), expected)
+            << ranks << (order == MicroBatchOrder::vertical ? " ranks, vertical" : " ranks");
+      }
     }
   }
 }

@@ -2,13 +2,11 @@
 // Vertical order: a pass holds all micro-batches of a step. The gradient is their mean, rounded once; weights and
 // gradients move once a step; nothing is added up in pinned memory.
 #include <cmath>
-#include <map>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/tests/support/remembered.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
@@ -17,7 +15,6 @@ namespace hoist::test::vertical_test {
 namespace {
 
 constexpr int kMicroBatches = 3;
-constexpr std::array kPlacements{Placement::device, Placement::pinned, Placement::nvme};
 
 ToySetup in_order(MicroBatchOrder order, Placement parameters, Placement optimizer, const std::string& directory = "",
                   int micro_batches = kMicroBatches) {
@@ -147,27 +144,6 @@ TEST(Vertical, APassThatHoldsOneIsAStepAsEver) {
 }
 
 // --- the same everywhere ---------------------------------------------------------------------------------------------
-
-class VerticalIn : public testing::TestWithParam<std::tuple<Placement, Placement>> {};
-INSTANTIATE_TEST_SUITE_P(Placements, VerticalIn,
-                         testing::Combine(testing::ValuesIn(kPlacements), testing::ValuesIn(kPlacements)));
-
-TEST_P(VerticalIn, EveryPlacementModeAndRankHasTheSameBits) {
-  const auto [parameters, optimizer] = GetParam();
-  for (const int ranks : {1, 2, 3}) {
-    ToySetup simplest = vertical(Placement::pinned, Placement::pinned);
-    simplest.engine.update_mode = UpdateMode::step;
-    static std::map<int, Digests> made;
-    const Digests& expected = remembered(made, ranks, [&] { return train_in_micro_batches(ranks, simplest, 4); });
-    for (const UpdateMode mode : {UpdateMode::step, UpdateMode::automatic}) {
-      const TempDirectory directory;
-      ToySetup setup = vertical(parameters, optimizer, directory / "store");
-      setup.engine.update_mode = mode;
-      setup.runtime.host_device.chaos_seed = 5;
-      EXPECT_EQ(train_in_micro_batches(ranks, setup, 4), expected) << ranks << " ranks";
-    }
-  }
-}
 
 TEST(Vertical, ClipsByTheNormOfTheMean) {
   const TempDirectory directory;
