@@ -512,5 +512,51 @@ TEST(Engine, UnsupportedOptionsAreRefusedByName) {
   EXPECT_EQ(key_of([](EngineOptions&) {}), "accepted");
 }
 
+// A cast, or a program in another language, may pass a value that the enumeration does not have.
+TEST(Options, ValuesThatAreNoneAreRefusedByName) {
+  constexpr auto kNone = static_cast<std::uint8_t>(200);
+  const auto refusal = [&](const auto& change) -> std::string {
+    ToySetup changed = in_memory();
+    change(changed);
+    try {
+      ToyModel(changed).initialize();
+    } catch (const ConfigError& error) {
+      return error.what();
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  const auto names = [](const char* key) { return AllOf(HasSubstr(key), HasSubstr("200")); };
+  EXPECT_THAT(refusal([](ToySetup& s) { s.runtime.device = platform::DeviceKind{kNone}; }), names("hoist.device"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.runtime.aio_backend = aio::BackendKind{kNone}; }), names("hoist.io_engine"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.runtime.communicator = CommunicatorKind{kNone}; }),
+              names("hoist.communicator"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.parameters = Placement{kNone}; }), names("offload_param.device"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer = Placement{kNone}; }), names("offload_optimizer.device"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.durability = tiers::Durability{kNone}; }), names("hoist.durability"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.update_mode = UpdateMode{kNone}; }), names("hoist.update_mode"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.micro_batch_order = MicroBatchOrder{kNone}; }),
+              names("hoist.micro_batch_order"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.weights_dtype = DType{kNone}; }), names("bf16.enabled"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.kind = optim::OptimizerKind{kNone}; }),
+              names("kind"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.moments = MomentType{kNone}; }), names("moments"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.remainder = RemainderType{kNone}; }),
+              names("remainder"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.learning_rate_schedule = WarmupRate{.shape = WarmupShape{kNone}}; }),
+              HasSubstr("warmup_type"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.epsilon = 0; }), HasSubstr("optimizer.params.eps"));
+  EXPECT_THAT(refusal([](ToySetup& s) {
+                s.engine.optimizer_defaults = {
+                    .kind = optim::OptimizerKind::adagrad, .epsilon = 0, .initial_accumulator = 1e-40};
+              }),
+              HasSubstr("optimizer.params.eps"));
+  EXPECT_EQ(refusal([](ToySetup&) {}), "accepted");
+
+  EXPECT_THROW(Model().add_unit("unit", {{.name = "w", .shape = {4}, .dtype = DType{kNone}}}), UsageError);
+  EXPECT_THROW(ToyProgram(in_memory()).engine().begin(Pass{kNone}), UsageError);
+}
+
 }  // namespace
 }  // namespace hoist::test::engine_test

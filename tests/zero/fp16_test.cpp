@@ -542,17 +542,12 @@ TEST(Fp16Bytes, AreTheFormulas) {
         .matrices = {1 << 19, 1 << 19}, .norm = 1, .frozen = false, .tied = false, .dtype = DType::fp16};
     Session run(setup, shape);
     run.fresh().train(1, 2);
-    run.engine().settle();
-    const auto read = [&] { return run.runtime().ledger().totals(Link::nvme_read).bytes; };
-    const auto written = [&] { return run.runtime().ledger().totals(Link::nvme_write).bytes; };
-    const std::uint64_t read_before = read(), written_before = written();
     constexpr std::uint64_t kSteps = 3;
-    run.train(3, 2 + kSteps);
-    run.engine().settle();
+    const MovedBytes moved = run.bytes_moved(3, 2 + kSteps);
     for (const StepReport& report : run.reports) EXPECT_TRUE(report.applied);
     const auto parameters = static_cast<double>(run.model().parameter_count());
-    EXPECT_NEAR(static_cast<double>(read() - read_before) / kSteps / parameters, c.read, 0.1);
-    EXPECT_NEAR(static_cast<double>(written() - written_before) / kSteps / parameters, c.written, 0.1);
+    EXPECT_NEAR(static_cast<double>(moved[Link::nvme_read]) / kSteps / parameters, c.read, 0.1);
+    EXPECT_NEAR(static_cast<double>(moved[Link::nvme_write]) / kSteps / parameters, c.written, 0.1);
     EXPECT_NEAR(static_cast<double>(run.engine().formula_bytes().nvme_read) / parameters, c.read, 0.1);
     EXPECT_NEAR(static_cast<double>(run.engine().formula_bytes().nvme_write) / parameters, c.written, 0.1);
   }

@@ -332,27 +332,20 @@ TEST(OffloadRatio, OnNvmeTheDevicesPartIsWrittenWithCommitsOnly) {
       const TempDirectory directory;
       ToySetup setup = divided(0.5, host_accessible, kNvme, directory / "store");
       setup.engine.commit_every = every;
-      ToyModel model(setup, kEqual);
-      Engine& engine = model.initialize();
+      ToyProgram model(setup, kEqual);
       model.train(1, 3);
-      engine.settle();
-      const auto bytes = [&](Link link) { return model.runtime().ledger().totals(link).bytes; };
-      const std::uint64_t down = bytes(Link::device_to_host), read = bytes(Link::nvme_read),
-                          written = bytes(Link::nvme_write);
-      model.train(4, 9);
-      engine.settle();
+      const MovedBytes moved = model.bytes_moved(4, 9);
       const std::uint64_t commits = 6 / every;
       const auto expect_written = [&](std::uint64_t wanted) {  // beside the manifests, of a block each
-        const std::uint64_t found = bytes(Link::nvme_write) - written;
-        EXPECT_GE(found, wanted);
-        EXPECT_LE(found, wanted + 6 + commits * kBlockAlignment);
+        EXPECT_GE(moved[Link::nvme_write], wanted);
+        EXPECT_LE(moved[Link::nvme_write], wanted + 6 + commits * kBlockAlignment);
       };
-      EXPECT_EQ(bytes(Link::nvme_read) - read, 6 * 4 * kStateBytes);
+      EXPECT_EQ(moved[Link::nvme_read], 6 * 4 * kStateBytes);
       expect_written(6 * 4 * kStateBytes + commits * (4 * kStateBytes + 8 * kUnitBytes));
       const std::uint64_t brought_down = host_accessible ? 0 : commits * 4 * (kStateBytes + kUnitBytes);
       const std::uint64_t findings = host_accessible ? 0 : 6 * (8 * 8 + 4);
-      EXPECT_EQ(bytes(Link::device_to_host) - down, 6 * 4 * kUnitBytes + brought_down + findings);
-      const StepBytes formula = engine.formula_bytes();
+      EXPECT_EQ(moved[Link::device_to_host], 6 * 4 * kUnitBytes + brought_down + findings);
+      const StepBytes formula = model.engine().formula_bytes();
       EXPECT_EQ(6 * formula.nvme_read, 6 * 4 * kStateBytes);
       EXPECT_EQ(6 * formula.device_to_host, 6 * 4 * kUnitBytes + brought_down);
       expect_written(6 * formula.nvme_write);

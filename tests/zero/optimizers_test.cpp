@@ -280,14 +280,10 @@ TEST_P(OptimizersTest, BytesArePredictedCountedAndMinimal) {
   model.train(1, 2);
   engine.settle();
   EXPECT_EQ(model.runtime().pinned_budget().peak_bytes(), predicted.pinned.bytes);
-  const std::uint64_t read_before = model.runtime().ledger().totals(Link::nvme_read).bytes;
-  const std::uint64_t written_before = model.runtime().ledger().totals(Link::nvme_write).bytes;
-  model.train(3, 4);
-  engine.settle();
+  const MovedBytes moved = model.bytes_moved(3, 4);
   const double steps = 2.0 * static_cast<double>(model.model().parameter_count());
-  const double read = static_cast<double>(model.runtime().ledger().totals(Link::nvme_read).bytes - read_before) / steps;
-  const double written =
-      static_cast<double>(model.runtime().ledger().totals(Link::nvme_write).bytes - written_before) / steps;
+  const double read = static_cast<double>(moved[Link::nvme_read]) / steps;
+  const double written = static_cast<double>(moved[Link::nvme_write]) / steps;
   EXPECT_NEAR(read, choice.state_bytes + 4, 0.05);  // weights twice: with the record, and for the backward pass
   EXPECT_NEAR(written, choice.state_bytes + 2, 0.05);
   const StepBytes formula = engine.formula_bytes();

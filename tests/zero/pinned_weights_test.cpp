@@ -108,8 +108,6 @@ TEST(PinnedWeights, PiecesOfAUnitCoverItOnce) {
 
 const ToyShape kTwo{.matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
 
-std::uint64_t bytes_of(Runtime& runtime, Link link) { return runtime.ledger().totals(link).bytes; }
-
 // Both shares left open: as much as the budget holds, weights first, as `hoist check` would name it.
 TEST(PinnedWeights, LeftOpenTheyAreTheMostThatFitBeforeState) {
   for (const std::uint64_t budget : {22 * kMiB, 24 * kMiB, 32 * kMiB, 128 * kMiB}) {
@@ -137,11 +135,7 @@ TEST(PinnedWeights, LeftOpenTheyAreTheMostThatFitBeforeState) {
                 testing::HasSubstr(fmt::format("NVMe ({:.4g} % of them", 100 * open.pinned_weight_share)));
 
     model.train(1, 2);
-    engine.settle();
-    const std::uint64_t before = bytes_of(model.runtime(), Link::nvme_read);
-    model.train(3, 4);
-    engine.settle();
-    const auto read = static_cast<double>(bytes_of(model.runtime(), Link::nvme_read) - before);
+    const auto read = static_cast<double>(model.bytes_moved(3, 4)[Link::nvme_read]);
     EXPECT_NEAR(read, 2.0 * static_cast<double>(open.step.nvme_read), 0.02 * read);
   }
 }
@@ -153,16 +147,11 @@ TEST(PinnedWeights, OfWhichNothingIsLeftOnNvmeReadNothing) {
   setup.runtime.device_memory_bytes = 2 * kMiB;  // backward fetches again
   setup.engine.parameters_pinned_fraction = 1;
   setup.engine.commit_every = 2;
-  ToyModel model(setup);
-  Engine& engine = model.initialize();
+  ToyProgram model(setup);
   EXPECT_EQ(predict(setup.runtime, setup.engine, model.model(), 1).staging_buffers, 0u);
   model.train(1, 3);
-  engine.settle();
-  const std::uint64_t written = bytes_of(model.runtime(), Link::nvme_write);
-  model.train(4, 4);
-  engine.settle();
-  EXPECT_GT(bytes_of(model.runtime(), Link::nvme_write), written);
-  EXPECT_EQ(bytes_of(model.runtime(), Link::nvme_read), 0u);
+  EXPECT_GT(model.bytes_moved(4, 4)[Link::nvme_write], 0u);
+  EXPECT_EQ(model.runtime().ledger().totals(Link::nvme_read).bytes, 0u);
 }
 
 // The store is the same whatever was in memory: runs may differ in it, and read what another wrote. Commits are not of

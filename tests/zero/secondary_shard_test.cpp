@@ -115,18 +115,14 @@ TEST_P(SecondaryShard, MovesWhatTheFormulaSays) {
       Engine& engine = model.initialize();
       model.train(1, 2);
       engine.settle();
-      const auto moved = [&](Link link) { return model.runtime().ledger().totals(link).bytes; };
-      const std::uint64_t wire = moved(Link::wire), group = engine.wire_bytes_in_group();
-      const std::uint64_t up = moved(Link::host_to_device), down = moved(Link::device_to_host);
-      const std::uint64_t read = moved(Link::nvme_read);
-      model.train(3, 6);
-      engine.settle();
+      const std::uint64_t group = engine.wire_bytes_in_group();
+      const MovedBytes moved = model.bytes_moved(3, 6);
       const StepBytes formula = engine.formula_bytes();
-      EXPECT_EQ(moved(Link::wire) - wire, 4 * formula.wire);
+      EXPECT_EQ(moved[Link::wire], 4 * formula.wire);
       EXPECT_EQ(engine.wire_bytes_in_group() - group, 4 * formula.wire_in_group);
-      EXPECT_EQ(moved(Link::host_to_device) - up, 4 * formula.host_to_device);
-      EXPECT_EQ(moved(Link::device_to_host) - down, 4 * formula.device_to_host);
-      EXPECT_NEAR(static_cast<double>(moved(Link::nvme_read) - read) / 4, static_cast<double>(formula.nvme_read),
+      EXPECT_EQ(moved[Link::host_to_device], 4 * formula.host_to_device);
+      EXPECT_EQ(moved[Link::device_to_host], 4 * formula.device_to_host);
+      EXPECT_NEAR(static_cast<double>(moved[Link::nvme_read]) / 4, static_cast<double>(formula.nvme_read),
                   0.02 * static_cast<double>(formula.nvme_read));  // blocks of 4 KiB
       // The formula itself; psi in bytes, as padded.
       std::uint64_t psi = 0;

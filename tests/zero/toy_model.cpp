@@ -170,6 +170,17 @@ void ToyModel::train(std::uint64_t first_step, std::uint64_t last_step) {
   }
 }
 
+MovedBytes ToyModel::bytes_moved(std::uint64_t first_step, std::uint64_t last_step) {
+  const auto totals = [&](std::size_t link) { return runtime_.ledger().totals(static_cast<Link>(link)).bytes; };
+  MovedBytes moved;
+  engine().settle();
+  for (std::size_t link = 0; link < kLinkCount; ++link) moved.by_link[link] = totals(link);
+  train(first_step, last_step);
+  engine().settle();
+  for (std::size_t link = 0; link < kLinkCount; ++link) moved.by_link[link] = totals(link) - moved.by_link[link];
+  return moved;
+}
+
 std::ostream& operator<<(std::ostream& out, const Digests& d) {
   out << d.master << ' ' << d.moment1 << ' ' << d.moment2 << " losses";
   for (const double loss : d.losses) out << ' ' << loss;

@@ -6,6 +6,7 @@
 // options; only the engine can make two placements differ.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -42,6 +43,11 @@ ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string&
 // The model that is trained; units and their matrices are ToyModel's.
 Model describe(const ToyShape& shape);
 
+struct MovedBytes {
+  std::array<std::uint64_t, kLinkCount> by_link{};
+  std::uint64_t operator[](Link link) const { return by_link[static_cast<std::size_t>(link)]; }
+};
+
 // Describes, makes its engine by initialize(), begin() or restore(), and trains.
 class ToyModel {
  public:
@@ -67,6 +73,8 @@ class ToyModel {
   double pass(std::uint64_t step, PassOptions options = {});
   double evaluate();
   void train(std::uint64_t first_step, std::uint64_t last_step);  // inclusive; pass and step() of each
+  // Trains, with the engine settled before and after, and returns the bytes that these steps move.
+  MovedBytes bytes_moved(std::uint64_t first_step, std::uint64_t last_step);
   UnitId unit(std::size_t index) const { return units_[index].id; }
   ParameterId matrix(std::size_t index) const { return units_[index].matrix; }
   platform::Stream& stream() { return *stream_; }

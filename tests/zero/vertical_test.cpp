@@ -192,7 +192,7 @@ TEST(Vertical, ARunGoesOnFromItsCommit) {
 // ---------------------------------------------------------------------------------
 
 struct Moved {
-  std::array<std::uint64_t, kLinkCount> bytes{};
+  MovedBytes bytes;
   StepBytes formula;
   std::uint64_t pinned = 0;
 };
@@ -208,15 +208,9 @@ Moved moved_in(MicroBatchOrder order, int ranks, int micro_batches) {
         model_for(setup, join, ToyShape{.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
     Engine& engine = model.initialize();
     model.train(1, 2);
-    engine.settle();
-    std::array<std::uint64_t, kLinkCount> before{};
-    for (std::size_t l = 0; l < kLinkCount; ++l)
-      before[l] = model.runtime().ledger().totals(static_cast<Link>(l)).bytes;
-    model.train(3, 6);
-    engine.settle();
+    const MovedBytes bytes = model.bytes_moved(3, 6);
     if (rank != 0) return;
-    for (std::size_t l = 0; l < kLinkCount; ++l)
-      moved.bytes[l] = model.runtime().ledger().totals(static_cast<Link>(l)).bytes - before[l];
+    moved.bytes = bytes;
     moved.formula = engine.formula_bytes();
     moved.pinned = model.runtime().pinned_budget().held_bytes();
   });
@@ -230,17 +224,16 @@ TEST(Vertical, MovesWeightsAndGradientsOnceAStepAndAddsNothingUpInPinnedMemory) 
     const Moved across = moved_in(MicroBatchOrder::horizontal, ranks, kMicroBatches);
     const Moved down = moved_in(MicroBatchOrder::vertical, ranks, kMicroBatches);
     // Whatever the number of micro-batches, the bytes of a step of one.
-    for (std::size_t l = 0; l < kLinkCount; ++l) EXPECT_EQ(down.bytes[l], once.bytes[l]) << "link " << l;
-    const auto bytes = [](const Moved& moved, Link link) { return moved.bytes[static_cast<std::size_t>(link)]; };
-    EXPECT_EQ(bytes(down, Link::device_to_host), 4 * down.formula.device_to_host);
-    EXPECT_NEAR(static_cast<double>(bytes(down, Link::host_to_device)) / 4,
+    EXPECT_EQ(down.bytes.by_link, once.bytes.by_link);
+    EXPECT_EQ(down.bytes[Link::device_to_host], 4 * down.formula.device_to_host);
+    EXPECT_NEAR(static_cast<double>(down.bytes[Link::host_to_device]) / 4,
                 static_cast<double>(down.formula.host_to_device),
                 0.03 * static_cast<double>(down.formula.host_to_device));
-    EXPECT_EQ(bytes(across, Link::device_to_host), kMicroBatches * bytes(down, Link::device_to_host));
-    EXPECT_EQ(bytes(across, Link::host_to_device), kMicroBatches * bytes(down, Link::host_to_device));
-    EXPECT_EQ(bytes(across, Link::wire), kMicroBatches * bytes(down, Link::wire));
-    EXPECT_EQ(bytes(down, Link::wire), 4 * down.formula.wire);
-    EXPECT_NEAR(static_cast<double>(bytes(down, Link::nvme_read)) / 4, static_cast<double>(down.formula.nvme_read),
+    EXPECT_EQ(across.bytes[Link::device_to_host], kMicroBatches * down.bytes[Link::device_to_host]);
+    EXPECT_EQ(across.bytes[Link::host_to_device], kMicroBatches * down.bytes[Link::host_to_device]);
+    EXPECT_EQ(across.bytes[Link::wire], kMicroBatches * down.bytes[Link::wire]);
+    EXPECT_EQ(down.bytes[Link::wire], 4 * down.formula.wire);
+    EXPECT_NEAR(static_cast<double>(down.bytes[Link::nvme_read]) / 4, static_cast<double>(down.formula.nvme_read),
                 0.03 * static_cast<double>(down.formula.nvme_read));
     if (ranks > 1) continue;
     EXPECT_EQ(down.pinned, once.pinned);
