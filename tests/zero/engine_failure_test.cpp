@@ -257,10 +257,10 @@ TEST(EngineFailure, AStepThatIsLostAtTheEndIsLogged) {
   const LogCapture log;
   {
     ToyProgram program(setup);
-    program.model.train(1, 2);
+    program.train(1, 2);
     program.engine().settle();
     faults->add({.operation = aio::Operation::write, .path_contains = "rank-", .count = Faults::kForever});
-    program.model.train(3, 3);
+    program.train(3, 3);
   }
   EXPECT_THAT(log.text(), testing::AllOf(testing::HasSubstr("for step 3 failed: "),
                                          testing::HasSubstr("the last commit is step 2")));

@@ -27,9 +27,8 @@ TEST(Spill, ARestoreIntoANewStoreNeedsNoMoreThanWithAllSpilled) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   {
-    ToyTraining program(setup, kPlain);
-    program.model.initialize();
-    program.model.train(1, 2);
+    ToyProgram program(setup, kPlain);
+    program.train(1, 2);
   }
   const auto restore = [&](std::optional<std::uint32_t> spilled, std::uint64_t budget) -> std::uint64_t {
     ToySetup tight = setup;
@@ -37,9 +36,9 @@ TEST(Spill, ARestoreIntoANewStoreNeedsNoMoreThanWithAllSpilled) {
     tight.engine.gradient_spill_units = spilled;
     tight.runtime.pinned_memory_bytes = budget;
     try {
-      ToyTraining program(tight, kPlain);
-      EXPECT_EQ(program.model.restore().step, 2u);
-      program.model.train(3, 3);
+      ToyModel program(tight, kPlain);
+      EXPECT_EQ(program.restore().step, 2u);
+      program.train(3, 3);
     } catch (const BudgetError& error) {
       return error.need.need_bytes;
     }
