@@ -194,7 +194,7 @@ class UnitManager {
   bool gave_way() const { return gave_way_; }
 
   // --- the backward pass
-  void backward(std::uint32_t unit);          // the gradient of its output is there
+  void backward(std::uint32_t unit);  // the gradient of its output is there
   // A forward call of the unit will have a backward pass of its own; false for a recomputation within the unit's.
   bool backward_of_call(std::uint32_t unit);
   // The gradient of an input of one such call is there.

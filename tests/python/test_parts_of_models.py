@@ -5,12 +5,12 @@ them: each trains as with torch.optim in memory, however much memory there is.""
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import RATE, WIDTH, Block, close_to, reference_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hoist
 import hoist.torch
-from loops import RATE, WIDTH, Block, close_to, reference_of
 from models import on_device_of_tests
 
 STEPS = 8
