@@ -11,13 +11,12 @@ naming the reason, where PyTorch is not installed; a missing DeepSpeed is said a
 """
 import argparse
 import ctypes
-import json
+import functools
 import os
-import statistics
 import sys
 import time
 
-from median_interval import interval
+from median_interval import Pairs, write_json
 
 try:
     import torch
@@ -163,21 +162,6 @@ def seconds(call):
     return time.perf_counter() - begin
 
 
-def alternate(ours, theirs, pairs):
-    ratios, control = [], []
-    for call in (ours, theirs, ours, theirs):
-        call()
-    for pair in range(pairs):
-        if pair % 2 == 0:
-            a, b = seconds(ours), seconds(theirs)
-        else:
-            b, a = seconds(theirs), seconds(ours)
-        c = seconds(ours)
-        ratios.append(b / a)
-        control.append(c / a)
-    return ratios, control
-
-
 def deepspeed_adam():
     """DeepSpeed's kernel as a function of (step, weight, gradient, moment1, moment2), or the reason why there is none."""
     try:
@@ -234,15 +218,13 @@ def speed(shim, count, pairs):
                        ("mixed precision, the same fp32 arrays, fp16 weights", same_arrays, lambda: their_mixed(fp16), 1.7),
                        ("mixed precision, bf16 gradient, split master", mixed, lambda: their_mixed(bf16), 1.9)]
         for what, mine, their, target in comparisons:
-            ratios, control = alternate(mine, their, pairs)
+            for call in (mine, their, mine, their):
+                call()
+            measured = Pairs(pairs, functools.partial(seconds, their), functools.partial(seconds, mine),
+                             control=functools.partial(seconds, mine))
             gradient.normal_(0, 1e-3)
-            low, high_end = interval(ratios)
-            control_low, control_high = interval(control)
-            results[f"{name}, {what}"] = {"ratio": statistics.median(ratios), "interval": [low, high_end],
-                                          "control_interval": [control_low, control_high], "target": target,
-                                          "pairs": pairs}
-            print(f"{name}, {what}: hoist is {statistics.median(ratios):.2f} times as fast [{low:.2f}, {high_end:.2f}], "
-                  f"control [{control_low:.2f}, {control_high:.2f}], wanted {target}")
+            results[f"{name}, {what}"] = measured.json() | {"target": target}
+            print(f"{name}, {what}: speed-up of hoist {measured}, wanted {target}")
     return results
 
 
@@ -264,9 +246,7 @@ def main():
     results = {"torch": torch.__version__, "threads": threads, "check": check(shim, arguments.steps)}
     if not arguments.check_only:
         results["speed"] = speed(shim, arguments.parameters, arguments.pairs)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    write_json(arguments.json, results)
     wrong = [name for name, r in results["check"].items() if not r["split_is_whole"] or r["worst_roundings"] > r["bound"]]
     if wrong:
         print("FAILED: " + ", ".join(wrong))

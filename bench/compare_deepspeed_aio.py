@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 
-from median_interval import text_of
+from median_interval import Pairs, write_json
 
 BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 32
 SKIPPED = 77
@@ -86,22 +86,11 @@ def main():
     with tempfile.TemporaryDirectory(prefix="hoist-deepspeed-", dir=args.path) as directory:
         theirs = DeepSpeed(directory, args.mib << 20)
         ours = Hoist(args.hoist, directory, args.mib << 20)
-        pairs, control = [], []
-        for pair in range(args.pairs):
-            if pair % 2 == 0:
-                a, b = ours.run(args.op), theirs.run(args.op)
-            else:
-                b, a = theirs.run(args.op), ours.run(args.op)
-                control.append(ours.run(args.op) / ours.run(args.op))
-            pairs.append((a, b))
-    ratios = [a / b for a, b in pairs]
-    speeds = [statistics.median(column) / 1e9 for column in zip(*pairs, strict=True)]
-    noise = text_of(control) if control else "none"
-    print(f"{args.op}: hoist / DeepSpeed {text_of(ratios)}, control {noise}, {len(ratios)} pairs of {args.mib} MiB; "
+        pairs = Pairs(args.pairs, lambda: ours.run(args.op), lambda: theirs.run(args.op), control=lambda: ours.run(args.op))
+    speeds = [statistics.median(each) / 1e9 for each in (pairs.first, pairs.second)]
+    print(f"{args.op}: hoist / DeepSpeed {pairs}, {args.pairs} pairs of {args.mib} MiB; "
           f"{speeds[0]:.2f} and {speeds[1]:.2f} GB/s")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"op": args.op, "ratios": ratios, "control_ratios": control, "gb_per_s": speeds}, file, indent=1)
+    write_json(args.json, {"op": args.op, "gb_per_s": speeds} | pairs.json())
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ batches; a seed's runs differ in nothing but the state. How far apart two seeds 
 nobody would see. State lives in pinned memory: where it lives changes no bit. Losses are means over windows of a tenth of the
 steps, each with the mean over the seeds of its difference from fp32, and the largest of any seed.
 """
-import argparse
 import json
 import statistics
 import tempfile
 
 import gpt
+from median_interval import write_json
 
 MODEL = ["--layers", "6", "--width", "192", "--heads", "6", "--context", "64", "--batch", "8", "--warmup", "20"]
 CONFIG = {
@@ -40,14 +40,8 @@ def losses(args, kind, seed, directory):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpt", required=True, help="the program hoist-gpt")
-    parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = gpt.parser(__doc__, steps=1000, seeds=3, beta2=0.95)
     parser.add_argument("--kinds", default="bf16,fp8,fp8+int8", help="what is compared with fp32 (bf16,fp8,fp8+int8)")
-    parser.add_argument("--beta2", type=float, default=0.95)
-    parser.add_argument("--json")
     args = parser.parse_args()
     if args.steps < WINDOWS or args.seeds < 2:
         parser.error(f"at least {WINDOWS} steps and 2 seeds")
@@ -73,9 +67,7 @@ def main():
             text += f" {found['mean']:>+10.4f} {found['largest']:>8.4f}"
         rows.append(row)
         print(text + f" {row['between_seeds']:>14.4f}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"steps": args.steps, "seeds": args.seeds, "beta2": args.beta2, "windows": rows}, file, indent=1)
+    write_json(args.json, {"steps": args.steps, "seeds": args.seeds, "beta2": args.beta2, "windows": rows})
 
 
 if __name__ == "__main__":

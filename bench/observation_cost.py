@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `hoist.metrics` and `hoist.trace` cost: processor time of a step of hoist-gpt with each, less the time without.
 
-    bench/observation_cost.py [--gpt build/release/bin/hoist-gpt] [--rounds N] [--steps N]
+    bench/observation_cost.py [--gpt build/release/bin/hoist-gpt] [--rounds N] [--steps N] [--json FILE]
 
 The model is tiny, so that the cost is not lost in the step; it does not grow with the model, but for a trace with the
 number of transfers.
 """
-import argparse
-import copy
-import json
 import os
 import resource
 import statistics
-import subprocess
 import tempfile
+
+import gpt
+from median_interval import write_json
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -27,31 +26,21 @@ SHAPE = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "16", "-
 
 
 def cpu_seconds(args, directory, extra):
-    config = copy.deepcopy(CONFIG)
-    config["hoist"].update(extra)
-    path = os.path.join(directory, "config.json")
-    with open(path, "w") as file:
-        json.dump(config, file)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([args.gpt, "--config", path, "--text", args.text, "--steps", str(args.steps), *SHAPE], check=True,
-                   stdout=subprocess.DEVNULL)
+    gpt.run(args, CONFIG | {"hoist": CONFIG["hoist"] | extra}, directory, *SHAPE)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpt", default="build/release/bin/hoist-gpt", help="the program")
-    parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1200)
-    args = parser.parse_args()
+    args = gpt.parser(__doc__, rounds=5, steps=1200).parse_args()
     costs = {"metrics": [], "trace": []}
     with tempfile.TemporaryDirectory() as directory:
         for _ in range(args.rounds):
             plain = cpu_seconds(args, directory, {})
             for kind, values in costs.items():
                 values.append(cpu_seconds(args, directory, {kind: os.path.join(directory, kind)}) - plain)
+    write_json(args.json, costs)
     for kind, values in costs.items():
         each = [round(1e6 * value / args.steps) for value in values]
         print(f"{kind}: {statistics.median(each):.0f} us of processor time a step; rounds: {each}")

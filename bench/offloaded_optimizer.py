@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from median_interval import interval, text_of
+from median_interval import Pairs, text_of, write_json
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hoist.optim
@@ -53,17 +53,11 @@ def seconds(optimizer):
 
 
 def compare(one, other, pairs):
-    ratios, times = [], ([], [])
     for _ in range(2):
         seconds(one), seconds(other)
-    for pair in range(pairs):
-        taken = {}
-        for which in ((0, 1) if pair % 2 == 0 else (1, 0)):
-            taken[which] = seconds((one, other)[which])
-            times[which].append(taken[which])
-        ratios.append(taken[0] / taken[1])
-    return {"ratio_median": statistics.median(ratios), "interval": interval(ratios), "text": text_of(ratios),
-            "seconds_median": [statistics.median(each) for each in times]}
+    measured = Pairs(pairs, lambda: seconds(one), lambda: seconds(other))
+    return measured.json() | {"text": text_of(measured.ratios),
+                              "seconds_median": [statistics.median(each) for each in (measured.first, measured.second)]}
 
 
 def alone(args, directory):
@@ -92,8 +86,7 @@ def on_a_rank(rank, args, directory, report):
                            shard_over=dist.group.WORLD) as optimizer:
         results["cpu"] = compare(optimizer, pytorchs(), args.pairs)
     if rank == 0:
-        with open(report, "w") as file:
-            json.dump(results, file)
+        write_json(report, results)
     dist.destroy_process_group()
 
 
@@ -113,9 +106,7 @@ def main():
     for setting, each in results.items():
         for name, figures in each.items():
             print("{}: {} {} ({:.3f} s and {:.3f} s)".format(setting, name, figures["text"], *figures["seconds_median"]))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+    write_json(args.json, results)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 
+from median_interval import write_json
+
 # name: op, paths, rival, least ratio
 CELLS = {f"fio-{op}-{paths}": (op, paths, "fio", 1.0 if paths == 1 else 0.97)
          for paths in (1, 2) for op in ("read", "write", "mixed")}
@@ -97,9 +99,7 @@ def main():
             if result is None:
                 continue
             results[cell] = result
-            if args.json:
-                with open(args.json, "w") as file:
-                    json.dump(results, file, indent=1)
+            write_json(args.json, results)
     results = {cell: results[cell] for cell in CELLS if cell in results}
     if not results:
         print("skipped: no cell could be measured")

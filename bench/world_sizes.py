@@ -11,8 +11,6 @@ same time, so shares do not add up; `between ranks` contains waiting for slower 
 examples/gpt/README.md. Ranks share the machine's processors and drive, on the host device: this shows what partitioning
 costs, not what more machines would gain, and no time is a GPU's.
 """
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -20,22 +18,19 @@ import sys
 import tempfile
 
 import gpt
+from median_interval import write_json
 
 LINKS = {"nvme_read": "NVMe read", "nvme_write": "NVMe write", "host_to_device": "up", "device_to_host": "down",
          "wire": "between ranks"}
 
 
 def run(args, world, directory):
-    store = os.path.join(directory, "store")
-    shutil.rmtree(store, ignore_errors=True)
-    config = {
+    config = gpt.on_nvme({
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3},
         "hoist": {"device": "host", "device_memory": "64MiB", "pinned_memory": "96MiB"},
-    }
-    for part in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][part] = {"device": "nvme", "nvme_path": store}
+    }, directory)
     return gpt.run(args, config, directory, "--layers", args.layers, "--width", args.width, "--heads", 6, "--context",
                    args.context, "--batch", args.batch // world, "--threads", max(1, (os.cpu_count() or 1) // world), ranks=world)
 
@@ -68,18 +63,8 @@ def table(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpt", default="build/release/bin/hoist-gpt", help="the program")
-    parser.add_argument("--mpirun", default="mpirun")
-    parser.add_argument("--path", default=".", help="a directory on the drive")
-    parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
-    parser.add_argument("--worlds", default="1,2,4")
+    parser = gpt.parser(__doc__, mpirun="mpirun", path=".", worlds="1,2,4", layers=6, width=384, context=64, steps=12)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--smoke", action="store_true", help="a small model and few steps: does it run")
     args = parser.parse_args()
     if args.smoke:
@@ -101,9 +86,7 @@ def main():
     losses = [r["last_loss"] for r in results]
     if max(losses) - min(losses) > 0.05 * losses[0]:
         sys.exit(f"the losses of the last steps differ by more than 5 %: {losses}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+    write_json(args.json, results)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
-from median_interval import text_of  # noqa: E402
+from median_interval import text_of, write_json  # noqa: E402
 
 WARM_UP = 2
 
@@ -155,9 +155,7 @@ def main() -> None:
             shutil.rmtree(path, ignore_errors=True) if suffix == "" else os.path.exists(path) and os.remove(path)
     result["parameters"] = parameters
     print_table(result)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write_json(arguments.json, result)
 
 
 def print_table(result: dict) -> None:
