@@ -117,10 +117,7 @@ Arguments parse(int argc, char** argv) {
   return arguments;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
-  const Arguments arguments = parse(argc, argv);
+int run(const Arguments& arguments) {
   const bench::TemporaryDirectory directory(std::filesystem::temp_directory_path(), "hoist-bench-aio");
   // Any file does: it is never read.
   const aio::File file(directory.path() + "/file", {.mode = aio::OpenMode::create, .direct = false});
@@ -144,7 +141,10 @@ int main(int argc, char** argv) try {
   }
   bench::write_json(arguments.json, fmt::format("{{\"limit_ns\":{},\"results\":[{}]}}", arguments.limit_ns, json));
   return holds ? 0 : 1;
-} catch (const std::exception& error) {
-  fmt::print(stderr, "bench_aio_overhead: {}\n", error.what());
-  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

@@ -87,20 +87,12 @@ class Legs {
   volatile std::uint64_t sink_ = 0;
 };
 
-std::string with_interval(const std::vector<double>& ratios) {
-  const measure::Interval interval = measure::median_interval(ratios);
-  return fmt::format("{:.3f} [{:.3f}, {:.3f}]", measure::median(ratios), interval.low, interval.high);
-}
-
 nlohmann::ordered_json json_of(const std::vector<double>& ratios) {
   const measure::Interval interval = measure::median_interval(ratios);
   return {{"ratio", measure::median(ratios)}, {"interval", {interval.low, interval.high}}};
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
-  const Arguments arguments = parse(argc, argv);
+int run(const Arguments& arguments) {
   Legs work(arguments);
   nlohmann::ordered_json json = nlohmann::ordered_json::array();
   fmt::print("memcpy's time over ours: {}, {} rounds, {} threads\n", format_bytes(arguments.bytes), arguments.pairs,
@@ -119,8 +111,8 @@ int main(int argc, char** argv) try {
       copied.push_back(seconds[first_copy] / seconds[verify_and_copy]);
       control.push_back(seconds[first_copy] / seconds[second_copy]);
     }
-    fmt::print("  {:6} verify {}, verify and copy {}, control {}\n", name, with_interval(verified),
-               with_interval(copied), with_interval(control));
+    fmt::print("  {:6} verify {}, verify and copy {}, control {}\n", name, measure::median_text(verified),
+               measure::median_text(copied), measure::median_text(control));
     json.push_back({{"instruction_set", name},
                     {"verify", json_of(verified)},
                     {"verify_and_copy", json_of(copied)},
@@ -131,7 +123,10 @@ int main(int argc, char** argv) try {
   optim::force_instruction_set("");
   bench::write_json(arguments.json, json.dump(2));
   return 0;
-} catch (const std::exception& error) {
-  fmt::print(stderr, "bench_checksum: {}\n", error.what());
-  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

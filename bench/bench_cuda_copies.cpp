@@ -27,6 +27,7 @@
 #include <hoist/tiers/pinned_pool.hpp>
 
 #include "options.hpp"
+#include "pairs.hpp"
 
 namespace {
 
@@ -195,28 +196,19 @@ std::vector<Figure> measured(const Arguments& a) {
 }
 
 std::string json_of(const Figure& figure) {
-  const measure::Interval interval = measure::median_interval(figure.ratios);
-  const measure::Interval control = measure::median_interval(figure.control);
-  return fmt::format(
-      R"({{"copy":"{}","base":"{}","ratio":{},"interval":[{},{}],"control":[{},{}],"aim":{},"gigabytes_per_second":{}}})",
-      figure.name, figure.base, measure::median(figure.ratios), interval.low, interval.high, control.low, control.high,
-      figure.aim, measure::median(figure.gigabytes_per_second));
+  return fmt::format(R"({{"copy":"{}","base":"{}",{},"control":{},"aim":{},"gigabytes_per_second":{}}})", figure.name,
+                     figure.base, bench::ratio_json(figure.ratios), bench::interval_json(figure.control), figure.aim,
+                     measure::median(figure.gigabytes_per_second));
 }
 
 void print(const Figure& figure) {
-  const measure::Interval interval = measure::median_interval(figure.ratios);
-  const measure::Interval control = measure::median_interval(figure.control);
   const bool reached = measure::is_at_least(figure.aim, figure.ratios, figure.control);
-  fmt::print(
-      "{:15} {:7.2f} GB/s   {:.3f} [{:.3f}, {:.3f}] of {}   aim {:.2f}: {}   (plain against itself [{:.3f}, {:.3f}])\n",
-      figure.name, measure::median(figure.gigabytes_per_second), measure::median(figure.ratios), interval.low,
-      interval.high, figure.base, figure.aim, reached ? "reached" : "missed", control.low, control.high);
+  fmt::print("{:15} {:7.2f} GB/s   {} of {}   aim {:.2f}: {}   (plain against itself {})\n", figure.name,
+             measure::median(figure.gigabytes_per_second), measure::median_text(figure.ratios), figure.base, figure.aim,
+             reached ? "reached" : "missed", measure::median_text(figure.control));
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
-  const Arguments arguments = parse(argc, argv);
+int run(const Arguments& arguments) {
   std::string why;
   if (platform::cuda_device_count(&why) == 0) {
     fmt::print("skipped: no CUDA GPU ({})\n", why);
@@ -228,7 +220,10 @@ int main(int argc, char** argv) try {
   for (const Figure& figure : figures) rows.push_back(json_of(figure));
   bench::write_json(arguments.json, fmt::format("[{}]", fmt::join(rows, ",")));
   return 0;
-} catch (const std::exception& error) {
-  fmt::print(stderr, "{}\n", error.what());
-  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

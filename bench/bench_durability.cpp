@@ -37,6 +37,7 @@
 #include "checksum_twice.hpp"
 #include "held_backend.hpp"
 #include "options.hpp"
+#include "pairs.hpp"
 #include "temporary_directory.hpp"
 
 namespace {
@@ -162,15 +163,13 @@ class Training {
 struct Ratios {
   std::vector<double> cost, control;
   void print(const std::string& what) const {
-    const auto interval = measure::median_interval(cost), noise = measure::median_interval(control);
-    fmt::print("{}: {:.4f} [{:.4f}, {:.4f}], control {:.4f} [{:.4f}, {:.4f}], {} pairs\n", what, measure::median(cost),
-               interval.low, interval.high, measure::median(control), noise.low, noise.high, cost.size());
+    fmt::print("{}: {}, control {}, {} pairs\n", what, measure::median_text(cost, 4), measure::median_text(control, 4),
+               cost.size());
     std::fflush(stdout);
   }
   std::string json() const {
-    const auto interval = measure::median_interval(cost), noise = measure::median_interval(control);
-    return fmt::format("{{\"ratio\": {}, \"interval\": [{}, {}], \"control\": [{}, {}], \"pairs\": {}}}",
-                       measure::median(cost), interval.low, interval.high, noise.low, noise.high, cost.size());
+    return fmt::format(R"({{{},"control":{},"pairs":{}}})", bench::ratio_json(cost), bench::interval_json(control),
+                       cost.size());
   }
 };
 
@@ -244,18 +243,10 @@ int run(const Arguments& arguments) {
     Training none(arguments, directory.path() + "/none", tiers::Durability::none);
     const unsigned steps = arguments.steps_per_turn;
     const std::uint64_t before = none.moved_bytes(), before_step = step.moved_bytes();
-    for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
-      double a = 0, b = 0;
-      if (pair % 2 == 0) {
-        a = step.turn(steps);
-        b = none.turn(steps);
-      } else {
-        b = none.turn(steps);
-        a = step.turn(steps);
-      }
-      ratios.cost.push_back(a / b);
-      seconds.push_back(b);
-    }
+    const bench::Pairs pairs = bench::alternate(
+        arguments.pairs, [&] { return step.turn(steps); }, [&] { return none.turn(steps); });
+    ratios.cost = pairs.ratios;
+    seconds = pairs.second;
     const double taken = static_cast<double>(arguments.pairs) * (steps + (arguments.compute_ms > 0 ? 1 : 0));
     per_step_bytes = static_cast<double>(none.moved_bytes() - before) / taken;
     const double step_bytes = static_cast<double>(step.moved_bytes() - before_step) / taken;
@@ -305,7 +296,6 @@ Arguments parse(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) try { return run(parse(argc, argv)); } catch (const std::exception& error) {
-  fmt::print(stderr, "bench_durability: {}\n", error.what());
-  return 2;
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

@@ -2,7 +2,7 @@
 // How fast a training run starts from safetensors files, against the drive alone: the same bytes read from the same
 // files, and as many written to new ones.
 //
-//   bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]
+//   bench_import [--path DIR] [--parameters N] [--pairs N] [--json FILE] [--smoke]
 //
 // The model has bf16 weights in the file, and weights and optimizer state on NVMe; an import reads 2 bytes a parameter
 // and writes 12. It is timed from Runtime's construction until the first commit is durable. The drive's leg has the
@@ -33,6 +33,7 @@
 #include <hoist/zero/engine.hpp>
 
 #include "options.hpp"
+#include "pairs.hpp"
 #include "temporary_directory.hpp"
 
 namespace {
@@ -56,7 +57,7 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  arguments.path = options.text("--path");
+  arguments.path = options.text("--path", ".");
   arguments.parameters = options.number("--parameters", smoke ? 1'600'000 : 160'000'000);
   arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : 11));
   arguments.json = options.text("--json");
@@ -215,30 +216,21 @@ class Bench {
 
 struct Result {
   std::string name;
-  std::vector<double> ratios{};
-  double seconds = 0, drive_seconds = 0, processor_seconds = 0;
+  std::vector<double> ratios;
+  double seconds, drive_seconds, processor_seconds;
 };
 
 Result compare(const std::string& name, const Arguments& arguments, Bench& bench, Moves moves,
                const std::function<double()>& leg) {
-  Result result{.name = name};
-  std::vector<double> ours, theirs;
-  for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
-    double our = 0;
-    if (pair % 2 == 0) our = leg();
-    const double their = bench.drive(moves);
-    if (pair % 2 != 0) our = leg();
-    ours.push_back(our);
-    theirs.push_back(their);
-    result.ratios.push_back(their / our);
-  }
-  result.seconds = measure::median(ours);
-  result.drive_seconds = measure::median(theirs);
-  const measure::Interval interval = measure::median_interval(result.ratios);
-  fmt::print("{:<9} {:.3f} [{:.3f}, {:.3f}]  {:.3f} s, drive {:.3f} s ({:.2f} GB/s)", name,
-             measure::median(result.ratios), interval.low, interval.high, result.seconds, result.drive_seconds,
-             bench.gigabytes(moves) / result.drive_seconds);
-  result.processor_seconds = bench.processor_seconds_of_imports();
+  const auto [drive, ours, ratios] = bench::alternate(
+      arguments.pairs, [&] { return bench.drive(moves); }, leg);
+  const Result result{.name = name,
+                      .ratios = ratios,
+                      .seconds = measure::median(ours),
+                      .drive_seconds = measure::median(drive),
+                      .processor_seconds = bench.processor_seconds_of_imports()};
+  fmt::print("{:<9} {}  {:.3f} s, drive {:.3f} s ({:.2f} GB/s)", name, measure::median_text(ratios), result.seconds,
+             result.drive_seconds, bench.gigabytes(moves) / result.drive_seconds);
   if (result.processor_seconds > 0) fmt::print(", {:.3f} s of processors", result.processor_seconds);
   fmt::print("\n");
   std::fflush(stdout);
@@ -255,27 +247,16 @@ int run(const Arguments& arguments) {
       compare("import", arguments, bench, kBoth, [&] { return bench.import(); }),
       compare("start-up", arguments, bench, Moves::writes, [&] { return bench.start_up(); })};
   std::string json = fmt::format(R"({{"parameters":{})", arguments.parameters);
-  for (const Result& result : results) {
-    const measure::Interval interval = measure::median_interval(result.ratios);
-    json += fmt::format(R"(,"{}":{{"ratio":{},"interval":[{},{}],"seconds":{},"drive_seconds":{},)"
-                        R"("processor_seconds":{}}})",
-                        result.name, measure::median(result.ratios), interval.low, interval.high, result.seconds,
-                        result.drive_seconds, result.processor_seconds);
-  }
+  for (const Result& result : results)
+    json +=
+        fmt::format(R"(,"{}":{{{},"seconds":{},"drive_seconds":{},"processor_seconds":{}}})", result.name,
+                    bench::ratio_json(result.ratios), result.seconds, result.drive_seconds, result.processor_seconds);
   bench::write_json(arguments.json, json + "}");
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) try {
-  const Arguments arguments = parse(argc, argv);
-  if (arguments.path.empty()) {
-    fmt::print(stderr, "usage: bench_import --path DIR [--parameters N] [--pairs N] [--json FILE] [--smoke]\n");
-    return 2;
-  }
-  return run(arguments);
-} catch (const std::exception& error) {
-  fmt::print(stderr, "bench_import: {}\n", error.what());
-  return 2;
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

@@ -27,6 +27,7 @@
 #include <hoist/platform/device.hpp>
 
 #include "options.hpp"
+#include "pairs.hpp"
 
 namespace {
 
@@ -186,25 +187,19 @@ class Bench {
 };
 
 void print(const Figure& figure) {
-  const measure::Interval interval = measure::median_interval(figure.ratios);
-  const measure::Interval control = measure::median_interval(figure.control);
   const bool reached = measure::is_at_most(kRatioAim, figure.ratios, figure.control);
-  fmt::print(
-      "{:<14} {:>8}  {:6.2f} GB/s   {:.2f} [{:.2f}, {:.2f}] of the blocking call's time, itself [{:.2f}, {:.2f}]{}\n",
-      figure.operation, format_bytes(figure.unit_bytes), measure::median(figure.gigabytes_per_second),
-      measure::median(figure.ratios), interval.low, interval.high, control.low, control.high,
-      figure.unit_bytes < kAimedBytes ? ""
-      : reached                       ? "   aim 1.2: reached"
-                                      : "   aim 1.2: missed");
+  fmt::print("{:<14} {:>8}  {:6.2f} GB/s   {} of the blocking call's time, itself {}{}\n", figure.operation,
+             format_bytes(figure.unit_bytes), measure::median(figure.gigabytes_per_second),
+             measure::median_text(figure.ratios, 2), measure::median_text(figure.control, 2),
+             figure.unit_bytes < kAimedBytes ? ""
+             : reached                       ? "   aim 1.2: reached"
+                                             : "   aim 1.2: missed");
 }
 
 std::string json_of(const Figure& figure) {
-  const measure::Interval interval = measure::median_interval(figure.ratios);
-  const measure::Interval control = measure::median_interval(figure.control);
-  return fmt::format(
-      R"({{"operation":"{}","unit_bytes":{},"ratio":{},"interval":[{},{}],"control":[{},{}],"gigabytes_per_second":{}}})",
-      figure.operation, figure.unit_bytes, measure::median(figure.ratios), interval.low, interval.high, control.low,
-      control.high, measure::median(figure.gigabytes_per_second));
+  return fmt::format(R"({{"operation":"{}","unit_bytes":{},{},"control":{},"gigabytes_per_second":{}}})",
+                     figure.operation, figure.unit_bytes, bench::ratio_json(figure.ratios),
+                     bench::interval_json(figure.control), measure::median(figure.gigabytes_per_second));
 }
 
 void report(const Arguments& arguments, int ranks, const std::vector<Figure>& figures, double cores) {
@@ -220,16 +215,16 @@ void report(const Arguments& arguments, int ranks, const std::vector<Figure>& fi
                     fmt::format(R"({{"ranks":{},"cores_while_waiting":{},"results":[{}]}})", ranks, cores, json));
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
-  const Arguments arguments = parse(argc, argv);
+int run(const Arguments& arguments) {
   Bench bench(arguments);
   const std::vector<Figure> figures = bench.measure();
   const double cores = bench.cores_while_waiting();
   if (bench.rank() == 0) report(arguments, bench.size(), figures, cores);
   return 0;
-} catch (const std::exception& error) {
-  fmt::print(stderr, "bench_mpi: {}\n", error.what());
-  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

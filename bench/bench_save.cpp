@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How long Engine::save() keeps a training program waiting: its call, and what the step after it takes longer.
 //
-//   bench_save --path DIR [--parameters N] [--saves N] [--json FILE] [--smoke]
+//   bench_save [--path DIR] [--parameters N] [--saves N] [--json FILE] [--smoke]
 //
 // A model without mathematics takes steps; after every second one its state is saved under a name. For state on NVMe
 // and for state in memory it prints the call's median, 99th percentile and maximum, how long a save takes until it is
@@ -19,6 +19,7 @@
 #include <hoist/zero/engine.hpp>
 
 #include "options.hpp"
+#include "pairs.hpp"
 #include "temporary_directory.hpp"
 
 namespace {
@@ -36,8 +37,7 @@ struct Figures {
   std::string placement;
   double call_median_ms = 0, call_p99_ms = 0, call_max_ms = 0;
   double durable_median_ms = 0;
-  double step_ratio = 0;
-  measure::Interval step_interval;
+  std::vector<double> step_ratios;
 };
 
 constexpr unsigned kUnits = 8;
@@ -46,7 +46,7 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  arguments.path = options.text("--path");
+  arguments.path = options.text("--path", ".");
   arguments.parameters = options.number("--parameters", smoke ? 400'000 : 40'000'000);
   arguments.saves = static_cast<unsigned>(options.number("--saves", smoke ? 6 : 100));
   arguments.json = options.text("--json");
@@ -91,8 +91,7 @@ class Program {
             .call_p99_ms = quantile(calls, 0.99),
             .call_max_ms = quantile(calls, 1),
             .durable_median_ms = measure::median(durable),
-            .step_ratio = measure::median(ratios),
-            .step_interval = measure::median_interval(ratios)};
+            .step_ratios = ratios};
   }
 
  private:
@@ -139,21 +138,13 @@ Figures measured(const Arguments& arguments, Placement placement, const char* na
   const bench::TemporaryDirectory directory(arguments.path, "hoist-bench-save");
   Figures figures = Program(arguments, placement, directory.path()).measure();
   figures.placement = name;
-  fmt::print("{:8}  {:8.2f} {:8.2f} {:8.2f}  {:10.1f}  {:6.3f} [{:.3f}, {:.3f}]\n", name, figures.call_median_ms,
-             figures.call_p99_ms, figures.call_max_ms, figures.durable_median_ms, figures.step_ratio,
-             figures.step_interval.low, figures.step_interval.high);
+  fmt::print("{:8}  {:8.2f} {:8.2f} {:8.2f}  {:10.1f}   {}\n", name, figures.call_median_ms, figures.call_p99_ms,
+             figures.call_max_ms, figures.durable_median_ms, measure::median_text(figures.step_ratios));
   std::fflush(stdout);
   return figures;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
-  const Arguments arguments = parse(argc, argv);
-  if (arguments.path.empty()) {
-    fmt::print(stderr, "usage: bench_save --path DIR [--parameters N] [--saves N] [--json FILE] [--smoke]\n");
-    return 2;
-  }
+int run(const Arguments& arguments) {
   fmt::print(
       "{} parameters, {} saves; milliseconds of the call: median, 99th percentile, most; until durable; the step "
       "after a save to one without\n",
@@ -164,12 +155,15 @@ int main(int argc, char** argv) try {
   std::string json;
   for (const Figures& f : all)
     json += fmt::format(R"({}{{"placement":"{}","call_ms":{{"median":{},"p99":{},"max":{}}},"durable_ms":{},)"
-                        R"("step_ratio":{},"interval":[{},{}]}})",
+                        R"("step_ratio":{},"interval":{}}})",
                         json.empty() ? "" : ",", f.placement, f.call_median_ms, f.call_p99_ms, f.call_max_ms,
-                        f.durable_median_ms, f.step_ratio, f.step_interval.low, f.step_interval.high);
+                        f.durable_median_ms, measure::median(f.step_ratios), bench::interval_json(f.step_ratios));
   bench::write_json(arguments.json, fmt::format("[{}]", json));
   return 0;
-} catch (const std::exception& error) {
-  fmt::print(stderr, "bench_save: {}\n", error.what());
-  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

@@ -33,6 +33,7 @@
 #include <hoist/tiers/pinned_pool.hpp>
 
 #include "options.hpp"
+#include "pairs.hpp"
 
 namespace {
 
@@ -154,37 +155,23 @@ double device_seconds(std::uint64_t bytes) {
 
 struct Result {
   std::string name;
-  std::vector<double> ratios{};
-  double gb_per_s = 0;
-  double memset_gb_per_s = 0;
-  measure::Interval interval() const { return measure::median_interval(ratios); }
+  std::vector<double> ratios;
+  double gb_per_s;
+  double memset_gb_per_s;
 };
 
 // `leg` returns the seconds of `bytes`. Ratios of speeds.
 Result compare(const std::string& name, const Arguments& arguments, const std::function<double()>& leg) {
-  Result result{.name = name};
-  std::vector<double> ours, theirs;
   leg();
-  for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
-    double our = 0;
-    if (pair % 2 == 0) our = leg();
-    const double their = memset_seconds(arguments.bytes);
-    if (pair % 2 != 0) our = leg();
-    ours.push_back(our);
-    theirs.push_back(their);
-    result.ratios.push_back(their / our);
-  }
+  const auto [theirs, ours, ratios] = bench::alternate(
+      arguments.pairs, [&] { return memset_seconds(arguments.bytes); }, leg);
   const double gigabytes = static_cast<double>(arguments.bytes) / 1e9;
-  result.gb_per_s = gigabytes / measure::median(ours);
-  result.memset_gb_per_s = gigabytes / measure::median(theirs);
-  return result;
+  return {name, ratios, gigabytes / measure::median(ours), gigabytes / measure::median(theirs)};
 }
 
 void print(const Result& result, const std::string& about) {
-  const measure::Interval interval = result.interval();
-  fmt::print("{:<8} {:.3f} [{:.3f}, {:.3f}]  {:6.2f} GB/s, memset {:6.2f} GB/s  {}\n", result.name,
-             measure::median(result.ratios), interval.low, interval.high, result.gb_per_s, result.memset_gb_per_s,
-             about);
+  fmt::print("{:<8} {}  {:6.2f} GB/s, memset {:6.2f} GB/s  {}\n", result.name, measure::median_text(result.ratios),
+             result.gb_per_s, result.memset_gb_per_s, about);
   std::fflush(stdout);
 }
 
@@ -192,9 +179,8 @@ std::string json_of(const Arguments& arguments, const std::vector<Result>& resul
   std::string json =
       fmt::format(R"({{"bytes":{},"drives":{},"touched_memory_gb_per_s":{})", arguments.bytes, arguments.drives, warm);
   for (const Result& result : results)
-    json += fmt::format(R"(,"{}":{{"ratio":{},"interval":[{},{}],"gb_per_s":{},"memset_gb_per_s":{}}})", result.name,
-                        measure::median(result.ratios), result.interval().low, result.interval().high, result.gb_per_s,
-                        result.memset_gb_per_s);
+    json += fmt::format(R"(,"{}":{{{},"gb_per_s":{},"memset_gb_per_s":{}}})", result.name,
+                        bench::ratio_json(result.ratios), result.gb_per_s, result.memset_gb_per_s);
   return json + "}";
 }
 
@@ -229,7 +215,6 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-int main(int argc, char** argv) try { return run(parse(argc, argv)); } catch (const std::exception& error) {
-  fmt::print(stderr, "bench_start: {}\n", error.what());
-  return 2;
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(parse(argc, argv)); });
 }

@@ -32,9 +32,7 @@ double flush_seconds(const std::filesystem::path& directory) {
   return measure::seconds_of_flush(drives);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
+int run(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   const std::filesystem::path path = options.text("--path", ".");
@@ -62,7 +60,10 @@ int main(int argc, char** argv) try {
   }
   bench::write_json(json_path, fmt::format(R"({{"flush_seconds":{},"cells":[{}]}})", flush, json));
   return failed;
-} catch (const std::exception& error) {
-  fmt::print(stderr, "bench_step_time: {}\n", error.what());
-  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return bench::run_main([&] { return run(argc, argv); });
 }

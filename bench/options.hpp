@@ -15,7 +15,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <string>
 #include <string_view>
@@ -100,6 +102,15 @@ inline void write_json(const std::string& path, std::string_view json) {
   file << json << '\n';
   file.close();
   if (!file) throw IoError({"write", path, 0, json.size(), errno}, "name another file with --json");
+}
+
+// A bench's main(): `run` returns the exit code; it is 2 after an exception.
+template <typename Run>
+int run_main(const Run& run) try {
+  return run();
+} catch (const std::exception& error) {
+  fmt::print(stderr, "{}: {}\n", program_invocation_short_name, error.what());
+  return 2;
 }
 
 }  // namespace hoist::bench

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstddef>
 
+#include <fmt/format.h>
+
 #include <hoist/measure/statistics.hpp>
 
 namespace hoist::measure {
@@ -35,6 +37,11 @@ Interval median_interval(std::vector<double> values) {
     probability *= static_cast<double>(count - below) / static_cast<double>(below + 1);
   }
   return {values[left_out], values[count - 1 - left_out]};
+}
+
+std::string median_text(const std::vector<double>& values, int decimals) {
+  const auto [low, high] = median_interval(values);
+  return fmt::format("{1:.{0}f} [{2:.{0}f}, {3:.{0}f}]", decimals, median(values), low, high);
 }
 
 namespace {

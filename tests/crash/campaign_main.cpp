@@ -171,19 +171,18 @@ int run(const Arguments& arguments) {
 }  // namespace
 }  // namespace hoist::test
 
-int main(int count, char** words) try {
-  hoist::bench::Options options(count, words);
-  hoist::test::Arguments arguments;
-  for (const auto& [name, value] :
-       {std::pair("--kills", &arguments.kills), std::pair("--hits", &arguments.hits),
-        std::pair("--reshard-kills", &arguments.reshard_kills), std::pair("--group-kills", &arguments.group_kills),
-        std::pair("--mirror-kills", &arguments.mirror_kills), std::pair("--troubles", &arguments.troubles),
-        std::pair("--mpi-kills", &arguments.mpi_kills), std::pair("--seed", &arguments.seed)})
-    *value = options.number(name, *value, 0);
-  arguments.directory = options.text("--directory", arguments.directory);
-  options.end();
-  return hoist::test::run(arguments);
-} catch (const std::exception& error) {
-  fmt::print(stderr, "hoist_crash_campaign: {}\n", error.what());
-  return 2;
+int main(int count, char** words) {
+  return hoist::bench::run_main([&] {
+    hoist::bench::Options options(count, words);
+    hoist::test::Arguments arguments;
+    for (const auto& [name, value] :
+         {std::pair("--kills", &arguments.kills), std::pair("--hits", &arguments.hits),
+          std::pair("--reshard-kills", &arguments.reshard_kills), std::pair("--group-kills", &arguments.group_kills),
+          std::pair("--mirror-kills", &arguments.mirror_kills), std::pair("--troubles", &arguments.troubles),
+          std::pair("--mpi-kills", &arguments.mpi_kills), std::pair("--seed", &arguments.seed)})
+      *value = options.number(name, *value, 0);
+    arguments.directory = options.text("--directory", arguments.directory);
+    options.end();
+    return hoist::test::run(arguments);
+  });
 }
