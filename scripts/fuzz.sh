@@ -18,18 +18,20 @@ export grown
 trap 'rm -rf "$grown"' EXIT
 mkdir -p build/fuzz/found
 
-# fuzz NAME CORPUS: prints the result; returns 1 if it found something.
+# fuzz NAME CORPUS...: prints the result; returns 1 if it found something.
 fuzz() {
-  local name=$1 corpus=$2 log="$grown/$1.log" status=0
+  local name=$1 log="$grown/$1.log" status=0
+  shift
+  set -- "${@/#/tests/}"
   mkdir "$grown/$name"  # new inputs go to the first directory
-  "build/fuzz/bin/fuzz_$name" "$grown/$name" "tests/fuzz/$corpus" -max_total_time="$seconds" -timeout=20 \
+  "build/fuzz/bin/fuzz_$name" "$grown/$name" "$@" -max_total_time="$seconds" -timeout=20 \
     -rss_limit_mb=2048 -artifact_prefix="build/fuzz/found/$name-" -print_final_stats=1 >"$log" 2>&1 || status=1
   printf '%-12s %s inputs, %s files in the corpus\n' "$name" \
-    "$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")" "$(find "tests/fuzz/$corpus" -type f | wc -l)"
+    "$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")" "$(find "$@" -type f | wc -l)"
   [ $status -eq 0 ] || cat "$log"
   return $status
 }
 export -f fuzz
-printf '%s\n' 'config config/corpus' 'safetensors safetensors/corpus' 'manifest store/manifest-corpus' \
-  'slot store/slot-corpus' 'label store/label-corpus' |
+printf '%s\n' 'config fuzz/config/corpus config/data/accept' 'safetensors fuzz/safetensors/corpus' \
+  'manifest fuzz/store/manifest-corpus' 'slot fuzz/store/slot-corpus' 'label fuzz/store/label-corpus' |
   xargs --max-procs="$(nproc)" --max-lines=1 bash -c 'fuzz "$@"' fuzz
