@@ -4,11 +4,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
-#include <cstdlib>
 #include <filesystem>
 #include <thread>
+#include <utility>
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,6 +15,7 @@
 #include <hoist/core/clock.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/file_contents.hpp>
+#include <hoist/tests/support/spawn.hpp>
 #include <hoist/tiers/store.hpp>
 
 namespace hoist::test {
@@ -32,23 +32,10 @@ std::string program_beside_this(const std::string& name) {
 }
 
 pid_t start(std::vector<std::string> words, const std::string& log) {
-  const pid_t process = ::fork();
-  if (process != 0) return process;
-  ::setpgid(0, 0);
-  const int output = ::open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  ::dup2(output, 1);
-  ::dup2(output, 2);
-  // As root, more ranks than cores, unbound; containers forbid the single-copy system calls.
-  for (const char* const name : {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
-                                 "OMPI_MCA_rmaps_base_oversubscribe", "OMPI_MCA_mpi_yield_when_idle"})
-    ::setenv(name, "1", 1);
-  ::setenv("OMPI_MCA_hwloc_base_binding_policy", "none", 1);
-  ::setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 1);
-  std::vector<char*> arguments;
-  for (std::string& word : words) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
-  ::execvp(arguments[0], arguments.data());
-  ::_exit(127);
+  return spawn(std::move(words), log, log, [] {
+    ::setpgid(0, 0);
+    set_open_mpi_variables();
+  });
 }
 
 bool is_there(std::int64_t process) { return process > 0 && ::kill(static_cast<pid_t>(process), 0) == 0; }

@@ -6,17 +6,18 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <hoist/tests/support/file_contents.hpp>
+#include <hoist/tests/support/spawn.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::gpt::program_test {
@@ -25,11 +26,20 @@ using hoist::test::contents_of;
 using nlohmann::json;
 using testing::HasSubstr;
 
+inline const json kWeightsComeForEachUse = {{"stage3_param_persistence_threshold", 0}, {"stage3_max_reuse_distance", 0}};
+
 struct Outcome {
   int code = -1;  // exit code, or -signal
   std::string out;
   std::string error;
 };
+
+// These words with another value of an option.
+inline std::vector<std::string> with(std::vector<std::string> words, const std::string& option,
+                                     const std::string& value) {
+  *(std::ranges::find(words, option) + 1) = value;
+  return words;
+}
 
 class Program : public testing::Test {
  protected:
@@ -60,6 +70,12 @@ class Program : public testing::Test {
     config["hoist"].update(hoist_extra);
     write(name, config.dump(2));
   }
+  // An entry that is null removes a key.
+  void change_config(const json& changes) const {
+    json config = json::parse(contents_of(path("config.json")));
+    config.merge_patch(changes);
+    write("config.json", config.dump(2));
+  }
 
   std::vector<std::string> usual(int steps) const {
     return {"--config", path("config.json"), "--text", path("text"), "--steps", std::to_string(steps), "--layers",
@@ -71,21 +87,13 @@ class Program : public testing::Test {
     return words;
   }
 
-  pid_t start(std::vector<std::string> words, std::vector<std::string> launcher = {}) const {
+  // With a `launcher`, it starts the program. `first` is called in the new process, as in spawn().
+  pid_t start(std::vector<std::string> words, const std::function<void()>& first = {},
+              std::vector<std::string> launcher = {}) const {
     launcher.emplace_back(HOIST_GPT);
     words.insert(words.begin(), launcher.begin(), launcher.end());
     std::filesystem::remove(path("out"));  // a run without output must not show the last run's
-    const pid_t child = fork();
-    if (child != 0) return child;
-    std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
-    argv.push_back(nullptr);
-    const int out = open(path("out").c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-    const int error = open(path("error").c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-    dup2(out, STDOUT_FILENO);
-    dup2(error, STDERR_FILENO);
-    execv(argv[0], argv.data());
-    _exit(127);
+    return test::spawn(std::move(words), path("out"), path("error"), first);
   }
   Outcome finish(pid_t child) const {
     int status = 0;

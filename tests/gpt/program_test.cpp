@@ -15,16 +15,11 @@ namespace {
 TEST_F(Program, RefusesBadInput) {
   write("short", "0123456789abcdef");  // one byte too few for a context of 16
   write("broken.json", "{\n  \"bf16\": {\"enabled\": true},,\n}");
-  const auto replaced = [&](const std::string& option, const std::string& value) {
-    std::vector<std::string> words = usual(1);
-    *(std::find(words.begin(), words.end(), option) + 1) = value;
-    return words;
-  };
-  expect_refused(replaced("--text", path("none")), "there is no text");
-  expect_refused(replaced("--text", path("short")), "has 16 bytes; a context of 16 needs at least 17");
-  expect_refused(replaced("--config", path("none.json")), "none.json");
-  expect_refused(replaced("--config", path("broken.json")), "broken.json:2:");
-  expect_refused(replaced("--heads", "3"), "does not divide");
+  expect_refused(with(usual(1), "--text", path("none")), "there is no text");
+  expect_refused(with(usual(1), "--text", path("short")), "has 16 bytes; a context of 16 needs at least 17");
+  expect_refused(with(usual(1), "--config", path("none.json")), "none.json");
+  expect_refused(with(usual(1), "--config", path("broken.json")), "broken.json:2:");
+  expect_refused(with(usual(1), "--heads", "3"), "does not divide");
   expect_refused(usual(1, {"--stpes", "3"}), "--stpes");
   expect_refused(usual(1, {"--report", path("none/r.json")}), "cannot write the report");
   expect_refused({"--config", path("config.json")}, "required");
@@ -123,10 +118,9 @@ TEST_F(Program, TrainsAndReports) {
 
 // From a scale at which every gradient overflows; stopped and resumed in the middle of its way down and after it.
 TEST_F(Program, TrainsInFp16AndResumesWithItsScale) {
-  json config = json::parse(contents_of(path("config.json")));
-  config.erase("bf16");
-  config["fp16"] = {{"enabled", true}, {"initial_scale_power", 28}, {"loss_scale_window", 3}, {"hysteresis", 1}};
-  write("config.json", config.dump());
+  change_config(
+      {{"bf16", nullptr},
+       {"fp16", {{"enabled", true}, {"initial_scale_power", 28}, {"loss_scale_window", 3}, {"hysteresis", 1}}}});
   const json whole = report_of(usual(16));
   ASSERT_TRUE(whole.is_object());
   int applied = 0;
@@ -192,9 +186,7 @@ TEST_F(Program, ResumingAnotherRunIsRefused) {
   expect_refused(usual(2, {"--resume", "--batch", "3"}), "2 samples a step, not 3");
   write("text", contents_of(path("text")) + "!");
   expect_refused(usual(2, {"--resume"}), "another text");
-  std::vector<std::string> wider = usual(2, {"--resume"});
-  *(std::find(wider.begin(), wider.end(), "--width") + 1) = "64";
-  const Outcome outcome = run(wider);
+  const Outcome outcome = run(with(usual(2, {"--resume"}), "--width", "64"));
   EXPECT_EQ(outcome.code, 2) << outcome.error;
 }
 
@@ -349,9 +341,7 @@ TEST_F(Program, CheckPredictsPeaksAndBytesOfItsConfigurations) {
 TEST_F(Program, TrainsWithTheConfigurationThatPlanWrites) {
   // Larger than usual: otherwise everything fits everywhere.
   const auto words = [&](int steps, std::initializer_list<std::string> more) {
-    std::vector<std::string> all = usual(steps, more);
-    std::ranges::replace(all, std::string("32"), std::string("64"));  // wide
-    return all;
+    return with(usual(steps, more), "--width", "64");
   };
   const json machine = {{"name", "a small machine"},
                         {"basis", "round figures"},
@@ -411,10 +401,7 @@ TEST_F(Program, MicroBatchesMakeALargerStepAndResumeAsSuch) {
 }
 
 TEST_F(Program, InVerticalOrderWeightsAndGradientsMoveOnceAStep) {
-  json config = json::parse(contents_of(path("config.json")));
-  config["zero_optimization"]["stage3_param_persistence_threshold"] = 0;
-  config["zero_optimization"]["stage3_max_reuse_distance"] = 0;  // weights come up for each use
-  write("config.json", config.dump());
+  change_config({{"zero_optimization", kWeightsComeForEachUse}});
   const json one = report_of(usual(20));
   remove_store();
   const json across = report_of(usual(20, {"--micro-batches", "3"}));

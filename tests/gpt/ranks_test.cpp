@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The real program as several ranks, which mpirun starts.
-#include <cstdlib>
-
 #include "program.hpp"
 
 namespace hoist::gpt::program_test {
@@ -9,16 +7,8 @@ namespace {
 
 class Ranks : public Program {
  protected:
-  // As hoist_mpi_run() in cmake/HoistModule.cmake: more ranks than cores, unbound, also as root and in containers.
-  static void SetUpTestSuite() {
-    for (const char* name :
-         {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"})
-      ::setenv(name, "1", 1);
-    ::setenv("OMPI_MCA_hwloc_base_binding_policy", "none", 1);
-    ::setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 1);
-  }
   Outcome run_ranks(int ranks, const std::vector<std::string>& words) const {
-    return finish(start(words, {HOIST_MPIEXEC, "-n", std::to_string(ranks)}));
+    return finish(start(words, test::set_open_mpi_variables, {HOIST_MPIEXEC, "-n", std::to_string(ranks)}));
   }
 };
 
@@ -42,6 +32,22 @@ TEST_F(Ranks, AnotherNumberOfRanksContinuesWithTheSameSamplesPerStep) {
     EXPECT_NEAR(resumed["steps"][i]["loss"].get<double>(), whole["steps"][4 + i]["loss"].get<double>(), 0.002)
         << "step " << 5 + i;
   }
+}
+
+TEST_F(Ranks, GroupsOfTwoThatGatherAmongThemselvesChangeNothing) {
+  const auto report_of_four = [&] {
+    remove_store();
+    const Outcome outcome = run_ranks(4, usual(6, {"--threads", "1", "--report", path("report.json")}));
+    EXPECT_EQ(outcome.code, 0) << outcome.error;
+    EXPECT_THAT(outcome.out, HasSubstr("4 ranks (the numbers below"));
+    return report();
+  };
+  const json alone = report_of_four();
+  change_config({{"zero_optimization", kWeightsComeForEachUse}});
+  change_config({{"zero_optimization", {{"zero_hpz_partition_size", 2}}}});
+  const json in_groups = report_of_four();
+  EXPECT_EQ(in_groups.at("digest"), alone.at("digest"));
+  EXPECT_GT(in_groups.at("links").at("wire").at("bytes_in_group"), 0);
 }
 
 TEST_F(Ranks, OnlyOneDescribesTheUnits) {
