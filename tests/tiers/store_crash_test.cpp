@@ -135,6 +135,32 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
     for (const std::string& directory : options_.stripe_directories) std::filesystem::remove_all(directory);
   }
 
+  // For each seed, lets the drive of a life die at each of its operations in turn, and at last not at all. A life says
+  // whether its drive died.
+  using Life = std::function<bool(std::uint64_t seed, std::uint64_t dies_at, History& history)>;
+  std::string first_problem(std::uint64_t seeds, const Life& life) {
+    for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+      bool died = true;
+      for (std::uint64_t dies_at = 0; died; ++dies_at, ++runs_) {
+        start_over();
+        History history;
+        died = life(seed, dies_at, history);
+        if (const std::string problem = judge(history); !problem.empty())
+          return "seed " + std::to_string(seed) + ", dies at operation " + std::to_string(dies_at) + ": " + problem;
+      }
+    }
+    return {};
+  }
+  std::string first_problem_of_power_cuts(std::uint64_t seeds, const ForgetfulBackend::Drops& drops) {
+    return first_problem(seeds, [&](std::uint64_t seed, std::uint64_t dies_at, History& history) {
+      const auto faults = std::make_shared<Faults>(seed);
+      const bool died = first_life(faults, dies_at, seed, history, drops);
+      faults->power_cut(seed * 1000 + dies_at);
+      return died;
+    });
+  }
+
+  std::uint64_t runs_ = 0;
   TempDirectory directory_{hoist::test::scratch_in_memory()};
   StoreOptions options_ = smaller(small_model_on(directory_ / "store", GetParam()));
 
@@ -149,40 +175,24 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
 };
 
 TEST_P(StoreCrashTest, PowerCutsAtEveryOperation) {
-  std::uint64_t runs = 0;
-  for (std::uint64_t seed = 0; seed < 4; ++seed) {
-    bool died = true;
-    for (std::uint64_t dies_at = 0; died; ++dies_at, ++runs) {
-      SCOPED_TRACE(testing::Message() << "seed " << seed << ", dies at operation " << dies_at);
-      start_over();
-      const auto faults = std::make_shared<Faults>(seed);
-      History history;
-      died = first_life(faults, dies_at, seed, history, {});
-      faults->power_cut(seed * 1000 + dies_at);
-      ASSERT_EQ(judge(history), "");
-    }
-  }
-  EXPECT_GT(runs, 100u);
+  EXPECT_EQ(first_problem_of_power_cuts(4, {}), "");
+  EXPECT_GT(runs_, 100u);
 }
 
 TEST_P(StoreCrashTest, KillsAtEveryOperation) {
-  bool died = true;
-  for (std::uint64_t dies_at = 0; died; ++dies_at) {
-    SCOPED_TRACE(testing::Message() << "dies at operation " << dies_at);
-    start_over();
-    History history;
-    died = first_life(std::make_shared<Faults>(0), dies_at, 0, history, {});
-    ASSERT_EQ(judge(history), "");
-  }
+  const auto life = [&](std::uint64_t seed, std::uint64_t dies_at, History& history) {
+    return first_life(std::make_shared<Faults>(seed), dies_at, seed, history, {});
+  };
+  EXPECT_EQ(first_problem(1, life), "");
 }
 
 // Killed, resumed from what was perhaps never flushed, and then the power is cut.
 class StoreTwoLivesTest : public StoreCrashTest {
  protected:
-  std::string first_problem(std::uint64_t seeds, const ForgetfulBackend::Drops& drops, std::uint64_t& runs) {
+  std::string first_problem(std::uint64_t seeds, const ForgetfulBackend::Drops& drops) {
     for (std::uint64_t seed = 0; seed < seeds; ++seed) {
       for (std::uint64_t first_death = 20; first_death < 56; ++first_death) {
-        for (std::uint64_t second_death = 3; second_death < 9; ++second_death, ++runs) {
+        for (std::uint64_t second_death = 3; second_death < 9; ++second_death, ++runs_) {
           start_over();
           const auto faults = std::make_shared<Faults>(seed);
           History history;
@@ -200,35 +210,20 @@ class StoreTwoLivesTest : public StoreCrashTest {
 };
 
 TEST_P(StoreTwoLivesTest, KilledThenResumedThenCut) {
-  std::uint64_t runs = 0;
-  EXPECT_EQ(first_problem(2, {}, runs), "");
-  EXPECT_GT(runs, 200u);
+  EXPECT_EQ(first_problem(2, {}), "");
+  EXPECT_GT(runs_, 200u);
 }
 
 // An adopted commit is durable before any slot or extent it needs is overwritten. (That one flush also comes before its
 // slot is written is checked by the order of operations, below.)
 TEST_P(StoreTwoLivesTest, WithoutTheFlushAfterAdoptionDamageIsFound) {
-  std::uint64_t runs = 0;
   const auto drops = [](const std::string& path, std::uint64_t nth) { return path.ends_with(".manifest") && nth <= 1; };
-  EXPECT_NE(first_problem(20, drops, runs), "");
+  EXPECT_NE(first_problem(20, drops), "");
 }
 
 class StoreMutationTest : public StoreCrashTest {
  protected:
-  std::string first_problem(const ForgetfulBackend::Drops& drops) {
-    for (std::uint64_t seed = 0; seed < 20; ++seed) {
-      bool died = true;
-      for (std::uint64_t dies_at = 0; died; ++dies_at) {
-        start_over();
-        const auto faults = std::make_shared<Faults>(seed);
-        History history;
-        died = first_life(faults, dies_at, seed, history, drops);
-        faults->power_cut(seed * 1000 + dies_at);
-        if (auto problem = judge(history); !problem.empty()) return problem;
-      }
-    }
-    return {};
-  }
+  std::string first_problem(const ForgetfulBackend::Drops& drops) { return first_problem_of_power_cuts(20, drops); }
 };
 
 TEST_P(StoreMutationTest, WithoutFlushingTheDataDamageIsFound) {
@@ -255,33 +250,24 @@ TEST_P(StoreMutationTest, WithoutFlushingTheSuperblockDamageIsFound) {
 // The power cut takes names, too, and what was written past the engine.
 class StoreNamesTest : public StoreCrashTest {
  protected:
-  // Cuts the power in a run's every operation, and after its last one.
-  std::string first_problem(std::uint64_t seeds, const LostNames::Forgets& forgets, std::uint64_t& lost) {
+  std::string first_problem(std::uint64_t seeds, const LostNames::Forgets& forgets) {
     const TempDirectory vault(hoist::test::scratch_in_memory());
-    for (std::uint64_t seed = 0; seed < seeds; ++seed) {
-      bool died = true;
-      for (std::uint64_t dies_at = 0; died; ++dies_at) {
-        start_over();
-        const auto faults = std::make_shared<Faults>(seed);
-        History history;
-        {
-          LostNames names(directory_.path().string(), vault.path().string(), forgets);
-          died = first_life(faults, dies_at, seed, history, {});
-          faults->power_cut(seed * 1000 + dies_at);
-          lost += names.power_cut(seed * 1000 + dies_at);
-        }
-        if (auto problem = judge(history); !problem.empty())
-          return "seed " + std::to_string(seed) + ", dies at operation " + std::to_string(dies_at) + ": " + problem;
-      }
-    }
-    return {};
+    return StoreCrashTest::first_problem(seeds, [&](std::uint64_t seed, std::uint64_t dies_at, History& history) {
+      const auto faults = std::make_shared<Faults>(seed);
+      LostNames names(directory_.path().string(), vault.path().string(), forgets);
+      const bool died = first_life(faults, dies_at, seed, history, {});
+      faults->power_cut(seed * 1000 + dies_at);
+      lost_ += names.power_cut(seed * 1000 + dies_at);
+      return died;
+    });
   }
+
+  std::uint64_t lost_ = 0;
 };
 
 TEST_P(StoreNamesTest, PowerCutsThatTakeNamesLeaveTheLastCommit) {
-  std::uint64_t lost = 0;
-  EXPECT_EQ(first_problem(3, {}, lost), "");
-  EXPECT_GT(lost, 10u);
+  EXPECT_EQ(first_problem(3, {}), "");
+  EXPECT_GT(lost_, 10u);
 }
 
 // By a process that was killed before its first commit and has not flushed their names.
@@ -303,18 +289,12 @@ TEST_P(StoreNamesTest, DirectoriesThatAnotherProcessMadeLastToo) {
 }
 
 TEST_P(StoreNamesTest, WithoutFlushingDirectoriesDamageIsFound) {
-  std::uint64_t lost = 0;
-  EXPECT_NE(first_problem(
-                20, [](const std::string& path) { return std::filesystem::is_directory(path); }, lost),
-            "");
+  EXPECT_NE(first_problem(20, [](const std::string& path) { return std::filesystem::is_directory(path); }), "");
 }
 
 TEST_P(StoreNamesTest, WithoutFlushingLabelsDamageIsFound) {
   if (GetParam() == 1) GTEST_SKIP() << "there is one drive, and no label";
-  std::uint64_t lost = 0;
-  EXPECT_NE(first_problem(
-                20, [](const std::string& path) { return path.find(".label") != std::string::npos; }, lost),
-            "");
+  EXPECT_NE(first_problem(20, [](const std::string& path) { return path.find(".label") != std::string::npos; }), "");
 }
 
 // The order of operations itself.
