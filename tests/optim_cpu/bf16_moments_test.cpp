@@ -59,23 +59,10 @@ TEST_P(HalfMoments, AreFp32MomentsRounded) {
   }
 }
 
-// However a range is cut into tiles, and wherever the cuts are, it ends in the same bits.
 TEST_P(HalfMoments, DoNotDependOnTiles) {
   const auto& [optimizer, dtype, split] = GetParam();
-  const UpdateCoefficients c(optimizer.options, 3, 0.5);
-  constexpr std::size_t kCount = 1000;
-  const auto updated = [&, &d = dtype, s = split](std::size_t tile_count) {
-    Rng rng(8);
-    PackedTile tile(s ? kSplit : kWhole, kCount, d);
-    fill_ordinary(tile.wide, rng);
-    tile.adopt();
-    for (std::size_t first = 0; first < kCount; first += tile_count)
-      EXPECT_TRUE(tile.update(c, {.key = 77}, first, std::min(tile_count, kCount - first)));
-    return tile;
-  };
-  const PackedTile expected = updated(kCount);
-  for (const std::size_t tile_count : {1u, 7u, 32u, 129u, 999u})
-    EXPECT_TRUE(updated(tile_count).same_state(expected)) << tile_count;
+  const auto make = [&d = dtype, s = split] { return PackedTile(s ? kSplit : kWhole, 1000, d); };
+  expect_that_tiles_change_nothing(optimizer.options, make, {1, 7, 32, 129, 999});
 }
 
 TEST(HalfMomentsLimits, WhatWouldRoundToInfinityIsRefused) {
@@ -93,21 +80,10 @@ TEST(HalfMomentsLimits, WhatWouldRoundToInfinityIsRefused) {
   }
 }
 
-// The random bits of neighbours and of neighbouring keys are even and uncorrelated enough for rounding.
+// The random bits of neighbours and of neighbouring keys.
 TEST(RoundingBits, AreEvenOverIndicesAndKeys) {
-  for (const bool over_keys : {false, true}) {
-    constexpr std::uint32_t kCount = 1u << 18;
-    double sum = 0, product = 0, before = 0;
-    for (std::uint32_t i = 0; i < kCount; ++i) {
-      const double x = (over_keys ? rounding_bits(i, 5) : rounding_bits(5, i)) / 65536.0 - 0.5;
-      sum += x;
-      product += x * before;
-      before = x;
-    }
-    const double sigma = std::sqrt(kCount / 12.0);
-    EXPECT_LT(std::fabs(sum), 5 * sigma);
-    EXPECT_LT(std::fabs(product), 5 * std::sqrt(static_cast<double>(kCount)) / 12);
-  }
+  expect_even([](std::uint32_t i) { return rounding_bits(5, i) / 65536.0 - 0.5; });
+  expect_even([](std::uint32_t i) { return rounding_bits(i, 5) / 65536.0 - 0.5; });
 }
 
 // An average over a thousand steps needs stochastic rounding. Rounded to nearest, it would stop far from its goal,

@@ -113,23 +113,11 @@ TEST_P(PackedState, IsTheFp32StateRounded) {
   }
 }
 
-// However a range is cut into tiles, between blocks, it ends in the same bits.
+// Tiles end between blocks.
 TEST_P(PackedState, DoesNotDependOnTiles) {
   const auto& [optimizer, gradient, form] = GetParam();
-  const UpdateCoefficients c(optimizer.options, 3, 0.5);
-  constexpr std::size_t kCount = 1400;
-  const auto updated = [&, &g = gradient, &f = form](std::size_t tile_count) {
-    Rng rng(8);
-    PackedTile tile(f, kCount, g);
-    fill_ordinary(tile.wide, rng);
-    tile.adopt();
-    for (std::size_t first = 0; first < kCount; first += tile_count)
-      EXPECT_TRUE(tile.update(c, {.key = 77}, first, std::min(tile_count, kCount - first)));
-    return tile;
-  };
-  const PackedTile expected = updated(kCount);
-  for (const std::size_t tile_count : {8u, 24u, 512u, 520u, 1392u})
-    EXPECT_TRUE(updated(tile_count).same_state(expected)) << tile_count;
+  const auto make = [&g = gradient, &f = form] { return PackedTile(f, 1400, g); };
+  expect_that_tiles_change_nothing(optimizer.options, make, {8, 24, 512, 520, 1392});
 }
 
 // --- the bits that stores hold ---------------------------------------------------------------------------------------

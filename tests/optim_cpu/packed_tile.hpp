@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <ostream>
 #include <span>
 
@@ -128,5 +130,38 @@ struct PackedTile {
   Guarded<std::uint8_t> codes1, codes2, scales1, scales2;
   Guarded<bf16> narrow1, narrow2;
 };
+
+// However a range is cut into tiles, and wherever the cuts are, it ends in the same bits. `make` returns the range.
+template <typename Make>
+void expect_that_tiles_change_nothing(const OptimizerOptions& optimizer, const Make& make,
+                                      std::initializer_list<std::size_t> tile_counts) {
+  const UpdateCoefficients c(optimizer, 3, 0.5);
+  const auto updated = [&](std::size_t tile_count) {
+    Rng rng(8);
+    PackedTile tile = make();
+    fill_ordinary(tile.wide, rng);
+    tile.adopt();
+    for (std::size_t first = 0; first < tile.count(); first += tile_count)
+      EXPECT_TRUE(tile.update(c, {.key = 77}, first, std::min(tile_count, tile.count() - first)));
+    return tile;
+  };
+  const PackedTile expected = updated(make().count());
+  for (const std::size_t tile_count : tile_counts) EXPECT_TRUE(updated(tile_count).same_state(expected)) << tile_count;
+}
+
+// Numbers from -0.5 to 0.5, as `number` gives them for 0, 1, ..., are even and uncorrelated enough for rounding.
+template <typename Number>
+void expect_even(const Number& number) {
+  constexpr std::uint32_t kCount = 1u << 18;
+  double sum = 0, product = 0, before = 0;
+  for (std::uint32_t i = 0; i < kCount; ++i) {
+    const double x = number(i);
+    sum += x;
+    product += x * before;
+    before = x;
+  }
+  EXPECT_LT(std::fabs(sum), 5 * std::sqrt(kCount / 12.0));
+  EXPECT_LT(std::fabs(product), 5 * std::sqrt(static_cast<double>(kCount)) / 12);
+}
 
 }  // namespace hoist::optim::test
