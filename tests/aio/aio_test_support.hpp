@@ -53,14 +53,19 @@ inline bool same_bytes(std::span<const std::byte> a, std::span<const std::byte> 
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size()) == 0;
 }
 
-// The IoError that a completion ends with; nothing after success.
-inline std::optional<IoError::Where> io_error_of(const Completion& completion) {
+template <typename Work>
+std::optional<IoError::Where> io_error_thrown_by(const Work& work) {
   try {
-    completion.wait();
+    work();
   } catch (const IoError& error) {
     return error.where;
   }
   return std::nullopt;
+}
+
+// The IoError that a completion ends with; nothing after success.
+inline std::optional<IoError::Where> io_error_of(const Completion& completion) {
+  return io_error_thrown_by([&] { completion.wait(); });
 }
 
 using test::LogCapture;

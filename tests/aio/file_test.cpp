@@ -25,16 +25,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-template <typename Work>
-std::optional<IoError::Where> io_error_thrown_by(Work work) {
-  try {
-    work();
-  } catch (const IoError& error) {
-    return error.where;
-  }
-  return std::nullopt;
-}
-
 class FileTest : public testing::Test {
  protected:
   test::TempDirectory directory_;

@@ -143,7 +143,7 @@ TEST_F(BenchIo, ADirectoryThatIsNotOursIsLeftAlone) {
   const auto result = run("bench io --path drive --size 8MiB");
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("was not made by a hoist measurement"));
-  EXPECT_EQ(test::text_of(scratch_data()), "precious");
+  EXPECT_EQ(test::contents_of(scratch_data()), "precious");
 }
 
 TEST_F(BenchIo, SignalsEndItCleanly) {

@@ -393,7 +393,7 @@ TEST_F(Check, AReportNeverReplacesWhatIsRead) {
     EXPECT_EQ(result.exit_code, 2) << arguments;
     EXPECT_THAT(result.errors, HasSubstr("would be overwritten")) << arguments;
   }
-  EXPECT_EQ(test::text_of(path("good.json")), "{}");
+  EXPECT_EQ(test::contents_of(path("good.json")), "{}");
 }
 
 TEST_F(Check, TwoOutputsNeverShareAFile) {
@@ -428,7 +428,7 @@ TEST_F(Check, RefusesMoreLocalRanksThanRanks) {
 
 TEST_F(Check, PrintsTheSchema) {
   EXPECT_EQ(run("check --print-schema").output,
-            test::text_of(std::string(HOIST_SOURCE_DIR) + "/docs/hoist.schema.json"));
+            test::contents_of(std::string(HOIST_SOURCE_DIR) + "/docs/hoist.schema.json"));
 }
 
 // Every command and option that --help names is in each script.
@@ -460,7 +460,7 @@ TEST_F(Completion, BashCompletes) {
         "source ./completion.sh\nCOMP_WORDS=(hoist che)\nCOMP_CWORD=1\n_hoist\necho \"${COMPREPLY[@]}\"\n"
         "COMP_WORDS=(hoist check --print-s)\nCOMP_CWORD=2\n_hoist\necho \"${COMPREPLY[@]}\"\n");
   ASSERT_EQ(std::system(("cd '" + directory_.path().string() + "' && bash try.sh > completed.txt").c_str()), 0);
-  EXPECT_EQ(test::text_of(path("completed.txt")), "check\n--print-schema\n");
+  EXPECT_EQ(test::contents_of(path("completed.txt")), "check\n--print-schema\n");
 }
 
 // A run's length of "auto" is the trainer's business; the ranks are as many as the machine has devices.

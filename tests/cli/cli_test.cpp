@@ -163,7 +163,7 @@ TEST_F(Cli, OutputThatIsLostIsAFailure) {
   for (const char* lost : {">/dev/full", ">&-"}) {
     const auto result = run(std::string("check good.json ") + lost + " 2>errors; echo $?");
     EXPECT_EQ(result.output, "1\n") << lost;
-    EXPECT_THAT(test::text_of(path("errors")), HasSubstr("standard output could not be written")) << lost;
+    EXPECT_THAT(test::contents_of(path("errors")), HasSubstr("standard output could not be written")) << lost;
   }
   // A lost error message does not change the exit code.
   write("bad.json", "{\"a\": 1}");
@@ -175,8 +175,8 @@ TEST_F(Cli, OutputThatIsLostIsAFailure) {
 TEST_F(Cli, AReaderThatHasSeenEnoughIsNoSignal) {
   write("good.json", kGood);
   run("--version; { sleep 0.3; '" HOIST_PROGRAM "' check good.json 2>errors; echo $? >code; } | exec 0<&-; true");
-  EXPECT_EQ(test::text_of(path("code")), "1\n");
-  EXPECT_EQ(test::text_of(path("errors")), "");
+  EXPECT_EQ(test::contents_of(path("code")), "1\n");
+  EXPECT_EQ(test::contents_of(path("errors")), "");
 }
 
 // The report would otherwise be opened as standard output, and what is printed would go into it.
@@ -189,7 +189,7 @@ TEST_F(Cli, ClosedDescriptorsDoNotMixPrintingWithFiles) {
 TEST_F(Cli, CheckPrintsTheReference) {
   const auto result = run("check --print-keys");
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_EQ(result.output, test::text_of(std::string(HOIST_SOURCE_DIR) + "/docs/config.md"));
+  EXPECT_EQ(result.output, test::contents_of(std::string(HOIST_SOURCE_DIR) + "/docs/config.md"));
 }
 
 }  // namespace

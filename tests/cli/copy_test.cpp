@@ -43,7 +43,7 @@ class Copy : public test::ProgramTest {
     std::map<std::string, std::string> files;
     if (!fs::exists(path(name))) return files;
     for (const auto& entry : fs::recursive_directory_iterator(path(name)))
-      if (entry.is_regular_file()) files[entry.path().string()] = test::text_of(entry.path());
+      if (entry.is_regular_file()) files[entry.path().string()] = test::contents_of(entry.path());
     return files;
   }
 };

@@ -12,6 +12,7 @@
 #include <hoist/cli/doctor/finding.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/drive.hpp>
+#include <hoist/tests/support/machine_of_files.hpp>
 
 #include "program.hpp"
 
@@ -128,17 +129,9 @@ TEST_F(Doctor, WorksWhereIoUringIsForbidden) {
 
 // --- machines made of files ------------------------------------------------------------------------------------------
 
-class DoctorMachine : public ::testing::Test {
+class DoctorMachine : public test::MachineOfFiles {
  protected:
-  void put(const std::string& name, const std::string& text) const {
-    const fs::path file = directory_ / name;
-    fs::create_directories(file.parent_path());
-    std::ofstream(file) << text << "\n";
-  }
   MachineSources machine() const { return {directory_ / "proc", directory_ / "sys"}; }
-  std::string mount_point(const std::string& name) const { return directory_ / name; }
-
-  test::TempDirectory directory_;
 };
 
 TEST_F(DoctorMachine, NothingReadableIsUnknownAndNoFailure) {

@@ -27,7 +27,7 @@ class Escapes : public test::ProgramTest {
   // Replaces text in a store's description of its model by text of the same length.
   void rename_in_layout(const std::string& manifest, std::string_view from, std::string_view to) const {
     ASSERT_EQ(from.size(), to.size());
-    std::string bytes = test::text_of(path(manifest));
+    std::string bytes = test::contents_of(path(manifest));
     std::uint64_t length = 0;
     std::memcpy(&length, bytes.data() + 56, sizeof(length));
     ASSERT_LE(length, bytes.size());
@@ -64,7 +64,7 @@ TEST_F(Escapes, TheNameOfALocksHolderIsPrintable) {
   ::close(data);
   EXPECT_THAT(result.output, HasSubstr("process 1 on \\x1b]0;t"));
   expect_printable(result);
-  EXPECT_EQ(test::text_of(path("report.json")).find('\x1b'), std::string::npos);
+  EXPECT_EQ(test::contents_of(path("report.json")).find('\x1b'), std::string::npos);
   EXPECT_EQ(json_of("report.json")["in_use_by"], "process 1 on " + std::string(kEscapes));  // the true text
 }
 

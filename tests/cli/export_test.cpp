@@ -218,7 +218,7 @@ TEST_F(Export, BadInputIsRefusedBeforeAnythingIsWritten) {
   const auto result = run("export store --to full");
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("already holds model.safetensors"));
-  EXPECT_EQ(test::text_of(path("full/model.safetensors")), "precious");
+  EXPECT_EQ(test::contents_of(path("full/model.safetensors")), "precious");
   EXPECT_EQ(run("export store --to full/model.safetensors").exit_code, 1);
 }
 

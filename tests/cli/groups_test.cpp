@@ -69,7 +69,7 @@ class Groups : public test::ProgramTest {
       };
       // A byte somewhere in its slot, wherever that is.
       const std::string manifest = fmt::format("{}/rank-0000{}.manifest", store, rank);
-      const std::string text = test::text_of(manifest);
+      const std::string text = test::contents_of(manifest);
       std::fstream file(manifest, std::ios::in | std::ios::out | std::ios::binary);
       for (std::size_t at = 0; at < text.size() && !is_taken(); at += 16) {
         const auto put = [&](char byte) { file.seekp(static_cast<std::streamoff>(at)).put(byte).flush(); };

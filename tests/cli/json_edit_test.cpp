@@ -4,11 +4,11 @@
 #include <array>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
 
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -18,6 +18,7 @@ namespace hoist::cli::json_edit_test {
 namespace {
 
 using Json = nlohmann::ordered_json;
+using test::contents_of;
 
 std::string set(const std::string& text, std::vector<std::string_view> path, const Json& value) {
   return with_member(text, path, value);
@@ -88,10 +89,6 @@ TEST(JsonEdit, AgreesWithTheParserOnEveryLayout) {
 
 class ReplaceFile : public ::testing::Test {
  protected:
-  static std::string text_of(const std::string& path) {
-    std::ifstream file(path);
-    return {std::istreambuf_iterator<char>(file), {}};
-  }
   test::TempDirectory directory_;
 };
 
@@ -99,13 +96,13 @@ TEST_F(ReplaceFile, ReplacesThroughALinkAndLeavesNoDraft) {
   std::ofstream(directory_ / "real") << "old";
   std::filesystem::create_symlink("real", directory_ / "link");
   replace_file(directory_ / "link", "new");
-  EXPECT_EQ(text_of(directory_ / "real"), "new");
+  EXPECT_EQ(contents_of(directory_ / "real"), "new");
   EXPECT_TRUE(std::filesystem::is_symlink(directory_ / "link"));
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
   std::filesystem::create_symlink("not-yet", directory_ / "early");
   replace_file(directory_ / "early", "new");
   EXPECT_TRUE(std::filesystem::is_symlink(directory_ / "early"));
-  EXPECT_EQ(text_of(directory_ / "not-yet"), "new");
+  EXPECT_EQ(contents_of(directory_ / "not-yet"), "new");
 }
 
 TEST_F(ReplaceFile, WritesIntoPipesAndDevicesInsteadOfReplacingThem) {
@@ -152,7 +149,7 @@ TEST_F(ReplaceFile, AFailureLeavesTheOldFile) {
   std::filesystem::create_directory(directory_ / "target");
   std::ofstream(directory_ / "target/inside") << "old";
   EXPECT_THROW(replace_file(directory_ / "target", "new"), IoError);  // a directory cannot be renamed over
-  EXPECT_EQ(text_of(directory_ / "target/inside"), "old");
+  EXPECT_EQ(contents_of(directory_ / "target/inside"), "old");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 1);
   EXPECT_THROW(replace_file(directory_ / "missing/file", "new"), IoError);
 }

@@ -68,7 +68,7 @@ class PlanGap : public test::ProgramTest {
     return fmt::format("{}/machines/{}.json", HOIST_SOURCE_DIR, one.machine);
   }
   std::string with_drives(const StandardCase& one, double factor) const {
-    auto machine = nlohmann::json::parse(test::text_of(machine_file(one)));
+    auto machine = nlohmann::json::parse(test::contents_of(machine_file(one)));
     for (const char* key : {"read_gb_per_s", "write_gb_per_s"})
       machine["drives"][key] = factor * machine["drives"][key].get<double>();
     write("machine.json", machine.dump());

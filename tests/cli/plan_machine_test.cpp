@@ -67,7 +67,7 @@ TEST_F(Plan, AnIntegratedGpuAndItsProcessorsHaveOneBudget) {
                 *parse_bytes(written["pinned_memory"].get<std::string>()),
             kBudget);
   // With two memories of the same size the same model has both.
-  auto separate = nlohmann::json::parse(test::text_of(HOIST_SOURCE_DIR "/machines/gb10.json"));
+  auto separate = nlohmann::json::parse(test::contents_of(HOIST_SOURCE_DIR "/machines/gb10.json"));
   separate["device"].erase("memory");
   separate["device"]["memory_gib"] = 119;
   write("separate.json", separate.dump());
@@ -93,7 +93,7 @@ TEST_F(Plan, ACoherentLinkIsSaidAndUsed) {
 }
 
 TEST_F(Plan, RefusesMemoryThatAGpuCannotHave) {
-  auto machine = nlohmann::json::parse(test::text_of(HOIST_SOURCE_DIR "/machines/gb10.json"));
+  auto machine = nlohmann::json::parse(test::contents_of(HOIST_SOURCE_DIR "/machines/gb10.json"));
   const auto refusal = [&] {
     write("bad.json", machine.dump());
     const auto result = run("plan --parameters 1e9 --machine bad.json");
@@ -170,9 +170,9 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   const auto first = run(command + " --write planned.json");
   ASSERT_EQ(first.exit_code, 0) << first.errors;
   EXPECT_THAT(first.output, AllOf(HasSubstr("measured now; kept in"), HasSubstr("written to planned.json")));
-  const std::string cached = test::text_of(path("cache/hoist/machine.json"));
+  const std::string cached = test::contents_of(path("cache/hoist/machine.json"));
   EXPECT_THAT(run(command).output, HasSubstr("measured before"));
-  EXPECT_EQ(test::text_of(path("cache/hoist/machine.json")), cached);
+  EXPECT_EQ(test::contents_of(path("cache/hoist/machine.json")), cached);
   auto full_drive = nlohmann::json::parse(cached);  // as it was then
   full_drive["drives"]["capacity_gb"] = 0.001;
   write("cache/hoist/machine.json", full_drive.dump());

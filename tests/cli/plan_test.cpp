@@ -334,8 +334,8 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
         run("plan own.json --parameters 70e9 --pinned-memory 200GiB --write own.json" + std::string(kOneRank));
     ASSERT_EQ(planned.exit_code, 0) << text << planned.output << planned.errors;
     EXPECT_EQ(best(json_of("plan.json"))["parameters"], "nvme");
-    EXPECT_EQ(run("check own.json").exit_code, 0) << test::text_of(path("own.json"));
-    EXPECT_EQ(test::text_of(path("own.json")).find("/mine") != std::string::npos,
+    EXPECT_EQ(run("check own.json").exit_code, 0) << test::contents_of(path("own.json"));
+    EXPECT_EQ(test::contents_of(path("own.json")).find("/mine") != std::string::npos,
               text.find("/mine") != std::string::npos);
   }
   // What fits memory needs no drive, wherever the configuration has its state.
@@ -345,8 +345,8 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
   // The rest of the configuration stays, comments included.
   write("mine.json", "{\n  // mine\n  \"gradient_clipping\": 0.5,\n  \"hoist\": {\"update_mode\": \"step\"}\n}\n");
   ASSERT_EQ(run("plan mine.json --parameters 7e9 --write mine.json" + std::string(kOneRank)).exit_code, 0);
-  EXPECT_THAT(test::text_of(path("mine.json")), AllOf(HasSubstr("// mine"), HasSubstr("\"gradient_clipping\": 0.5"),
-                                                      HasSubstr("\"update_mode\": \"step\"")));
+  EXPECT_THAT(test::contents_of(path("mine.json")), AllOf(HasSubstr("// mine"), HasSubstr("\"gradient_clipping\": 0.5"),
+                                                          HasSubstr("\"update_mode\": \"step\"")));
   const auto nothing = run("plan --parameters 7e9 --device-memory 1MiB --pinned-memory 1MiB --write none.json");
   EXPECT_EQ(nothing.exit_code, 2);
   EXPECT_THAT(nothing.errors, HasSubstr("nothing fits, so none.json was not written"));
@@ -370,7 +370,7 @@ TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
     EXPECT_EQ(planned.exit_code, 0) << text << planned.errors;
     EXPECT_EQ(best(json_of("plan.json"))["optimizer"], "device");
     const auto checked = run("check own.json --json report.json");
-    EXPECT_EQ(checked.exit_code, 0) << test::text_of(path("own.json")) << checked.errors;
+    EXPECT_EQ(checked.exit_code, 0) << test::contents_of(path("own.json")) << checked.errors;
     EXPECT_EQ(json_of("report.json")["placement"]["optimizer"], "device") << text;
   }
 }

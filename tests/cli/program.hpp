@@ -5,13 +5,13 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <string>
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <sys/wait.h>
 
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::test {
@@ -22,11 +22,6 @@ struct ProgramResult {
   std::string errors;
 };
 
-inline std::string text_of(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 class ProgramTest : public ::testing::Test {
  protected:
   // `arguments` goes through the shell; the test's directory is its working directory.
@@ -34,12 +29,12 @@ class ProgramTest : public ::testing::Test {
     const std::string command = "cd '" + directory_.path().string() + "' && '" HOIST_PROGRAM "' " + arguments + " >'" +
                                 path("out") + "' 2>'" + path("err") + "' </dev/null";
     const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text_of(path("out")), text_of(path("err"))};
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, contents_of(path("out")), contents_of(path("err"))};
   }
 
   std::string path(const std::string& name) const { return directory_ / name; }
   void write(const std::string& name, const std::string& text) const { std::ofstream(path(name)) << text; }
-  nlohmann::json json_of(const std::string& name) const { return nlohmann::json::parse(text_of(path(name))); }
+  nlohmann::json json_of(const std::string& name) const { return nlohmann::json::parse(contents_of(path(name))); }
 
   TempDirectory directory_;  // of its own for each test
 };

@@ -19,15 +19,15 @@ class Scale : public test::ProgramTest {
   std::string output_of(const std::string& command) const {
     const std::string line = "cd '" HOIST_SOURCE_DIR "' && hoist() { '" HOIST_PROGRAM "' \"$@\"; } && { " + command +
                              "; } >'" + path("out") + "' 2>&1 </dev/null";
-    EXPECT_EQ(std::system(line.c_str()), 0) << command << test::text_of(path("out"));
-    EXPECT_NE(test::text_of(path("out")), "") << command;
-    return test::text_of(path("out"));
+    EXPECT_EQ(std::system(line.c_str()), 0) << command << test::contents_of(path("out"));
+    EXPECT_NE(test::contents_of(path("out")), "") << command;
+    return test::contents_of(path("out"));
   }
 };
 
 TEST_F(Scale, ShowsWhatThePlannerPrints) {
   const std::string document = HOIST_SOURCE_DIR "/docs/scale.md";
-  std::istringstream lines(test::text_of(document));
+  std::istringstream lines(test::contents_of(document));
   std::string now;
   std::map<std::string, nlohmann::json> plans;  // by the arguments that the document shows
   bool skipping = false;                        // the old output of a command
@@ -46,7 +46,7 @@ TEST_F(Scale, ShowsWhatThePlannerPrints) {
     plans[command.substr(plan.size(), command.find(" | ") - plan.size())] = json_of("plan.json");
   }
   if (std::getenv("HOIST_UPDATE_GOLDEN") != nullptr) std::ofstream(document, std::ios::binary) << now;
-  EXPECT_EQ(now, test::text_of(document)) << "run this test with HOIST_UPDATE_GOLDEN=1, and read the text again";
+  EXPECT_EQ(now, test::contents_of(document)) << "run this test with HOIST_UPDATE_GOLDEN=1, and read the text again";
 
   // The claims of its text.
   const std::string node = " --machine machines/h100-8.json";

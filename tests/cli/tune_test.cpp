@@ -54,7 +54,7 @@ TEST_F(Tune, WritesWhatCheckAcceptsAndDeepSpeedReads) {
   }
   EXPECT_TRUE(found) << "the choice was measured";
 
-  const std::string svg = test::text_of(path("sweep.svg"));
+  const std::string svg = test::contents_of(path("sweep.svg"));
   EXPECT_THAT(svg, StartsWith("<svg "));
   for (const char* part : {"read, GB/s", "write, GB/s", "mixed, GB/s", "1.0 MiB", "16 deep", "chosen", "</svg>"})
     EXPECT_THAT(svg, HasSubstr(part));
@@ -67,7 +67,7 @@ TEST_F(Tune, MergeKeepsEverythingElse) {
   const auto result = run(std::string(kShort) + "--merge offload.json");
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_EQ(std::filesystem::status(path("offload.json")).permissions(), std::filesystem::perms(0640));
-  const std::string text = test::text_of(path("offload.json"));
+  const std::string text = test::contents_of(path("offload.json"));
   const std::string before = kConfig;
   const auto aio = before.find("\"aio\"");
   EXPECT_EQ(text.substr(0, aio), before.substr(0, aio)) << "not a byte before the section changes";
@@ -100,7 +100,7 @@ TEST_F(Tune, WhatWasMeasuredIsPrintedIfTheFileCannotBeWrittenAnyMore) {
 TEST_F(Tune, MergeWithOutLeavesTheOriginalAlone) {
   write("offload.json", kConfig);
   ASSERT_EQ(run(std::string(kShort) + "--merge offload.json --out tuned.json").exit_code, 0);
-  EXPECT_EQ(test::text_of(path("offload.json")), kConfig);
+  EXPECT_EQ(test::contents_of(path("offload.json")), kConfig);
   EXPECT_EQ(json_of("tuned.json")["train_batch_size"], 32);
 }
 
@@ -129,7 +129,7 @@ TEST_F(Tune, BadInputIsRefusedBeforeAnythingIsMeasured) {
     EXPECT_THAT(result.errors, HasSubstr(part)) << arguments;
     EXPECT_THAT(result.output, IsEmpty()) << arguments;
   }
-  EXPECT_EQ(test::text_of(path("odd.json")), "{\"aio\": 7}");
+  EXPECT_EQ(test::contents_of(path("odd.json")), "{\"aio\": 7}");
   EXPECT_EQ(run("tune --path drive --json no/such/report.json").exit_code, 1);
   EXPECT_TRUE(drive_is_empty());
 }
@@ -139,7 +139,7 @@ TEST_F(Tune, AnInterruptionWritesNothing) {
   const auto result = run("--version >/dev/null; timeout --preserve-status -s INT 1 '" HOIST_PROGRAM
                           "' tune --path drive --size 64MiB --merge offload.json");
   EXPECT_EQ(result.exit_code, 130);
-  EXPECT_EQ(test::text_of(path("offload.json")), kConfig);
+  EXPECT_EQ(test::contents_of(path("offload.json")), kConfig);
   EXPECT_TRUE(drive_is_empty());
 }
 

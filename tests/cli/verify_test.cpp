@@ -30,7 +30,7 @@ TEST_F(Verify, ReadsEverythingAndChangesNothing) {
   const auto contents = [&] {
     std::map<std::string, std::pair<std::string, fs::file_time_type>> files;
     for (const auto& entry : fs::directory_iterator(path("store"))) {
-      files[entry.path().string()] = {test::text_of(entry.path()), entry.last_write_time()};
+      files[entry.path().string()] = {test::contents_of(entry.path()), entry.last_write_time()};
     }
     return files;
   };

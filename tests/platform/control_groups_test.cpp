@@ -1,30 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // What control groups allow a process, by files that a test writes in the place of /proc and of the groups.
-#include <filesystem>
-#include <fstream>
-
 #include <gtest/gtest.h>
 
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/platform/control_groups.hpp>
-#include <hoist/tests/support/temp_directory.hpp>
+#include <hoist/tests/support/machine_of_files.hpp>
 
 namespace hoist::platform::control_groups_test {
 namespace {
 
-namespace fs = std::filesystem;
-
-class ControlGroups : public ::testing::Test {
+class ControlGroups : public test::MachineOfFiles {
  protected:
-  void put(const std::string& name, const std::string& text) const {
-    const fs::path file = directory_ / name;
-    fs::create_directories(file.parent_path());
-    std::ofstream(file) << text << "\n";
-  }
-  std::string mount_point(const std::string& name) const { return directory_ / name; }
   ControlGroupLimits limits() const { return control_group_limits(directory_ / "proc"); }
-
-  test::TempDirectory directory_;
 };
 
 TEST_F(ControlGroups, NamesOfMountsMayHaveBlanks) {
@@ -117,7 +104,7 @@ TEST_F(ControlGroups, VersionOneIsUnderstood) {
   put("cpu/c/cpu.cfs_quota_us", "150000");
   put("cpu/c/cpu.cfs_period_us", "100000");
   put("cpuset/s/cpuset.effective_cpus", "2-3");
-  fs::create_directories(directory_ / "cpuset/s/deep");
+  std::filesystem::create_directories(directory_ / "cpuset/s/deep");
   const auto found = limits();
   ASSERT_TRUE(found.memory);
   EXPECT_EQ(found.memory->bytes, 2147483648u);

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <numeric>
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/platform/topology.hpp>
+#include <hoist/tests/support/machine_of_files.hpp>
 
 namespace hoist::platform::topology_test {
 namespace {
@@ -46,30 +45,19 @@ TEST(Topology, RefusesADescriptionItCannotRead) {
   EXPECT_THROW(static_cast<void>(Topology::synthetic("seven dwarfs")), DeviceError);
 }
 
-// --- drives and GPUs, in a device tree of our own
-// ----------------------------------------------------------------------
+// --- drives and GPUs, in a device tree of our own --------------------------------------------------------------------
 
-class FakeSysfs : public ::testing::Test {
+class FakeSysfs : public test::MachineOfFiles {
  protected:
-  void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "hoist-sysfs-XXXXXX").string();
-    ASSERT_NE(::mkdtemp(name.data()), nullptr);
-    root_ = name;
-    fs::create_directories(root_ / "dev/block");
-  }
-  void TearDown() override { fs::remove_all(root_); }
+  FakeSysfs() { fs::create_directories(root_ / "dev/block"); }
 
-  void write(const fs::path& relative, const std::string& text) {
-    fs::create_directories((root_ / relative).parent_path());
-    std::ofstream(root_ / relative) << text << '\n';
-  }
   void link_block(const std::string& number, const fs::path& folder) {
     fs::create_directories(root_ / folder);
     fs::create_directory_symlink(root_ / folder, root_ / "dev/block" / number);
   }
   void drive(const std::string& number, const std::string& address, const std::string& name, int node) {
     const fs::path controller = fs::path("devices/pci0000:00") / address;
-    write(controller / "numa_node", std::to_string(node));
+    put(controller / "numa_node", std::to_string(node));
     link_block(number, controller / "nvme" / name / (name + "n1"));
   }
   void volume(const std::string& number, const std::string& name, const std::vector<std::string>& parts) {
@@ -84,13 +72,13 @@ class FakeSysfs : public ::testing::Test {
     return Topology::detect_with_sysfs(root_).node_of_block_device(major, minor);
   }
 
-  fs::path root_;
+  const fs::path root_ = directory_.path();
 };
 
 TEST_F(FakeSysfs, DriveAndPartition) {
   drive("259:0", "0000:17:00.0", "nvme0", 1);
   const fs::path partition = "devices/pci0000:00/0000:17:00.0/nvme/nvme0/nvme0n1/nvme0n1p1";
-  write(partition / "partition", "1");
+  put(partition / "partition", "1");
   link_block("259:1", partition);
   EXPECT_EQ(node(259, 0), 1);
   EXPECT_EQ(node(259, 1), 1);
@@ -121,7 +109,7 @@ TEST_F(FakeSysfs, NvmeMultipathNamesItsControllers) {
   const fs::path subsystem = "devices/virtual/nvme-subsystem/nvme-subsys0";
   link_block("259:5", subsystem / "nvme0n1");
   const fs::path controller = "devices/pci0000:00/0000:17:00.0/nvme/nvme0";
-  write(controller / "numa_node", "1");
+  put(controller / "numa_node", "1");
   fs::create_directory_symlink(root_ / controller, root_ / subsystem / "nvme0");
   EXPECT_EQ(node(259, 5), 1);
 }
@@ -131,16 +119,16 @@ TEST_F(FakeSysfs, ANodeOfMemoryOnlyHasNoProcessors) {
   EXPECT_FALSE(Topology::detect_with_sysfs(root_).nodes().front().cpus.empty()) << "nothing is known";
   const std::string list =
       "devices/system/node/node" + std::to_string(Topology::detect().nodes()[0].os_index) + "/cpulist";
-  write(list, "0-3");
+  put(list, "0-3");
   EXPECT_FALSE(Topology::detect_with_sysfs(root_).nodes().front().cpus.empty());
-  write(list, "");
+  put(list, "");
   EXPECT_TRUE(Topology::detect_with_sysfs(root_).nodes().front().cpus.empty());
   EXPECT_TRUE(Topology::detect_with_sysfs(root_).nodes().front().cores.empty());
 }
 
 TEST_F(FakeSysfs, Gpus) {
-  write("bus/pci/devices/0000:ab:00.0/numa_node", "3");
-  write("bus/pci/devices/0000:ac:00.0/numa_node", "-1");
+  put("bus/pci/devices/0000:ab:00.0/numa_node", "3");
+  put("bus/pci/devices/0000:ac:00.0/numa_node", "-1");
   const Topology topology = Topology::detect_with_sysfs(root_);
   EXPECT_EQ(topology.node_of_pci("0000:AB:00.0"), 3);
   EXPECT_EQ(topology.node_of_pci("0000:ac:00.0"), std::nullopt);
