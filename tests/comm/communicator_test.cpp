@@ -12,6 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/tests/support/message_of.hpp>
 
 namespace hoist::comm::communicator_test {
 
@@ -76,24 +77,15 @@ TEST(LaunchSize, IgnoresWhatIsNoCount) {
 
 TEST(Mpi, WithoutItTheErrorSaysWhatToDo) {
   if (have_mpi()) GTEST_SKIP() << "this build has MPI; its suite runs under mpirun";
-  try {
-    make_mpi();
-    ADD_FAILURE();
-  } catch (const CommError& error) {
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("HOIST_WITH_MPI"));
-  }
+  EXPECT_THAT(test::message_of<CommError>([] { make_mpi(); }), ::testing::HasSubstr("HOIST_WITH_MPI"));
 }
 
 TEST(Nccl, WithoutItTheErrorSaysWhatToDo) {
   if (have_nccl()) GTEST_SKIP() << "this build has NCCL";
   const std::vector<std::byte> id(128);
   EXPECT_THROW(nccl_unique_id(), CommError);
-  try {
-    make_nccl(id, 0, 1, make_self());
-    ADD_FAILURE();
-  } catch (const CommError& error) {
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("HOIST_WITH_NCCL"));
-  }
+  const auto make = [&] { make_nccl(id, 0, 1, make_self()); };
+  EXPECT_THAT(test::message_of<CommError>(make), ::testing::HasSubstr("HOIST_WITH_NCCL"));
 }
 
 TEST(Nccl, RefusesWrongArguments) {
@@ -109,12 +101,8 @@ TEST(Nccl, WithoutAGpuTheErrorIsNcclsOwn) {
   if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
   if (why_no_gpu().empty()) GTEST_SKIP() << "there is a GPU";
   for (const int ordinal : {-1, 0}) {
-    try {
-      make_nccl(nccl_unique_id(), 0, 1, make_self(), {.device_ordinal = ordinal});
-      ADD_FAILURE() << "a communicator without a GPU";
-    } catch (const CommError& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
-    }
+    const auto make = [&] { make_nccl(nccl_unique_id(), 0, 1, make_self(), {.device_ordinal = ordinal}); };
+    EXPECT_THAT(test::message_of<CommError>(make), ::testing::HasSubstr("nccl:"));
   }
 }
 
@@ -134,12 +122,8 @@ TEST(Nccl, AtAnEndpointWithoutAGpuTheErrorIsNcclsOwn) {
   if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
   if (why_no_gpu().empty()) GTEST_SKIP() << "there is a GPU";
   for (const int ordinal : {-1, 0}) {
-    try {
-      make_nccl_at("127.0.0.1:29513", 0, 1, {.device_ordinal = ordinal});
-      ADD_FAILURE() << "a communicator without a GPU";
-    } catch (const CommError& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
-    }
+    const auto make = [&] { make_nccl_at("127.0.0.1:29513", 0, 1, {.device_ordinal = ordinal}); };
+    EXPECT_THAT(test::message_of<CommError>(make), ::testing::HasSubstr("nccl:"));
   }
   EXPECT_EQ(std::getenv("NCCL_COMM_ID"), nullptr) << "left behind";
   EXPECT_THROW(make_nccl_at("127.0.0.1:29513", 2, 2), UsageError);

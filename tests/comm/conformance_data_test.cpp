@@ -126,6 +126,17 @@ class SeededGather {
   std::vector<GatherPiece> pieces_;
 };
 
+// One after another, by the seeds from `first` to before `end`.
+template <typename Seeded>
+void check_each(Rank& rank, std::uint64_t first, std::uint64_t end) {
+  for (std::uint64_t seed = first; seed < end; ++seed) {
+    Seeded one(rank, seed);
+    one.enqueue(rank.communicator, rank.stream);
+    rank.stream.synchronize();
+    one.check(rank);
+  }
+}
+
 }  // namespace
 
 TEST_P(Conformance, KnowsItself) {
@@ -138,25 +149,11 @@ TEST_P(Conformance, KnowsItself) {
 }
 
 TEST_P(Conformance, GathersPiecesOfAnyShape) {
-  run([](Rank& rank) {
-    for (std::uint64_t seed = 100; seed < 112; ++seed) {
-      SeededGather gather(rank, seed);
-      gather.enqueue(rank.communicator, rank.stream);
-      rank.stream.synchronize();
-      gather.check(rank);
-    }
-  });
+  run([](Rank& rank) { check_each<SeededGather>(rank, 100, 112); });
 }
 
 TEST_P(Conformance, ReducesInRankOrderWithOneRounding) {
-  run([](Rank& rank) {
-    for (std::uint64_t seed = 200; seed < 212; ++seed) {
-      SeededReduction reduction(rank, seed);
-      reduction.enqueue(rank.communicator, rank.stream);
-      rank.stream.synchronize();
-      reduction.check(rank);
-    }
-  });
+  run([](Rank& rank) { check_each<SeededReduction>(rank, 200, 212); });
 }
 
 // What loss scaling rests on: the mean of large finite numbers is finite, though their sum is beyond fp16, and an
@@ -197,14 +194,7 @@ TEST_P(Conformance, ScratchSizeChangesNoBit) {
     JobOptions options;
     options.scratch_bytes = scratch;
     options.chaos_seed = 0;
-    run(options, [](Rank& rank) {
-      for (std::uint64_t seed = 300; seed < 306; ++seed) {
-        SeededReduction reduction(rank, seed);
-        reduction.enqueue(rank.communicator, rank.stream);
-        rank.stream.synchronize();
-        reduction.check(rank);
-      }
-    });
+    run(options, [](Rank& rank) { check_each<SeededReduction>(rank, 300, 306); });
   }
 }
 
