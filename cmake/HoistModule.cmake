@@ -62,6 +62,14 @@ function(hoist_module name)
   set_property(GLOBAL APPEND PROPERTY HOIST_MODULES ${name})
 endfunction()
 
+# hoist_program(NAME SOURCES ... LINKS target...): one that tests start.
+function(hoist_program name)
+  cmake_parse_arguments(PROGRAM "" "" "SOURCES;LINKS" ${ARGN})
+  add_executable(${name} ${PROGRAM_SOURCES})
+  hoist_compile_rules(${name})
+  target_link_libraries(${name} PRIVATE ${PROGRAM_LINKS})
+endfunction()
+
 # hoist_test(NAME SOURCES ... USES module... LINKS target... LABELS label... [SHARDS n] [TIMEOUT seconds] [PROCESSORS n]
 #   [COST seconds])
 # One GoogleTest program. ctest starts it once, or SHARDS times with a part of its tests each: NAME, or NAME.1 to NAME.n.
