@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/units.hpp>
+#include <hoist/measure/statistics.hpp>
 
 #include "bench_io.hpp"
 #include "output.hpp"
@@ -15,6 +16,7 @@ using Json = nlohmann::ordered_json;
 using measure::ComparisonResult;
 using measure::DriveResult;
 using measure::LatencyHistogram;
+using measure::median_text;
 
 double microseconds(Nanoseconds duration) { return static_cast<double>(duration.count()) / 1e3; }
 

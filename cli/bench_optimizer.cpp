@@ -11,6 +11,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/scratch_file.hpp>
+#include <hoist/measure/statistics.hpp>
 #include <hoist/measure/streamed_step.hpp>
 #include <hoist/optim_cpu/update.hpp>
 
@@ -28,6 +29,7 @@ using Json = nlohmann::ordered_json;
 using measure::Interval;
 using measure::KernelCase;
 using measure::KernelResult;
+using measure::median_text;
 using measure::StreamedStepResult;
 using optim::OptimizerKind;
 using optim::OptimizerOptions;

@@ -112,11 +112,6 @@ std::string columns(const std::vector<std::vector<std::string>>& given_rows, std
   return text;
 }
 
-std::string median_text(const std::vector<double>& ratios) {
-  const auto [low, high] = measure::median_interval(ratios);
-  return fmt::format("{:.3f} [{:.3f}, {:.3f}]", measure::median(ratios), low, high);
-}
-
 nlohmann::ordered_json interval_json(const std::vector<double>& ratios) {
   const auto [low, high] = measure::median_interval(ratios);
   return nlohmann::ordered_json::array({low, high});

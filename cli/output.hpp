@@ -54,8 +54,7 @@ void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vect
 // Rows of printable() cells with their columns lined up; the last column is not padded.
 std::string columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent = 2);
 
-// The median of measured ratios and its 95 % interval: "1.000 [0.990, 1.010]"; and the interval alone.
-std::string median_text(const std::vector<double>& ratios);
+// The 95 % interval of the median of measured ratios.
 nlohmann::ordered_json interval_json(const std::vector<double>& ratios);
 
 // "a, b, c": what `text` gives for each item.
