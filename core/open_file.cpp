@@ -126,7 +126,7 @@ const char* open_file_remedy(int code) noexcept {
 std::string plain_path(const std::string& path) {
   std::filesystem::path plain;
   for (const auto& part : std::filesystem::path(path))
-    if (!part.empty() && part != ".") plain /= part;
+    if (!part.empty() && part != ".") plain /= part.has_root_directory() ? "/" : part;
   return plain.empty() && !path.empty() ? "." : plain.string();
 }
 

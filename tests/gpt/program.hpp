@@ -26,7 +26,8 @@ using hoist::test::contents_of;
 using nlohmann::json;
 using testing::HasSubstr;
 
-inline const json kWeightsComeForEachUse = {{"stage3_param_persistence_threshold", 0}, {"stage3_max_reuse_distance", 0}};
+inline const json kWeightsComeForEachUse = {{"stage3_param_persistence_threshold", 0},
+                                            {"stage3_max_reuse_distance", 0}};
 
 struct Outcome {
   int code = -1;  // exit code, or -signal
