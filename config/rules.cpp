@@ -359,8 +359,9 @@ class Rules {
     for (const auto& [key, what] :
          {std::pair("communication_data_type", "gradients travel in their own type, which is"),
           std::pair("data_types.param_dtype", "parameters are")}) {
-      std::erase_if(read_.problems,
-                    [&](const ConfigProblem& p) { return p.key == key && p.problem.starts_with(refusal_of_own); });
+      std::erase_if(read_.problems, [&, key = key](const ConfigProblem& p) {
+        return p.key == key && p.problem.starts_with(refusal_of_own);
+      });
       if (read_.in_file(key))
         read_.refuse(key,
                      fmt::format("\"bf16\" is refused: {} {} in this configuration; leave this key out", what, own));

@@ -82,7 +82,7 @@ TEST_P(AccumulationIn, EveryPlacementModeAndRankHasTheSameBitsInEitherOrder) {
 // A pass that is taken back before it has finished a unit; later, the whole step is dropped.
 TEST_P(AccumulationIn, APassThatIsTakenBackLeavesTheMicroBatchesBeforeIt) {
   const auto [parameters, optimizer] = GetParam();
-  const auto run = [&](bool takes_back) {
+  const auto run = [&, parameters = parameters, optimizer = optimizer](bool takes_back) {
     const TempDirectory directory;
     const ToySetup setup = accumulating(parameters, optimizer, directory / "store");
     ToyProgram model(setup);

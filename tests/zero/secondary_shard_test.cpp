@@ -109,8 +109,8 @@ TEST_P(SecondaryShard, MovesWhatTheFormulaSays) {
     ToySetup setup = toy_setup(parameters, Placement::nvme, directory / ("store" + std::to_string(cell++)));
     if (!stays) setup.engine.reuse_distance_elements = setup.engine.live_elements_max = 0;
     setup.engine.secondary_shard_ranks = ranks;
-    on_ranks(size, [&, stays = stays, n = static_cast<std::uint64_t>(size), h = static_cast<std::uint64_t>(ranks)](
-                       int, const Runtime::MakeCommunicator& join) {
+    on_ranks(size, [&, size = size, stays = stays, n = static_cast<std::uint64_t>(size),
+                    h = static_cast<std::uint64_t>(ranks)](int, const Runtime::MakeCommunicator& join) {
       ToyModel model(setup, join, shape);
       Engine& engine = model.initialize();
       model.train(1, 2);
