@@ -34,7 +34,7 @@ struct CopyArguments {
 // Below each directory, as a configuration's nvme_path names it.
 std::vector<std::string> store_directories(const std::vector<std::string>& to) {
   std::vector<std::string> directories;
-  for (const std::string& directory : to) directories.push_back(plain_path(directory + "/hoist"));
+  for (const std::string& directory : to) directories.push_back(plain_path(std::filesystem::path(directory) / "hoist"));
   return directories;
 }
 

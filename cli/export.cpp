@@ -120,6 +120,8 @@ int export_store(const ExportArguments& arguments) {
     report = write_weights(arguments);
   } catch (const UsageError&) {
     throw;
+  } catch (const BudgetError&) {
+    throw;
   } catch (const measure::Interrupted&) {
     throw;
   } catch (const interchange::SafetensorsError& error) {  // the destination holds a model, or a name fits no file

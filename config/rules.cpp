@@ -420,7 +420,7 @@ class Rules {
   // Two writers of one file would destroy each other's lines.
   void reports() {
     const std::string& metrics = draft_.engine.metrics_path;
-    if (!metrics.empty() && plain_path(metrics) == plain_path(draft_.runtime.trace_path)) {
+    if (!metrics.empty() && is_same_place(metrics, draft_.runtime.trace_path)) {
       read_.refuse("hoist.trace", fmt::format("\"{}\" is also the file of hoist.metrics; name another file", metrics));
     }
   }

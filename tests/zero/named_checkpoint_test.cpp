@@ -148,9 +148,7 @@ TEST_P(NamedCheckpointTest, GoingBackToADamagedOneChangesNothing) {
                   testing::ThrowsMessage<CorruptionError>(HasSubstr("the run goes on from its newest commit")));
     else
       EXPECT_THAT(go_back, testing::ThrowsMessage<Error>(HasSubstr("corrupt ")));
-  });
-  on_engines([&](int, ToyModel& model) {
-    EXPECT_EQ(model.restore().step, 6u);
+    EXPECT_EQ(model.restore().step, 6u);  // in the same runtime
     model.train(7, 8);
     EXPECT_EQ(state_digests(model), expected_at_[8]);
   });

@@ -199,20 +199,25 @@ void Mirror::copy(tiers::StoreReader& commit) {
       barrier_.agree(nullptr);
       throw Error("the copy of another rank failed");  // agree() says which
     });
-    Mutex
-        meetings;  // this thread meets the other ranks until the store's thread agrees with them, after its last flush
-    bool agrees = false;
+    // This thread meets the other ranks until the store's thread, after its last flush, agrees with them. That thread
+    // uses these two until `landed`.
+    Mutex meetings;
+    bool meets = true;
     const Completion landed = store_->commit(commit.caller_state(), [&](const std::exception_ptr& problem) {
       {
         const MutexLock lock(meetings);
-        agrees = true;
+        meets = false;
       }
       barrier_.agree(problem);
     });
     barrier_ahead = false;
     while (!landed.wait_for(std::chrono::milliseconds(100))) {
       const MutexLock lock(meetings);
-      if (!agrees) static_cast<void>(barrier_.at_work());  // what it says, agree() says as well
+      try {
+        if (meets) static_cast<void>(barrier_.meet_when_due());
+      } catch (const Error&) {  // agree() hears of it as well
+        meets = false;
+      }
     }
     landed.wait();
     for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
@@ -236,7 +241,7 @@ bool Mirror::keep_pace(TimePoint not_before) {
                        [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
       if (abandoned_) throw Error("the engine has failed");
     }
-    if (!barrier_.at_work()) return false;
+    if (!barrier_.meet_when_due()) return false;
     if (Clock::now() >= not_before) return true;
   }
 }

@@ -6,7 +6,8 @@
 // Records that have not changed since the last copy are not copied again.
 //
 // Threading  The program's thread makes it, asks it and claims it; start() and drop() are called by the thread that
-//            made the commit. The copy runs on a thread of its own.
+//            made the commit. The copy runs on a thread of its own, which meets the other ranks; at its end the thread
+//            of the mirror's store does.
 // Memory     Two buffers of a few MiB and the tables of the mirror's store; those of the commit are the store's
 //            (Store::hold). store_cost() counts all of it.
 // Errors     An error of a copy, on any rank, fails that copy everywhere and is logged; training goes on, and the next

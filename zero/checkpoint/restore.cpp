@@ -142,18 +142,20 @@ void verify_checkpoint(const RankAgreement& ranks, tiers::Store& store, std::spa
   std::exception_ptr problem;
   barrier.begin();
   try {
-    store.verify_records(buffer, [&] { return barrier.at_work(); });
+    store.verify_records(buffer, [&] { return barrier.meet_when_due(); });
   } catch (const CorruptionError& error) {
     const std::string others = whole_checkpoints(store, error.where);
     problem = std::make_exception_ptr(CorruptionError(
         error.where, fmt::format("nothing was changed: without the checkpoint's name the run goes on from its newest "
-                                 "commit{}{}",
+                                 "commit, if that is whole{}{}",
                                  others.empty() ? "" : "; named checkpoints that do not hold these bytes: ", others)));
-  } catch (const Error&) {
+  } catch (...) {
     problem = std::current_exception();
   }
-  barrier.agree(problem);
-  if (problem) std::rethrow_exception(problem);
+  barrier.tell(problem);
+  ranks.run_in_job("verify the named checkpoint", [&] {
+    if (problem) std::rethrow_exception(problem);
+  });
 }
 
 void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,

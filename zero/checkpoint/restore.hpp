@@ -5,7 +5,7 @@
 // Threading  The program's thread. Every function is [J]: all ranks of the job call it.
 // Errors     CommonStoreError, on every rank; StoreError, IoError and CorruptionError of one rank, which become
 //            CommErrors of the others; BudgetError.
-// Main path  plan_restore -> choose_commit -> adopt_commit, or FormerState -> read.
+// Main path  plan_restore -> choose_commit -> verify_checkpoint -> adopt_commit, or FormerState -> read.
 #pragma once
 
 #include <memory>
@@ -46,7 +46,7 @@ tiers::CommitHeader choose_commit(const RankAgreement& ranks, const EngineOption
 // Reads and verifies what the store has loaded, in `buffer` if that holds a tile. Errors: CorruptionError with a
 // remedy.
 void verify_checkpoint(const RankAgreement& ranks, tiers::Store& store, std::span<std::byte> buffer);
-// Makes it the state of the open store, and gives up named checkpoints that some rank lacks.
+// Makes `commit` the state of the open store, and gives up named checkpoints that some rank lacks.
 void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
                   const tiers::CommitHeader& commit);
 

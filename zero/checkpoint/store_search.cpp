@@ -153,17 +153,15 @@ struct RankView {
 
 // The named checkpoints that a run goes on with. A process that was killed while it saved one leaves one more, beside
 // that which it was to replace.
-std::size_t count_kept(const tiers::Store::Found& own, std::uint32_t named) {
+std::size_t count_kept(const tiers::Store::Found& own) {
   std::set<std::string> names;
   for (const CommitHeader& checkpoint : own.checkpoints) names.insert(checkpoint.name);
-  const auto newest = std::ranges::max_element(own.checkpoints, {}, &CommitHeader::checkpoint_serial);
-  const bool was_saving =
-      named > 0 && names.size() == named + 1u && !own.commits.empty() && newest->same_commit(own.commits.front());
-  return std::min<std::size_t>(names.size() - (was_saving ? 1 : 0), own.checkpoints_max);
+  return std::min<std::size_t>(names.size(), own.checkpoints_max);
 }
 
+// `wanted`, `held`: the named checkpoints and held commits that the configuration asks room for.
 // `named`, `held`: the named checkpoints and held commits that the configuration wants room for.
-RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t named, std::uint32_t held,
+RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t wanted, std::uint32_t held,
                           bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
@@ -175,7 +173,7 @@ RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t 
           has_more_than_first_commit || tiers::Store::look(directory, other).has_more_than_first_commit(took_over);
     }
   }
-  const bool no_room = own.checkpoints_max < std::max<std::size_t>(named, count_kept(own, named)) + held;
+  const bool no_room = own.checkpoints_max < std::max<std::size_t>(wanted, count_kept(own)) + held;
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
           .checkpoints = std::move(own.checkpoints),

@@ -163,7 +163,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
     if (checkpoints->on_nvme() || !store->commits().empty()) remove_older_stores(ranks, options, directory);
     stepper->count_io();
-    restored = found_in(plan, settings.step_count, checkpoints->state());
+    restored = report_of(plan, settings.step_count, checkpoints->state());
   });
 }
 
@@ -173,7 +173,7 @@ void EngineCore::use_state(CommitState state, std::uint64_t step) {
   checkpoints->set_state(std::move(state));
 }
 
-RestoreReport EngineCore::found_in(const RestorePlan& plan, std::uint64_t step, const CommitState& state) {
+RestoreReport EngineCore::report_of(const RestorePlan& plan, std::uint64_t step, const CommitState& state) {
   return {.step = step,
           .caller_state = state.program,
           .world_size = plan.source.world_size,
@@ -189,7 +189,7 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const Resto
     store->load(commit);
     state = decode(store->caller_state());
     if (!state) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
-    if (restore_options.accept) restore_options.accept(found_in(plan, commit.step, *state));
+    if (restore_options.accept) restore_options.accept(report_of(plan, commit.step, *state));
   });
   // The newer commits, which may be whole, are then given up.
   if (!restore_options.from.empty()) verify_checkpoint(ranks, *store, memory->first_staging_buffer());
@@ -211,7 +211,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
   std::optional<FormerState> former(std::in_place, runtime, options, table, ranks, plan, restore_options.from);
   const std::uint64_t step = former->step();
   ranks.run_in_job("look at the commit", [&] {
-    if (restore_options.accept) restore_options.accept(found_in(plan, step, former->commit_state()));
+    if (restore_options.accept) restore_options.accept(report_of(plan, step, former->commit_state()));
   });
   const StoreSearch search(ranks, options);
   if (plan.from_mirror) {

@@ -68,7 +68,8 @@ class EngineCore : public EngineParts {
   // Both return the store's directory.
   StoreDirectory restore_in_place(const RestorePlan& plan, const RestoreOptions& options);
   StoreDirectory reshard(const RestorePlan& plan, const RestoreOptions& options);
-  static RestoreReport found_in(const RestorePlan& plan, std::uint64_t step, const CommitState& state);
+  // What restore() reports, and RestoreOptions::accept is asked about.
+  static RestoreReport report_of(const RestorePlan& plan, std::uint64_t step, const CommitState& state);
   void open_mirror();
   void use_state(CommitState state, std::uint64_t step);
   // The same error, which also says what can be done about it.

@@ -167,7 +167,7 @@ std::vector<JobBarrier::State> JobBarrier::meet(State mine) {
   return states;
 }
 
-bool JobBarrier::at_work() {
+bool JobBarrier::meet_when_due() {
   if (Clock::now() < next_meeting_) return true;
   const std::vector<State> states = meet(State::working);
   return std::ranges::find(states, State::failed) == states.end();

@@ -77,7 +77,7 @@ class RankAgreement {
   // [C] The smallest of a number that every rank has.
   std::uint64_t smallest(std::uint64_t mine) const;
   bool all_true_in_job(bool mine) const;  // [J] whether it is true on every rank
-  // Of a JobBarrier: often enough that no rank waits for another's work until the communicator gives that rank up.
+  // How often ranks at work meet (JobBarrier): well within the time after which a communicator gives a rank up.
   Nanoseconds meeting_interval() const;
 
  private:
@@ -95,8 +95,8 @@ class JobBarrier {
   // `channel`: over all ranks of the job, for this object alone. `what` completes "rank 3 could not ...".
   JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what)
       : channel_(std::move(channel)), ranks_(ranks), what_(what) {}
-  // For work that may take longer than one rank waits for another. While it goes on, every rank calls at_work() at
-  // least each `interval`, until agree() or tell().
+  // For work that may take longer than one rank waits for another. While it goes on, every rank calls meet_when_due()
+  // at least once in each `interval`, until agree() or tell().
   JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what,
              Nanoseconds interval)
       : channel_(std::move(channel)), ranks_(ranks), what_(what), interval_(interval) {}
@@ -104,8 +104,9 @@ class JobBarrier {
   // The work begins, at about the same time on all ranks.
   void begin() { next_meeting_ = Clock::now() + interval_; }
   TimePoint next_meeting() const { return next_meeting_; }
-  // [J] Meets the other ranks if it is time to. Returns false if the work of one of them has failed: agree() says why.
-  bool at_work();
+  // [J] Meets the other ranks if it is time to, and may wait for them. Returns false if the work of one of them has
+  // failed: agree() says why.
+  bool meet_when_due();
   // [J] This rank's work ended with `problem`, or (null) well. CommError if that of another rank failed.
   void agree(const std::exception_ptr& problem);
   // [J] The same for a rank whose error is thrown elsewhere.

@@ -111,7 +111,8 @@ class Passes:
                 unit_manager.end()
             else:
                 if not self.calls:
-                    self._refuse_edits_of_pass()  # between two calls; a watched one takes changes for its own
+                    # Since the last call; the end of a watched call would take what the program has changed for the call's own.
+                    self._refuse_edits_of_pass()
                     if training:
                         self._is_scaled = False  # the loss that was scaled is another one
                 unit_manager.open()
