@@ -373,8 +373,8 @@ TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
   }
 }
 
-// Copies take longer than ranks wait for each other, and one of them ends early: by an error, and once it has less to
-// do.
+// Copies take longer than ranks wait for each other, on one rank: one that fails early on the other, one that ends
+// early on the other, and one whose flush is slow.
 TEST(Mirror, ACopyMayTakeLongerThanRanksWaitForEachOther) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
@@ -397,6 +397,14 @@ TEST(Mirror, ACopyMayTakeLongerThanRanksWaitForEachOther) {
     EXPECT_GT(Clock::now() - begun, setup.runtime.comm_timeout) << "the copy was too short to tell";
     EXPECT_EQ(model.engine().mirror().step, 1u);
     model.train(2, 2);
+    if (rank == 1)
+      faults->add({.kind = Fault::Kind::delay,
+                   .operation = aio::Operation::sync,
+                   .path_contains = mine.engine.mirror.directory + "/rank-00001.data",
+                   .delay = setup.runtime.comm_timeout * 2});
+    EXPECT_NO_THROW(model.engine().save("", {}, {.mirror = true}).wait());
+    EXPECT_EQ(model.engine().mirror().step, 2u);
+    EXPECT_TRUE(rank == 0 || faults->hits(Fault::Kind::delay) == 1);
   };
   on_ranks(2, copies_take_long);
 }
