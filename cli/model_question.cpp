@@ -153,9 +153,9 @@ std::optional<std::uint64_t> parse_count(std::string_view text) {
 }
 
 std::uint64_t bytes_of(const char* option, const std::string& text) {
-  const std::uint64_t bytes = parse_size_option(option, text);
-  if (bytes < kBlockAlignment) throw UsageError(fmt::format("{} {} is less than 4 KiB", option, text));
-  return bytes;
+  if (const auto bytes = parse_bytes(text); bytes && *bytes < kBlockAlignment)
+    throw UsageError(fmt::format("{} {} is less than 4 KiB", option, text));
+  return parse_size_option(option, text);
 }
 
 }  // namespace hoist::cli
