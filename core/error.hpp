@@ -20,8 +20,8 @@ class Error : public std::runtime_error {
   explicit Error(const std::string& sentence);
 };
 
-// The caller broke the contract of the public API, or a person asked a command for what is impossible. The engine's
-// state is unchanged.
+// The caller broke the contract of the public API, or asked a command for something impossible. The engine's state is
+// unchanged.
 class UsageError : public Error {
  public:
   using Error::Error;

@@ -186,22 +186,24 @@ std::string said_by_holder(const StorePaths& paths) {
   return std::string(line.substr(0, line.find('\n')));
 }
 
-// Whether a process may write to the store. Those that read it share the lock, and leave no name.
-bool is_held_alone(const StorePaths& paths) {
+// Whether processes that only read the store hold its lock. They share it, and leave no name.
+bool is_being_read(const StorePaths& paths) {
   const Descriptor data(open_regular_file(paths.data, O_RDONLY | O_NOFOLLOW));
-  return data.number >= 0 && ::flock(data.number, LOCK_SH | LOCK_NB) != 0;
+  return data.number >= 0 && ::flock(data.number, LOCK_SH | LOCK_NB) == 0 &&
+         ::flock(data.number, LOCK_EX | LOCK_NB) != 0;
 }
 
 }  // namespace
 
 std::optional<std::string> holder(const StorePaths& paths) {
-  if (!is_held_alone(paths)) return std::nullopt;
+  const Descriptor data(open_regular_file(paths.data, O_RDONLY | O_NOFOLLOW));
+  if (data.number < 0 || ::flock(data.number, LOCK_SH | LOCK_NB) == 0) return std::nullopt;
   const std::string name = said_by_holder(paths);
   return name.empty() ? "a process that left no name" : name;
 }
 
 void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
-  if (!is_held_alone(paths)) {
+  if (is_being_read(paths)) {
     throw StoreError(fmt::format(
         "the store in {} is being read, by `hoist export`, `hoist copy` or a run that takes it over: {} was not "
         "released within {:.1f} s; wait for that process to end, or use another directory",

@@ -215,7 +215,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
       const MutexLock lock(meetings);
       try {
         if (meets) static_cast<void>(barrier_.meet_when_due());
-      } catch (const Error&) {  // agree() hears of it as well
+      } catch (...) {  // agree() hears of it as well
         meets = false;
       }
     }

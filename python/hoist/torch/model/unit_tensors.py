@@ -82,7 +82,7 @@ class UnitTensors:
                 elif alive is not None:
                     # A module may be called inside of torch.func.grad() or jvp(). Tensors that are made there belong to that
                     # call, and using them later ends the process. Those of torch.inference_mode() could never be trained.
-                    # What is done here is no use of the unit's weights (Watch).
+                    # Watch must not take what is done here for a use of the unit's weights.
                     with _DisableFuncTorch(), outside_of_inference_mode(), _DisableTorchDispatch():
                         method(alive, *args)
             return call
