@@ -48,7 +48,6 @@ Hwloc load(const std::string* description) {
 
 std::vector<Topology::Node> read_nodes(hwloc_topology_t topology) {
   std::vector<Topology::Node> nodes;
-  const bool has_cores = hwloc_get_nbobjs_by_type(topology, HWLOC_OBJ_CORE) > 0;
   for (hwloc_obj_t object = nullptr;
        (object = hwloc_get_next_obj_by_type(topology, HWLOC_OBJ_NUMANODE, object)) != nullptr;) {
     Topology::Node node{.os_index = static_cast<int>(object->os_index),
@@ -63,7 +62,9 @@ std::vector<Topology::Node> read_nodes(hwloc_topology_t topology) {
     }
     for (int cpu = hwloc_bitmap_first(object->cpuset); cpu >= 0; cpu = hwloc_bitmap_next(object->cpuset, cpu)) {
       node.cpus.push_back(cpu);
-      if (!has_cores) node.cores.push_back({cpu});  // some virtual machines describe none
+      // Some virtual machines describe no cores, and a made-up node (numa=fake) may divide one.
+      const auto has = [cpu](const std::vector<int>& core) { return std::ranges::find(core, cpu) != core.end(); };
+      if (std::ranges::none_of(node.cores, has)) node.cores.push_back({cpu});
     }
     nodes.push_back(std::move(node));
   }

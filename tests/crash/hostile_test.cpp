@@ -94,35 +94,47 @@ TEST_F(Hostile, AMountThatVanishesLosesNothing) {
 }
 
 // As a program's configuration says it.
-Nanoseconds configured_answer_timeout() {
-  return Config::parse(R"({"hoist": {"io_answer_timeout_seconds": 0.4}})", "test.json").runtime.aio_answer_timeout;
+Nanoseconds configured_answer_timeout(double seconds) {
+  return Config::parse(fmt::format(R"({{"hoist": {{"io_answer_timeout_seconds": {}}}}})", seconds), "test.json")
+      .runtime.aio_answer_timeout;
+}
+
+// `train` trains over a drive that its faults silence. The machine's own drive may take longer than the time-out too,
+// and end the training before that: then once more from nothing, with a longer time-out.
+template <typename Train>
+void until_silenced(const Train& train) {
+  for (const double seconds : {0.4, 2.0, 10.0}) {
+    const auto faults = std::make_shared<Faults>(0);
+    const auto life = train(configured_answer_timeout(seconds), faults);
+    const bool silenced = faults->hits(Fault::Kind::delay) > 0;
+    if (!silenced && seconds < 10) continue;
+    ASSERT_TRUE(silenced);
+    EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
+    return;
+  }
 }
 
 // From some transfer on, the drive takes what it is given and says nothing. Wherever in the first steps that is.
 TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
   ToySetup setup = toy(directory_ / "store");
   setup.runtime.aio_backend = aio::BackendKind::threads;
-  const auto counted = [&](const std::shared_ptr<Faults>& faults) {
-    ToySetup silent = setup;
-    silent.runtime.aio_answer_timeout = configured_answer_timeout();
-    silent.runtime.make_aio_backend = [faults](const aio::DriveQueueOptions& options) {
-      return make_faulty_backend(options, faults);
-    };
-    return silent;
-  };
-  bool silenced = true;
-  std::uint64_t lives = 0;
-  for (std::uint64_t from = 3; silenced && lives < 12; from += 7, ++lives) {
+  for (std::uint64_t from = 3; from < 87 && !HasFatalFailure(); from += 7) {
     SCOPED_TRACE(fmt::format("silent from transfer {}", from));
-    std::filesystem::remove_all(directory_ / "store");
-    const auto faults = std::make_shared<Faults>(0);
-    faults->add({.kind = Fault::Kind::delay, .first = from, .count = Faults::kForever, .delay = std::chrono::hours(9)});
-    const TimePoint begin = Clock::now();
-    const Life life = train(counted(faults));
-    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20));
-    silenced = faults->hits(Fault::Kind::delay) > 0;
-    ASSERT_TRUE(silenced);
-    EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
+    Life life;
+    until_silenced([&](Nanoseconds timeout, const std::shared_ptr<Faults>& faults) {
+      std::filesystem::remove_all(directory_ / "store");
+      faults->add(
+          {.kind = Fault::Kind::delay, .first = from, .count = Faults::kForever, .delay = std::chrono::hours(9)});
+      ToySetup silent = setup;
+      silent.runtime.aio_answer_timeout = timeout;
+      silent.runtime.make_aio_backend = [faults](const aio::DriveQueueOptions& options) {
+        return make_faulty_backend(options, faults);
+      };
+      const TimePoint begin = Clock::now();
+      life = train(silent);
+      EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20) + timeout);
+      return life;
+    });
     if (life.committed >= 0) expect_intact(setup, life.committed);
   }
 }
@@ -131,8 +143,6 @@ TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
 TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
   ToySetup setup = toy(directory_ / "store");
   setup.runtime.aio_backend = aio::BackendKind::threads;
-  ToySetup silent = setup;
-  const auto faults = std::make_shared<Faults>(0);
   struct {
     const std::byte* data = nullptr;
     std::vector<std::byte> bytes;
@@ -141,20 +151,24 @@ TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
     if (block.operation != aio::Operation::write || !block.file->path().ends_with(".manifest")) return;
     last = {block.data, {block.data, block.data + block.length_bytes}};
   };
-  silent.runtime.aio_answer_timeout = configured_answer_timeout();
-  silent.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
-    return std::make_unique<ObservedBackend>(make_faulty_backend(options, faults), note_manifest);
-  };
-  const Life life = train(silent, [&](std::uint64_t step) {
-    if (step == 5)
-      faults->add({.kind = Fault::Kind::delay,
-                   .operation = aio::Operation::write,
-                   .path_contains = ".manifest",
-                   .count = Faults::kForever,
-                   .delay = std::chrono::hours(9)});
+  Life life;
+  until_silenced([&](Nanoseconds timeout, const std::shared_ptr<Faults>& faults) {
+    std::filesystem::remove_all(directory_ / "store");
+    ToySetup silent = setup;
+    silent.runtime.aio_answer_timeout = timeout;
+    silent.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
+      return std::make_unique<ObservedBackend>(make_faulty_backend(options, faults), note_manifest);
+    };
+    life = train(silent, [&](std::uint64_t step) {
+      if (step == 5)
+        faults->add({.kind = Fault::Kind::delay,
+                     .operation = aio::Operation::write,
+                     .path_contains = ".manifest",
+                     .count = Faults::kForever,
+                     .delay = std::chrono::hours(9)});
+    });
+    return life;
   });
-  EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
-  ASSERT_GT(faults->hits(Fault::Kind::delay), 0u);
   ASSERT_NE(last.data, nullptr);
   std::vector<std::unique_ptr<aio::TransferMemory>> others;  // allocations that could reuse freed memory
   for (int i = 0; i < 64; ++i) {

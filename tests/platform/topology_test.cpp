@@ -41,6 +41,16 @@ TEST(Topology, Synthetic) {
   EXPECT_EQ(topology.node_of_pci("0000:00:00.0"), std::nullopt);
 }
 
+// As made-up nodes (numa=fake) do.
+TEST(Topology, ANodeWithAPartOfACoreHasItsProcessorsAsCores) {
+  const Topology topology = Topology::synthetic("core:1 numa:2 pu:2");
+  ASSERT_EQ(topology.nodes().size(), 2u);
+  for (const Topology::Node& node : topology.nodes()) {
+    ASSERT_EQ(node.cpus.size(), 2u);
+    EXPECT_EQ(node.cores, (std::vector<std::vector<int>>{{node.cpus[0]}, {node.cpus[1]}}));
+  }
+}
+
 TEST(Topology, RefusesADescriptionItCannotRead) {
   EXPECT_THROW(static_cast<void>(Topology::synthetic("seven dwarfs")), DeviceError);
 }

@@ -430,7 +430,7 @@ TEST_P(MirrorTest, ACopyThatCannotBeginHoldsNoStepUp) {
 
 // The mirror's drive hangs on one rank. No rank tries again while this process lives, and each says why at once.
 TEST_P(MirrorTest, ADriveThatStopsAnsweringIsGivenUp) {
-  setup_.runtime.aio_answer_timeout = std::chrono::seconds(1);
+  setup_.runtime.aio_answer_timeout = std::chrono::seconds(3);
   setup_.engine.mirror.every = 1;
   faults_ = std::make_shared<Faults>(1);
   rank_of_faults_ = 1;
