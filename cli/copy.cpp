@@ -56,7 +56,7 @@ void check_places(const std::vector<std::string>& directories, const std::vector
 // Returns the report.
 Json make_copy(const CopyArguments& arguments) {
   const std::uint64_t rate = rate_of(arguments.bytes_per_second);
-  const StoredJob job = find_job({arguments.store});
+  const StoredJob job = find_job({arguments.store}, arguments.from);
   const StoredModelOptions which = choose_commit(job, arguments.step, arguments.from);
   const std::vector<std::string> directories = store_directories(arguments.to);
   check_places(directories, {find_store(arguments.store), job.groups.front().directory});

@@ -79,7 +79,7 @@ void warn_of_made_names(const StoredJob& job) {
 // Returns the report.
 Json write_weights(const ExportArguments& arguments) {
   const std::uint64_t shard_bytes_max = parse_size_option("--shard-size", arguments.shard_size);
-  const StoredJob job = find_job(arguments.stores);
+  const StoredJob job = find_job(arguments.stores, arguments.from);
   const StoredModelOptions options = choose_commit(job, arguments.step, arguments.from);
   if (job.groups.size() == 1) warn_of_other_groups(arguments.stores.front(), job.groups.front());
   std::vector<std::unique_ptr<StoredModel>> slices;

@@ -86,10 +86,12 @@ std::string resume_text(const StoreSummary& store) {
   return "nothing: no step that every rank has";
 }
 
+std::string checkpoint_text(const CommitHeader& checkpoint) {
+  return fmt::format("{} (step {})", checkpoint.name, checkpoint.step);
+}
+
 std::string checkpoints_text(const StoreSummary& store) {
-  std::string text;
-  for (const CommitHeader& checkpoint : store.checkpoints)
-    text += fmt::format("{}{} (step {})", text.empty() ? "" : ", ", checkpoint.name, checkpoint.step);
+  const std::string text = listed(store.checkpoints, checkpoint_text);
   return fmt::format("{}; room for {}", text.empty() ? "none" : text, store.checkpoints_max);
 }
 
@@ -172,6 +174,22 @@ bool inspect_store(const StoreSummary& store, Json& json) {
   return !findings.lost_a_rank();
 }
 
+// What earlier numbers of ranks left, which no row above counts.
+void inspect_older(const StoredJob& job, Json& json) {
+  json["older_stores"] = Json::array();
+  for (const StoredJob& older : job.older) {
+    for (const StoreSummary& store : older.groups) {
+      const Findings findings{.store = store, .owner = {}, .age_seconds = {}};
+      Json of_store{{"store", store.directory}, {"checkpoints", Json::array()}, {"data_bytes", findings.data_bytes()}};
+      for (const CommitHeader& checkpoint : older.checkpoints)
+        of_store["checkpoints"].push_back({{"name", checkpoint.name}, {"step", checkpoint.step}});
+      json["older_stores"].push_back(std::move(of_store));
+      say("\n{} stays for its checkpoints, {}: {} reserved\n", store.directory,
+          listed(older.checkpoints, checkpoint_text), format_bytes(findings.data_bytes()));
+    }
+  }
+}
+
 // The stores of several sharding groups: each as if it were alone, then the step that the whole job would resume from.
 int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
   const auto commit = job.commits.empty() ? std::nullopt : std::optional(job.commits.front());
@@ -189,6 +207,7 @@ int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
   }
   say("the job of these {} groups resumes from {}\n", job.groups.size(),
       commit ? fmt::format("step {}", commit->step) : "nothing: no step that every group has");
+  inspect_older(job, json);
   write_json(arguments.json, json);
   return sound ? kOk : kFailure;
 }
@@ -204,6 +223,7 @@ int inspect(const InspectArguments& arguments) {
     if (!others.empty())
       say("\nthis is one sharding group's part of a job; name {} as well to see what the job resumes from\n",
           fmt::join(others, " "));
+    inspect_older(job, json);
     write_json(arguments.json, json);
     return sound ? kOk : kFailure;
   }

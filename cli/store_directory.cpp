@@ -46,7 +46,9 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
 void check_checkpoint(const std::string& name, const StoredJob& job) {
   if (name.empty() || std::ranges::find(job.checkpoints, name, &tiers::CommitHeader::name) != job.checkpoints.end())
     return;
-  const auto held = listed(job.checkpoints, &tiers::CommitHeader::name);
+  std::vector<tiers::CommitHeader> all = job.checkpoints;
+  for (const StoredJob& older : job.older) std::ranges::copy(older.checkpoints, std::back_inserter(all));
+  const auto held = listed(all, &tiers::CommitHeader::name);
   throw UsageError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
                                held.empty() ? "no step under a name" : "the steps " + held));
 }
@@ -103,10 +105,16 @@ std::optional<std::string> store_owner(const StoreSummary& store) {
   return std::nullopt;
 }
 
-StoredJob find_job(const std::vector<std::string>& paths) {
+StoredJob find_job(const std::vector<std::string>& paths, const std::string& from) {
   std::vector<std::string> directories;
   for (const std::string& path : paths) directories.push_back(find_store(path));
-  return look_at_job(directories);
+  StoredJob job = look_at_job(directories);
+  const auto keeps = [&](const StoredJob& stores) {
+    return std::ranges::find(stores.checkpoints, from, &tiers::CommitHeader::name) != stores.checkpoints.end();
+  };
+  if (from.empty() || keeps(job)) return job;
+  const auto older = std::ranges::find_if(job.older, keeps);
+  return older == job.older.end() ? job : StoredJob(*older);
 }
 
 StoredJob find_settled_job(const std::vector<std::string>& paths) {

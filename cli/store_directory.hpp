@@ -31,7 +31,7 @@ std::string find_store(const std::string& path);
 std::optional<std::string> store_owner(const StoreSummary& store);
 
 // The stores of `paths`, as find_store() finds them, as one job. UsageError also if they are not one job.
-StoredJob find_job(const std::vector<std::string>& paths);
+StoredJob find_job(const std::vector<std::string>& paths, const std::string& from = {});
 
 // The same, for a command that reports damage: see without_passing_damage().
 StoredJob find_settled_job(const std::vector<std::string>& paths);

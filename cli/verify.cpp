@@ -78,7 +78,7 @@ int verify(const VerifyArguments& arguments) {
   const std::uint64_t rate = rate_of(arguments.bytes_per_second);
   const StoredJob job = find_settled_job(arguments.stores);
   std::vector<std::string> directories;
-  for (const StoreSummary& group : job.groups) directories.push_back(group.directory);
+  for (const std::string& path : arguments.stores) directories.push_back(find_store(path));
   const std::vector<Verification> results =
       verify_job(directories, {.bytes_per_second = rate, .progress = reported_as("verifying")});
   for (const Verification& verification : results) print(verification);

@@ -291,6 +291,16 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
   return enqueue({{header, caller_state.size()}, std::move(agree), {}});
 }
 
+Completion Store::Impl::recommit(std::span<const std::byte> caller_state, Agree agree) {
+  const MutexLock lock(mutex_);
+  if (failed_) std::rethrow_exception(failed_);
+  HOIST_ASSERT(durability_ == Durability::step && !step_open_ && (committing_ || committed_step_),
+               "there is no commit of {} to be made again", paths_.directory);
+  require_room(caller_state);
+  const SlotHeader header{{.incarnation = incarnation_}, caller_state.size()};
+  return enqueue({header, std::move(agree), {}, Job::Kind::recommit, {caller_state.begin(), caller_state.end()}});
+}
+
 void Store::Impl::require_room(std::span<const std::byte> caller_state) const {
   if (caller_state.size() > superblock_.caller_state_bytes_max)
     throw UsageError(fmt::format("the caller state is {} bytes long, and the store has room for {}",
@@ -305,12 +315,19 @@ Completion Store::Impl::enqueue(Job job) {
   return completion;
 }
 
-void Store::Impl::make_durable_and_agree(const Job& job) {
+void Store::Impl::make_durable_and_agree(Job& job) {
   try {
-    if (job.is_checkpoint)
-      write_checkpoint(job);
-    else
-      make_durable(job.header);
+    switch (job.kind) {
+      case Job::Kind::commit:
+        make_durable(job.header);
+        break;
+      case Job::Kind::recommit:
+        write_again(job);
+        break;
+      case Job::Kind::checkpoint:
+        write_checkpoint(job);
+        break;
+    }
   } catch (...) {
     // The other ranks must not wait for a rank that will never come; this error is the one to report.
     try {
@@ -322,7 +339,7 @@ void Store::Impl::make_durable_and_agree(const Job& job) {
   if (durability_ == Durability::none) return;
   const TraceSpan span(trace_, TraceRow::commit, "agree");
   if (job.agree) job.agree(nullptr);
-  if (job.is_checkpoint) remove_oldest(CommitHeader(checkpoints_.back().header));
+  if (job.kind == Job::Kind::checkpoint) remove_oldest(CommitHeader(checkpoints_.back().header));
 }
 
 void Store::Impl::make_durable(const SlotHeader& header) {
@@ -347,6 +364,15 @@ void Store::Impl::make_durable(const SlotHeader& header) {
   write_slot(1 - slot_, header);
 }
 
+// No record has changed since the last commit, whose slot stays as it is.
+void Store::Impl::write_again(Job& job) {
+  const TraceSpan span(trace_, TraceRow::commit, "manifest");
+  job.header.step = *committed_step_;
+  job.header.revision = revision_ + 1;
+  std::ranges::copy(job.state, SlotImage(image_.span(), superblock_).caller_state_area().begin());
+  write_slot(1 - slot_, job.header);
+}
+
 void Store::Impl::commit_loop() {
   MutexLock lock(mutex_);
   while (true) {
@@ -364,7 +390,7 @@ void Store::Impl::commit_loop() {
     lock.lock();
     if (error) {
       failed_ = error;
-    } else if (job.is_checkpoint) {
+    } else if (job.kind == Job::Kind::checkpoint) {
       list_checkpoints();
     } else {
       if (durability_ == Durability::step) {
@@ -372,6 +398,7 @@ void Store::Impl::commit_loop() {
         slot_ = 1 - slot_;
       }
       committed_step_ = job.header.step;
+      revision_ = job.header.revision;
     }
     committing_ = !jobs_.empty();
     idle_.notify_all();
@@ -411,6 +438,9 @@ Completion Store::write(RecordId record, Region region, std::uint32_t first, std
 }
 Completion Store::commit(std::span<const std::byte> caller_state, Agree agree) {
   return impl_->commit(caller_state, std::move(agree));
+}
+Completion Store::recommit(std::span<const std::byte> caller_state, Agree agree) {
+  return impl_->recommit(caller_state, std::move(agree));
 }
 Completion Store::add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
   return impl_->add_checkpoint(name, caller_state, std::move(agree));

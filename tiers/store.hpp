@@ -217,6 +217,10 @@ class Store {
   using Agree = std::function<void(std::exception_ptr problem)>;
   Completion commit(std::span<const std::byte> caller_state, Agree agree = {});
 
+  // Makes the last commit again, even if it is unfinished, with another caller state: its next revision. No data moves.
+  // Returns at once. Pre: no step is open; durability step. Errors: UsageError for too long a state.
+  Completion recommit(std::span<const std::byte> caller_state, Agree agree = {});
+
   // --- named checkpoints ---------------------------------------------------------------------------------------------
   // Makes the last commit, even if it is unfinished, a checkpoint named `name`, until newer checkpoints need its place.
   // No data moves; its extents are not reused. A checkpoint of the same name is replaced. Returns at once; the store's

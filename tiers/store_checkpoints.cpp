@@ -64,7 +64,7 @@ Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const 
     throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
   require_room(caller_state);
   const SlotHeader header{{.incarnation = incarnation_, .name = name}, caller_state.size()};
-  return enqueue({header, std::move(agree), {}, true, {caller_state.begin(), caller_state.end()}});
+  return enqueue({header, std::move(agree), {}, Job::Kind::checkpoint, {caller_state.begin(), caller_state.end()}});
 }
 
 void Store::Impl::remove_checkpoint(std::uint64_t checkpoint_serial) {

@@ -142,6 +142,7 @@ class Engine {
   // [J] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
   // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.
   // Without a name, or without keep_steps, the save is a commit like a step's, and the next one replaces it.
+  // restore() without a name finds this caller state too, until the next step's.
   // Cost: with state on NVMe the step's own commit is kept under the name: no data moves, and the call does not wait
   // (call settle() before you wait: StepReport::committed). A save that needs a commit of its own (without a name or
   // keep_steps, between commits (commit_every), or to the mirror) first waits for every pending update and commit. With

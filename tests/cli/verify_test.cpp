@@ -124,6 +124,36 @@ TEST_F(Verify, ReadsNamedCheckpointsToo) {
   EXPECT_EQ(report["commits"][2]["damage"].size(), 1u);
 }
 
+// After a start with another number of ranks, the store before stays for its checkpoints.
+TEST_F(Verify, ReadsCheckpointsOfOlderStoresToo) {
+  test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  setup.engine.keep_steps = 1;
+  test::on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+    test::ToyModel model(setup, join);
+    model.initialize();
+    model.train(1, 2);
+    model.engine().save("two", {}).wait();
+  });
+  test::on_ranks(1, [&](int, const Runtime::MakeCommunicator& join) {
+    test::ToyModel model(setup, join);
+    model.restore();
+    model.train(3, 4);
+  });
+  EXPECT_THAT(run("inspect store --json report.json").output,
+              HasSubstr("store stays for its checkpoints, two (step 2)"));
+  const auto older = json_of("report.json")["older_stores"];
+  ASSERT_EQ(older.size(), 1u);
+  EXPECT_EQ(older[0]["checkpoints"][0]["step"], 2);
+  EXPECT_EQ(run("copy store --from two --to copied").exit_code, 0);
+  EXPECT_EQ(run("export store --from two --to exported").exit_code, 0);
+  EXPECT_THAT(run("export store --from three --to exported-3").errors, HasSubstr("two"));
+  EXPECT_EQ(run("verify store --json report.json").exit_code, 0);
+  EXPECT_EQ(json_of("report.json")["commits"][1]["name"], "two");
+  test::flip_bits(path("store/rank-00001.data"), 5, 4096);
+  EXPECT_EQ(run("verify store --json report.json").exit_code, 1);
+  EXPECT_EQ(json_of("report.json")["commits"][0]["damage"].size(), 0u);
+}
+
 // A kill inside a commit leaves a damaged slot, and a damaged slot of a named checkpoint has lost the checkpoint.
 TEST_F(Verify, NamesDamagedSlotsAsInspectDoes) {
   test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("good"));

@@ -530,12 +530,33 @@ TEST_P(MirrorTest, AStepBackMakesItAnew) {
     EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 4u);
   });
   on_engines(1, [&](int, ToyModel& model) {
-    EXPECT_EQ(model.restore({.from = "two"}).step, 2u);
+    EXPECT_EQ(model.restore().step, 2u) << "the start before has gone back";
     EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 2u) << "the start before left one";
     take_step(model, 3);
     model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
   });
   expect_restored(1, 3, states);
+}
+
+// A drive is missing at a restart, the run goes on from the mirror, and then the drive is back with its older state.
+TEST_P(MirrorTest, AStoreThatTheRunHasLeftBehindIsRefused) {
+  const auto& states = undisturbed(4);
+  train_and_mirror(2, 2);
+  const std::string store = setup_.engine.store_directory, away = store + "-away";
+  fs::rename(store, away);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 2u);
+    for (const std::uint64_t step : {3u, 4u}) take_step(model, step);
+    model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+  });
+  fs::remove_all(store);
+  fs::rename(away, store);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_THAT([&] { model.restore(); },
+                testing::ThrowsMessage<StoreError>(
+                    testing::AllOf(HasSubstr("ends with step 2"), HasSubstr("has step 4"), HasSubstr(store))));
+  });
+  expect_restored(2, 4, states);
 }
 
 TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {

@@ -120,6 +120,34 @@ TEST_P(NamedCheckpointTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
 }
 
 // Whoever goes back gives up the newer commits: not for a checkpoint that is not whole.
+// As after a save without a name: what the program knew at the save is not lost with the process.
+TEST_P(NamedCheckpointTest, ARestoreWithoutANameFindsTheCallerStateOfTheSave) {
+  for (const bool writes : {false, true}) {
+    std::filesystem::remove_all(setup_.engine.store_directory);
+    on_engines([&](int rank, ToyModel& model) {
+      model.initialize();
+      model.train(1, 4);
+      const std::string state = fmt::format("epoch 1 of rank {}", rank);
+      const Completion saved = model.engine().save("epoch-1", text_to_bytes(state));
+      if (writes) {  // a commit of its own, which has the caller state of the save
+        std::vector<float> values(2);
+        model.engine().read(model.matrix(2), State::master, 7, values);
+        model.engine().write(model.matrix(2), State::master, 7, values);
+      }
+      model.engine().settle();
+      saved.wait();
+    });
+    on_engines([&](int rank, ToyModel& model) {
+      const RestoreReport report = model.restore({});
+      EXPECT_EQ(report.step, 4u);
+      EXPECT_EQ(bytes_to_text(report.caller_state), fmt::format("epoch 1 of rank {}", rank));
+      EXPECT_EQ(state_digests(model), expected_at_[4]);
+      model.train(5, kSteps);
+      EXPECT_EQ(state_digests(model), expected_at_[kSteps]);
+    });
+  }
+}
+
 TEST_P(NamedCheckpointTest, GoingBackToADamagedOneChangesNothing) {
   on_engines([&](int, ToyModel& model) {
     Engine& engine = model.initialize();

@@ -5,10 +5,12 @@
 #include <fstream>
 #include <map>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
@@ -212,6 +214,34 @@ TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
   });
   continue_with(3, 8);
   EXPECT_EQ(places().size(), 1u);
+}
+
+TEST_P(ReshardTest, StepsAreKeptOverAllStoresAndNoMore) {
+  setup_.engine.keep_steps = 1;
+  begin_and_keep_two(2);
+  for (const int ranks : {1, 2, 1, 2}) {
+    on_engines(ranks, [&](int rank, ToyModel& model) {
+      const std::uint64_t step = model.restore().step;
+      EXPECT_LE(places().size(), 2u) << "the newest, and the one that keeps the last named step";
+      EXPECT_EQ(model.find_checkpoints().size(), 1u);
+      go_on(rank, model, step, step + 1, before_);
+      model.engine().save(fmt::format("step {}", step + 1), {}).wait();
+    });
+  }
+}
+
+TEST_P(ReshardTest, DamageIsToldWithTheStepsThatOlderStoresKeep) {
+  begin_and_keep_two(2);
+  continue_with(1, 4);
+  flip_bits(fmt::format("{}/rank-00000.data", places()[0].in(setup_.engine.store_directory)), 5, 4096);
+  on_engines(1, [&](int, ToyModel& model) {
+    EXPECT_THAT(
+        [&] {
+          model.restore();
+          model.train(5, 6);
+        },
+        testing::ThrowsMessage<CorruptionError>(HasSubstr("'two' (step 2)")));
+  });
 }
 
 TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {

@@ -127,6 +127,7 @@ TEST_P(VerificationTest, NamedCheckpointsAreReadToo) {
   for (const std::size_t i : {1u, 2u}) {
     EXPECT_THAT(again[i].damage, SizeIs(0));
     EXPECT_THAT(again[i].not_done, HasSubstr("removed meanwhile"));
+    EXPECT_TRUE(again[i].is_sound());
   }
 }
 

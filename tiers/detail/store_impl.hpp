@@ -59,6 +59,7 @@ class Store::Impl {
   Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
   Completion commit(std::span<const std::byte> caller_state, Agree agree);
+  Completion recommit(std::span<const std::byte> caller_state, Agree agree);
   Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
   void remove_checkpoint(std::uint64_t checkpoint_serial);
   std::unique_ptr<StoreReader> hold();
@@ -79,8 +80,8 @@ class Store::Impl {
     SlotHeader header;
     Agree agree;
     Promise promise;
-    bool is_checkpoint = false;      // else it commits
-    std::vector<std::byte> state{};  // of a checkpoint; a commit's is in the image already
+    enum class Kind : std::uint8_t { commit, recommit, checkpoint } kind = Kind::commit;
+    std::vector<std::byte> state{};  // a commit's is in the image already
   };
   struct Checkpoint {
     CommitHeader header;
@@ -92,8 +93,9 @@ class Store::Impl {
   Completion enqueue(Job job) HOIST_REQUIRES(mutex_);
   void commit_loop();
   // Everything that makes a job durable, in its order; then agrees, or says that it failed.
-  void make_durable_and_agree(const Job& job);
+  void make_durable_and_agree(Job& job);
   void make_durable(const SlotHeader& header);
+  void write_again(Job& job);
   void write_checkpoint(const Job& job);
   // Removes the checkpoints that a new one replaces, after all ranks agreed on it. On the commit thread.
   void remove_oldest(const CommitHeader& newest);

@@ -111,7 +111,7 @@ Completion Checkpointer::commit(const Decided& decided) {
   for (PendingSave& save : pending_saves_) {
     const auto promise = std::make_shared<Promise>(std::move(save.promise));
     try {
-      add_checkpoint(save.name, save.state).then([promise](std::exception_ptr error) { promise->settle(error); });
+      keep_step(save.name, save.state).then([promise](std::exception_ptr error) { promise->settle(error); });
     } catch (...) {  // the commit has failed already, and tells the other ranks so itself
       promise->fail(std::current_exception());
     }
@@ -171,16 +171,22 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
     state_ = state;
     commit_as(name, state_, step, options.mirror);
     if (!keeps(name)) return options.mirror ? copied : last_commit_;
-  }
-  const MutexLock lock(mutex_);
-  if (decided_error_) std::rethrow_exception(decided_error_);
-  if (options.mirror) {
-    const std::array both{add_checkpoint(name, state), copied};
+    const MutexLock lock(mutex_);
+    const std::array both{add_checkpoint(name, state_), copied};
     return when_all(both);
   }
-  if (!commit_ahead_) return add_checkpoint(name, state);
+  state_ = state;
+  const MutexLock lock(mutex_);
+  if (decided_error_) std::rethrow_exception(decided_error_);
+  if (!commit_ahead_) return keep_step(name, state);
   pending_saves_.push_back({name, std::move(state), {}});
   return pending_saves_.back().promise.completion();
+}
+
+// The step's commit is made again first: a restore without a name finds the caller state of this save.
+Completion Checkpointer::keep_step(const std::string& name, const CommitState& state) {
+  store_->recommit(encode(name, state), [this](const auto& problem) { barrier_.agree(problem); });
+  return add_checkpoint(name, state);
 }
 
 Completion Checkpointer::add_checkpoint(const std::string& name, const CommitState& state) {

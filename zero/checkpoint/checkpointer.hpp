@@ -126,6 +126,7 @@ class Checkpointer {
   bool keeps(const std::string& name) const { return options_.keep_steps > 0 && !name.empty(); }
   bool is_durable() const { return !on_nvme() || stores_steps(); }
   Completion commit_as(const std::string& name, const CommitState& state, std::uint64_t step, bool mirrored);
+  Completion keep_step(const std::string& name, const CommitState& state) HOIST_REQUIRES(mutex_);
   Completion add_checkpoint(const std::string& name, const CommitState& state) HOIST_REQUIRES(mutex_);
   Completion save_in_background(const std::string& name, std::uint64_t step, bool mirrored);
   void write_save(BackgroundSave& save);  // on saver_

@@ -64,7 +64,7 @@ std::optional<std::uint64_t> Mirror::step() const {
 
 // --- its store -------------------------------------------------------------------------------------------------------
 
-// A store that holds a copy is of this training (refuse_foreign_mirror). One of this very run is continued. Otherwise,
+// A store that holds a copy is of this training (refuse_unfit_mirror). One of this very run is continued. Otherwise,
 // after a change of the number of ranks or a step back, a new one is made beside it, and the old one is removed once
 // the first copy is whole. One that no copy reached is removed at once: else each start before a first copy would add
 // one.

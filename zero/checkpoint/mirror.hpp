@@ -39,7 +39,7 @@ namespace hoist::detail {
 class Mirror {
  public:
   // [J] Opens this rank's store in the mirror, or makes one. `store_number`: of the engine's store. `step`: where the
-  // training stands. Pre: refuse_foreign_mirror(). Errors: IoError, StoreError, BudgetError.
+  // training stands. Pre: refuse_unfit_mirror(). Errors: IoError, StoreError, BudgetError.
   Mirror(const EngineOptions& options, const UnitTable& table, const RecordMap& records, const RankAgreement& ranks,
          std::uint64_t store_number, std::uint64_t step);
   ~Mirror();

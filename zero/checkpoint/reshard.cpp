@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/zero/checkpoint/reshard.hpp>
 #include <hoist/zero/checkpoint/store_search.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
@@ -39,14 +40,16 @@ bool is_a_failed_start(const std::string& directory, int world_size) {
   return of_others;
 }
 
-// Whether what this rank sees of the store is whole and keeps no named checkpoint but those that were `saved_anew`: of
-// a store of as many ranks its own part, else all of it.
-bool is_replaced(const std::string& directory, int rank, bool same_ranks,
-                 const std::vector<NamedCheckpoint>& saved_anew) {
+// Whether what this rank sees of the store is whole and keeps no named checkpoint that counts: among the `newer` ones
+// are as many as are to be kept, or one of each name. Of a store of as many ranks its own part is looked at, else all.
+bool is_replaced(const std::string& directory, int rank, bool same_ranks, const std::vector<NamedCheckpoint>& newer,
+                 std::uint32_t keep_steps) {
+  const bool enough = keep_steps > 0 && newer.size() >= keep_steps;
   const auto keeps_nothing = [&](const std::vector<CommitHeader>& commits, const std::vector<CommitHeader>& kept) {
-    return !commits.empty() && std::ranges::all_of(kept, [&](const CommitHeader& checkpoint) {
-      return std::ranges::find(saved_anew, checkpoint.name, &NamedCheckpoint::name) != saved_anew.end();
-    });
+    return !commits.empty() &&
+           (enough || std::ranges::all_of(kept, [&](const CommitHeader& checkpoint) {
+              return std::ranges::find(newer, checkpoint.name, &NamedCheckpoint::name) != newer.end();
+            }));
   };
   if (same_ranks) {
     const tiers::Store::Found own = tiers::Store::look(directory, rank);
@@ -89,15 +92,16 @@ void remove_never_committed(const RankAgreement& ranks, const EngineOptions& opt
   });
 }
 
-void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present) {
+void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& own,
+                         const StoreDirectory& present) {
   constexpr Nanoseconds kNow{0};
   const StoreSearch search(ranks, options);
-  const std::vector<NamedCheckpoint> saved_anew = search.checkpoints_in(present);
+  std::vector<NamedCheckpoint> newer = search.checkpoints_in(present);  // than the store that is looked at, by name
   std::vector<StoreDirectory> useless;
   std::vector<StoreDirectory> stores = search.directories();
   if (stores.empty() || stores.back().order > 0) stores.push_back({});  // it may have no manifest left
   for (const StoreDirectory& other : stores) {
-    if (other.order == present.order) continue;
+    if (other.order == present.order || other.order == own.order) continue;
     const RestoreSource store = search.look(other);
     bool remove = !other.name.empty() && store.is_unfinished();
     if (!remove && other.order < present.order) {
@@ -105,12 +109,22 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
       ranks.run_in_group("look at the store it took over from", [&] {
         const std::string directory = other.in(options.store_directory);
         half_removed = tiers::Store::is_half_removed(directory);
-        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size(), saved_anew) &&
+        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size(), newer,
+                             options.keep_steps) &&
                  !search.lacks_a_drive(other);
       });
       remove = ranks.smallest(remove ? 1 : 0) == 1 || ranks.smallest(half_removed ? 0 : 1) == 0;
     }
     if (remove) useless.push_back(other);
+    if (other.order > present.order) continue;
+    std::string names;
+    for (const NamedCheckpoint& checkpoint : search.checkpoints_in(other)) {
+      if (std::ranges::find(newer, checkpoint.name, &NamedCheckpoint::name) != newer.end()) continue;
+      names += fmt::format("{}'{}'", names.empty() ? "" : ", ", checkpoint.name);
+      newer.push_back(checkpoint);
+    }
+    if (!remove && !names.empty() && ranks.job().rank() == 0)
+      log_info("the store in {} stays for the named checkpoints {}", other.in(options.store_directory), names);
   }
   if (ranks.all_true_in_job(useless.empty())) return;  // one group may have lost its store
   on_every_rank(ranks, "remove the store it took over from", [&] {

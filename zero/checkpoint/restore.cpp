@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
+#include <iterator>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -11,6 +13,7 @@
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 #include <hoist/zero/layout/record_pieces.hpp>
 #include <hoist/zero/memory/gradient_spill.hpp>
 #include <hoist/zero/memory/memory.hpp>
@@ -85,7 +88,25 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   return plan;
 }
 
-void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued) {
+namespace {
+
+// Whether the run has gone back to an earlier step and its mirror has not followed yet: Mirror::open has made a store
+// there for the copies to come, and no copy has reached it.
+bool has_gone_back(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan& continued) {
+  const EngineOptions mirror = mirror_options(options);
+  const StoreSearch search(ranks, mirror);
+  const std::vector<StoreDirectory> stores = search.directories();
+  if (stores.empty() || !search.look(stores.front()).is_unfinished()) return false;
+  const int rank = ranks.group().rank();
+  const auto awaits = tiers::Store::look(stores.front().in(mirror.store_directory), rank);
+  const auto own = tiers::Store::look(continued.source.directory.in(continued.directory), rank);
+  return ranks.all_true_in_job(!awaits.exists || awaits.store_number == own.store_number);
+}
+
+}  // namespace
+
+void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued,
+                         const std::string& from) {
   if (options.mirror.directory.empty()) return;
   ranks.run_in_job("look at its mirror", [&] {
     for (const std::string& drive : options.drive_directories())
@@ -99,7 +120,17 @@ void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& opti
   const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
   if (!found) return;
   const CommonCommit& newest = found->source.commits.front();
-  if (continued && are_of_one_training(newest.run, continued->source.commits.front().run)) return;
+  if (continued && are_of_one_training(newest.run, continued->source.commits.front().run)) {
+    const std::uint64_t step = continued->source.commits.front().step;
+    const bool goes_back_unasked = newest.step > step && from.empty() && !has_gone_back(ranks, options, *continued);
+    if (!goes_back_unasked) return;
+    throw CommonStoreError(fmt::format(
+        "the store in {} ends with step {}, and its mirror in {} has step {}: the run has gone on elsewhere since this "
+        "drive was used. To go on from step {}, move the store away; to go on from step {}, move the mirror away, or "
+        "name another directory in hoist.mirror.path",
+        continued->source.directory.in(continued->directory), step, found->source.directory.in(found->directory),
+        newest.step, newest.step, step));
+  }
   throw CommonStoreError(
       fmt::format("the mirror in {} holds step {} of {}, or name another directory in hoist.mirror.path",
                   found->source.directory.in(found->directory), newest.step,
@@ -125,17 +156,25 @@ CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& opti
 
 namespace {
 
-// Named checkpoints that do not hold the damaged bytes.
-std::string whole_checkpoints(const tiers::Store& store, const CorruptionError::Where& damage) {
+// Named checkpoints that do not hold the damaged bytes, those of older stores last.
+std::string whole_checkpoints(const EngineOptions& options, const tiers::Store& store,
+                              const CorruptionError::Where& damage) {
+  std::vector<CommitHeader> checkpoints = store.checkpoints_apart_from(damage);
+  try {
+    for (const StoredJob& older : look_at_job(std::array{options.store_directory}).older)
+      std::ranges::copy(older.checkpoints, std::back_inserter(checkpoints));
+  } catch (const Error&) {  // the damage is what is told
+  }
   std::vector<std::string> names;
-  for (const CommitHeader& checkpoint : store.checkpoints_apart_from(damage))
+  for (const CommitHeader& checkpoint : checkpoints)
     names.push_back(fmt::format("'{}' (step {})", checkpoint.name, checkpoint.step));
   return fmt::to_string(fmt::join(names, ", "));
 }
 
 }  // namespace
 
-void verify_checkpoint(const RankAgreement& ranks, tiers::Store& store, std::span<std::byte> buffer) {
+void verify_checkpoint(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
+                       std::span<std::byte> buffer) {
   std::optional<aio::TransferMemory> own;
   if (buffer.size() < tiers::kTileElements * tiers::kStateBytesMax) buffer = own.emplace(kPieceBytesMax).span();
   JobBarrier barrier(ranks.job().duplicate(), ranks, "verify the named checkpoint", ranks.meeting_interval());
@@ -144,7 +183,7 @@ void verify_checkpoint(const RankAgreement& ranks, tiers::Store& store, std::spa
   try {
     store.verify_records(buffer, [&] { return barrier.meet_when_due(); });
   } catch (const CorruptionError& error) {
-    const std::string others = whole_checkpoints(store, error.where);
+    const std::string others = whole_checkpoints(options, store, error.where);
     problem = std::make_exception_ptr(CorruptionError(
         error.where, fmt::format("nothing was changed: without the checkpoint's name the run goes on from its newest "
                                  "commit, if that is whole{}{}",
@@ -164,12 +203,12 @@ void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tier
   forget_what_others_lack(ranks, options, store);
 }
 
-std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage) {
+std::string remedy_for(const EngineOptions& options, const tiers::Store& store, const CorruptionError::Where& damage) {
   if (damage.region == kGradientRegionName)
     return "no commit holds gradients: continue from the last one, and check the drive (dmesg, smartctl)";
-  if (store.checkpoints().empty()) return {};
-  const std::string names = whole_checkpoints(store, damage);
-  if (names.empty()) return "every named checkpoint holds the same bytes: none of them is whole";
+  const std::string names = whole_checkpoints(options, store, damage);
+  if (names.empty())
+    return store.checkpoints().empty() ? "" : "every named checkpoint holds the same bytes: none of them is whole";
   return fmt::format(
       "named checkpoints that do not hold these bytes: {}; when `hoist verify` has found one whole, go back to it "
       "with --resume --from NAME",

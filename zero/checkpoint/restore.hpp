@@ -36,22 +36,26 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
 // The same. Errors: also CommonStoreError when there is nothing.
 RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from);
 
-// Refuses a mirror that is where the store is, by any name of the place (ConfigError of that rank), or that holds
-// another training than the one that is `continued`; null: a new one.
-void refuse_foreign_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued);
+// Refuses a mirror that is where the store is, by any name of the place (ConfigError of that rank), that holds another
+// training than the one that is `continued` (null: a new one), or that has come further, unless the run goes back:
+// `from` names a checkpoint, or did when it was started last.
+void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued,
+                         const std::string& from);
 
 // This rank's header of the commit, or named checkpoint, of the open store to continue from.
 tiers::CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& options, const tiers::Store& store,
                                   const std::string& from);
 // Reads and verifies what the store has loaded, in `buffer` if that holds a tile. Errors: CorruptionError with a
 // remedy.
-void verify_checkpoint(const RankAgreement& ranks, tiers::Store& store, std::span<std::byte> buffer);
+void verify_checkpoint(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
+                       std::span<std::byte> buffer);
 // Makes `commit` the state of the open store, and gives up named checkpoints that some rank lacks.
 void adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
                   const tiers::CommitHeader& commit);
 
-// The remedy for damage: the named checkpoints that do not share the damaged bytes. Empty when there are none.
-std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage);
+// The remedy for damage: the named checkpoints that do not share the damaged bytes, as far as they are found below this
+// rank's directory. Empty when there are none.
+std::string remedy_for(const EngineOptions& options, const tiers::Store& store, const CorruptionError::Where& damage);
 
 // The state of a store of another number of ranks, or with room for fewer named checkpoints, or of a mirror, until a
 // new store has taken it over. Holds its share of the pinned budget.

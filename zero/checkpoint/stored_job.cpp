@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <functional>
 #include <set>
+#include <string>
 #include <tuple>
 
 #include <fmt/format.h>
@@ -54,17 +55,24 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   for (const std::string& directory : directories)
     for (const detail::StoreDirectory& place : detail::readable_stores(directory)) orders.insert(place.order);
   // As restore(): a newer place that came to nothing gives way to the one before it.
+  StoredJob job;
+  std::set<std::string> names;  // of the checkpoints in newer stores
   for (const std::uint64_t order : orders) {
     std::vector<StoreSummary> groups = at_place(directories, order);
     if (groups.empty() || !objection(groups).empty()) continue;
-    StoredJob job{
+    StoredJob here{
         .commits = detail::common_commits(std::span<const StoreSummary>(groups), &StoreSummary::commits),
         .checkpoints = detail::common_commits(std::span<const StoreSummary>(groups), &StoreSummary::checkpoints)};
-    if (job.commits.empty()) continue;
-    job.groups = std::move(groups);
-    return job;
+    here.groups = std::move(groups);
+    if (job.groups.empty() && here.commits.empty()) continue;
+    std::erase_if(here.checkpoints, [&](const CommitHeader& c) { return names.contains(c.name); });
+    for (const CommitHeader& checkpoint : here.checkpoints) names.insert(checkpoint.name);
+    if (job.groups.empty())
+      job = std::move(here);
+    else if (!here.checkpoints.empty())
+      job.older.push_back(std::move(here));
   }
-  StoredJob job;
+  if (!job.groups.empty()) return job;
   for (const std::string& directory : directories) job.groups.push_back(look_at_store(directory));
   if (const std::string problem = objection(job.groups); !problem.empty()) throw UsageError(problem);
   job.checkpoints = detail::common_commits(std::span<const StoreSummary>(job.groups), &StoreSummary::checkpoints);

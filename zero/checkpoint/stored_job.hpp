@@ -20,6 +20,8 @@ struct StoredJob {
   std::vector<StoreSummary> groups{};              // as they were named
   std::vector<tiers::CommitHeader> commits{};      // that all groups have, newest first
   std::vector<tiers::CommitHeader> checkpoints{};  // likewise, oldest first
+  // The stores before these that stay for named checkpoints, newest first; without names that a newer store has.
+  std::vector<StoredJob> older{};
 };
 
 // Looks at the stores that continue the job, one below each of `directories`. Errors: UsageError when they are not of

@@ -71,6 +71,18 @@ std::vector<Part> named_checkpoint(const StoredJob& job, const CommitHeader& che
                      [&](const CommitHeader& c) { return c.same_commit(checkpoint); });
 }
 
+// A named checkpoint that was there is not any more.
+class RetiredError : public StoreError {
+ public:
+  using StoreError::StoreError;
+};
+
+bool are_same(const StoredJob& job, const std::vector<StoreSummary>& groups) {
+  return std::ranges::equal(job.groups, groups, [](const StoreSummary& a, const StoreSummary& b) {
+    return a.directory == b.directory && a.run == b.run && a.ranks.size() == b.ranks.size();
+  });
+}
+
 class Verifier {
  public:
   Verifier(std::span<const std::string> directories, const VerifyOptions& options, const StoredJob& job)
@@ -92,6 +104,9 @@ class Verifier {
       std::uint64_t total = 0;
       for (const Part& part : parts) total += detail::bytes_of(records_[part.group]);
       for (std::size_t p = 0; p < parts.size(); ++p) verify_part(p, total, result);
+    } catch (const RetiredError& error) {
+      result.not_done = error.what();
+      result.retired = true;
     } catch (const StoreError& error) {
       result.not_done = error.what();
     } catch (const IoError& error) {
@@ -115,17 +130,17 @@ class Verifier {
   }
 
   std::vector<Part> look_once() const {
-    const StoredJob job = look_at_job(directories_);
-    for (std::size_t g = 0; g < groups_.size(); ++g) {
-      if (job.groups[g].directory == groups_[g].directory && job.groups[g].run == groups_[g].run &&
-          job.groups[g].ranks.size() == groups_[g].ranks.size())
-        continue;
-      throw StoreError(fmt::format(
-          "{} has the files of another store than when it was looked at first; verify it again", groups_[g].directory));
-    }
-    std::vector<Part> parts = checkpoint_ ? named_checkpoint(job, *checkpoint_) : newest_commit(job);
+    const StoredJob all = look_at_job(directories_);
+    const auto is_this = [&](const StoredJob& job) { return are_same(job, groups_); };
+    const auto older = std::ranges::find_if(all.older, is_this);
+    const StoredJob* const job = is_this(all) ? &all : older != all.older.end() ? &*older : nullptr;
+    if (!job)
+      throw StoreError(
+          fmt::format("{} has the files of another store than when it was looked at first; verify it again",
+                      groups_.front().directory));
+    std::vector<Part> parts = checkpoint_ ? named_checkpoint(*job, *checkpoint_) : newest_commit(*job);
     if (parts.empty() && checkpoint_)
-      throw StoreError(fmt::format("checkpoint '{}' was removed meanwhile", checkpoint_->name));
+      throw RetiredError(fmt::format("checkpoint '{}' was removed meanwhile", checkpoint_->name));
     return parts;
   }
 
@@ -194,10 +209,15 @@ std::string obstacle(const StoredJob& job) {
 std::vector<Verification> verify_job(std::span<const std::string> directories, const VerifyOptions& options) {
   const StoredJob job = look_at_job(directories);
   if (std::string problem = obstacle(job); !problem.empty()) return {{.not_done = std::move(problem)}};
-  Verifier verifier(directories, options, job);
-  std::vector<Verification> results{verifier.verify(std::nullopt)};
-  for (const CommitHeader& checkpoint : job.groups.front().ranks.front().checkpoints)
-    if (!named_checkpoint(job, checkpoint).empty()) results.push_back(verifier.verify(checkpoint));
+  std::vector<Verification> results;
+  const auto verify = [&](const StoredJob& stores, bool commit) {
+    Verifier verifier(directories, options, stores);
+    if (commit) results.push_back(verifier.verify(std::nullopt));
+    for (const CommitHeader& checkpoint : stores.groups.front().ranks.front().checkpoints)
+      if (!named_checkpoint(stores, checkpoint).empty()) results.push_back(verifier.verify(checkpoint));
+  };
+  verify(job, true);
+  for (const StoredJob& older : job.older) verify(older, false);
   return results;
 }
 

@@ -36,11 +36,12 @@ struct Verification {
   std::uint64_t bytes = 0;  // that were checked
   std::vector<CorruptionError> damage{};
   std::string not_done{};  // why there is no verdict; empty if there is one
-  bool is_sound() const { return damage.empty() && not_done.empty(); }
+  bool retired = false;    // there is none because newer checkpoints took this one's place meanwhile, as they should
+  bool is_sound() const { return damage.empty() && (not_done.empty() || retired); }
 };
 
-// The newest commit of the stores of a job, one below each of `directories`, and then each named checkpoint, oldest
-// first.
+// The newest commit of the stores of a job, one below each of `directories`, and then each named checkpoint, those of
+// older stores (StoredJob::older) last.
 std::vector<Verification> verify_job(std::span<const std::string> directories, const VerifyOptions& options = {});
 
 }  // namespace hoist

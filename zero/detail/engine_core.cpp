@@ -125,7 +125,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
     agree_on_engine("Engine::create()");
     ranks.run_in_job("keep its program's state", [&] { require_room(options, program_state); });
     const StoreDirectory directory = directory_for(state);
-    refuse_foreign_mirror(ranks, options, nullptr);
+    refuse_unfit_mirror(ranks, options, nullptr, "");
     make_parts(directory, StoreUse::create);
     settings.step_count = state.step;
     if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
@@ -155,13 +155,15 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     const Ledger::OutsideSteps outside_steps(runtime.ledger());
     const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
-    refuse_foreign_mirror(ranks, options, &plan);
+    refuse_unfit_mirror(ranks, options, &plan, restore_options.from);
     const StoreDirectory directory =
         plan.in_place ? restore_in_place(plan, restore_options) : reshard(plan, restore_options);
     checkpoints->restored(settings.step_count);
     open_mirror();
-    // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
-    if (checkpoints->on_nvme() || !store->commits().empty()) remove_older_stores(ranks, options, directory);
+    // With nothing on NVMe, a new store has no commit before the next save(): until then the one before it stays.
+    const bool has_commit = checkpoints->on_nvme() || !store->commits().empty();
+    if (has_commit || !plan.from_mirror)
+      remove_older_stores(ranks, options, directory, has_commit ? directory : plan.source.directory);
     stepper->count_io();
     restored = report_of(plan, settings.step_count, checkpoints->state());
   });
@@ -192,7 +194,7 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const Resto
     if (restore_options.accept) restore_options.accept(report_of(plan, commit.step, *state));
   });
   // The newer commits, which may be whole, are then given up.
-  if (!restore_options.from.empty()) verify_checkpoint(ranks, *store, memory->first_staging_buffer());
+  if (!restore_options.from.empty()) verify_checkpoint(ranks, options, *store, memory->first_staging_buffer());
   adopt_commit(ranks, options, *store, commit);
   for (const tiers::ManifestDamage& damage : store->damage()) log_warning("{}", damage.text);  // soon written over
   ranks.run_in_job("read the commit", [&] {
@@ -252,7 +254,7 @@ void EngineCore::open_mirror() {
 }
 
 CorruptionError EngineCore::with_remedy(const CorruptionError& error) const {
-  return CorruptionError(error.where, store ? remedy_for(*store, error.where) : std::string());
+  return CorruptionError(error.where, store ? remedy_for(options, *store, error.where) : std::string());
 }
 
 // --- calls -----------------------------------------------------------------------------------------------------------
