@@ -55,6 +55,15 @@ def test_a_file_with_comments_and_a_warm_up_of_no_steps(tmp_path):
     trainer.engine.close()
 
 
+def test_keys_that_are_commented_out_stay_so(tmp_path):
+    """wrap() and `hoist check` pass over keys with an underscore in front, also where a dot is in them."""
+    config = ds_config(tmp_path / "nvme")
+    config["zero_optimization"]["offload_optimizer"]["_was.device"] = "none"
+    config["hoist"] = {**config.get("hoist", {}), "_try.moments_dtype": "fp8"}
+    filled = hoist_transformers.fill_in(config, arguments(tmp_path / "out"), 100)
+    assert filled["zero_optimization"]["offload_optimizer"]["device"] == "nvme" and "moments_dtype" not in filled["hoist"]
+
+
 @pytest.mark.parametrize("optim, kind, eight_bits", [
     ("paged_adamw_32bit", "AdamW", False), ("adamw_bnb_8bit", "AdamW", True), ("paged_adamw_8bit", "AdamW", True),
     ("lion_32bit", "Lion", False), ("paged_lion_8bit", "Lion", True)])

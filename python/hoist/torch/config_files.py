@@ -51,7 +51,8 @@ def with_first_names(section: dict[str, Any], path: str = "") -> dict[str, Any]:
     null is left out, as null means that."""
     named = {}
     for key, value in section.items():
-        name = (_hoist.key_name(path + key) or key).rpartition(".")[2]
+        known = None if "." in key else _hoist.key_name(path + key)  # a comment's key may have dots, such as _was.device
+        name = key if known is None else known.rpartition(".")[2]
         if value is not None:
             named[name] = with_first_names(value, f"{path}{name}.") if isinstance(value, dict) else value
     return named
