@@ -45,48 +45,6 @@ std::string problem_of(const ParameterSpec& parameter, const Tensor& tensor) {
   return {};
 }
 
-// Lists as many as a person reads, and counts the rest.
-[[noreturn]] void throw_problems(const std::string& path, const std::vector<std::string>& problems) {
-  constexpr std::size_t kShownMax = 20;
-  const std::size_t shown = std::min(problems.size(), kShownMax);
-  std::string text =
-      fmt::format("{} problem{}: {}", problems.size(), problems.size() == 1 ? "" : "s",
-                  fmt::join(problems.begin(), problems.begin() + static_cast<std::ptrdiff_t>(shown), "; "));
-  if (shown < problems.size()) text += fmt::format("; and {} more", problems.size() - shown);
-  throw SafetensorsError(path, text);
-}
-
-std::shared_ptr<const Sources> match(const std::string& path, std::span<const ParameterSpec> parameters,
-                                     const ImportOptions& options) {
-  auto sources = std::make_shared<Sources>(path);
-  std::vector<std::string> problems;
-  std::set<const Tensor*> used;
-  for (const ParameterSpec& parameter : parameters) {
-    const Tensor* tensor = nullptr;
-    const auto names = options.tensor_names ? options.tensor_names(parameter.name) : std::vector{parameter.name};
-    for (const std::string& name : names) {
-      const Tensor* const named = sources->model.find(name);
-      if (named == nullptr) continue;
-      used.insert(named);
-      if (tensor == nullptr) tensor = named;
-    }
-    sources->tensors.push_back(tensor);
-    if (tensor == nullptr) {
-      if (!options.otherwise) problems.push_back(fmt::format("'{}' is missing", fmt::join(names, "' or '")));
-      continue;
-    }
-    if (std::string problem = problem_of(parameter, *tensor); !problem.empty()) problems.push_back(std::move(problem));
-  }
-  if (!options.allow_unused && used.size() < sources->model.tensors().size()) {
-    for (const auto& [name, tensor] : sources->model.tensors()) {
-      if (!used.contains(&tensor) && !options.others.contains(name))
-        problems.push_back(fmt::format("'{}' is not a parameter of the model", name));
-    }
-  }
-  if (!problems.empty()) throw_problems(path, problems);
-  return sources;
-}
-
 // 16-bit values are read into the back half of `out` and widened from the front: element i is written to bytes
 // [4i, 4i + 4), which end before the first byte not read yet, 2n + 2(i + 1), for every i < n.
 template <typename Widen>
@@ -115,6 +73,76 @@ void read_as_float(const Tensor& tensor, std::uint64_t first_element, std::span<
     default:
       HOIST_ASSERT(false, "type {} passed the check", tensor_type_name(tensor.info->type));
   }
+}
+
+// Compares the values that would be imported, in pieces. The shapes are equal.
+bool is_equal(const Tensor& one, const Tensor& other) {
+  constexpr std::uint64_t kPieceElements = 1 << 18;
+  const std::uint64_t element_count = one.info->bytes() * 8 / tensor_type_bits(one.info->type);
+  std::vector<float> values(std::min(element_count, kPieceElements)), others(values.size());
+  for (std::uint64_t first = 0; first < element_count; first += kPieceElements) {
+    const std::uint64_t count = std::min(kPieceElements, element_count - first);
+    read_as_float(one, first, std::span(values).first(count));
+    read_as_float(other, first, std::span(others).first(count));
+    if (std::memcmp(values.data(), others.data(), count * sizeof(float)) != 0) return false;
+  }
+  return true;
+}
+
+// A file may hold the parameter's tensor under several of its names, all with the same values. Empty: it can be read.
+std::string problem_of(const ParameterSpec& parameter, std::span<const Tensor* const> tensors) {
+  for (const Tensor* tensor : tensors) {
+    if (std::string problem = problem_of(parameter, *tensor); !problem.empty()) return problem;
+  }
+  const Tensor& used = *tensors.front();
+  for (const Tensor* other : tensors.subspan(1)) {
+    if (is_equal(used, *other)) continue;
+    return fmt::format(
+        "'{}' in {} and '{}' in {} differ, but the model ties them into one parameter: remove the wrong one, or build "
+        "the model without that tie",
+        used.info->name, used.file->path(), other->info->name, other->file->path());
+  }
+  return {};
+}
+
+// Lists as many as a person reads, and counts the rest.
+[[noreturn]] void throw_problems(const std::string& path, const std::vector<std::string>& problems) {
+  constexpr std::size_t kShownMax = 20;
+  const std::size_t shown = std::min(problems.size(), kShownMax);
+  std::string text =
+      fmt::format("{} problem{}: {}", problems.size(), problems.size() == 1 ? "" : "s",
+                  fmt::join(problems.begin(), problems.begin() + static_cast<std::ptrdiff_t>(shown), "; "));
+  if (shown < problems.size()) text += fmt::format("; and {} more", problems.size() - shown);
+  throw SafetensorsError(path, text);
+}
+
+std::shared_ptr<const Sources> match(const std::string& path, std::span<const ParameterSpec> parameters,
+                                     const ImportOptions& options) {
+  auto sources = std::make_shared<Sources>(path);
+  std::vector<std::string> problems;
+  std::set<const Tensor*> used;
+  for (const ParameterSpec& parameter : parameters) {
+    std::vector<const Tensor*> found;
+    const auto names = options.tensor_names ? options.tensor_names(parameter.name) : std::vector{parameter.name};
+    for (const std::string& name : names) {
+      if (const Tensor* const named = sources->model.find(name)) found.push_back(named);
+    }
+    used.insert(found.begin(), found.end());
+    sources->tensors.push_back(found.empty() ? nullptr : found.front());
+    if (found.empty()) {
+      if (!options.otherwise) problems.push_back(fmt::format("'{}' is missing", fmt::join(names, "' or '")));
+      continue;
+    }
+    if (std::string problem = problem_of(parameter, found); !problem.empty()) problems.push_back(std::move(problem));
+  }
+  if (!options.allow_unused && used.size() < sources->model.tensors().size()) {
+    for (const auto& [name, tensor] : sources->model.tensors()) {
+      if (!used.contains(&tensor) && !options.others.contains(name))
+        problems.push_back(fmt::format("'{}' is not a parameter of the model", name));
+    }
+  }
+  if (!problems.empty()) throw_problems(path, problems);
+  return sources;
 }
 
 }  // namespace

@@ -8,8 +8,9 @@
 //
 // Threading  The returned function may run on several threads at once.
 // Memory     The files' headers. Values are read into the engine's own memory.
-// Errors     SafetensorsError before anything is initialized, naming every parameter without a fitting tensor and every
-//            tensor without a parameter; IoError from the returned function if a file cannot be read.
+// Errors     SafetensorsError before anything is initialized, naming every parameter without a fitting tensor or with
+//            two that differ, and every tensor without a parameter; IoError, also from the returned function, if a file
+//            cannot be read.
 #pragma once
 
 #include <functional>
@@ -23,8 +24,8 @@
 namespace hoist::interchange {
 
 struct ImportOptions {
-  // The names that the files may have for a parameter: the first one there is read, others may be there too (a weight
-  // that is used under two names). Empty: the name in the model.
+  // The names that the files may have for a parameter. Several may be there (a weight that is used under two names) if
+  // their values are equal, for which every rank reads them all. Empty: the name in the model.
   std::function<std::vector<std::string>(const std::string& parameter)> tensor_names{};
   // Gives the values of parameters that the files lack; empty: a missing parameter is an error.
   Initializer otherwise{};

@@ -2,6 +2,7 @@
 // Initial values from files: every value exact, every mismatch named before anything begins, any world size.
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 
 #include <gmock/gmock.h>
@@ -127,15 +128,37 @@ TEST_F(ImportProblems, AParameterMayHaveSeveralNames) {
     const TempDirectory directory;
     std::vector<test::TestTensor> tensors;
     for (const std::string& name : names)
-      tensors.push_back(tensor(name, TensorType::f32, {2}, std::vector<float>{5, name == "w" ? 6.0f : 7.0f}));
+      tensors.push_back(tensor(name, TensorType::f32, {2}, std::vector<float>{5, names.size() == 1 ? 7.0f : 6.0f}));
     save(directory / "m", tensors);
     return filled(fill_from(directory / "m", parameters, options), 0, 1, 1);
   };
-  EXPECT_EQ(read({"w"}), (std::vector<float>{6}));
+  EXPECT_EQ(read({"w"}), (std::vector<float>{7}));
   EXPECT_EQ(read({"tied"}), (std::vector<float>{7}));
   EXPECT_EQ(read({"w", "tied"}), (std::vector<float>{6}));
   EXPECT_THROW(read({"w", "tied", "extra"}), SafetensorsError);
   EXPECT_THROW(read({"other"}), SafetensorsError);
+}
+
+TEST_F(ImportProblems, TensorsOfOneTiedParameterAreTheSame) {
+  const std::int64_t count = (1 << 18) + 3;  // more than one piece of the comparison
+  const std::vector<ParameterSpec> parameters{parameter("w", {count})};
+  const ImportOptions options{.tensor_names = [](const std::string& name) {
+    return std::vector<std::string>{name, "tied"};
+  }};
+  const auto length = static_cast<std::uint64_t>(count);
+  std::vector<float> values(length, 1);
+  const auto with = [&](const test::TestTensor& tied) {
+    std::filesystem::remove_all(directory_ / "m");
+    save(directory_ / "m", {tensor("w", TensorType::f32, {length}, std::vector<float>(length, 1)), tied});
+    return problem(parameters, options);
+  };
+  EXPECT_EQ(with(tensor("tied", TensorType::f32, {length}, values)), "accepted");
+  EXPECT_EQ(with(tensor("tied", TensorType::bf16, {length}, std::vector<std::uint16_t>(length, 0x3f80))), "accepted");
+  values.back() = 2;
+  EXPECT_THAT(with(tensor("tied", TensorType::f32, {length}, values)),
+              AllOf(HasSubstr("1 problem: 'w' in "), HasSubstr("and 'tied' in "), HasSubstr("remove the wrong one")));
+  EXPECT_THAT(with(tensor("tied", TensorType::f32, {length, 1}, values)), HasSubstr("'tied' is [262147, 1]"));
+  EXPECT_THAT(with(tensor("tied", TensorType::i32, {length}, values)), HasSubstr("'tied' is I32"));
 }
 
 TEST_F(ImportProblems, ValuesThatCannotBeCommittedAreRefusedByTheEngine) {
