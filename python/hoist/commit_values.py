@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hoist import _hoist
@@ -41,3 +42,14 @@ def from_json(value: Any) -> Any:
     if value.keys() == {_TUPLE}:
         return tuple(from_json(item) for item in value[_TUPLE])
     return {key: from_json(item) for key, item in value.items()}
+
+
+def read_state(data: bytes) -> dict[str, Any]:
+    """The state in a commit of hoist.torch or hoist.optim, without from_json(). Empty if there is none, or if another program
+    made the commit: one in C++ commits any bytes."""
+    try:
+        state = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    is_ours = isinstance(state, dict) and "program" in state and ("rates" in state or "groups" in state)
+    return state if is_ours else {}

@@ -12,7 +12,6 @@ trained from is refused, but for `steps` and `verify`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hoist import _hoist
-from hoist.commit_values import from_json
+from hoist.commit_values import from_json, read_state
 from hoist.optim.values import DTYPES
 
 __all__ = ["Stored", "Steps", "open", "steps", "verify"]
@@ -72,9 +71,8 @@ class Stored(Mapping[str, torch.Tensor]):
 
     @property
     def program_state(self) -> dict[str, Any]:
-        """engine.state of hoist.torch, as it was committed."""
-        state = self._model.caller_state()
-        program: dict[str, Any] = from_json(json.loads(state).get("program", {})) if state else {}
+        """engine.state of hoist.torch, as it was committed; empty if another program made the commit."""
+        program: dict[str, Any] = from_json(read_state(self._model.caller_state()).get("program", {}))
         return program
 
     def __iter__(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import hoist
 import hoist.optim
+import hoist.store
 import hoist.torch
 import hoist.torch.deepspeed
 from hoist.torch.deepspeed import universal
@@ -24,12 +25,17 @@ def model_of():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def trained_store(path, kind="AdamW", state=None):
-    """A store of one step of hoist.torch."""
+def wrapped(path, kind="AdamW", room=65_536, **arguments):
     nvme = {"device": "nvme", "nvme_path": str(path)}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": kind, "params": {"lr": 1e-2}},
-              "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
-    with hoist.torch.wrap(model_of(), config) as engine:
+              "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+              "hoist": {"caller_state_max": room}}
+    return hoist.torch.wrap(model_of(), config, **arguments)
+
+
+def trained_store(path, kind="AdamW", state=None, room=65_536):
+    """A store of one step of hoist.torch."""
+    with wrapped(path, kind, room) as engine:
         engine.backward(engine(torch.ones(1, 4)).pow(2).sum())
         engine.step()
         engine.save(state=state).wait()
@@ -101,6 +107,21 @@ def test_client_keys_do_not_replace_deepspeed_s(tmp_path, caplog):
     model = torch.load(os.path.join(written, "zero_pp_rank_0_mp_rank_00_model_states.pt"), weights_only=False)
     assert model["epoch"] == 3 and "global_samples" not in model and "checkpoint_parallel_dimensions" not in model
     assert hoist.torch.deepspeed.open(written).client_state == {"epoch": 3}
+
+
+# What a hoist-gpt run commits, and other bytes that a program in C++ may commit.
+@pytest.mark.parametrize("committed", [b'{"program":"hoist-gpt","format":2,"step":1}', b"\xff\x00\x01", b"[1]", b"[" * 100_000])
+def test_a_store_of_another_program_has_no_client_state(tmp_path, monkeypatch, caplog, committed):
+    monkeypatch.setattr("hoist.torch.checkpoint.program_state.pack", lambda *_, **__: committed)
+    store = trained_store(tmp_path / "store", room=200_000)
+    with hoist.store.open(store) as stored:
+        assert stored.program_state == {}
+    with caplog.at_level(logging.WARNING, "hoist"):
+        back = hoist.torch.deepspeed.open(hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW))
+    assert caplog.text.count("another program") == 1
+    assert back.client_state == {} and back.step == 1 and [group["lr"] for group in back.groups] == [1e-2]
+    with wrapped(store, room=200_000, resume=True) as engine:  # a program in PyTorch may continue the run
+        assert engine.restored and engine.step_count == 1 and engine.state == {}
 
 
 def test_a_finished_export_is_durable(tmp_path, monkeypatch):

@@ -353,7 +353,7 @@ class Offloaded:
         self._note_versions()
         self._consolidated = None
         self._saved = program_state.unpack(bytes(state))
-        if state:  # a program in C++ may have made the commit
+        if self._saved:
             self.program_state = self._saved["program"]
             distributed.warn_of_other_world_size(self._saved, self._unit_manager.world_size, "commit_state")
             for group, entries in zip(groups, self._saved["groups"], strict=True):

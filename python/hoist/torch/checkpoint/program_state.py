@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
-from hoist.commit_values import from_json, to_json
+from hoist.commit_values import from_json, read_state, to_json
 from hoist.torch.checkpoint.schedules import plain_schedule
 
 _BUFFER_BYTES_MAX = 16 << 20
@@ -64,8 +64,8 @@ def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[f
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """Returns what was packed, under the same names; nothing if the commit has none."""
-    state: dict[str, Any] = json.loads(data) if data else {}
+    """Returns what was packed, under the same names; nothing if the commit has none, or another program's."""
+    state = read_state(data)
     return state | {"program": from_json(state["program"])} if "program" in state else state
 
 

@@ -8,7 +8,6 @@ there than ZeRO 3 does. Memory: one parameter's values at a time.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pickle
@@ -22,7 +21,7 @@ import torch
 
 import hoist.store
 from hoist import _hoist
-from hoist.commit_values import from_json
+from hoist.commit_values import from_json, read_state
 from hoist.torch.checkpoint.checkpoints import sync, write_durably
 from hoist.torch.deepspeed.checkpoint import KEYS, OWN_KEYS
 from hoist.torch.deepspeed.files import shown
@@ -108,7 +107,10 @@ class _Export:
         self._config = config
         self._stage = stage
         state = stored._model.caller_state()
-        self._program: dict[str, Any] = json.loads(state) if state else {}
+        self._program = read_state(state)
+        if state and not self._program:
+            _log.warning("another program than hoist.torch or hoist.optim made this commit: the export has no client state, and "
+                         "its learning rate and schedule are the configuration's")
         if self._program.get("scheduler") and self._program.get("schedule_lags") and not config.has_schedule:
             raise _hoist.UsageError(
                 f"step {stored.step} was committed before the program's scheduler went on with it, so that the next learning "
@@ -152,10 +154,7 @@ class _Export:
         is_new = not os.path.exists(to)
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            self._write_parameters(os.path.join(partial, "zero"))
-            _save(self._optimizer(), partial, "zero", "optimizer_state.pt")
-            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if self._stage == 3 else "mp_rank_00_model_states.pt"
-            _save(self._model(), partial, name)
+            self._write_checkpoint(partial)
             os.rename(partial, directory)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -168,6 +167,13 @@ class _Export:
             sync(os.path.dirname(os.path.abspath(to)))
         write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
         return directory
+
+    def _write_checkpoint(self, directory: str) -> None:
+        name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if self._stage == 3 else "mp_rank_00_model_states.pt"
+        optimizer, model = self._optimizer(), self._model()
+        self._write_parameters(os.path.join(directory, "zero"))
+        _save(optimizer, directory, "zero", "optimizer_state.pt")
+        _save(model, directory, name)
 
     def _write_parameters(self, directory: str) -> None:
         for name in self._trained:
