@@ -66,8 +66,8 @@ class SafetensorsWriter::OpenFile {
 
   void write(std::span<const std::byte> bytes) {
     const int code = write_all(descriptor_, bytes);
-    if (code == EFBIG) fail("write", code, "raise the limit of file sizes (ulimit -f)");
-    if (code != 0) fail("write", code, "free space, or choose another directory");
+    if (code == EFBIG) fail("write", code, "raise the limit of file sizes (ulimit -f)", bytes.size());
+    if (code != 0) fail("write", code, "free space, or choose another directory", bytes.size());
     written_ += bytes.size();
   }
 
@@ -123,8 +123,14 @@ class SafetensorsWriter::OpenFile {
     return false;
   }
 
-  [[noreturn]] void fail(const char* operation, int code, const char* remedy) const {
-    throw IoError({.operation = operation, .path = partial_, .offset_bytes = written_, .code = code}, remedy);
+  // `length_bytes`: of a write, which begins behind what is written.
+  [[noreturn]] void fail(const char* operation, int code, const char* remedy, std::uint64_t length_bytes = 0) const {
+    throw IoError({.operation = operation,
+                   .path = partial_,
+                   .offset_bytes = length_bytes == 0 ? 0 : written_,
+                   .length_bytes = length_bytes,
+                   .code = code},
+                  remedy);
   }
 
   const std::string path_;

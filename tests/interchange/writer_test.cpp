@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing: how tensors are dealt to shards, and that an unfinished export leaves nothing that looks whole.
+#include <csignal>
 #include <filesystem>
 #include <functional>
 #include <iterator>
@@ -9,6 +10,7 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -210,6 +212,25 @@ TEST(SafetensorsWriter, AFileSystemThatIsTooSmallIsSaidBeforeTheFirstByte) {
     EXPECT_THAT(error.what(), HasSubstr("the tensors need 1024 PiB"));
   }
   EXPECT_THAT(names_in(directory.path()), IsEmpty());
+}
+
+TEST(SafetensorsWriter, AFailedWriteIsSaidWithItsPlaceAndLength) {
+  const TempDirectory directory;
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{.rlim_cur = 4096, .rlim_max = before.rlim_max};
+  SafetensorsWriter writer({.directory = directory / "m"}, bytes_of({10'000}));
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  std::string text;
+  try {
+    put(writer, 10'000);
+  } catch (const IoError& error) {
+    text = error.what();
+  }
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_THAT(text, HasSubstr("(10000 bytes) failed: File too large; raise the limit of file sizes"));
 }
 
 TEST(SafetensorsWriter, WhatIsNoFileUnderATemporaryNameIsRefusedAndNeverWaitedFor) {

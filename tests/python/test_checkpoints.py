@@ -2,7 +2,10 @@
 """Steps that stay under a name: kept, gone back to, and saved and loaded as DeepSpeed's programs do."""
 
 import copy
+import errno
+import io
 import os
+import pickle
 import random
 import signal
 import time
@@ -12,6 +15,7 @@ import torch
 
 import hoist
 import hoist.torch
+from hoist.torch.checkpoint.checkpoints import write_durably
 from models import batches, has_values, loss_of
 from ranks import output_of
 from training import digests, make, train
@@ -315,6 +319,33 @@ def test_without_room_for_kept_steps_saving_is_refused(settings, tmp_path):
         with pytest.raises(hoist.UsageError, match="hoist.*keep_steps"):
             engine.save_checkpoint(tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["said", "hidden"])
+def test_a_full_drive_is_said_with_the_path(tmp_path, is_hidden):
+    """torch.save's own error hides the system's, unless closing the file fails, too."""
+    class Full(io.RawIOBase):
+        failed = False
+
+        def write(self, data):
+            if len(data) > 10_000 and not self.failed:
+                self.failed = True
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return len(data)
+
+    path = tmp_path / "client_state-1.pt"
+    (tmp_path / "client_state-1.pt.partial").symlink_to(tmp_path / "file" if is_hidden else "/dev/full")
+    with pytest.raises(hoist.IoError, match=f"{path}.*No space left on device; free space, or choose another") as caught:
+        write_durably(str(path), lambda file: torch.save(torch.ones(10_000), Full() if is_hidden else file))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path)) and not path.exists()
+
+
+def test_a_state_that_cannot_be_pickled_is_no_failure_of_the_drive(tmp_path):
+    try:
+        raise FileNotFoundError("the program's own")
+    except FileNotFoundError:
+        with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+            write_durably(str(tmp_path / "state.pt"), lambda file: torch.save(lambda: None, file))
 
 
 def test_killed_while_saving(settings, tmp_path):

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which stores become DeepSpeed checkpoints, which are refused, and that a finished export is durable."""
 
+import errno
 import json
 import logging
 import os
+import shutil
+import types
 
 import pytest
 import torch
@@ -122,6 +125,15 @@ def test_a_store_of_another_program_has_no_client_state(tmp_path, monkeypatch, c
     assert back.client_state == {} and back.step == 1 and [group["lr"] for group in back.groups] == [1e-2]
     with wrapped(store, room=200_000, resume=True) as engine:  # a program in PyTorch may continue the run
         assert engine.restored and engine.step_count == 1 and engine.state == {}
+
+
+def test_a_drive_that_is_too_small_is_said_before_the_first_file(tmp_path, monkeypatch):
+    store, elements = trained_store(tmp_path / "store"), sum(p.numel() for p in model_of().parameters())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * elements - 1))
+    monkeypatch.setattr(universal, "_save", None)
+    with pytest.raises(hoist.IoError, match="out needs 528 B, and 527 B are free; free space, or") as caught:
+        hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
+    assert caught.value.errno == errno.ENOSPC and not (tmp_path / "out").exists()
 
 
 def test_a_finished_export_is_durable(tmp_path, monkeypatch):

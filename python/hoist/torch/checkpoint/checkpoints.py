@@ -19,6 +19,7 @@ import errno
 import glob
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -144,13 +145,30 @@ def _client_file(folder: str, step: int | str) -> str:
 
 
 def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
-    partial = path + ".partial"
-    with open(partial, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync(os.path.dirname(path) or ".")
+    """Errors: IoError for the system's, also where torch.save() hides it behind one of its own; those of `write`."""
+    partial, outer = path + ".partial", sys.exc_info()[1]  # an error that the program is handling
+    try:
+        with open(partial, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync(os.path.dirname(path) or ".")
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and cause is not outer:
+            if isinstance(cause, OSError):
+                raise io_error(cause.errno or errno.EIO, path, f"writing {path} failed: {cause.strerror or cause}") from error
+            cause = cause.__context__
+        raise
+
+
+def io_error(code: int, path: str, problem: str) -> _hoist.IoError:
+    """As the extension makes them, of a file that could not be written."""
+    remedies = {errno.EFBIG: "raise the limit of file sizes (ulimit -f)", errno.EACCES: "choose a directory that can be written"}
+    error = _hoist.IoError(f"{problem}; {remedies.get(code, 'free space, or choose another directory')}")
+    error.errno, error.filename = code, path
+    return error
 
 
 def sync(*paths: str) -> None:

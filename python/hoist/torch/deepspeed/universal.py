@@ -8,7 +8,9 @@ there than ZeRO 3 does. Memory: one parameter's values at a time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import math
 import os
 import pickle
 import re
@@ -22,7 +24,7 @@ import torch
 import hoist.store
 from hoist import _hoist
 from hoist.commit_values import from_json, read_state
-from hoist.torch.checkpoint.checkpoints import sync, write_durably
+from hoist.torch.checkpoint.checkpoints import io_error, sync, write_durably
 from hoist.torch.deepspeed.checkpoint import KEYS, OWN_KEYS
 from hoist.torch.deepspeed.files import shown
 
@@ -86,7 +88,7 @@ def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: Co
     tag     by default global_stepN
 
     Errors: UsageError for another optimizer than Adam and AdamW, a store of hoist.optim without the model's names, and a
-    directory that is there already; those of a store.
+    directory that is there already; IoError for a full drive; those of a store.
     """
     from hoist.torch import load_config
     loaded = load_config(config)
@@ -152,6 +154,7 @@ class _Export:
         if os.path.exists(directory):
             raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
         is_new = not os.path.exists(to)
+        os.makedirs(to, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             self._write_checkpoint(partial)
@@ -171,9 +174,18 @@ class _Export:
     def _write_checkpoint(self, directory: str) -> None:
         name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if self._stage == 3 else "mp_rank_00_model_states.pt"
         optimizer, model = self._optimizer(), self._model()
+        self._refuse_small_drive(directory)
         self._write_parameters(os.path.join(directory, "zero"))
         _save(optimizer, directory, "zero", "optimizer_state.pt")
         _save(model, directory, name)
+
+    def _refuse_small_drive(self, directory: str) -> None:
+        """Errors: IoError if the masters and moments do not fit."""
+        elements = sum(math.prod(self._stored.parameters[name].shape) for name in self._trained)
+        to, need = os.path.dirname(directory), 4 * len(KEYS) * elements
+        if need > (free := shutil.disk_usage(to).free):
+            raise io_error(errno.ENOSPC, to, f"the checkpoint in {to} needs {_hoist.format_bytes(need)}, and "
+                           f"{_hoist.format_bytes(free)} are free")
 
     def _write_parameters(self, directory: str) -> None:
         for name in self._trained:
