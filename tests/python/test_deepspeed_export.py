@@ -127,6 +127,28 @@ def test_a_store_of_another_program_has_no_client_state(tmp_path, monkeypatch, c
         assert engine.restored and engine.step_count == 1 and engine.state == {}
 
 
+def test_two_exports_of_one_checkpoint_do_not_mix(tmp_path, monkeypatch):
+    """As of the ranks of a job that all call export(): the second is refused, and the first is complete."""
+    store, save, refused = trained_store(tmp_path / "store"), universal._save, []
+
+    def export_again(*arguments):
+        monkeypatch.setattr(universal, "_save", save)
+        save(*arguments)
+        with pytest.raises(hoist.UsageError) as caught:
+            hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
+        refused.append(str(caught.value))
+
+    monkeypatch.setattr(universal, "_save", export_again)
+    (tmp_path / "out" / "global_step1.partial" / "zero").mkdir(parents=True)  # of an export that was killed
+    (tmp_path / "out" / "global_step1.partial" / "zero" / "other").touch()
+    (tmp_path / "out" / "global_step1.partial.lock").touch()
+    back = hoist.torch.deepspeed.open(hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW))
+    assert "another export writes" in refused[0] and "one rank" in refused[0] and "global_step1" in refused[0]
+    assert sorted(os.listdir(tmp_path / "out")) == ["global_step1", "latest_universal"]
+    assert set(os.listdir(tmp_path / "out" / "global_step1" / "zero")) == {*back.parameters, "optimizer_state.pt"}
+    assert all(len(os.listdir(tmp_path / "out" / "global_step1" / "zero" / name)) == 3 for name in back.parameters)
+
+
 def test_a_drive_that_is_too_small_is_said_before_the_first_file(tmp_path, monkeypatch):
     store, elements = trained_store(tmp_path / "store"), sum(p.numel() for p in model_of().parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * elements - 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ import re
 import shutil
 import types
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +78,30 @@ def _save(values: Any, *path: str) -> None:
         os.path.join(*path), lambda file: torch.save(values, file, pickle_module=pickle_module))
 
 
+@contextlib.contextmanager
+def _lock(path: str) -> Iterator[None]:
+    """Holds the lock of a file that is there only meanwhile; one that a killed export left is taken over. Errors: UsageError if
+    another export holds it."""
+    while True:
+        with open(path, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _hoist.UsageError(f"another export writes {path.removesuffix('.partial.lock')}: call export() on one rank "
+                                        "only, or choose another directory, or another tag=... (--tag)") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP):  # a file system without locks, as Lustre may be mounted
+                    raise
+            if not (os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))):
+                continue  # its holder has removed it meanwhile
+            try:
+                yield
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            return
+
+
 def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: ConfigSource, *, step: int | None = None,
            checkpoint: str = "", stage: int | None = None, tag: str | None = None) -> str:
     """Writes a commit of a store as DeepSpeed's universal checkpoint; returns its directory, `to`/TAG.
@@ -87,8 +113,8 @@ def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: Co
     stage   ZeRO stage that DeepSpeed will continue with, if the configuration does not say
     tag     by default global_stepN
 
-    Errors: UsageError for another optimizer than Adam and AdamW, a store of hoist.optim without the model's names, and a
-    directory that is there already; IoError for a full drive; those of a store.
+    Errors: UsageError for another optimizer than Adam and AdamW, a store of hoist.optim without the model's names, a directory
+    that is there already, and one that another export writes; IoError for a full drive; those of a store.
     """
     from hoist.torch import load_config
     loaded = load_config(config)
@@ -151,16 +177,19 @@ class _Export:
         if os.path.basename(tag) != tag or tag in ("", ".", ".."):
             raise _hoist.UsageError(f"'{tag}' is no name of a directory below {to}")
         directory, partial = os.path.join(to, tag), os.path.join(to, tag + ".partial")
-        if os.path.exists(directory):
-            raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
         is_new = not os.path.exists(to)
         os.makedirs(to, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
         try:
-            self._write_checkpoint(partial)
-            os.rename(partial, directory)
+            with _lock(partial + ".lock"):
+                if os.path.exists(directory):
+                    raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
+                shutil.rmtree(partial, ignore_errors=True)
+                try:
+                    self._write_checkpoint(partial)
+                    os.rename(partial, directory)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
             if is_new:
                 with contextlib.suppress(OSError):
                     os.rmdir(to)
