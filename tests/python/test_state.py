@@ -88,6 +88,25 @@ def test_killed_and_resumed(settings):
         assert engine.digest() == digest
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_named_save_is_what_the_next_start_finds(settings, device):
+    """State, buffers and rates are those of the save, not of the step before it, wherever the optimizer's states live."""
+    config = settings()
+    config["hoist"]["keep_steps"] = 1
+    if device == "cpu":
+        config["hoist"]["checkpoint_path"] = config["zero_optimization"]["offload_param"]["nvme_path"]
+        config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    with hoist.torch.wrap(make(), config) as engine:
+        engine.state = {"epoch": 0}
+        train(engine, 2)
+        engine.state = {"epoch": 1}
+        engine.optimizer.param_groups[0]["lr"] *= 0.5
+        rate = engine.get_lr()
+        engine.save("epoch-1").wait()
+    with hoist.torch.wrap(make(seed=9), config, resume=True) as engine:
+        assert (engine.step_count, engine.state, engine.get_lr()) == (2, {"epoch": 1}, rate)
+
+
 def test_the_last_step_of_a_program_that_ends_is_committed(settings):
     config = settings()
     program = textwrap.dedent(f"""
