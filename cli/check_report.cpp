@@ -274,6 +274,21 @@ Json budget_json(std::uint64_t bytes, std::uint64_t held_bytes) {
   return whole >= std::max(held_bytes, kMiB) ? Json(fmt::format("{}MiB", whole / kMiB)) : Json(bytes);
 }
 
+struct Budgets {
+  std::uint64_t device_bytes = 0, pinned_bytes = 0;
+};
+
+// One memory as two budgets in the whole blocks that a configuration's budgets have. If the plan fills the memory,
+// there is no room to round both up: the device's buffers shrink by a block or two, or else those in pinned memory.
+Budgets divided(std::uint64_t memory_bytes, const Prediction& p) {
+  const auto blocks = [](std::uint64_t bytes) { return std::max(round_up(bytes, kBlockAlignment), kBlockAlignment); };
+  const std::uint64_t all = round_down(memory_bytes, kBlockAlignment), device = blocks(p.device.bytes);
+  const std::uint64_t room = std::max(left_of(all, blocks(p.pinned.bytes)), blocks(p.device.least_bytes));
+  const std::uint64_t unused = left_of(room, device);
+  const std::uint64_t device_budget = std::min(device, room) + round_down(unused / 2, kBlockAlignment);
+  return {device_budget, std::max(left_of(all, device_budget), kBlockAlignment)};
+}
+
 }  // namespace
 
 const char* placement_id(Placement placement) {
@@ -282,15 +297,12 @@ const char* placement_id(Placement placement) {
 }
 
 Json budgets_section(const Prediction& p, const RuntimeOptions& runtime) {
-  std::uint64_t device_bytes = runtime.device_memory_bytes, pinned_bytes = runtime.pinned_memory_bytes;
-  if (const std::uint64_t both = runtime.host_memory_bytes; both > 0) {
-    const std::uint64_t unused = left_of(both, p.device.bytes + p.pinned.bytes);
-    device_bytes = std::max(round_up(p.device.bytes + unused / 2, kBlockAlignment), kBlockAlignment);
-    pinned_bytes = std::max(left_of(both, device_bytes), kBlockAlignment);
-  }
+  const Budgets budgets = runtime.host_memory_bytes > 0
+                              ? divided(runtime.host_memory_bytes, p)
+                              : Budgets{runtime.device_memory_bytes, runtime.pinned_memory_bytes};
   return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
-          {"device_memory", budget_json(device_bytes, p.device.bytes)},
-          {"pinned_memory", budget_json(pinned_bytes, p.pinned.bytes)}};
+          {"device_memory", budget_json(budgets.device_bytes, p.device.bytes)},
+          {"pinned_memory", budget_json(budgets.pinned_bytes, p.pinned.bytes)}};
 }
 
 std::string program_pinned_text(std::uint64_t bytes) {

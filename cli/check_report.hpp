@@ -37,7 +37,7 @@ struct CheckReport {
 // Whether a prediction counts pinned memory of the program's own.
 std::string program_pinned_text(std::uint64_t bytes);
 // The section "hoist" that fixes device and budgets. If one budget limits both memories, each gets what the prediction
-// takes and half of the rest.
+// takes, rounded up to whole blocks, and half of the rest.
 nlohmann::ordered_json budgets_section(const Prediction& prediction, const RuntimeOptions& runtime);
 nlohmann::ordered_json tier_json(const Prediction::Tier& tier);
 nlohmann::ordered_json step_json(const StepBytes& step);

@@ -205,6 +205,31 @@ TEST_F(Check, TheSectionToPasteIsAcceptedWithTheSameVerdict) {
   }
 }
 
+// Memory that a plan fills to the last byte is divided into two budgets of whole blocks, and the plan still fits.
+TEST_F(Check, TheSectionToPasteIsAcceptedForEverySizeOfOneMemory) {
+  nlohmann::json file = nlohmann::json::parse(R"({"zero_optimization": {"stage": 3,
+      "offload_param": {"device": "nvme", "nvme_path": "/n"}, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}},
+      "hoist": {"device": "host", "optimizer_pinned_fraction": "auto", "parameters_pinned_fraction": "auto"}})");
+  write("file.json", file.dump());
+  nlohmann::json machine = nlohmann::json::parse(test::contents_of(HOIST_SOURCE_DIR "/machines/laptop.json"));
+  const std::string arguments = " --parameters 1e9 --machine machine.json --json report.json";
+  int fitting = 0;
+  for (int size = 0; size < 40; ++size) {
+    machine["host"]["memory_gib"] = 3.0 + 0.0411 * size;
+    write("machine.json", machine.dump());
+    if (run("check file.json" + arguments).exit_code != 0) continue;
+    ++fitting;
+    const auto report = json_of("report.json");
+    nlohmann::json pasted = file;
+    pasted["hoist"].update(report["section"]);
+    write("pasted.json", pasted.dump());
+    EXPECT_EQ(run("check pasted.json" + arguments).exit_code, 0) << machine["host"] << report["section"];
+    EXPECT_GE(json_of("report.json")["prediction"]["optimizer_pinned_fraction"],
+              report["prediction"]["optimizer_pinned_fraction"]);
+  }
+  EXPECT_GT(fitting, 30);
+}
+
 // The file cannot raise what the machine does not have.
 TEST_F(Check, ABudgetThatWasChosenCannotBeRaised) {
   write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})");
