@@ -44,7 +44,10 @@ std::string drive_text(const PlanRow& row) {
 }
 
 std::string verdict(const PlanRow& row) {
-  const char* const problem = !row.refusal.empty() ? "refused" : row.fits() ? "" : "does not fit";
+  const char* const problem = !row.refusal.empty()  ? "refused"
+                              : row.fits()          ? ""
+                              : !row.fits_budgets() ? "does not fit"
+                                                    : "exceeds the machine";
   return fmt::format("{}{}", problem, row.configured ? " (configured)" : "");
 }
 
@@ -74,12 +77,18 @@ std::uint64_t host_shortfall(const Prediction& p) {
   return p.host_budget_bytes == 0 ? 0 : left_of(p.device.least_bytes + p.pinned.least_bytes, p.host_budget_bytes);
 }
 
-// The placement that lacks least, and what it needs.
+// Whether no budgets would make it fit this machine's memories.
+bool exceeds_memory(const PlanRow& row) {
+  const auto lacking = std::ranges::count_if(row.fit.memories, [](const auto& memory) { return !memory.fits(); });
+  return lacking > (row.fits_drives() ? 0 : 1);
+}
+
+// The placement that lacks least, and what it needs: budgets that the machine can give, or what else is in the way.
 std::string nothing_fits_text(const PlanReport& report) {
   const auto lacks = [](const PlanRow& row) {
     const Prediction& p = row.prediction;
-    return std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p)) +
-           left_of(p.nvme_bytes, row.drive_bytes);
+    return std::pair(exceeds_memory(row), std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p)) +
+                                              left_of(p.nvme_bytes, row.drive_bytes));
   };
   const PlanRow* closest = nullptr;
   for (const PlanRow& row : report.rows)
@@ -93,11 +102,9 @@ std::string nothing_fits_text(const PlanReport& report) {
   need(closest->prediction.pinned, "--pinned-memory");
   if (!closest->fits_drives())
     needs.push_back(fmt::format("{} of drives for a rank", format_bytes(closest->prediction.nvme_bytes)));
-  if (needs.empty()) {
-    const Prediction& p = closest->prediction;
-    needs.push_back(
-        fmt::format("{} of host memory for a rank", format_bytes(p.device.least_bytes + p.pinned.least_bytes)));
-  }
+  if (needs.empty() || exceeds_memory(*closest))
+    return fmt::format("\nnothing fits: {} is closest\n  {}\n", placement_of(*closest),
+                       fmt::join(closest->fit.problems, "\n  "));
   return fmt::format("\nnothing fits: {} is closest, with {} at least; or take more ranks\n", placement_of(*closest),
                      fmt::join(needs, " and "));
 }
@@ -232,6 +239,7 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
       {"optimizer", placement_id(row.engine.optimizer)},
       {"configured", row.configured},
       {"fits", row.fits()},
+      {"problems", row.fit.problems},
       {"refusal", row.refusal.empty() ? Json(nullptr) : Json(row.refusal)},
       {"device", tier_json(row.prediction.device)},
       {"pinned", tier_json(row.prediction.pinned)},

@@ -8,6 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <hoist/zero/predict/machine_fit.hpp>
 #include <hoist/zero/predict/machine_spec.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
@@ -20,11 +21,13 @@ struct PlanRow {
   StepTime time{};
   std::optional<StepTime> disturbed{};  // if the question has a disturbance
   std::uint64_t drive_bytes = 0;        // the rank's part of the drives
+  MachineFit fit{};                     // of all ranks of a node
   bool configured = false;              // the configuration's own placement
   std::string refusal{};                // why an engine would refuse these options with any budget; empty: it would not
 
   bool fits_drives() const { return prediction.nvme_bytes <= drive_bytes; }
-  bool fits() const { return refusal.empty() && prediction.fits() && fits_drives(); }
+  bool fits_budgets() const { return prediction.fits() && fits_drives(); }
+  bool fits() const { return refusal.empty() && fit.fits(); }
 };
 
 // Device memory that a ZeRO stage needs at least, on one of the ranks.

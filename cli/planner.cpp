@@ -127,10 +127,12 @@ StepSpeeds speeds_for(const PlanQuestion& question, double tokens) {
   return speeds;
 }
 
-void take(PlannedStep step, PlanRow& row) {
+void take(const PlanQuestion& question, PlannedStep step, PlanRow& row) {
   row.engine = std::move(step.engine);
   row.prediction = std::move(step.prediction);
   row.time = step.time;
+  row.fit = machine_fit(row.prediction, question.runtime, row.engine, node_of(question.machine, question.layout),
+                        row.drive_bytes * static_cast<std::uint64_t>(question.layout.ranks_per_node));
 }
 
 StepQuestion step_question(const PlanQuestion& question, const ProgramMemory& program) {
@@ -141,8 +143,8 @@ PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   PlanRow row{.engine = engine};
   row.refusal = refusal_of(engine, question.runtime, question.world_size);
   row.program = program_of(question, engine);
-  take(plan_step(step_question(question, row.program), engine), row);
   row.drive_bytes = static_cast<std::uint64_t>(drive_bytes(question.machine, question.layout));
+  take(question, plan_step(step_question(question, row.program), engine), row);
   const EngineOptions& configured = question.config.engine;
   row.configured =
       question.has_config && engine.parameters == configured.parameters && engine.optimizer == configured.optimizer;
@@ -162,7 +164,8 @@ PlanRow best_row(const PlanQuestion& question, Placement parameters, Placement o
     PlanRow row = row_of(question, engine);
     if (!best || rank_of(row) < rank_of(*best)) best = std::move(row);
   }
-  take(faster_of_ahead_and_on_demand(step_question(question, best->program),
+  take(question,
+       faster_of_ahead_and_on_demand(step_question(question, best->program),
                                      {best->engine, best->prediction, best->time}),
        *best);
   return *best;
@@ -200,6 +203,7 @@ std::vector<WhatIf> what_ifs(const PlanQuestion& question) {
   PlanQuestion memory = question;
   const std::uint64_t share =
       round_down(kMoreMemoryBytes / static_cast<std::uint64_t>(question.layout.ranks_per_node), kBlockAlignment);
+  memory.machine.host.memory_gib += static_cast<double>(kMoreMemoryBytes) / static_cast<double>(kGiB);
   memory.runtime.pinned_memory_bytes += share;
   if (memory.runtime.host_memory_bytes > 0) {
     memory.runtime.host_memory_bytes += share;

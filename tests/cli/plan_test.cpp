@@ -445,6 +445,34 @@ TEST_F(Plan, WhatFitsNowhereIsSaid) {
   EXPECT_THAT(plan("--device-memory 16GiB --pinned-memory 24GiB"), HasSubstr("of drives for a rank at least"));
 }
 
+// Budgets do not make a machine larger: hoist check, asked about the same machine, says the same.
+TEST_F(Plan, BudgetsBeyondTheMachineFitNothing) {
+  nlohmann::json machine = kMachine;
+  machine["device"]["memory_gib"] = 24;
+  machine["host"]["memory_gib"] = 62;
+  write("machine.json", machine.dump());
+  write("large.json", R"({"zero_optimization": {"stage": 3},
+                          "hoist": {"device": "cuda", "device_memory": "70GiB", "pinned_memory": "200GiB"}})");
+  const std::string arguments = " --parameters 4e9 --machine machine.json --world 1";
+  EXPECT_EQ(run("check large.json" + arguments).exit_code, 2);
+  const auto planned = run("plan large.json --json plan.json --write written.json" + arguments);
+  EXPECT_EQ(planned.exit_code, 2);
+  EXPECT_FALSE(std::filesystem::exists(path("written.json")));
+  EXPECT_THAT(planned.output, AllOf(HasSubstr("exceeds the machine (configured)"), HasSubstr("nothing fits"),
+                                    HasSubstr("hoist.device_memory is 70.0 GiB, all of it taken at the start, and "
+                                              "24.0 GiB is free")));
+  const auto device = row(json_of("plan.json"), "device", "device");
+  EXPECT_EQ(device["fits"], false);
+  EXPECT_THAT(device["problems"].dump(), HasSubstr("memory of a GPU: 5"));
+  EXPECT_THAT(run("plan --device-memory 80GiB" + arguments).output, HasSubstr("nothing fits"));
+  EXPECT_EQ(run("plan --device-memory 20GiB --pinned-memory 50GiB --write written.json" + arguments).exit_code, 0);
+  EXPECT_EQ(run("check written.json" + arguments).exit_code, 0);
+  // No budget that the machine has not got is advised.
+  const auto tokens = run("plan --tokens 1e6" + arguments);
+  EXPECT_THAT(tokens.output, AllOf(HasSubstr("nothing fits"), HasSubstr("memory of a GPU: "),
+                                   HasSubstr("needed, 24.0 GiB free"), Not(HasSubstr("--device-memory"))));
+}
+
 // As with a configuration that names these placements, every step is a commit, in one of two extents.
 TEST_F(Plan, ReservesWhatCommitsTake) {
   ASSERT_EQ(run("plan --parameters 1e9 --json plan.json").exit_code, 0);
