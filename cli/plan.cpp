@@ -83,8 +83,7 @@ int write_config(const PlanArguments& arguments, const PlanQuestion& question, c
   const std::string base =
       question.has_config ? read_file(arguments.config, "name the configuration to start from") : "{}\n";
   const std::string text = planned_config(question, *report.best(), base);
-  const Config config = Config::parse(text, arguments.write, RunLength::left_to_the_trainer);
-  check(config.engine, question.runtime, question.world_size);
+  check_written(question, *report.best(), Config::parse(text, arguments.write, RunLength::left_to_the_trainer));
   replace_file(arguments.write, text);
   say("\nwritten to {}\n", arguments.write);
   return kOk;

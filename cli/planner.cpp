@@ -7,6 +7,8 @@
 #include <string_view>
 #include <tuple>
 
+#include <fmt/format.h>
+
 #include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/zero/predict/activations.hpp>
@@ -24,11 +26,17 @@ constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // e
 // The store's directory if neither the configuration nor the machine names one.
 constexpr const char* kStoreDirectory = "/local_nvme";
 
-bool is_given(const Config& config, std::string_view key) {
-  return std::ranges::any_of(config.settings(), [&](const ConfigSetting& setting) {
-    return setting.row->path == key && setting.source == ConfigSetting::Source::file;  // not "auto"
+constexpr const char* kRatio = "zero_optimization.offload_optimizer.ratio";
+
+// The key's setting, if the configuration has a value for it; null for "auto".
+const ConfigSetting* given_setting(const Config& config, std::string_view key) {
+  const auto found = std::ranges::find_if(config.settings(), [&](const ConfigSetting& setting) {
+    return setting.row->path == key && setting.source == ConfigSetting::Source::file;
   });
+  return found == config.settings().end() ? nullptr : &*found;
 }
+
+bool is_given(const Config& config, std::string_view key) { return given_setting(config, key) != nullptr; }
 
 EngineOptions placed(const PlanQuestion& question, Placement parameters, Placement optimizer) {
   const Config& config = question.config;
@@ -38,6 +46,9 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   engine.optimizer = optimizer;
   if (!is_given(config, "hoist.optimizer_pinned_fraction")) engine.optimizer_pinned_fraction.reset();
   if (!is_given(config, "hoist.parameters_pinned_fraction")) engine.parameters_pinned_fraction.reset();
+  // Has an effect beside weights on NVMe alone, where the configuration may not have them.
+  if (const ConfigSetting* const most = given_setting(config, "zero_optimization.offload_param.max_in_cpu"))
+    engine.parameters_pinned_elements_max = static_cast<std::uint64_t>(std::get<std::int64_t>(most->value));
   if (!question.has_config) engine.gradient_spill_units.reset();  // a file without the key says false
   if (engine.uses_nvme() && engine.store_directory.empty()) engine.store_directory = "planned";
   if (!engine.uses_nvme() && !is_given(config, "hoist.checkpoint_path")) {  // the configuration's is for state on NVMe
@@ -319,6 +330,9 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     if (placement == Placement::nvme && (has_checkpoint_path || !is_given(question.config, key)))
       set({"zero_optimization", section, "nvme_path"}, paths);
   }
+  // Beside weights that are elsewhere the configuration's own may count as 1.
+  if (engine.optimizer != Placement::device && is_given(question.config, kRatio))
+    set({"zero_optimization", "offload_optimizer", "ratio"}, engine.optimizer_offload_ratio);
   if (engine.update_buffer_count != given.update_buffer_count)
     set({"zero_optimization", "offload_optimizer", "buffer_count"}, engine.update_buffer_count);
   const nlohmann::ordered_json budgets = budgets_section(row.prediction, question.runtime);
@@ -334,6 +348,29 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     set({"hoist", "update_mode"}, "auto");
   if (!engine.uses_nvme() && given.durability == tiers::Durability::step) set({"hoist", "durability"}, "none");
   return text;
+}
+
+void check_written(const PlanQuestion& question, const PlanRow& row, const Config& written) {
+  const RuntimeOptions runtime = choose_on(question.machine, question.layout, written.runtime).runtime;
+  check(written.engine, runtime, question.world_size);
+  const auto bytes_of = [&](const EngineOptions& engine) {
+    const Prediction p = predict(runtime, engine, question.model.model, question.world_size, row.program);
+    return nlohmann::ordered_json{{"fits", p.fits()},
+                                  {"device", p.device.bytes},
+                                  {"pinned", p.pinned.bytes},
+                                  {"nvme", p.nvme_bytes},
+                                  {"step", step_json(p.step)}};
+  };
+  EngineOptions planned = row.engine, read = written.engine;
+  planned.optimizer_pinned_fraction = row.prediction.pinned_fraction;
+  planned.parameters_pinned_fraction = row.prediction.parameters_pinned_fraction;
+  if (row.prediction.spilled_units == 0) planned.gradient_spill_units = 0;
+  read.micro_batches_max = static_cast<unsigned>(written.micro_batches(question.world_size));
+  const auto wanted = bytes_of(planned), found = bytes_of(read);
+  if (wanted != found || !found["fits"])
+    throw UsageError(fmt::format(
+        "{} was not written: a run with it would not be as planned, but {} instead of {}. Please report this, with {}",
+        written.origin(), found.dump(), wanted.dump(), question.has_config ? question.config.origin() : "the command"));
 }
 
 }  // namespace hoist::cli

@@ -375,6 +375,41 @@ TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
   }
 }
 
+// Keys that have an effect beside some placements only: the written file means what was planned.
+TEST_F(Plan, WritesWhatItPlannedWhicheverKeysTheOldPlacementIgnored) {
+  nlohmann::json machine = kMachine;
+  machine["device"]["memory_gib"] = 24;
+  machine["host"]["memory_gib"] = 62;
+  write("machine.json", machine.dump());
+  const auto same = [&](const std::string& zero, const char* hoist, const std::string& arguments) {
+    write("own.json", R"({"zero_optimization": {"stage": 3, )" + zero + R"(}, "hoist": )" + hoist + "}");
+    const auto planned = run("plan own.json --write own.json " + arguments + kOneRank);
+    ASSERT_EQ(planned.exit_code, 0) << zero << planned.errors;
+    const std::string written = test::contents_of(path("own.json"));
+    EXPECT_EQ(run("check own.json --machine machine.json --world 1 " + arguments).exit_code, 0) << written;
+    const auto before = best(json_of("plan.json"));
+    ASSERT_EQ(run("plan own.json " + arguments + kOneRank).exit_code, 0) << written;
+    const auto after = row(json_of("plan.json"), before["parameters"].get<std::string>().c_str(),
+                           before["optimizer"].get<std::string>().c_str());
+    EXPECT_EQ(after["configured"], true);
+    for (const char* figure : {"device", "pinned", "nvme", "step"}) {
+      if (!before[figure].contains("bytes"))
+        EXPECT_EQ(before[figure], after[figure]) << figure << written;
+      else
+        EXPECT_EQ(before[figure]["bytes"], after[figure]["bytes"]) << figure << written;
+    }
+  };
+  const std::string ratio = R"("offload_optimizer": {"device": "cpu", "ratio": 0.3})";
+  same(R"("offload_param": {"device": "cpu"}, )" + ratio, "{}", "--parameters 3e9");
+  same(R"("offload_param": {"device": "nvme", "nvme_path": "/n"}, )" + ratio, R"({"moments_dtype": "fp8"})",
+       "--parameters 3e9");
+  same(ratio, "{}", "--parameters 1e9");
+  for (const char* device : {"cpu", "nvme", "none"})
+    same(fmt::format(R"("offload_param": {{"device": "{}", "max_in_cpu": 1e9, "nvme_path": "/n"}}, )", device) +
+             R"("offload_optimizer": {"device": "nvme", "nvme_path": "/n"})",
+         R"({"gradient_spill": true})", "--parameters 20e9");
+}
+
 TEST_F(Plan, RanksThatAreAloneInTheirNodesUseTheNetwork) {
   auto machine = kMachine;
   machine["nodes"] = 4;
