@@ -50,7 +50,7 @@ using Value = std::variant<std::monostate, bool, std::int64_t, double, std::stri
 
 struct Range {
   double min = 0;
-  double max = 9.2e18;
+  double max = 0x1p63;  // integers that are at most 2^63 - 1
   bool max_excluded = false;
   bool min_excluded = false;
   std::uint64_t multiple_of = 1;

@@ -43,11 +43,23 @@ std::optional<bool> meant_as_bool(const JsonNode& node) {
   return std::nullopt;
 }
 
-// For a count without an upper limit in the table, where "is not an integer of at least 0" would not explain the
-// problem.
+// An integer, or a float that is one.
+std::optional<std::int64_t> integral(const json& number) {
+  if (number.is_number_unsigned()) {
+    const auto value = number.get<std::uint64_t>();
+    if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) return std::nullopt;
+    return static_cast<std::int64_t>(value);
+  }
+  if (number.is_number_integer()) return number.get<std::int64_t>();
+  const double value = number.get<double>();
+  if (std::abs(value) >= 0x1p63 || value != std::floor(value)) return std::nullopt;
+  return static_cast<std::int64_t>(value);
+}
+
+// "is not an integer of at least 0" would not explain the problem.
 bool is_beyond_counting(const KeyRow& row, const JsonNode& node) {
   if (row.type != ValueType::integer && row.type != ValueType::bytes) return false;
-  return is_number(node) && node.scalar.get<double>() >= 0x1p63;
+  return is_number(node) && node.scalar.get<double>() >= 0x1p63 && !integral(node.scalar);
 }
 
 // "~/state" and "$SCRATCH/state" would be directories of these names.
@@ -61,7 +73,7 @@ Wrong not_allowed(const KeyRow& row, const JsonNode& node) {
   if (is_beyond_counting(row, node)) sentence += "; it is larger than 2^63 - 1, the largest count";
   if (row.type == ValueType::number && row.range.max == Range{}.max && is_number(node) &&
       node.scalar.get<double>() > row.range.max)
-    sentence += "; it is larger than 9.2e18, the largest number";
+    sentence += "; it is larger than 2^63, the largest number";
   if (row.type == ValueType::boolean && !is_string(node)) {
     if (const auto meant = meant_as_bool(node)) sentence += fmt::format("; write {}", *meant);
   }
@@ -85,19 +97,6 @@ Wrong not_allowed(const KeyRow& row, const JsonNode& node) {
 bool in_range(const Range& range, double value) {
   if (value < range.min || value > range.max) return false;
   return !(range.min_excluded && value == range.min) && !(range.max_excluded && value == range.max);
-}
-
-// An integer, or a float that is one.
-std::optional<std::int64_t> integral(const json& number) {
-  if (number.is_number_unsigned()) {
-    const auto value = number.get<std::uint64_t>();
-    if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) return std::nullopt;
-    return static_cast<std::int64_t>(value);
-  }
-  if (number.is_number_integer()) return number.get<std::int64_t>();
-  const double value = number.get<double>();
-  if (std::abs(value) >= 9.2e18 || value != std::floor(value)) return std::nullopt;
-  return static_cast<std::int64_t>(value);
 }
 
 Checked check_integer(const KeyRow& row, const JsonNode& node) {

@@ -31,7 +31,7 @@ std::uint64_t unit_factor(std::string_view unit) {
   return factor;
 }
 
-// digits * 10^exponent, kept exact: doubles lose bytes beyond 2^53 and miss that 4.35 GB is a whole number of them.
+// digits * 10^exponent, kept exact: doubles lose bytes beyond 2^53, and one of 4.35 GB.
 struct Decimal {
   std::uint64_t digits = 0;
   int exponent = 0;
@@ -79,7 +79,7 @@ std::optional<std::uint64_t> parse_bytes(std::string_view text) {
   Wide bytes = Wide{number.digits} * factor;
   if (bytes == 0) return 0;
   for (; number.exponent < 0; ++number.exponent) {
-    if (bytes % 10 != 0) return std::nullopt;
+    if (factor == 1 && bytes % 10 != 0) return std::nullopt;  // "1.5": without a unit
     bytes /= 10;
   }
   for (; number.exponent > 0; --number.exponent) {

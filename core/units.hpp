@@ -27,7 +27,7 @@ std::optional<Number> parse_number(std::string_view text) {
 }
 
 // "8GiB", "512 MiB", "5e8", "64k", "1.5GB" -> bytes. K/M/G/T/P(+B) are powers of ten only when followed by a plain 'B'
-// ("GB"); a bare letter or the "iB" form is a power of two. nullopt if the text is not a byte count or is not integral.
+// ("GB"); a bare letter or the "iB" form is a power of two. A fraction of a byte is dropped. nullopt: no byte count.
 std::optional<std::uint64_t> parse_bytes(std::string_view text);
 
 // 1536 -> "1.5 KiB".

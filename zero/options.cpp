@@ -74,7 +74,7 @@ void check_gathering_groups(const EngineOptions& options, int world_size) {
 
 void check_commits(const EngineOptions& options) {
   refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
-  refuse(options.caller_state_bytes_max > kGiB, "caller_state_bytes_max", "must be at most 1 GiB");
+  refuse(options.caller_state_bytes_max > kGiB, "hoist.caller_state_max", "must be at most 1 GiB");
   refuse(options.keep_steps > tiers::kCheckpointsMax, "hoist.keep_steps",
          fmt::format("at most {} checkpoints can be kept", tiers::kCheckpointsMax));
   refuse(!options.mirror.directory.empty() && options.keep_steps >= tiers::kCheckpointsMax, "hoist.keep_steps",

@@ -163,6 +163,15 @@ TEST(Options, HoistSection) {
   EXPECT_EQ(config.engine.lock_timeout, std::chrono::milliseconds(500));
 }
 
+// Python's sys.maxsize stands for "no limit" in many files.
+TEST(Options, TheLargestCountIsOne) {
+  const Config config = parse(R"({"zero_optimization": {"stage3_max_live_parameters": 9223372036854775807},
+                                  "hoist": {"device_memory": "22.3GiB"}})");
+  EXPECT_EQ(config.engine.live_elements_max, 9223372036854775807u);
+  EXPECT_EQ(config.runtime.device_memory_bytes, round_down(23944442675, 4096));
+  EXPECT_THROW(parse(R"({"train_batch_size": 9223372036854775808})"), ConfigError);
+}
+
 TEST(Options, CudaAndOtherChoices) {
   const Config config = parse(R"({"hoist": {"device": "cuda", "device_ordinal": 3, "io_engine": "io_uring",
                                             "communicator": "mpi"}})");

@@ -368,7 +368,7 @@ class LongCallerState : public testing::TestWithParam<LongState> {
         GetParam().call(model, state);
         ADD_FAILURE() << "rank " << rank << " was not refused";
       } catch (const UsageError& error) {
-        EXPECT_THAT(error.what(), HasSubstr("101 bytes"));
+        EXPECT_THAT(error.what(), AllOf(HasSubstr("101 bytes"), HasSubstr("raise hoist.caller_state_max")));
         const std::string who = rank == refused ? "" : "rank " + std::to_string(refused);
         EXPECT_THAT(error.what(), HasSubstr(who));
       }

@@ -50,7 +50,8 @@ bool has_room(const EngineOptions& options, std::span<const std::byte> program_s
 void require_room(const EngineOptions& options, std::span<const std::byte> program_state) {
   if (has_room(options, program_state)) return;
   throw UsageError(
-      fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
+      fmt::format("the caller state has {} bytes, and room was reserved for {}; raise hoist.caller_state_max "
+                  "(EngineOptions::caller_state_bytes_max)",
                   program_state.size(), options.caller_state_bytes_max));
 }
 

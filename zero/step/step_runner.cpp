@@ -56,8 +56,8 @@ double StepRunner::global_norm(double norm_max, std::span<const std::byte> progr
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].long_state_bytes == 0) continue;
     throw UsageError(
-        fmt::format("{} cannot take the step: its caller state has {} bytes, more than were reserved there "
-                    "(EngineOptions::caller_state_bytes_max)",
+        fmt::format("{} cannot take the step: its caller state has {} bytes, more than were reserved there; "
+                    "raise hoist.caller_state_max (EngineOptions::caller_state_bytes_max)",
                     parts_.ranks.name_in_job(static_cast<int>(rank)), all[rank].long_state_bytes));
   }
   return std::sqrt(total) * parts_.settings.gradient_mean(parts_.pass.passes_of_step());
