@@ -137,6 +137,7 @@ std::string prediction_text(const CheckReport& report) {
   Rows rows{tier_row(report, "device", p.device, "hoist.device_memory"),
             tier_row(report, "pinned", p.pinned, "hoist.pinned_memory")};
   if (p.nvme_bytes > 0) rows.push_back({"NVMe", format_bytes(p.nvme_bytes), "reserved at the start"});
+  if (p.mirror_bytes > 0) rows.push_back({"mirror", format_bytes(p.mirror_bytes), "reserved at the start"});
   text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + "\nand moves in each step\n";
   text += columns(
       {{"NVMe", format_bytes(p.step.nvme_read) + " read", format_bytes(p.step.nvme_write) + " written"},
@@ -236,7 +237,8 @@ Json prediction_json(const CheckReport& report) {
   const Prediction& p = *report.prediction;
   Json json{{"parameters", p.parameter_count},   {"model", report.model},
             {"device", tier_json(p.device)},     {"pinned", tier_json(p.pinned)},
-            {"nvme", {{"bytes", p.nvme_bytes}}}, {"step", step_json(p.step)}};
+            {"nvme", {{"bytes", p.nvme_bytes}}}, {"mirror", {{"bytes", p.mirror_bytes}}},
+            {"step", step_json(p.step)}};
   json["program_pinned_bytes"] = report.program_pinned_bytes;
   json["optimizer_pinned_fraction"] = p.pinned_fraction;
   json["optimizer_pinned_fraction_max"] = or_null(report.pinned_fraction_max);

@@ -14,7 +14,8 @@ aio::File make_file(const std::string& path, std::uint64_t bytes) {
   aio::File file(path, {.mode = aio::OpenMode::create});
   detail::remove_file(path);
   const std::string directory = path.substr(0, path.find_last_of('/'));
-  const detail::SpaceNeed need{directory, bytes, "gradients that do not fit pinned memory (hoist.gradient_spill),",
+  const detail::SpaceNeed need{directory, bytes, "nvme_path",
+                               "gradients that do not fit pinned memory (hoist.gradient_spill),",
                                ", or hoist.pinned_memory"};
   if (const auto free_bytes = detail::free_bytes(directory); free_bytes < bytes)
     throw detail::too_little_space(need, free_bytes);

@@ -48,6 +48,7 @@ struct StoreRecord {
 
 struct StoreOptions {
   std::string directory;
+  std::string directory_key{};  // the configuration key that names the directories; for errors about their space
   // Further drives, over which the data is spread; the manifest stays in `directory`.
   std::vector<std::string> stripe_directories{};
   // create(): each drive's share, `directory` first, 1 to 16; equal shares if empty. open() uses the store's own.

@@ -178,13 +178,13 @@ class NewFiles {
   }
 
   // Takes and holds the locks. Existing files may be replaced if they never held a commit.
-  void claim(Nanoseconds lock_timeout, bool replace_first_commit) {
-    for (const auto& creation : creations_) creation->claim(lock_timeout);
+  void claim(const StoreOptions& options) {
+    for (const auto& creation : creations_) creation->claim(options.lock_timeout);
     const detail::ManifestView view = detail::view_manifest(drives_.front().manifest);
-    refuse_if_committed(view, superblock_, drives_.front(), replace_first_commit);
+    refuse_if_committed(view, superblock_, drives_.front(), options.replace_first_commit);
     const auto uncommitted = view.superblock ? std::optional(view.superblock->store_number) : std::nullopt;
     for (const StorePaths& drive : drives_) detail::refuse_foreign_data(drive, drives_.front().directory, uncommitted);
-    detail::require_space(drives_, drive_needs(layout_, superblock_));
+    detail::require_space(drives_, drive_needs(layout_, superblock_), options.directory_key);
   }
 
   std::unique_ptr<aio::StripedFile> make_data(Store::Queues queues) {
@@ -356,7 +356,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Queues queues)
     NewFiles made(detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank), superblock,
                   stripe_layout(options));
     require_queues(queues, options.stripe_directories.size() + 1);
-    made.claim(options.lock_timeout, options.replace_first_commit);
+    made.claim(options);
     files.data = made.make_data(queues);
     files.manifest = made.make_manifest(*queues.front());
     labels = made.committed_labels();

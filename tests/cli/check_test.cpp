@@ -71,6 +71,27 @@ TEST_F(Check, EachStepThatIsKeptTakesTwelveBytesAParameter) {
   EXPECT_NEAR((nvme_bytes(3) - without) / 100e6, 36, 0.3);
 }
 
+// Its file system must have room, beside the store's where both are on one.
+TEST_F(Check, AMirrorTakesTheSpaceOfAStore) {
+  const auto report = [&](const std::string& hoist, const char* size) {
+    write("mirrored.json", R"({"hoist": {"checkpoint_path": ")" + path("store") + "\"" + hoist + "}}");
+    const auto result = run(fmt::format("check mirrored.json --parameters {} --json report.json", size));
+    auto json = json_of("report.json");
+    json["exit_code"] = result.exit_code;
+    return json;
+  };
+  const std::string mirror = R"(, "mirror": {"path": ")" + path("mirror") + "\"}";
+  const auto without = report("", "1e6"), with = report(mirror, "1e6");
+  EXPECT_EQ(without["prediction"]["mirror"]["bytes"], 0);
+  EXPECT_NEAR(with["prediction"]["mirror"]["bytes"].get<double>(), 24e6, 1e6);
+  EXPECT_EQ(with["exit_code"], 0);
+  const auto drive = [](const nlohmann::json& of) { return of["machine"]["memories"].back(); };
+  EXPECT_THAT(drive(with)["name"].get<std::string>(), testing::ContainsRegex("NVMe at .*store/hoist and mirror at"));
+  EXPECT_NEAR(drive(with)["bytes"].get<double>() - drive(without)["bytes"].get<double>(), 24e6 + 12e6, 2e6);
+  EXPECT_THAT(report(mirror, "1e12")["machine"]["problems"].dump(), HasSubstr("another drive in hoist.mirror.path"));
+  EXPECT_THAT(report("", "1e12")["machine"]["problems"].dump(), HasSubstr("a larger drive in hoist.checkpoint_path"));
+}
+
 TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
                          "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},

@@ -213,7 +213,8 @@ void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::
                   drive.directory, label ? shown(*label) : "no label says which"));
 }
 
-void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes) {
+void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes,
+                   const std::string& key) {
   struct FileSystem {
     std::string directory;
     std::uint64_t have_bytes = 0, need_bytes = 0;
@@ -230,7 +231,7 @@ void require_space(std::span<const StorePaths> drives, std::span<const std::uint
   }
   for (const auto& [device, system] : systems) {
     if (system.have_bytes < system.need_bytes)
-      throw too_little_space({system.directory, system.need_bytes}, system.have_bytes);
+      throw too_little_space({system.directory, system.need_bytes, key}, system.have_bytes);
   }
 }
 

@@ -60,7 +60,8 @@ struct LabelledDrive {
 };
 
 // Refuses unless every file system has enough space for its drives; several drives may be on one. `need_bytes` is for
-// each drive. Space of the store's files that will be replaced counts as free.
-void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes);
+// each drive. Space of the store's files that will be replaced counts as free. `key`: of StoreOptions::directory_key.
+void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes,
+                   const std::string& key);
 
 }  // namespace hoist::tiers::detail

@@ -244,8 +244,8 @@ BudgetError too_little_space(const SpaceNeed& need, std::uint64_t have_bytes) {
   return BudgetError({.tier = "nvme",
                       .have_bytes = have_bytes,
                       .need_bytes = need.bytes,
-                      .key = fmt::format("the free space of the file system of {} (the offload path){}", need.directory,
-                                         need.other_remedy),
+                      .key = fmt::format("the free space of the file system of {}{}{}", need.directory,
+                                         need.key.empty() ? "" : fmt::format(" ({})", need.key), need.other_remedy),
                       .detail = fmt::format("{} in {}", need.purpose, need.directory)});
 }
 

@@ -54,6 +54,7 @@ std::uint64_t free_bytes(const std::string& directory);
 struct SpaceNeed {
   std::string directory;
   std::uint64_t bytes = 0;
+  std::string key{};  // the configuration key that names the directory
   std::string purpose = "the store";
   std::string other_remedy{};  // beside more space
 };

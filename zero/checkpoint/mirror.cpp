@@ -82,6 +82,7 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
     directory_ = new_store_directory(directories.front().order + 1, ranks_.group().size());
   ranks_.run_in_job(same_run ? "open its mirror" : "make its mirror", [&] {
     store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
+    store_options_.directory_key = "hoist.mirror.path";
     store_options_.store_number = store_number;
     store_ = same_run ? tiers::Store::open(store_options_, drives_) : tiers::Store::create(store_options_, drives_);
   });

@@ -60,7 +60,7 @@ tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& optio
   EngineOptions smallest = options;  // with as many gradients spilled as need least
   choose_pinned_shares(smallest, table, access, 0);
   const MemoryPlan least(smallest, table, {access, 0, 0});
-  const tiers::Store::Cost store = store_cost(options, table, RecordMap(table), runtime.rank());
+  const StoreCost store = store_cost(options, table, RecordMap(table), runtime.rank());
   const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + store.memory_bytes;
   const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
   constexpr const char* kWhat = "the tables of the store that is taken over";

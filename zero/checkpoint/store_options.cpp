@@ -11,6 +11,7 @@ namespace hoist::detail {
 tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                                   int rank, const StoreDirectory& where, Trace* trace) {
   return {.directory = where.in(options.store_directory),
+          .directory_key = options.uses_nvme() ? "nvme_path" : "hoist.checkpoint_path",
           .stripe_directories = where.in(options.stripe_directories),
           .identity = {.layout = table.identity(), .rank = rank, .world_size = table.world_size()},
           .records = records.records(),
@@ -23,13 +24,14 @@ tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable&
           .trace = trace};
 }
 
-tiers::Store::Cost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
-                              int rank) {
+StoreCost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records, int rank) {
   if (options.store_directory.empty()) return {};
-  tiers::Store::Cost cost = tiers::Store::cost(store_options(options, table, records, rank));
-  if (!options.mirror.directory.empty())
-    cost.memory_bytes += kCopyBufferBytes +
-                         tiers::Store::cost(store_options(mirror_options(options), table, records, rank)).memory_bytes;
+  const tiers::Store::Cost store = tiers::Store::cost(store_options(options, table, records, rank));
+  StoreCost cost{.memory_bytes = store.memory_bytes, .disk_bytes = store.disk_bytes};
+  if (options.mirror.directory.empty()) return cost;
+  const tiers::Store::Cost mirror = tiers::Store::cost(store_options(mirror_options(options), table, records, rank));
+  cost.memory_bytes += kCopyBufferBytes + mirror.memory_bytes;
+  cost.mirror_disk_bytes = mirror.disk_bytes;
   return cost;
 }
 

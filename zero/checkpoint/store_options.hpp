@@ -18,8 +18,13 @@ namespace hoist::detail {
 tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                                   int rank, const StoreDirectory& directory = {}, Trace* trace = nullptr);
 
-// The memory and the space on its drives that a store takes, with its mirror if there is one.
-tiers::Store::Cost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records, int rank);
+// What a store takes of memory, with its mirror if there is one, and of the space on the drives of each.
+struct StoreCost {
+  std::uint64_t memory_bytes = 0;
+  std::uint64_t disk_bytes = 0;
+  std::uint64_t mirror_disk_bytes = 0;
+};
+StoreCost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records, int rank);
 
 // The options of the mirror, which is found, made and opened like a store of its own.
 EngineOptions mirror_options(const EngineOptions& options);

@@ -18,7 +18,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kDriveRemedy = "name a larger drive, or several, in nvme_path";
+const char* drive_remedy(const EngineOptions& engine) {
+  return engine.uses_nvme() ? "name a larger drive, or several, in nvme_path"
+                            : "name a larger drive in hoist.checkpoint_path";
+}
 
 std::uint64_t free_space(const fs::path& directory) {
   std::error_code error;
@@ -26,13 +29,13 @@ std::uint64_t free_space(const fs::path& directory) {
   return error ? 0 : space.available;
 }
 
-// A file system that has directories of a store.
+// A file system that has directories of the store, of its mirror, or of both.
 struct StoreFileSystem {
   dev_t device = 0;
-  std::string directory;  // the first of them
-  std::uint64_t directory_count = 0;
+  std::string name;  // "NVMe at /data/hoist and mirror at /data/mirror/hoist"
   std::uint64_t free_bytes = 0;
-  std::uint64_t reserved_bytes = 0;  // that files of the store have already
+  std::uint64_t needed_bytes = 0;  // beside what files of the store have already
+  std::string remedy;
 };
 
 std::uint64_t bytes_on_disk(const std::string& directory) {
@@ -47,34 +50,36 @@ std::uint64_t bytes_on_disk(const std::string& directory) {
   return bytes;
 }
 
-std::vector<StoreFileSystem> file_systems(const std::vector<std::string>& directories) {
-  std::vector<StoreFileSystem> all;
+// Adds a store of `bytes` to what is needed of each file system. A new store gives drives shares by their measured
+// speed; here each directory counts alike.
+void add_store(const std::vector<std::string>& directories, std::uint64_t bytes, const char* name, const char* remedy,
+               std::vector<StoreFileSystem>& all) {
+  std::uint64_t reserved = 0;
+  for (const std::string& directory : directories) reserved += bytes_on_disk(directory);
+  const std::uint64_t share = divide_up(left_of(bytes, reserved), std::max<std::size_t>(directories.size(), 1));
+  if (share == 0) return;
+  std::vector<dev_t> named;  // each file system once
   for (const std::string& directory : directories) {
     struct stat status {};
     const fs::path existing = detail::existing_part(directory);
     if (::stat(existing.c_str(), &status) != 0) continue;
     auto found = std::ranges::find(all, status.st_dev, &StoreFileSystem::device);
     if (found == all.end())
-      found =
-          all.insert(all.end(), {.device = status.st_dev, .directory = directory, .free_bytes = free_space(existing)});
-    ++found->directory_count;
-    found->reserved_bytes += bytes_on_disk(directory);
+      found = all.insert(all.end(), {.device = status.st_dev, .name = {}, .free_bytes = free_space(existing)});
+    found->needed_bytes += share;
+    found->remedy = remedy;
+    if (std::ranges::find(named, status.st_dev) != named.end()) continue;
+    named.push_back(status.st_dev);
+    found->name += fmt::format("{}{} at {}", found->name.empty() ? "" : " and ", name, directory);
   }
-  return all;
 }
 
-// What a store of `bytes` needs of each file system, beside what it has. A new store gives drives shares by their
-// measured speed; here each directory counts alike.
-void add_drives(const EngineOptions& engine, std::uint64_t bytes, MachineFit& fit) {
-  const std::vector<std::string> directories = engine.drive_directories();
-  const std::vector<StoreFileSystem> all = file_systems(directories);
-  std::uint64_t reserved = 0;
-  for (const StoreFileSystem& files : all) reserved += files.reserved_bytes;
-  if (reserved >= bytes) return;
-  for (const StoreFileSystem& files : all) {
-    const std::uint64_t share = divide_up(bytes - reserved, directories.size()) * files.directory_count;
-    fit.memories.push_back({"NVMe at " + files.directory, share, share, files.free_bytes, kDriveRemedy});
-  }
+void add_drives(const EngineOptions& engine, std::uint64_t bytes, std::uint64_t mirror_bytes, MachineFit& fit) {
+  std::vector<StoreFileSystem> all;
+  add_store(engine.drive_directories(), bytes, "NVMe", drive_remedy(engine), all);
+  add_store({engine.mirror.directory}, mirror_bytes, "mirror", "name another drive in hoist.mirror.path", all);
+  for (const StoreFileSystem& files : all)
+    fit.memories.push_back({files.name, files.needed_bytes, files.needed_bytes, files.free_bytes, files.remedy});
 }
 
 constexpr const char* kMoreRanks = "more ranks on more machines need less each";
@@ -141,9 +146,9 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   if (p.nvme_bytes > 0) {
     const std::uint64_t bytes = ranks * p.nvme_bytes;
     if (drive_bytes) {
-      fit.memories.push_back({"NVMe at " + engine.store_directory, bytes, bytes, *drive_bytes, kDriveRemedy});
+      fit.memories.push_back({"NVMe at " + engine.store_directory, bytes, bytes, *drive_bytes, drive_remedy(engine)});
     } else {
-      add_drives(engine, bytes, fit);
+      add_drives(engine, bytes, ranks * p.mirror_bytes, fit);
     }
   }
   for (const MachineFit::Memory& memory : fit.memories) {

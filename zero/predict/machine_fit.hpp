@@ -31,7 +31,8 @@ struct MachineFit {
 };
 
 // `runtime`: as chosen for `machine`. Space that the store's files have already is not needed again.
-// `drive_bytes`: of all drives, if this is not the machine that the program runs on. Empty: looks at the file systems.
+// `drive_bytes`: of all drives, if this is not the machine that the program runs on; a mirror's are then unknown.
+// Empty: looks at the file systems.
 MachineFit machine_fit(const Prediction& prediction, const RuntimeOptions& runtime, const EngineOptions& engine,
                        const Machine& machine, std::optional<std::uint64_t> drive_bytes = std::nullopt);
 

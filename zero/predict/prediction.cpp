@@ -147,7 +147,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   if (options.commit_every < 1) throw UsageError("a step cannot be predicted of a store that commits every 0 steps");
   const detail::UnitTable table = table_of(options, model, world_size);
   const detail::DeviceAccess access = detail::device_access(runtime);
-  const tiers::Store::Cost store = detail::store_cost(options, table, detail::RecordMap(table), /*rank=*/0);
+  const detail::StoreCost store = detail::store_cost(options, table, detail::RecordMap(table), /*rank=*/0);
   const std::uint64_t other_device = other_device_bytes(runtime, program, world_size);
   const std::uint64_t other_pinned = store.memory_bytes + program.pinned_bytes;
   Prediction out;
@@ -173,6 +173,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
     out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, table, access, facts.free_device_bytes);
   out.scratch_bytes = plan.units().scratch_bytes();
   out.nvme_bytes = store.disk_bytes + out.scratch_bytes;
+  out.mirror_bytes = store.mirror_disk_bytes;
   for (std::uint32_t u = 0; u < table.units().size(); ++u)
     if (plan.units().unit(UnitId{u}).gradient_spilled) ++out.spilled_units;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;

@@ -64,6 +64,7 @@ struct Prediction {
     return together && device.fits() && pinned.fits();
   }
   std::uint64_t nvme_bytes = 0;       // reserved in the store's directories, scratch included
+  std::uint64_t mirror_bytes = 0;     // reserved in the mirror's directory
   StepBytes step;                     // per training step
   std::vector<UnitWork> units;        // the same by unit, in the order of forward
   std::vector<PlannedFetch> fetches;  // of a pass
