@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -20,9 +21,13 @@ Json number(double value) {
   return value == std::floor(value) && std::abs(value) < 9e15 ? Json(static_cast<std::int64_t>(value)) : Json(value);
 }
 
+// Of integers and of numbers without a limit of their own; as Range's default, in values that JSON can write.
+constexpr std::int64_t kCountMax = std::numeric_limits<std::int64_t>::max();
+
 void add_range(Json& schema, const Range& range) {
   schema[range.min_excluded ? "exclusiveMinimum" : "minimum"] = number(range.min);
-  if (range.max < 9e18) schema[range.max_excluded ? "exclusiveMaximum" : "maximum"] = number(range.max);
+  const Json most = range.max == Range{}.max ? Json(kCountMax) : number(range.max);
+  schema[range.max_excluded ? "exclusiveMaximum" : "maximum"] = most;
   if (range.multiple_of > 1) schema["multipleOf"] = range.multiple_of;
 }
 
@@ -32,21 +37,20 @@ Json ranged(const char* type, const Range& range) {
   return schema;
 }
 
-// The parser accepts choices in any case; editors offer the usual spelling, and accept it in lower or upper case.
+// The parser accepts choices in any case; editors offer the usual spelling.
 Json spellings(const std::vector<std::string_view>& choices) {
-  std::vector<std::string> all;
-  const auto add = [&](std::string text) {
-    if (std::ranges::find(all, text) == all.end()) all.push_back(std::move(text));
-  };
-  for (const std::string_view choice : choices) add(std::string(choice));
+  std::string pattern;
   for (const std::string_view choice : choices) {
-    std::string lower(choice), upper(choice);
-    for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-    for (char& c : upper) c = c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
-    add(std::move(lower));
-    add(std::move(upper));
+    pattern += pattern.empty() ? "^(" : "|";
+    for (const char c : choice) {
+      const char lower = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+      if (lower >= 'a' && lower <= 'z')
+        pattern += {'[', lower, static_cast<char>(lower - 'a' + 'A'), ']'};
+      else
+        pattern += {c};
+    }
   }
-  return Json{{"enum", all}};
+  return {{"type", "string"}, {"anyOf", {Json{{"enum", choices}}, Json{{"pattern", pattern + ")$"}}}}};
 }
 
 // As is_path() in values.cpp.
@@ -142,9 +146,12 @@ Json leaf_schema(const KeyRow& row) {
 Json properties_of(std::string_view section_path);
 
 Json section_schema(const KeyRow& row) {
+  Json types = Json::array({"object"});
+  if (row.nullable) types.push_back("null");
+  if (row.path == "zero_optimization") types.push_back("boolean");  // the stages 0 and 1, as in DeepSpeed
   Json schema{{"description", row.meaning},
-              {"type", row.nullable ? Json{"object", "null"} : Json("object")},
-              {"additionalProperties", false},
+              {"type", types.size() == 1 ? types.front() : types},
+              {"additionalProperties", has_only_hints(row.path)},
               {"patternProperties", {{"^(_|//)|^comments?$", true}}},
               {"properties", properties_of(row.path)}};
   return schema;

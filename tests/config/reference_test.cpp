@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdlib>
 #include <fstream>
+#include <limits>
+#include <regex>
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
 
 #include <hoist/config/key_table.hpp>
 #include <hoist/config/reference.hpp>
@@ -24,6 +27,21 @@ void expect_in_tree(const std::filesystem::path& file, const std::string& text) 
 
 TEST(Reference, TheDocumentIsTheTable) { expect_in_tree("docs/config.md", reference_markdown()); }
 TEST(Reference, TheSchemaIsTheTable) { expect_in_tree("docs/hoist.schema.json", schema_json()); }
+
+// An editor must not mark what a run takes.
+TEST(Reference, TheSchemaTakesWhatTheParserTakes) {
+  const auto top = nlohmann::json::parse(schema_json())["properties"];
+  const auto zero = top["zero_optimization"];
+  EXPECT_THAT(zero["type"], testing::Contains("boolean")) << "DeepSpeed's old form";
+  EXPECT_EQ(zero["additionalProperties"], false);
+  EXPECT_EQ(top["tensorboard"]["additionalProperties"], true) << "hints only: a key that is not known is one, too";
+  const auto device = zero["properties"]["offload_param"]["properties"]["device"]["anyOf"][0]["anyOf"];
+  EXPECT_EQ(device[0]["enum"], nlohmann::json({"none", "cpu", "nvme"}));
+  const std::regex pattern(device[1]["pattern"].get<std::string>());
+  for (const char* text : {"cpu", "Cpu", "NVMe"}) EXPECT_TRUE(std::regex_match(text, pattern)) << text;
+  EXPECT_FALSE(std::regex_match("cpus", pattern));
+  EXPECT_EQ(top["train_batch_size"]["anyOf"][0]["maximum"], std::numeric_limits<std::int64_t>::max());
+}
 
 TEST(Reference, EveryKeyIsInIt) {
   const std::string document = reference_markdown();
