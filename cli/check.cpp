@@ -67,7 +67,7 @@ void add_prediction(const CheckArguments& arguments, const CheckedMachine& machi
   engine.micro_batches_max = static_cast<unsigned>(report.config.micro_batches(ranks));
   report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
   report.fit = machine_fit(*report.prediction, report.runtime, engine, machine.node, machine.drive_bytes);
-  constexpr auto kDefaultElements = EngineOptions{}.sub_group_elements;
+  const auto kDefaultElements = EngineOptions{}.sub_group_elements;
   if (engine.sub_group_elements > kDefaultElements) {
     EngineOptions by_default = engine;
     by_default.sub_group_elements = kDefaultElements;

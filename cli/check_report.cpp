@@ -28,7 +28,7 @@ std::string pinned_text(Placement placement, const std::optional<double>& share)
 
 // Whether offload_param.max_in_cpu is set.
 bool has_weights_limit(const EngineOptions& engine) {
-  constexpr auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
+  const auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
   return engine.parameters_pinned_elements_max != kUnlimited;
 }
 

@@ -33,19 +33,21 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
   if (text.empty() && !several) return std::nullopt;
   if (text.empty() && !job.commits.empty()) return job.commits.front();
   if (text.empty()) throw StoreError("the stores have no commit in common");
-  std::string held;
+  std::string held, last;
   for (const tiers::CommitHeader& commit : job.commits) {
     const std::string step = fmt::format("{}", commit.step);
     if (step == text) return commit;
+    if (step == last) continue;  // the same step, saved again
     held += (held.empty() ? "" : ", ") + step;
+    last = step;
   }
   throw UsageError(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
                                held.empty() ? "no step that every rank has" : "the steps " + held));
 }
 
-void check_checkpoint(const std::string& name, const StoredJob& job) {
-  if (name.empty() || std::ranges::find(job.checkpoints, name, &tiers::CommitHeader::name) != job.checkpoints.end())
-    return;
+tiers::CommitHeader chosen_checkpoint(const std::string& name, const StoredJob& job) {
+  for (auto checkpoint = job.checkpoints.rbegin(); checkpoint != job.checkpoints.rend(); ++checkpoint)
+    if (checkpoint->name == name) return *checkpoint;
   std::vector<tiers::CommitHeader> all = job.checkpoints;
   for (const StoredJob& older : job.older) std::ranges::copy(older.checkpoints, std::back_inserter(all));
   const auto held = listed(all, &tiers::CommitHeader::name);
@@ -58,12 +60,13 @@ void check_checkpoint(const std::string& name, const StoredJob& job) {
 std::string names_of(const StoredJob& job) { return listed(job.groups, &StoreSummary::directory); }
 
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from) {
-  StoredModelOptions options{.from = from};
-  if (const auto commit = from.empty() ? chosen_commit(step, job) : std::nullopt) {
+  StoredModelOptions options{.from = from, .below = false};
+  if (!from.empty()) {
+    options.serial = chosen_checkpoint(from, job).checkpoint_serial;
+  } else if (const auto commit = chosen_commit(step, job)) {
     options.step = commit->step;
     options.revision = commit->revision;
   }
-  check_checkpoint(from, job);
   return options;
 }
 
@@ -120,6 +123,8 @@ StoredJob find_job(const std::vector<std::string>& paths, const std::string& fro
 StoredJob find_settled_job(const std::vector<std::string>& paths) {
   StoredJob job = find_job(paths);
   for (StoreSummary& group : job.groups) group = without_passing_damage(std::move(group));
+  for (StoredJob& older : job.older)
+    for (StoreSummary& group : older.groups) group = without_passing_damage(std::move(group));
   return job;
 }
 
@@ -129,12 +134,6 @@ std::vector<std::string> damage_lines(const StoreSummary& store) {
     for (const tiers::ManifestDamage& part : rank.damage)
       lines.push_back(fmt::format("rank {}: {}", rank.rank, part.text));
   return lines;
-}
-
-bool lost_a_checkpoint(const StoreSummary& store) {
-  return std::ranges::any_of(store.ranks, [](const StoreSummary::Rank& rank) {
-    return std::ranges::any_of(rank.damage, &tiers::ManifestDamage::is_of_checkpoint);
-  });
 }
 
 std::vector<std::string> other_groups(const std::string& path, const StoreSummary& store) {

@@ -38,8 +38,6 @@ StoredJob find_settled_job(const std::vector<std::string>& paths);
 
 // The unusable parts of a store's manifests, a line each: "rank 0: commit slot 1 of ... cannot be used: ...".
 std::vector<std::string> damage_lines(const StoreSummary& store);
-// Whether one of them is of a named checkpoint.
-bool lost_a_checkpoint(const StoreSummary& store);
 
 // The commit that was asked for with --step or --from, of which at most one is not empty; the newest without both.
 // Errors: UsageError when not every rank of every store has it.

@@ -29,6 +29,7 @@ struct VerifyArguments {
 void print(const Verification& verification) {
   constexpr std::size_t kShownMax = 50;
   const std::string which = verification.name.empty() ? "" : fmt::format(", named {}", verification.name);
+  if (verification.retired) return say("not verified{}: {}\n", which, verification.not_done);
   if (!verification.not_done.empty()) complain("hoist verify: not verified{}: {}\n", which, verification.not_done);
   if (verification.is_sound())
     say("verified step {}{}: all of {} matches its checksums\n", verification.step, which,
@@ -48,11 +49,8 @@ void print(const Verification& verification) {
 }
 
 Json json_of(const Verification& verification) {
-  Json json{{"name", verification.name},
-            {"done", verification.not_done.empty()},
-            {"step", verification.step},
-            {"checked_bytes", verification.bytes},
-            {"damage", Json::array()}};
+  Json json{{"name", verification.name}, {"done", verification.not_done.empty()}, {"retired", verification.retired},
+            {"step", verification.step}, {"checked_bytes", verification.bytes},   {"damage", Json::array()}};
   if (!verification.not_done.empty()) json["reason"] = verification.not_done;
   for (const CorruptionError& error : verification.damage) {
     json["damage"].push_back({{"unit", error.where.unit},
@@ -82,8 +80,9 @@ int verify(const VerifyArguments& arguments) {
   const std::vector<Verification> results =
       verify_job(directories, {.bytes_per_second = rate, .progress = reported_as("verifying")});
   for (const Verification& verification : results) print(verification);
+  const std::vector<StoreSummary> stores = all_stores(job);
   const bool sound =
-      std::ranges::all_of(results, &Verification::is_sound) && std::ranges::none_of(job.groups, lost_a_checkpoint);
+      std::ranges::all_of(results, &Verification::is_sound) && std::ranges::none_of(stores, lost_a_checkpoint);
   Json json{{"sound", sound},
             {"commits", Json::array()},
             {"manifest_damage", Json::array()},
@@ -93,7 +92,9 @@ int verify(const VerifyArguments& arguments) {
     json["absent_ranks"].push_back(absent);
     if (!absent.empty())
       say("{}: no files of rank {} are here; verify them on their hosts\n", group.directory, fmt::join(absent, ", "));
-    for (const std::string& line : damage_lines(group)) {
+  }
+  for (const StoreSummary& store : stores) {
+    for (const std::string& line : damage_lines(store)) {
       say("{}\n", line);
       json["manifest_damage"].push_back(line);
     }

@@ -128,7 +128,7 @@ class Engine {
   // unclipped.
   void read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out);
   // [J] Every rank passes the same values. With a store of steps, a commit of its own, with the caller state of the
-  // last step that was applied; a sharding group that has nothing to change passes none. Errors: UsageError for
+  // last step, or of a save after it; a sharding group that has nothing to change passes none. Errors: UsageError for
   // State::gradient, for a moment that is not kept, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
   // [J] Replaces the whole state, and the caller state, as if `step` steps had been applied: for state that another

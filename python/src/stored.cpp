@@ -22,6 +22,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
@@ -107,14 +108,15 @@ std::vector<std::string> verify(const std::string& directory, std::uint64_t byte
   const auto found =
       verify_job(std::vector{directory}, {.bytes_per_second = bytes_per_second, .progress = look_for_signals});
   for (const Verification& commit : found) {
-    if (!commit.not_done.empty()) not_done.push_back(commit.not_done);
+    if (!commit.not_done.empty() && !commit.retired) not_done.push_back(commit.not_done);
     for (const CorruptionError& error : commit.damage)
       damage.push_back(error.what() + (commit.name.empty() ? "" : " (checkpoint '" + commit.name + "')"));
   }
-  const StoreSummary store = without_passing_damage(look_at_store(directory));
-  for (const StoreSummary::Rank& rank : store.ranks) {
-    for (const tiers::ManifestDamage& part : rank.damage)
-      if (part.is_of_checkpoint) damage.push_back(part.text);
+  for (const StoreSummary& look : all_stores(look_at_job(std::vector{directory}))) {
+    const StoreSummary store = without_passing_damage(look);
+    for (const StoreSummary::Rank& rank : store.ranks)
+      for (const tiers::ManifestDamage& part : rank.damage)
+        if (part.is_of_checkpoint) damage.push_back(part.text);
   }
   if (damage.empty() && !not_done.empty()) throw StoreError(not_done.front());
   damage.insert(damage.end(), not_done.begin(), not_done.end());

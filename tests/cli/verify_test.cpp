@@ -149,6 +149,11 @@ TEST_F(Verify, ReadsCheckpointsOfOlderStoresToo) {
   EXPECT_THAT(run("export store --from three --to exported-3").errors, HasSubstr("two"));
   EXPECT_EQ(run("verify store --json report.json").exit_code, 0);
   EXPECT_EQ(json_of("report.json")["commits"][1]["name"], "two");
+  const std::string manifest = test::contents_of(path("store/rank-00001.manifest"));
+  test::flip_bits(path("store/rank-00001.manifest"), manifest.rfind("two"));
+  EXPECT_THAT(run("verify store --json report.json").output, HasSubstr("slot"));
+  EXPECT_EQ(json_of("report.json")["sound"], false) << "the checkpoint's slot is damaged";
+  test::flip_bits(path("store/rank-00001.manifest"), manifest.rfind("two"));
   test::flip_bits(path("store/rank-00001.data"), 5, 4096);
   EXPECT_EQ(run("verify store --json report.json").exit_code, 1);
   EXPECT_EQ(json_of("report.json")["commits"][0]["damage"].size(), 0u);

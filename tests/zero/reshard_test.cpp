@@ -230,6 +230,18 @@ TEST_P(ReshardTest, StepsAreKeptOverAllStoresAndNoMore) {
   }
 }
 
+// The newer name counts, and yet what a start goes back to is there for the next one, should it fail.
+TEST_P(ReshardTest, AStepIsGoneBackToMoreThanOnce) {
+  setup_.engine.keep_steps = 1;
+  begin_and_keep_two(2);
+  on_engines(1, [&](int rank, ToyModel& model) {
+    go_on(rank, model, model.restore().step, 6, before_);
+    model.engine().save("six", {}).wait();
+  });
+  for (const int ranks : {2, 1})
+    on_engines(ranks, [&](int, ToyModel& model) { EXPECT_EQ(model.restore({.from = "two"}).step, 2u); });
+}
+
 TEST_P(ReshardTest, DamageIsToldWithTheStepsThatOlderStoresKeep) {
   begin_and_keep_two(2);
   continue_with(1, 4);

@@ -92,8 +92,8 @@ void remove_never_committed(const RankAgreement& ranks, const EngineOptions& opt
   });
 }
 
-void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& own,
-                         const StoreDirectory& present) {
+void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
+                         std::span<const StoreDirectory> spared) {
   constexpr Nanoseconds kNow{0};
   const StoreSearch search(ranks, options);
   std::vector<NamedCheckpoint> newer = search.checkpoints_in(present);  // than the store that is looked at, by name
@@ -101,7 +101,8 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
   std::vector<StoreDirectory> stores = search.directories();
   if (stores.empty() || stores.back().order > 0) stores.push_back({});  // it may have no manifest left
   for (const StoreDirectory& other : stores) {
-    if (other.order == present.order || other.order == own.order) continue;
+    if (other.order == present.order) continue;
+    const bool is_spared = std::ranges::find(spared, other.order, &StoreDirectory::order) != spared.end();
     const RestoreSource store = search.look(other);
     bool remove = !other.name.empty() && store.is_unfinished();
     if (!remove && other.order < present.order) {
@@ -115,6 +116,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
       });
       remove = ranks.smallest(remove ? 1 : 0) == 1 || ranks.smallest(half_removed ? 0 : 1) == 0;
     }
+    remove = remove && !is_spared;
     if (remove) useless.push_back(other);
     if (other.order > present.order) continue;
     std::string names;
@@ -124,7 +126,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
       newer.push_back(checkpoint);
     }
     if (!remove && !names.empty() && ranks.job().rank() == 0)
-      log_info("the store in {} stays for the named checkpoints {}", other.in(options.store_directory), names);
+      log_info("the store in {} stays, with the named checkpoints {}", other.in(options.store_directory), names);
   }
   if (ranks.all_true_in_job(useless.empty())) return;  // one group may have lost its store
   on_every_rank(ranks, "remove the store it took over from", [&] {

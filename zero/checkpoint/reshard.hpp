@@ -21,10 +21,10 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
 // files would be taken for parts of the new one. Errors: StoreError when another process is making it.
 void remove_never_committed(const RankAgreement& ranks, const EngineOptions& options);
 
-// [J] Removes stores that `present` has taken over from, but never the engine's `own`. A store stays if it keeps named
-// steps that newer ones do not have, and those have fewer than EngineOptions::keep_steps; if it is not whole; and, until
-// the next start, if somebody reads it.
-void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& own,
-                         const StoreDirectory& present);
+// [J] Removes stores that `present` has taken over from, but those that are `spared`. A store stays if it keeps named
+// steps that newer ones do not have, and those have fewer than EngineOptions::keep_steps; if it is not whole; and,
+// until the next start, if somebody reads it.
+void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
+                         std::span<const StoreDirectory> spared);
 
 }  // namespace hoist::detail

@@ -97,10 +97,16 @@ bool has_gone_back(const RankAgreement& ranks, const EngineOptions& options, con
   const StoreSearch search(ranks, mirror);
   const std::vector<StoreDirectory> stores = search.directories();
   if (stores.empty() || !search.look(stores.front()).is_unfinished()) return false;
-  const int rank = ranks.group().rank();
-  const auto awaits = tiers::Store::look(stores.front().in(mirror.store_directory), rank);
-  const auto own = tiers::Store::look(continued.source.directory.in(continued.directory), rank);
-  return ranks.all_true_in_job(!awaits.exists || awaits.store_number == own.store_number);
+  bool is_there = false, is_of_this_run = false;  // of this rank's part
+  ranks.run_in_job("look at its mirror", [&] {
+    const int rank = ranks.group().rank();
+    const auto awaits = tiers::Store::look(stores.front().in(mirror.store_directory), rank);
+    const auto own = tiers::Store::look(continued.source.directory.in(continued.directory), rank);
+    is_there = awaits.exists;
+    is_of_this_run = awaits.store_number == own.store_number;
+  });
+  const bool nobody = ranks.all_true_in_job(!is_there);
+  return ranks.all_true_in_job(!is_there || is_of_this_run) && !nobody;
 }
 
 }  // namespace
@@ -126,8 +132,9 @@ void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& option
     if (!goes_back_unasked) return;
     throw CommonStoreError(fmt::format(
         "the store in {} ends with step {}, and its mirror in {} has step {}: the run has gone on elsewhere since this "
-        "drive was used. To go on from step {}, move the store away; to go on from step {}, move the mirror away, or "
-        "name another directory in hoist.mirror.path",
+        "drive was used, or went back by a name and has copied nothing since, or the store is damaged (hoist inspect). "
+        "To go on from step {}, move the store away; to go on from step {}, move the mirror away, or name another "
+        "directory in hoist.mirror.path",
         continued->source.directory.in(continued->directory), step, found->source.directory.in(found->directory),
         newest.step, newest.step, step));
   }
@@ -163,7 +170,7 @@ std::string whole_checkpoints(const EngineOptions& options, const tiers::Store& 
   try {
     for (const StoredJob& older : look_at_job(std::array{options.store_directory}).older)
       std::ranges::copy(older.checkpoints, std::back_inserter(checkpoints));
-  } catch (const Error&) {  // the damage is what is told
+  } catch (const std::exception&) {  // the damage is what is told
   }
   std::vector<std::string> names;
   for (const CommitHeader& checkpoint : checkpoints)

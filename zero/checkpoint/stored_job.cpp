@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <set>
 #include <string>
 #include <tuple>
@@ -49,6 +50,12 @@ bool are_of_one_job(const StoreSummary& a, const StoreSummary& b) {
   return a.world_size && b.world_size && a.run != b.run && detail::job_part(a.run) == detail::job_part(b.run);
 }
 
+std::vector<StoreSummary> all_stores(const StoredJob& job) {
+  std::vector<StoreSummary> stores = job.groups;
+  for (const StoredJob& older : job.older) std::ranges::copy(older.groups, std::back_inserter(stores));
+  return stores;
+}
+
 StoredJob look_at_job(std::span<const std::string> directories) {
   if (directories.empty()) throw UsageError("a job has at least one store");
   std::set<std::uint64_t, std::greater<>> orders;
@@ -58,7 +65,12 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   StoredJob job;
   std::set<std::string> names;  // of the checkpoints in newer stores
   for (const std::uint64_t order : orders) {
-    std::vector<StoreSummary> groups = at_place(directories, order);
+    std::vector<StoreSummary> groups;
+    try {
+      groups = at_place(directories, order);
+    } catch (const Error&) {
+      if (job.groups.empty()) throw;  // the newest; an older one is of no importance for it
+    }
     if (groups.empty() || !objection(groups).empty()) continue;
     StoredJob here{
         .commits = detail::common_commits(std::span<const StoreSummary>(groups), &StoreSummary::commits),
@@ -69,7 +81,7 @@ StoredJob look_at_job(std::span<const std::string> directories) {
     for (const CommitHeader& checkpoint : here.checkpoints) names.insert(checkpoint.name);
     if (job.groups.empty())
       job = std::move(here);
-    else if (!here.checkpoints.empty())
+    else if (!here.checkpoints.empty() || std::ranges::any_of(here.groups, lost_a_checkpoint))
       job.older.push_back(std::move(here));
   }
   if (!job.groups.empty()) return job;

@@ -20,13 +20,17 @@ struct StoredJob {
   std::vector<StoreSummary> groups{};              // as they were named
   std::vector<tiers::CommitHeader> commits{};      // that all groups have, newest first
   std::vector<tiers::CommitHeader> checkpoints{};  // likewise, oldest first
-  // The stores before these that stay for named checkpoints, newest first; without names that a newer store has.
+  // The stores before these that stay for named checkpoints, newest first; without names that a newer store has. Those
+  // that cannot be looked at are left out.
   std::vector<StoredJob> older{};
 };
 
 // Looks at the stores that continue the job, one below each of `directories`. Errors: UsageError when they are not of
 // one job, or not of different groups.
 StoredJob look_at_job(std::span<const std::string> directories);
+
+// The stores of its groups, those of older ones last.
+std::vector<StoreSummary> all_stores(const StoredJob& job);
 
 // Whether two stores are those of two groups of one job.
 bool are_of_one_job(const StoreSummary& a, const StoreSummary& b);

@@ -100,6 +100,12 @@ StoreSummary look_at_one_store(const std::string& directory) {
   return summary;
 }
 
+bool lost_a_checkpoint(const StoreSummary& store) {
+  return std::ranges::any_of(store.ranks, [](const StoreSummary::Rank& rank) {
+    return std::ranges::any_of(rank.damage, &tiers::ManifestDamage::is_of_checkpoint);
+  });
+}
+
 bool has_store(const std::string& directory) { return !detail::readable_stores(directory).empty(); }
 
 StoreSummary without_passing_damage(StoreSummary store) {

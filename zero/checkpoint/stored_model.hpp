@@ -69,6 +69,8 @@ StoreSummary without_passing_damage(StoreSummary store);
 bool has_store(const std::string& directory);
 // The same of the store whose files are in `directory` itself.
 StoreSummary look_at_one_store(const std::string& directory);
+// Whether a rank's damage is that of a named checkpoint.
+bool lost_a_checkpoint(const StoreSummary& store);
 
 namespace detail {
 

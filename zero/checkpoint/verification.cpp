@@ -104,14 +104,12 @@ class Verifier {
       std::uint64_t total = 0;
       for (const Part& part : parts) total += detail::bytes_of(records_[part.group]);
       for (std::size_t p = 0; p < parts.size(); ++p) verify_part(p, total, result);
-    } catch (const RetiredError& error) {
-      result.not_done = error.what();
-      result.retired = true;
     } catch (const StoreError& error) {
       result.not_done = error.what();
-    } catch (const IoError& error) {
+    } catch (const IoError& error) {  // its store may have been removed just now
       result.not_done = error.what();
     }
+    result.retired = !result.not_done.empty() && is_retired();
     reader_.reset();
     return result;
   }
@@ -134,6 +132,8 @@ class Verifier {
     const auto is_this = [&](const StoredJob& job) { return are_same(job, groups_); };
     const auto older = std::ranges::find_if(all.older, is_this);
     const StoredJob* const job = is_this(all) ? &all : older != all.older.end() ? &*older : nullptr;
+    if (!job && checkpoint_)
+      throw RetiredError(fmt::format("checkpoint '{}' is in no store that counts any more", checkpoint_->name));
     if (!job)
       throw StoreError(
           fmt::format("{} has the files of another store than when it was looked at first; verify it again",
@@ -142,6 +142,18 @@ class Verifier {
     if (parts.empty() && checkpoint_)
       throw RetiredError(fmt::format("checkpoint '{}' was removed meanwhile", checkpoint_->name));
     return parts;
+  }
+
+  // Whether a named checkpoint, which was there, is gone.
+  bool is_retired() const {
+    try {
+      static_cast<void>(look_once());
+      return false;
+    } catch (const RetiredError&) {
+      return true;
+    } catch (const Error&) {
+      return false;
+    }
   }
 
   // Opens part `p` of the commit as it is on disk now. While training goes on, its place in the manifest may be written
@@ -210,14 +222,14 @@ std::vector<Verification> verify_job(std::span<const std::string> directories, c
   const StoredJob job = look_at_job(directories);
   if (std::string problem = obstacle(job); !problem.empty()) return {{.not_done = std::move(problem)}};
   std::vector<Verification> results;
-  const auto verify = [&](const StoredJob& stores, bool commit) {
-    Verifier verifier(directories, options, stores);
-    if (commit) results.push_back(verifier.verify(std::nullopt));
-    for (const CommitHeader& checkpoint : stores.groups.front().ranks.front().checkpoints)
-      if (!named_checkpoint(stores, checkpoint).empty()) results.push_back(verifier.verify(checkpoint));
-  };
-  verify(job, true);
-  for (const StoredJob& older : job.older) verify(older, false);
+  Verifier newest(directories, options, job);
+  results.push_back(newest.verify(std::nullopt));
+  for (const CommitHeader& checkpoint : job.groups.front().ranks.front().checkpoints)
+    if (!named_checkpoint(job, checkpoint).empty()) results.push_back(newest.verify(checkpoint));
+  for (const StoredJob& older : job.older) {
+    Verifier verifier(directories, options, older);
+    for (const CommitHeader& checkpoint : older.checkpoints) results.push_back(verifier.verify(checkpoint));
+  }
   return results;
 }
 

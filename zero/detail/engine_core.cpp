@@ -162,8 +162,11 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     open_mirror();
     // With nothing on NVMe, a new store has no commit before the next save(): until then the one before it stays.
     const bool has_commit = checkpoints->on_nvme() || !store->commits().empty();
-    if (has_commit || !plan.from_mirror)
-      remove_older_stores(ranks, options, directory, has_commit ? directory : plan.source.directory);
+    if (has_commit || !plan.from_mirror) {
+      std::vector<StoreDirectory> spared{directory};
+      if (!restore_options.from.empty()) spared.push_back(plan.source.directory);  // to go back once more
+      remove_older_stores(ranks, options, has_commit ? directory : plan.source.directory, spared);
+    }
     stepper->count_io();
     restored = report_of(plan, settings.step_count, checkpoints->state());
   });
