@@ -90,6 +90,8 @@ def test_gradients_of_a_step_in_its_middle_can_be_dropped(wrapped):
             engine.backward(F.mse_loss(engine(targets), inputs))
             if drop == engine.drop_gradients:
                 engine.step()
+            with torch.no_grad():  # an evaluation, which ends where the next pass begins
+                engine(inputs)
             drop()
         for inputs, targets in batches():
             after_step(engine, F.mse_loss(engine(inputs), targets), engine.zero_grad)

@@ -40,13 +40,17 @@ def test_zero_grad_may_stand_between_the_loss_and_its_backward_pass(wrapped, who
     close_to(losses, expected)
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("whose", ["optimizer", "module"])
-def test_zero_grad_still_drops_what_a_backward_pass_has_made(wrapped, whose):
+def test_zero_grad_still_drops_what_a_backward_pass_has_made(wrapped, whose, evaluates):
     expected = trained(model_of())
     with wrapped() as engine:
         losses, owner = [], getattr(engine, whose)
         for inputs, targets in batches():
             F.mse_loss(engine(targets), inputs).backward()
+            if evaluates:  # as a loop of two models that train against each other does
+                with torch.no_grad():
+                    engine(targets)
             owner.zero_grad()
             loss = F.mse_loss(engine(inputs), targets)
             owner.zero_grad()
