@@ -171,6 +171,57 @@ def test_a_schedule_of_the_optimizer_that_was_taken_over_raises_no_false_warning
         assert engine.get_lr() == [RATE / 2]
 
 
+@pytest.mark.parametrize("how", ["groups", "initialize"])
+def test_a_rate_that_is_a_tensor_is_followed(wrapped, settings, how):
+    """Schedules change it in place."""
+    def optimizer_of(model):
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(RATE, device="cpu"), weight_decay=0.1)
+
+    def trained_by(optimizer, model, backward):
+        schedule = lr_scheduler.StepLR(optimizer, 1, 0.1)
+        for x, y in batches(3):
+            backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+    model = model_of()
+    if how == "groups":
+        engine = wrapped(model, groups=optimizer_of(model).param_groups)
+    else:
+        config = settings(hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+        engine = hoist.torch.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+    expected = model_of()
+    trained_by(optimizer_of(expected), expected, torch.Tensor.backward)
+    with engine:
+        trained_by(engine.optimizer, engine, engine.backward)
+        for name, values in expected.state_dict().items():
+            assert torch.allclose(engine.read(name), values.cpu(), rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "SGD"])
+def test_the_optimizer_has_the_settings_where_schedules_look_for_them(settings, kind):
+    """Some read optimizer.defaults; all of PyTorch's optimizers have those in their groups, too."""
+    own = {"AdamW": {"betas": (0.8, 0.9), "eps": 1e-7}, "Adagrad": {}, "SGD": {"momentum": 0.5}}
+    params = {"lr": 0.02, "weight_decay": 0.2} | own[kind]
+    expected = getattr(torch.optim, kind)(model_of().parameters(), **params).defaults
+    config = settings(optimizer={"type": kind, "params": params}, hoist={"device_memory": "1MiB", "pinned_memory": "32MiB"})
+    with hoist.torch.wrap(model_of(), config) as engine:
+        defaults = engine.optimizer.defaults
+        assert defaults == {key: value for key, value in expected.items() if key in defaults}
+        assert defaults.keys() >= params.keys()
+        assert engine.optimizer.param_groups[0] == defaults | {"params": engine.optimizer.param_groups[0]["params"]}
+
+
+def test_a_schedule_that_changes_beta1_is_told_to_leave_it(wrapped):
+    with wrapped() as engine:
+        schedule = lr_scheduler.OneCycleLR(engine.optimizer, RATE, total_steps=9)
+        with pytest.raises(hoist.UsageError, match="pass cycle_momentum=False"):
+            engine.lr_scheduler = schedule
+        with pytest.raises(hoist.UsageError, match="'betas' of parameter group 0 was changed.*need cycle_momentum=False"):
+            run(engine, 1)
+
+
 def test_a_schedule_that_needs_metrics_is_refused_before_the_step(wrapped):
     with wrapped() as engine:
         engine.lr_scheduler = lr_scheduler.ReduceLROnPlateau(engine.optimizer)

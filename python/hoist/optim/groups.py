@@ -40,6 +40,20 @@ def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoi
     return options
 
 
+_SETTINGS_OF = {
+    "AdamW": ("eps", "weight_decay"), "Adam": ("eps", "weight_decay"), "Lion": ("weight_decay",),
+    "Adagrad": ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
+    "SGD": ("momentum", "dampening", "weight_decay", "nesterov"),
+}
+
+
+def settings_of(options: _hoist.OptimizerOptions) -> dict[str, Any]:
+    """The settings by torch.optim's names, as a parameter group has them."""
+    betas = {"betas": (options.beta1, options.beta2)} if options.kind in ("AdamW", "Adam", "Lion") else {}
+    return {"lr": options.learning_rate} | betas | {
+        key: getattr(options, _SETTINGS[key]) for key in _SETTINGS_OF[options.kind]}
+
+
 # The options of a group, besides its learning rate, that change results. An engine takes them when it is made.
 _SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "bias_correction", "amsgrad",
             "maximize", "lr_decay")

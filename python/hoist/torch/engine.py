@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
-from hoist.optim.groups import options_of, warn_of_other_rates
+from hoist.optim.groups import options_of, settings_of, warn_of_other_rates
 from hoist.torch.checkpoint import program_state, schedules
 from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
@@ -146,7 +146,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             self._parameters.place_buffers()
             self._parameters.note_versions()
             self._install_hooks()
-            self.optimizer = Optimizer(self, param_groups)
+            self.optimizer = Optimizer(self, param_groups, settings_of(config.optimizer if groups is None else defaults))
             self._continue_rates()
             if client is not None:
                 self.optimizer.adopt(client)

@@ -106,13 +106,13 @@ def grouped(groups: ParamsT | None, units: list[Unit],
 class Optimizer(torch.optim.Optimizer):
     """Steps the engine. Its state is the engine's; `param_groups` carry learning rates to it."""
 
-    def __init__(self, engine: Engine, param_groups: list[dict[str, Any]]):
+    def __init__(self, engine: Engine, param_groups: list[dict[str, Any]], defaults: dict[str, Any]):
         self._engine = engine
         self._is_made = False
         self._client: Any = None  # of adopt()
         self._opt_called = False  # PyTorch's: whether a step was made, which its schedulers want to see before theirs
-        super().__init__(param_groups, {})
-        self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
+        super().__init__(param_groups, defaults)
+        self._rates: list[float | None] = [float(group["lr"]) for group in self.param_groups]
         self._settled = [settled_of(group) for group in self.param_groups]
         self._is_made = True
 
@@ -131,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
                 theirs.setdefault("initial_lr", mine["initial_lr"])
                 theirs["lr"] = mine["lr"]
         self._client = client
-        self.param_groups = client.param_groups
+        self.param_groups, self.defaults = client.param_groups, client.defaults
         self._settled = [settled_of(group) for group in client.param_groups]
         if self._engine._unit_manager.is_alive:
             self.show_rates()
