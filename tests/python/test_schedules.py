@@ -213,6 +213,30 @@ def test_the_optimizer_has_the_settings_where_schedules_look_for_them(settings, 
         assert engine.optimizer.param_groups[0] == defaults | {"params": engine.optimizer.param_groups[0]["params"]}
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_mode_backward_updates_with_the_rates_of_the_programs_schedule(settings, micro_batches):
+    states = []
+    for mode in ("forward", "backward"):
+        config = settings(mode, gradient_accumulation_steps=micro_batches, hoist={
+            "device_memory": "1MiB", "pinned_memory": "32MiB", "update_mode": mode}, gradient_clipping=0.0)
+        with hoist.torch.wrap(model_of(), config) as engine:
+            schedule = lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+            for _ in range(3):
+                run(engine, micro_batches)
+                schedule.step()
+            states.append(engine.digest())
+            if mode == "backward":
+                x, y = batches(1)[0]
+                for _ in range(micro_batches):
+                    engine.backward(F.mse_loss(engine(x), y))
+                schedule.step()
+                with pytest.raises(hoist.UsageError, match="'lr' of parameter group 0.*between backward.*step.*set 'lr' to"):
+                    engine.step()
+                engine.optimizer.param_groups[0]["lr"] *= 2
+                assert engine.step().applied and engine.step_count == 4
+    assert states[0] == states[1]
+
+
 def test_a_schedule_that_changes_beta1_is_told_to_leave_it(wrapped):
     with wrapped() as engine:
         schedule = lr_scheduler.OneCycleLR(engine.optimizer, RATE, total_steps=9)

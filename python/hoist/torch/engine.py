@@ -125,7 +125,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._has_others = self.world_size > 1 or self._is_part_of_job  # also known when it was closed, or sleeps
         self._training = config.training
         self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
-                              config.scales_losses, config.is_vertical, self._require_run, self._add_hook)
+                              config.scales_losses, config.is_vertical, self._require_run, self._begin_training_pass,
+                              self._add_hook)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         with self._parameters.moved(self._unit_manager, self.device) as sources:
@@ -342,6 +343,9 @@ class Engine(StandsForModel, DeepSpeedNames):
         if not self.config.has_schedule:
             warn_of_other_rates(self._resumed_rates, self.get_lr(), "engine")
             self._resumed_rates = None
+        if self._updates_in_backward:
+            self.optimizer.refuse_late_rates()
+        else:
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
         self._passes.forget()
@@ -417,6 +421,14 @@ class Engine(StandsForModel, DeepSpeedNames):
             schedules.continue_schedule(self._saved, self._lr_scheduler, self.optimizer.param_groups)
             self._saved = {}
             self._resumed_rates = None
+
+    def _begin_training_pass(self) -> None:
+        if self._updates_in_backward:
+            self.optimizer.push_rates()
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        return self.config.setting("hoist.update_mode") == "backward"
 
     def _set_rate(self, group: int, rate: float) -> None:
         self._unit_manager.set_learning_rate(group + self._optimizer_groups_offset, rate)

@@ -188,11 +188,23 @@ class Optimizer(torch.optim.Optimizer):
             self._client._opt_called = True
 
     def push_rates(self) -> None:
+        if self._engine.config.has_schedule:
+            return
         for index, group in enumerate(self.param_groups):
             rate = float(group["lr"])
             if rate != self._rates[index]:
                 self._engine._set_rate(index, rate)
                 self._rates[index] = rate
+
+    def refuse_late_rates(self) -> None:
+        """Errors: UsageError where a rate was changed since push_rates()."""
+        for index, group in enumerate(self.param_groups):
+            used, now = self._rates[index], float(group["lr"])
+            if used != now and not self._engine.config.has_schedule:
+                raise _hoist.UsageError(
+                    f"'lr' of parameter group {index} was changed from {used} to {now} between backward() and step(), and with "
+                    f"\"update_mode\": \"backward\" the backward pass has updated weights with the first one: set 'lr' to {used} "
+                    "again, call step(), and change rates (or step the schedule) after that")
 
     def _patch_step_function(self) -> None:
         """PyTorch would call the program's hooks around step(), which engine.step() does not call: update() calls them."""

@@ -47,15 +47,17 @@ def _is_divided(loss: torch.Tensor, by: int) -> bool:
 
 
 class Passes:
-    """`require_run` raises where the engine has no state yet; called before a pass begins."""
+    """`require_run` raises where the engine has no state yet; called before a pass begins, and `begin_training_pass` before one
+    with gradients does."""
 
     def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int,
                  scales_losses: bool, is_vertical: bool, require_run: Callable[[], None],
-                 add_hook: Callable[[nn.Module, int], ModuleHook]):
+                 begin_training_pass: Callable[[], None], add_hook: Callable[[nn.Module, int], ModuleHook]):
         self._unit_manager = unit_manager
         self._cut = cut
         self._parameters = parameters
         self._require_run = require_run
+        self._begin_training_pass = begin_training_pass
         self._scales_losses = scales_losses
         self._is_vertical = is_vertical
         self._is_scaled = False  # the loss whose backward pass comes next
@@ -151,6 +153,7 @@ class Passes:
                     f"looks as if it divided its losses by {self.micro_batches} itself. Call backward() on undivided losses and "
                     "engine.step() after each of them, as for DeepSpeed; or engine.backward(loss, scale_wrt_gas=False), which "
                     "takes the sum")
+            self._begin_training_pass()
             self._unit_manager.begin(kind, self.micro_batch, self.micro_batches)
         else:
             self._unit_manager.begin(kind)
