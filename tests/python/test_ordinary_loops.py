@@ -3,6 +3,7 @@
 Nothing goes untrained, and no state is lost, without an error."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -58,6 +59,35 @@ def test_zero_grad_still_drops_what_a_backward_pass_has_made(wrapped, whose, eva
             engine.step()
             losses.append(loss.item())
     close_to(losses, expected)
+
+
+def test_zero_grad_of_a_part_cannot_drop_gradients_that_wait(wrapped):
+    """PyTorch drops the part's alone; the engine has them all."""
+    expected = trained(model_of())
+    with wrapped() as engine:
+        losses, part = [], engine.module[0]
+        for inputs, targets in batches():
+            part.zero_grad()
+            loss = F.mse_loss(engine(inputs), targets)
+            part.norm.zero_grad()
+            engine.backward(loss)
+            with pytest.raises(hoist.UsageError, match=r"zero_grad\(\) of '0.up', a part.* of the engine or of the whole model"):
+                part.up.zero_grad()
+            engine.step()
+            part.zero_grad()
+            losses.append(loss.item())
+    close_to(losses, expected)
+
+
+def test_modules_without_weights_are_still_copied_and_pickled(wrapped):
+    with wrapped(nn.Sequential(*model_of(), nn.Sequential(nn.Dropout(0.25)))) as engine:
+        part = engine.module[-1]
+        for copied in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+            assert copied[0].p == 0.25
+            engine.backward(engine(batches()[0][0]).sum())
+            part.zero_grad()
+            copied.zero_grad()
+            engine.step()
 
 
 def test_gradients_from_before_wrapping_are_dropped(wrapped):

@@ -77,16 +77,20 @@ def claim(model: nn.Module, engine: Engine) -> None:
     """From now on all modules of the model belong to the engine."""
     for module in model.modules():
         _engine_of[module] = weakref.ref(engine)
-    if "zero_grad" not in vars(model):
-        model.zero_grad = types.MethodType(_zero_grad, model)  # type: ignore[method-assign]
+        vars(module).setdefault("zero_grad", types.MethodType(zero_grad, module))
     _watch_additions()
 
 
-def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """The engine has the gradients that the program means to drop."""
+def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """The engine has the gradients that the program means to drop. By this name, a pickled module finds its class's method."""
     engine = engine_of(module)
-    if engine is not None:
+    if engine is not None and module is engine.module:
         engine.zero_grad()
+    elif engine is not None and engine._passes.has_gradients_to_drop and any(True for _ in module.parameters()):
+        name = next((name for name, each in engine.module.named_modules() if each is module), type(module).__name__)
+        raise _hoist.UsageError(f"zero_grad() of '{name}', a part of the wrapped model, while gradients wait for step(): the "
+                                "engine drops those of the whole model together. Call zero_grad() of the engine or of the whole "
+                                "model; a part that is not to be trained for a while needs a group of its own, whose lr is 0")
     type(module).zero_grad(module, set_to_none)
 
 

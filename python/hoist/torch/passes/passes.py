@@ -387,11 +387,22 @@ class Passes:
                                     "call it after the step() that updates the weights, which returns a report, or call "
                                     "engine.drop_gradients() first")
 
+    @property
+    def _keeps_gradients(self) -> bool:
+        return self._step_was_called and 0 < self.micro_batch < self.micro_batches and not self._backward_seen
+
+    @property
+    def has_gradients_to_drop(self) -> bool:
+        """Whether zero_grad() would drop gradients."""
+        # A backward pass of a loss that forward() does not return, such as one of features that a hook took, is not seen.
+        return not self._keeps_gradients and (
+            self._backward_seen or self.due or self.micro_batch > 0 or self._unit_manager.has_gradients())
+
     def zero_grad(self) -> None:
         """Drops gradients that wait for a step. Without any, a forward pass stays open: zero_grad() may stand between a loss and
         its backward(). After a step() that waits for more micro-batches, it keeps gradients: the program calls both for each."""
         self._parameters.drop_gradients()
-        if self._step_was_called and 0 < self.micro_batch < self.micro_batches and not self._backward_seen:
+        if self._keeps_gradients:
             if self._says_kept:
                 self._says_kept = False
                 _log.warning("zero_grad() keeps the gradients of micro-batch %d of %d (gradient_accumulation_steps, or "
@@ -400,8 +411,7 @@ class Passes:
             if self._unit_manager.has_gradients():
                 self._drop_pass()
             return
-        # A backward pass of a loss that forward() does not return, such as one of features that a hook took, is not seen.
-        if self._backward_seen or self.due or self.micro_batch > 0 or self._unit_manager.has_gradients():
+        if self.has_gradients_to_drop:
             self.drop_gradients()
 
     def drop_gradients(self) -> None:
