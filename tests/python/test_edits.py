@@ -65,6 +65,33 @@ def test_a_parameter_that_is_given_another_tensor_is_refused_and_has_its_own_aga
     assert losses == expected
 
 
+def put_another(model):
+    model[2]._parameters["bias"] = nn.Parameter(torch.zeros(WIDTH))
+
+
+def convert(model):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model[2].to(next(model.parameters()).device)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(("replace", "name"), [(put_another, "2.bias"), (convert, "2.weight")])
+def test_a_parameter_that_is_replaced_without_its_setter_is_refused_and_the_model_has_its_own_again(wrapped, replace, name):
+    with wrapped() as undisturbed:
+        expected = [step(undisturbed) for _ in range(2)]
+    with wrapped() as engine:
+        losses = [step(engine)]
+        replace(engine.module)
+        with pytest.raises(hoist.UsageError, match=f"parameter '{name}' was replaced in the model.*drop_gradients.*repeat"):
+            step(engine)
+        engine.drop_gradients()
+        losses.append(step(engine))
+        assert engine.step_count == 2
+    assert losses == expected
+
+
 @pytest.mark.parametrize("change", [lambda p: p.mul_(2), lambda p: p.mul_(0.25), torch.Tensor.neg_, torch.Tensor.zero_])
 def test_a_change_of_all_elements_alike_is_seen(wrapped, change):
     """Sums of the bits would stay the same: so many elements, each times a power of two, or with another sign."""

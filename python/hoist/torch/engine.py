@@ -338,6 +338,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         """The step itself, around which the optimizer calls the program's hooks."""
         self.optimizer.refuse_changes()
         self._parameters.refuse_edits()
+        self._parameters.refuse_replaced()
         self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
         if not self.config.has_schedule:

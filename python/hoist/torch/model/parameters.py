@@ -58,6 +58,7 @@ class Parameters:
         self._unit_by_id: dict[int, int] = {}
         self._set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
         self._trains: list[bool] = []  # of all: whether it has optimizer states
+        self._holders: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # each place in a module
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
@@ -147,6 +148,8 @@ class Parameters:
                 if parameter.requires_grad:
                     self.trainable.append(parameter)
                     keep_hooks(parameter, parameter.register_post_accumulate_grad_hook(unit_manager.gradient_hook(number)))
+        self._holders = [(module._parameters, name, p) for module in self._module.modules()
+                         for name, p in module._parameters.items() if p is not None and id(p) in self.places]
         self.tensors.connect(unit_manager)
         return sources
 
@@ -250,6 +253,21 @@ class Parameters:
                 self._refuse_edit(name, "was changed inside of gathered()")
 
         return note, settle
+
+    def refuse_replaced(self) -> None:
+        """Errors: UsageError where a module has another parameter in a place than when it was wrapped; it has its own again then.
+        refuse_addition() hears only of those that are set as attributes."""
+        replaced = [holder for holder in self._holders if holder[0].get(holder[1], holder[2]) is not holder[2]]
+        if not replaced:
+            return
+        for own, key, parameter in replaced:
+            own[key] = parameter
+        name = next(n for n, p in zip(self._number, self._all, strict=True) if p is replaced[0][2])
+        raise _hoist.UsageError(
+            f"parameter '{name}' was replaced in the model after the model was wrapped (module._parameters[...] = ..., or a "
+            "conversion under torch.__future__.set_overwrite_module_params_on_conversion()), and backward passes made gradients "
+            "of the other one. The model has its own parameters again: call engine.drop_gradients(), and repeat the step. "
+            "engine.write(name, values) and load_state_dict() change weights")
 
     def refuse_other_trainability(self) -> None:
         """Errors: UsageError where requires_grad of a parameter is not what it was when the model was wrapped."""
