@@ -52,6 +52,7 @@ def unchanged(model):
     yield
     for name, values in model.state_dict().items():
         assert torch.equal(values, before[name]), name
+    assert not any({"forward", "zero_grad"} & vars(module).keys() for module in model.modules())
 
 
 @pytest.mark.parametrize(("failing", "error", "message"), [

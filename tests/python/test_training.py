@@ -407,6 +407,31 @@ def test_compiled(settings, recompute, how):
             assert torch.isfinite(called(inputs)).all()
 
 
+@pytest.mark.parametrize("how", [compile_units, compile_whole, compile_in_place])
+def test_compiled_beside_another_model_of_its_class(settings, how):
+    """Such as a teacher: its graphs, which gather nothing, are not taken for the wrapped model's, nor the other way round."""
+    torch._dynamo.reset()
+    model = make()
+    reference, other = copy.deepcopy(model), copy.deepcopy(model)
+    compiled_other = torch.compile(other, backend="aot_eager")
+    first = next(batches(1))[0]
+    expected = other(first)
+    with torch.no_grad():
+        compiled_other(first)
+    compiled_other(first)
+    with hoist.torch.wrap(model, settings()) as engine:
+        called = how(engine, backend="aot_eager")
+        losses = []
+        for inputs, targets in batches(STEPS):
+            loss = loss_of(called(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            assert torch.allclose(compiled_other(first), expected, atol=1e-5)
+        assert_losses_agree(losses, train_reference(reference, adamw(reference.parameters())))
+        assert_equal_within_ulps(engine, reference)
+
+
 @pytest.mark.skipif(not CAN_REFUSE, reason="before PyTorch 2.13 what was called in the first pass may never be compiled")
 def test_one_graph_of_a_model_that_comes_and_goes_is_refused(settings):
     """By PyTorch, naming the hook."""

@@ -68,6 +68,9 @@ def remove_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for handle in _hooks_of_modules.pop(module, []):
             handle.remove()
+        forward = vars(module).get("forward")
+        if isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward and forward.__self__ is module:
+            del vars(module)["forward"]
         for parameter in module._parameters.values():
             for handle in _hooks_of_parameters.pop(parameter, []) if parameter is not None else ():
                 handle.remove()
