@@ -5,6 +5,7 @@ they would wait for this one."""
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import sys
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from hoist import _hoist
 
 _log = logging.getLogger("hoist")
+_store_of: weakref.WeakKeyDictionary[_hoist.UnitManager, str] = weakref.WeakKeyDictionary()  # of those that were not closed
 
 
 def text_of(error: BaseException | None) -> str:
@@ -38,10 +40,19 @@ def abandon_for(unit_manager: _hoist.UnitManager, has_others: bool, error: BaseE
         abandon(unit_manager, has_others, text_of(error))
 
 
-def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, pass_error: Callable[[], str] = str) -> Callable[[], None]:
+def release_dropped(store: str) -> None:
+    """Before a store is opened: what the program has dropped without closing it may still hold it. A schedule and its optimizer
+    refer to each other, and live until Python collects them."""
+    if store and any(held == store and manager.is_open for manager, held in list(_store_of.items())):
+        gc.collect()
+
+
+def close_at_exit(unit_manager: _hoist.UnitManager, store: str, has_others: bool,
+                  pass_error: Callable[[], str] = str) -> Callable[[], None]:
     """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing. Returns what
     atexit has been given, to unregister it after an earlier end."""
     alive = weakref.ref(unit_manager)
+    _store_of[unit_manager] = store
 
     def close() -> None:
         if (ending := alive()) is None:

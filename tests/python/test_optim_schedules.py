@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of learning rates with hoist.optim: what a run that goes on, or goes back, finds of them."""
 
+import gc
 
 import pytest
 import torch
@@ -177,3 +178,13 @@ def test_other_rates_than_the_run_began_with_count(tmp_path, caplog):
 
 
 # --- state_dict ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_was_dropped_with_its_schedule_gives_the_store_back(tmp_path):
+    for count in range(3):
+        optimizer = two_groups(offload="nvme", directory=tmp_path / "store", resume=True)
+        assert optimizer.step_count == count
+        optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+        rates_of(optimizer, schedule, 1)
+        del optimizer, schedule
+    gc.collect()

@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import warnings
 
@@ -257,6 +258,17 @@ def test_a_schedule_that_needs_metrics_is_refused_before_the_step(wrapped):
 
 
 # --- resumed -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_was_dropped_with_its_schedule_gives_the_store_back(settings):
+    """The two refer to each other, so that Python frees them when it collects garbage."""
+    for count in range(3):
+        engine = hoist.torch.wrap(make(), settings(), resume=True)
+        assert engine.step_count == count
+        engine.lr_scheduler = lr_scheduler.StepLR(engine.optimizer, 1)
+        train(engine, 1)
+        del engine
+    gc.collect()
 
 
 class Scaled(lr_scheduler.LRScheduler):

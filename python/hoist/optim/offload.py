@@ -198,11 +198,12 @@ class Offloaded:
         self._config = config
         self._is_divided = size > 1
         self._has_others = max(size, job_size) > 1
+        program_end.release_dropped(config.store_directory)
         self._unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job, job_size)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
         self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
                                    *dlpack_device_of(self._cut.device))
-        self._at_exit = program_end.close_at_exit(self._unit_manager, self._has_others)
+        self._at_exit = program_end.close_at_exit(self._unit_manager, config.store_directory, self._has_others)
         if resume and self._unit_manager.find_commit() is not None:
             self._resume(groups)
         else:

@@ -163,6 +163,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         config, sharding = self.config, self._sharding
         if sharding is not None and not sharding.is_whole_job:
             config.store_in(sharding.name)
+        program_end.release_dropped(config.store_directory)
         units = self._parameters.declare(group_of, config.is_vertical, (lambda _: True) if sharding is None else sharding.counts)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
         unit_manager = _hoist.UnitManager(config, options, units,
@@ -186,7 +187,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             generate_together(self.module)
         clip_through(self)
         passes = weakref.ref(self._passes)
-        self._at_exit = program_end.close_at_exit(self._unit_manager, self._has_others,
+        self._at_exit = program_end.close_at_exit(self._unit_manager, self.config.store_directory, self._has_others,
                                                   lambda: getattr(passes(), "pass_error", ""))
 
     def _add_hook(self, module: nn.Module, unit: int) -> ModuleHook:
