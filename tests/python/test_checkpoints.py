@@ -3,10 +3,9 @@
 
 import copy
 import errno
-import io
 import os
-import pickle
 import random
+import resource
 import signal
 import time
 
@@ -321,31 +320,49 @@ def test_without_room_for_kept_steps_saving_is_refused(settings, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("is_hidden", [False, True], ids=["said", "hidden"])
-def test_a_full_drive_is_said_with_the_path(tmp_path, is_hidden):
-    """torch.save's own error hides the system's, unless closing the file fails, too."""
-    class Full(io.RawIOBase):
-        failed = False
-
-        def write(self, data):
-            if len(data) > 10_000 and not self.failed:
-                self.failed = True
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return len(data)
-
+def test_a_full_drive_is_said_with_the_path(tmp_path):
     path = tmp_path / "client_state-1.pt"
-    (tmp_path / "client_state-1.pt.partial").symlink_to(tmp_path / "file" if is_hidden else "/dev/full")
+    (tmp_path / "client_state-1.pt.partial").symlink_to("/dev/full")
     with pytest.raises(hoist.IoError, match=f"{path}.*No space left on device; free space, or choose another") as caught:
-        write_durably(str(path), lambda file: torch.save(torch.ones(10_000), Full() if is_hidden else file))
+        write_durably(str(path), lambda file: torch.save(torch.ones(10_000), file))
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path)) and not path.exists()
 
 
-def test_a_state_that_cannot_be_pickled_is_no_failure_of_the_drive(tmp_path):
+def test_a_failed_write_is_said_where_torch_hides_it(tmp_path):
+    """torch.save() raises an error about positions in its archive, unless closing the file fails, too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        raise FileNotFoundError("the program's own")
-    except FileNotFoundError:
-        with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-            write_durably(str(tmp_path / "state.pt"), lambda file: torch.save(lambda: None, file))
+        with pytest.raises(hoist.IoError, match="state.pt failed: File too large; raise the limit of file sizes") as caught:
+            write_durably(str(tmp_path / "state.pt"), lambda file: torch.save(torch.ones(10_000), file))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("code, remedy", [(errno.EDQUOT, "free space, or choose another directory"),
+                                          (errno.EROFS, "choose a directory that can be written"),
+                                          (errno.EIO, "check the drive .*, or choose another directory")])
+def test_a_drive_that_fails_otherwise_is_not_called_full(tmp_path, monkeypatch, code, remedy):
+    def fail(_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(hoist.IoError, match=f"latest failed: {os.strerror(code)}; {remedy}$"):
+        write_durably(str(tmp_path / "latest"), lambda file: file.write(b"tag"))
+
+
+@pytest.mark.parametrize("error", [TypeError, FileNotFoundError])
+def test_a_state_that_cannot_be_pickled_is_no_failure_of_the_drive(tmp_path, error):
+    class Unsaved:
+        def __getstate__(self):
+            try:
+                return (tmp_path / "missing").read_bytes()
+            except FileNotFoundError:
+                raise error("cannot be pickled") from None
+
+    with pytest.raises(error, match="^cannot be pickled$"):
+        write_durably(str(tmp_path / "state.pt"), lambda file: torch.save({"model": Unsaved()}, file))
 
 
 def test_killed_while_saving(settings, tmp_path):

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -144,29 +144,52 @@ def _client_file(folder: str, step: int | str) -> str:
     return os.path.join(folder, f"client_state-{step}.pt")
 
 
+class _File(io.FileIO):
+    """Keeps the first error of its writes, which torch.save() may hide behind one of its own."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
 def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
-    """Errors: IoError for the system's, also where torch.save() hides it behind one of its own; those of `write`."""
-    partial, outer = path + ".partial", sys.exc_info()[1]  # an error that the program is handling
+    """Errors: IoError for the file's, also where `write` hides it; those of `write`."""
+    partial, raw = path + ".partial", None
+    own: Exception | None = None  # an error of `write` that is not the file's
     try:
-        with open(partial, "wb") as file:
-            write(file)
+        with io.BufferedWriter(raw := _File(partial, "wb")) as file:
+            try:
+                write(file)
+            except Exception as error:
+                own = None if raw.error else error
+                raise
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync(os.path.dirname(path) or ".")
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and cause is not outer:
-            if isinstance(cause, OSError):
-                raise io_error(cause.errno or errno.EIO, path, f"writing {path} failed: {cause.strerror or cause}") from error
-            cause = cause.__context__
-        raise
+        failure = raw and raw.error or error
+        if failure is own or not isinstance(failure, OSError):
+            raise
+        raise io_error(failure.errno or errno.EIO, path, f"writing {path} failed: {failure.strerror or failure}") from error
 
 
 def io_error(code: int, path: str, problem: str) -> _hoist.IoError:
     """As the extension makes them, of a file that could not be written."""
-    remedies = {errno.EFBIG: "raise the limit of file sizes (ulimit -f)", errno.EACCES: "choose a directory that can be written"}
-    error = _hoist.IoError(f"{problem}; {remedies.get(code, 'free space, or choose another directory')}")
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space, or choose another directory"
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "choose a directory that can be written"
+    elif code == errno.EFBIG:
+        remedy = "raise the limit of file sizes (ulimit -f)"
+    else:
+        remedy = "check the drive (dmesg, smartctl), or choose another directory"
+    error = _hoist.IoError(f"{problem}; {remedy}")
     error.errno, error.filename = code, path
     return error
 
