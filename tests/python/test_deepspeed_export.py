@@ -127,24 +127,28 @@ def test_a_store_of_another_program_has_no_client_state(tmp_path, monkeypatch, c
         assert engine.restored and engine.step_count == 1 and engine.state == {}
 
 
-def test_two_exports_of_one_checkpoint_do_not_mix(tmp_path, monkeypatch):
-    """As of the ranks of a job that all call export(): the second is refused, and the first is complete."""
-    store, save, refused = trained_store(tmp_path / "store"), universal._save, []
+@pytest.mark.parametrize("tag", [None, "other"])
+@pytest.mark.parametrize("last", ["fp32.pt", "latest_universal"])
+def test_two_exports_into_one_directory_do_not_mix(tmp_path, monkeypatch, last, tag):
+    """As of the ranks of a job that all call export(): the second is refused up to the end, and the first is complete."""
+    store, write, refused = trained_store(tmp_path / "store"), universal.write_durably, []
 
-    def export_again(*arguments):
-        monkeypatch.setattr(universal, "_save", save)
-        save(*arguments)
-        with pytest.raises(hoist.UsageError) as caught:
-            hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
-        refused.append(str(caught.value))
+    def export_again(path, content):
+        if path.endswith(last):
+            monkeypatch.setattr(universal, "write_durably", write)
+            with pytest.raises(hoist.UsageError) as caught:
+                hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW, tag=tag)
+            refused.append(str(caught.value))
+        write(path, content)
 
-    monkeypatch.setattr(universal, "_save", export_again)
+    monkeypatch.setattr(universal, "write_durably", export_again)
     (tmp_path / "out" / "global_step1.partial" / "zero").mkdir(parents=True)  # of an export that was killed
     (tmp_path / "out" / "global_step1.partial" / "zero" / "other").touch()
-    (tmp_path / "out" / "global_step1.partial.lock").touch()
+    (tmp_path / "out" / "latest_universal.lock").touch()
     back = hoist.torch.deepspeed.open(hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW))
-    assert "another export writes" in refused[0] and "one rank" in refused[0] and "global_step1" in refused[0]
+    assert f"another export writes into {tmp_path / 'out'}: call export() on one rank" in refused[0]
     assert sorted(os.listdir(tmp_path / "out")) == ["global_step1", "latest_universal"]
+    assert (tmp_path / "out" / "latest_universal").read_text() == "global_step1"
     assert set(os.listdir(tmp_path / "out" / "global_step1" / "zero")) == {*back.parameters, "optimizer_state.pt"}
     assert all(len(os.listdir(tmp_path / "out" / "global_step1" / "zero" / name)) == 3 for name in back.parameters)
 
@@ -175,7 +179,7 @@ def test_a_finished_export_is_durable(tmp_path, monkeypatch):
     for path, directories, files in os.walk(written):
         assert last[path] == sorted(directories + files), path
         assert all(os.path.join(path, name) in last for name in files)
-    assert last[str(to)] == ["global_step1", "latest_universal"]
+    assert last[str(to)] == ["global_step1", "latest_universal", "latest_universal.lock"]
     assert "out" in last[str(to.parent)]
     order = [path for path, _ in synced]
     assert order.index(str(to)) < order.index(str(to / "latest_universal.partial"))

@@ -79,18 +79,19 @@ def _save(values: Any, *path: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: str) -> Iterator[None]:
-    """Holds the lock of a file that is there only meanwhile; one that a killed export left is taken over. Errors: UsageError if
-    another export holds it."""
+def _lock(directory: str) -> Iterator[None]:
+    """Holds the lock of a file that is in the directory only meanwhile; one that a killed export left is taken over. Errors:
+    UsageError if another export holds it."""
+    path = os.path.join(directory, "latest_universal.lock")
     while True:
         with open(path, "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _hoist.UsageError(f"another export writes {path.removesuffix('.partial.lock')}: call export() on one rank "
-                                        "only, or choose another directory, or another tag=... (--tag)") from None
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP):  # a file system without locks, as Lustre may be mounted
+                raise _hoist.UsageError(f"another export writes into {directory}: call export() on one rank only, or choose "
+                                        "another directory") from None
+            except OSError as error:  # a file system without locks, as Lustre may be mounted
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP):
                     raise
             if not (os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))):
                 continue  # its holder has removed it meanwhile
@@ -114,7 +115,7 @@ def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: Co
     tag     by default global_stepN
 
     Errors: UsageError for another optimizer than Adam and AdamW, a store of hoist.optim without the model's names, a directory
-    that is there already, and one that another export writes; IoError for a full drive; those of a store.
+    that is there already, and a `to` that another export writes into; IoError for a full drive; those of a store.
     """
     from hoist.torch import load_config
     loaded = load_config(config)
@@ -180,7 +181,7 @@ class _Export:
         is_new = not os.path.exists(to)
         os.makedirs(to, exist_ok=True)
         try:
-            with _lock(partial + ".lock"):
+            with _lock(to):
                 if os.path.exists(directory):
                     raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
                 shutil.rmtree(partial, ignore_errors=True)
@@ -189,15 +190,15 @@ class _Export:
                     os.rename(partial, directory)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
+                sync(to)  # the pointer must not name what a crash takes back
+                if is_new:
+                    sync(os.path.dirname(os.path.abspath(to)))
+                write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
         except BaseException:
             if is_new:
                 with contextlib.suppress(OSError):
                     os.rmdir(to)
             raise
-        sync(to)  # the pointer must not name what a crash takes back
-        if is_new:
-            sync(os.path.dirname(os.path.abspath(to)))
-        write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
         return directory
 
     def _write_checkpoint(self, directory: str) -> None:
