@@ -2,6 +2,7 @@
 """Which stores become DeepSpeed checkpoints, which are refused, and that a finished export is durable."""
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -151,6 +152,36 @@ def test_two_exports_into_one_directory_do_not_mix(tmp_path, monkeypatch, last, 
     assert (tmp_path / "out" / "latest_universal").read_text() == "global_step1"
     assert set(os.listdir(tmp_path / "out" / "global_step1" / "zero")) == {*back.parameters, "optimizer_state.pt"}
     assert all(len(os.listdir(tmp_path / "out" / "global_step1" / "zero" / name)) == 3 for name in back.parameters)
+
+
+def test_a_lock_that_cannot_be_opened_is_said_with_its_path(tmp_path, monkeypatch):
+    """As on a full drive, or where another user's export was killed."""
+    store, lock = trained_store(tmp_path / "store"), tmp_path / "out" / "latest_universal.lock"
+
+    def export(code):
+        def fail(*_):
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(universal, "open", fail, raising=False)
+        with pytest.raises(hoist.IoError) as caught:
+            hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
+        return str(caught.value)
+
+    assert export(errno.ENOSPC) == f"opening {lock} failed: No space left on device; free space, or choose another directory"
+    assert not (tmp_path / "out").exists()
+    lock.parent.mkdir()
+    lock.touch()
+    said = export(errno.EACCES)
+    assert f"opening {lock} failed: Permission denied (it is another user's: if no export runs, remove it); choose" in said
+
+
+def test_a_file_system_without_locks_takes_exports(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))  # as of NFS whose server runs no lockd
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    written = hoist.torch.deepspeed.export(trained_store(tmp_path / "store"), tmp_path / "out", ADAMW)
+    assert written == str(tmp_path / "out" / "global_step1") and len(os.listdir(tmp_path / "out")) == 2
 
 
 def test_a_drive_that_is_too_small_is_said_before_the_first_file(tmp_path, monkeypatch):

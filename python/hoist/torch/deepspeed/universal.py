@@ -19,7 +19,7 @@ import shutil
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -81,19 +81,23 @@ def _save(values: Any, *path: str) -> None:
 @contextlib.contextmanager
 def _lock(directory: str) -> Iterator[None]:
     """Holds the lock of a file that is in the directory only meanwhile; one that a killed export left is taken over. Errors:
-    UsageError if another export holds it."""
+    UsageError if another export holds it; IoError."""
     path = os.path.join(directory, "latest_universal.lock")
     while True:
-        with open(path, "ab") as file:
+        with _open_lock(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _hoist.UsageError(f"another export writes into {directory}: call export() on one rank only, or choose "
                                         "another directory") from None
-            except OSError as error:  # a file system without locks, as Lustre may be mounted
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP):
+            except OSError as error:  # a file system without locks, as Lustre and NFS may be mounted
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
-            if not (os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))):
+            try:
+                is_there = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:
                 continue  # its holder has removed it meanwhile
             try:
                 yield
@@ -101,6 +105,15 @@ def _lock(directory: str) -> Iterator[None]:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             return
+
+
+def _open_lock(path: str) -> IO[bytes]:
+    try:
+        return open(path, "ab")
+    except OSError as error:
+        others = isinstance(error, PermissionError) and os.path.exists(path)
+        hint = " (it is another user's: if no export runs, remove it)" if others else ""
+        raise io_error(error.errno or errno.EIO, path, f"opening {path} failed: {error.strerror}{hint}") from error
 
 
 def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: ConfigSource, *, step: int | None = None,
