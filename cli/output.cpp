@@ -2,20 +2,16 @@
 #include "output.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <filesystem>
 #include <system_error>
 
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <hoist/core/error.hpp>
-#include <hoist/core/open_file.hpp>
 #include <hoist/core/printable.hpp>
 #include <hoist/measure/statistics.hpp>
 
 #include "commands.hpp"
-#include "replace_file.hpp"
 
 namespace hoist::cli {
 
@@ -31,12 +27,13 @@ void print(const std::string& text) {
   if (!arrived && lost_output_code == 0) lost_output_code = errno == 0 ? EIO : errno;
 }
 
-// Text for a pipe or a device overwrites nothing.
-bool is_same_file(const std::string& one, const std::string& other) {
-  namespace fs = std::filesystem;
+// As docs/format.md names the files of a store.
+bool is_file_of_a_store(const std::string& path) {
+  constexpr std::array kEndings{".manifest", ".manifest-new", ".data", ".label", ".lock-info"};
   std::error_code ignored;
-  if (one.empty() || other.empty() || one == kOutputItself || fs::is_other(one, ignored)) return false;
-  return is_same_place(one, other);
+  const std::filesystem::path real = std::filesystem::weakly_canonical(path, ignored);
+  return real.filename().string().starts_with("rank-") &&
+         std::ranges::find(kEndings, real.extension().string()) != kEndings.end();
 }
 
 }  // namespace
@@ -64,22 +61,9 @@ int end_of_output(int code) {
 
 void check_json(const std::string& path) {
   if (path.empty() || path == kOutputItself) return;
+  if (is_file_of_a_store(path))
+    throw UsageError(fmt::format("--json {} is a file of a store, and would be overwritten; name another file", path));
   check_replaceable(path, "choose another --json file");
-}
-
-void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs) {
-  for (auto output = outputs.begin(); output != outputs.end(); ++output) {
-    for (const std::string& input : inputs) {
-      if (!is_same_file(output->path, input)) continue;
-      throw UsageError(fmt::format("{} {} is the input file, and would be overwritten; name another file",
-                                   output->option, output->path));
-    }
-    for (auto other = output + 1; other != outputs.end(); ++other) {
-      if (!is_same_file(output->path, other->path)) continue;
-      throw UsageError(fmt::format("{} {} and {} {} are the same file; name two", output->option, output->path,
-                                   other->option, other->path));
-    }
-  }
 }
 
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {

@@ -12,6 +12,8 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include <hoist/core/named_file.hpp>
+
 namespace hoist::cli {
 
 // Prints printable(text) to standard output, unbuffered. end_of_output() finds text that could not be written (a full
@@ -40,16 +42,9 @@ void keep_output_for_json();
 // text. Does nothing if the path is empty. The path "-" is standard output. Errors: IoError.
 void write_json(const std::string& path, const nlohmann::ordered_json& value);
 
-// Checks early what write_json() would refuse, for commands that work for a long time before they write. Errors:
-// IoError.
+// Checks early what write_json() would refuse, for commands that work for a long time before they write, and that the
+// file is none of a store's. Errors: IoError, UsageError.
 void check_json(const std::string& path);
-
-struct OutputPath {
-  std::string option;
-  std::string path;  // empty: not given
-};
-// Errors: UsageError if an output file is an input file or another output file, which may not exist yet.
-void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs);
 
 // Rows of printable() cells with their columns lined up; the last column is not padded.
 std::string columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent = 2);

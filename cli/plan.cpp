@@ -17,7 +17,6 @@
 #include "output.hpp"
 #include "plan_report.hpp"
 #include "planner.hpp"
-#include "replace_file.hpp"
 #include "strict_json.hpp"
 #include "this_machine.hpp"
 

@@ -8,8 +8,7 @@
 
 #include <hoist/config/plain_json.hpp>
 #include <hoist/core/error.hpp>
-
-#include "replace_file.hpp"
+#include <hoist/core/named_file.hpp>
 
 namespace hoist::cli {
 

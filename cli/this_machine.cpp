@@ -13,6 +13,7 @@
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/named_file.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/kernels.hpp>
@@ -24,7 +25,6 @@
 
 #include "machine_file.hpp"
 #include "output.hpp"
-#include "replace_file.hpp"
 #include "storage.hpp"
 
 namespace hoist::cli {

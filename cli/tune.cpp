@@ -12,13 +12,13 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/named_file.hpp>
 #include <hoist/core/units.hpp>
 
 #include "commands.hpp"
 #include "interrupt.hpp"
 #include "json_edit.hpp"
 #include "output.hpp"
-#include "replace_file.hpp"
 #include "storage.hpp"
 
 namespace hoist::cli {

@@ -1,20 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report.hpp"
 
-#include <cerrno>
-#include <cstring>
+#include <algorithm>
 #include <filesystem>
-#include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
-
-#include "text.hpp"
 
 namespace hoist::gpt {
 namespace {
@@ -240,35 +234,6 @@ std::string closing_table(const RunRecord& record) {
   out += "\n";
   append_tiers(out, record);
   return out;
-}
-
-// Devices such as /dev/stdout are written directly.
-ReportFile::ReportFile(const ReportFileOptions& options) : options_(options), partial_path_(options.path + ".partial") {
-  struct stat info {};
-  if (stat(options.path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) partial_path_ = options.path;
-  file_ = open_output_file(partial_path_, OutputMode::replace);
-  if (file_ == nullptr) {
-    throw BadInputError(fmt::format("cannot write {} {}: {}", options_.what, options_.path, std::strerror(errno)));
-  }
-}
-
-ReportFile::~ReportFile() {
-  if (file_ == nullptr) return;
-  std::fclose(file_);
-  if (partial_path_ != options_.path) std::remove(partial_path_.c_str());
-}
-
-void ReportFile::write(const std::string& text) {
-  const auto fail = [&](const char* operation) {
-    throw IoError({.operation = operation, .path = options_.path, .length_bytes = text.size(), .code = errno},
-                  options_.remedy);
-  };
-  if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) fail("write");
-  if (partial_path_ != options_.path) {
-    if (fdatasync(fileno(file_)) != 0) fail("fdatasync");
-    if (std::rename(partial_path_.c_str(), options_.path.c_str()) != 0) fail("rename");
-  }
-  std::fclose(std::exchange(file_, nullptr));
 }
 
 }  // namespace hoist::gpt

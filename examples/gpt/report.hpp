@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstdint>
-#include <cstdio>
 #include <optional>
 #include <string>
 #include <vector>
@@ -75,28 +74,5 @@ std::string report_json(const RunRecord& record);
 
 // Bytes per link against the formula, where time went, peaks against budgets, the device.
 std::string closing_table(const RunRecord& record);
-
-struct ReportFileOptions {
-  std::string path;
-  const char* what;    // for messages: "the report"
-  const char* remedy;  // after a failed write
-};
-
-// A file that appears under its name only once it is whole.
-class ReportFile {
- public:
-  // Errors: BadInputError when it cannot be written there.
-  explicit ReportFile(const ReportFileOptions& options);
-  ReportFile(const ReportFile&) = delete;
-  ReportFile& operator=(const ReportFile&) = delete;
-  ~ReportFile();
-  // Errors: IoError.
-  void write(const std::string& text);
-
- private:
-  const ReportFileOptions options_;
-  std::string partial_path_;
-  std::FILE* file_ = nullptr;
-};
 
 }  // namespace hoist::gpt

@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
-#include <cstring>
 #include <ctime>
 #include <memory>
 
@@ -15,6 +14,7 @@
 #include <unistd.h>
 
 #include <hoist/comm/communicator.hpp>
+#include <hoist/core/named_file.hpp>
 #include <hoist/core/printable.hpp>
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors.hpp>
@@ -57,6 +57,15 @@ void install_signal_handlers() {
   sigaction(SIGTERM, &action, nullptr);
 }
 
+// Errors: IoError with `remedy`.
+void write_output(const std::string& path, const std::string& text, const char* remedy) {
+  try {
+    replace_file(path, text);
+  } catch (const IoError& error) {
+    throw IoError(error.where, remedy);
+  }
+}
+
 GptOptions gpt_options(const Arguments& a, const Config& config, const Settled& settled) {
   return {.layers = a.layers,
           .width = a.width,
@@ -93,7 +102,7 @@ class Training {
                       "steps that shall stay",
                       config_.origin()));
     }
-    open_report();
+    check_outputs();
   }
 
   void describe_units(const std::string& path);
@@ -108,7 +117,7 @@ class Training {
   void say(const std::string& text) const {
     if (first_rank()) std::fputs((printable(text) + "\n").c_str(), stdout);  // a full disk under a log ends no training
   }
-  void open_report();
+  void check_outputs();
   Initializer initial_values() const;
   void introduce();
   RunState state_at(std::uint64_t step) const;
@@ -128,21 +137,20 @@ class Training {
   const EngineOptions engine_options_;
   Gpt gpt_;
   std::optional<Engine> engine_;  // made by prepare()
-  std::unique_ptr<ReportFile> report_;
-  std::uint64_t step_ = 0;  // steps done
+  std::uint64_t step_ = 0;        // steps done
   bool stopping_ = false;
   Completion committed_;  // of the newest step
   RunRecord record_;
 };
 
 // The other ranks would wait for a rank 0 that cannot go on, so it tells them.
-void Training::open_report() {
-  if (arguments_.report.empty() || !first_rank()) return;
+void Training::check_outputs() {
+  if (!first_rank()) return;
   try {
-    report_ = std::make_unique<ReportFile>(ReportFileOptions{
-        .path = arguments_.report,
-        .what = "the report",
-        .remedy = "the training itself is complete; free space and run again with --resume to write the report"});
+    const std::vector<OutputPath> outputs{{"--report", arguments_.report}, {"--units", arguments_.units}};
+    check_outputs_apart(outputs, {arguments_.config, arguments_.text});
+    for (const OutputPath& output : outputs)
+      if (!output.path.empty()) check_replaceable(output.path, "name another file with " + output.option);
   } catch (const std::exception& error) {
     runtime_.communicator().abort(error.what());
     throw;
@@ -170,15 +178,11 @@ void Training::describe_units(const std::string& path) {
     for (const ParameterId owner : unit.tied) tied.push_back(model.parameters()[owner.index].name);
     units.push_back({{"name", unit.name}, {"parameters", parameters}, {"tied", tied}});
   }
-  ReportFile file({.path = path,
-                   .what = "the description of the units",
-                   .remedy = "free space, or name another file with --units"});
   // No engine was made yet: only activation offload has taken part of the pinned budget.
-  file.write(Json{{"program_device_bytes", gpt_.device_bytes()},
-                  {"program_pinned_bytes", runtime_.pinned_budget().held_bytes()},
-                  {"units", units}}
-                 .dump(1) +
-             "\n");
+  const Json description{{"program_device_bytes", gpt_.device_bytes()},
+                         {"program_pinned_bytes", runtime_.pinned_budget().held_bytes()},
+                         {"units", units}};
+  write_output(path, description.dump(1) + "\n", "free space, or name another file with --units");
   say(fmt::format("{} units are described in {}", model.units().size(), path));
 }
 
@@ -349,7 +353,9 @@ void Training::close() {
   }
   take_totals_apart(record_, runtime_.ledger());
   if (first_rank()) std::fputs(closing_table(record_).c_str(), stdout);
-  if (report_) report_->write(report_json(record_));
+  if (first_rank() && !arguments_.report.empty())
+    write_output(arguments_.report, report_json(record_),
+                 "the training itself is complete; free space and run again with --resume to write the report");
 }
 
 // Errors that a person can correct at the command line, in the file, by another device, or with a directory's

@@ -189,6 +189,21 @@ TEST_F(Copy, TheStoreItselfIsNoCopyAndADirectoryIsNamedOnce) {
   EXPECT_FALSE(fs::exists(path("new")));
 }
 
+TEST_F(Copy, NoCommandReplacesAFileOfAStoreWithItsJson) {
+  test::make_store(path("store/hoist"), 1, 1);
+  const auto before = files_of("store");
+  fs::create_symlink(path("store/hoist/rank-00000.manifest"), path("link"));
+  for (const char* command : {"inspect store", "verify store", "copy store --to copy", "export store --to weights"}) {
+    for (const char* file : {"store/hoist/rank-00000.manifest", "store/hoist/rank-00000.data", "link"}) {
+      const auto result = run(std::string(command) + " --json " + file);
+      EXPECT_EQ(result.exit_code, 2) << command;
+      EXPECT_THAT(result.errors, HasSubstr("is a file of a store, and would be overwritten")) << command;
+    }
+  }
+  EXPECT_EQ(files_of("store"), before);
+  EXPECT_FALSE(fs::exists(path("copy")));
+}
+
 TEST_F(Copy, AStoreInUseIsLeftAlone) {
   const test::ToySetup setup = setup_of("store");
   Runtime runtime(setup.runtime);

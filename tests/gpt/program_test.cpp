@@ -21,7 +21,11 @@ TEST_F(Program, RefusesBadInput) {
   expect_refused(with(usual(1), "--config", path("broken.json")), "broken.json:2:");
   expect_refused(with(usual(1), "--heads", "3"), "does not divide");
   expect_refused(usual(1, {"--stpes", "3"}), "--stpes");
-  expect_refused(usual(1, {"--report", path("none/r.json")}), "cannot write the report");
+  expect_refused(usual(1, {"--report", path("none/r.json")}), "name another file with --report");
+  expect_refused(usual(1, {"--report", "/proc/r.json"}), "name another file with --report");
+  expect_refused(usual(1, {"--report", path("text")}), "is the input file, and would be overwritten");
+  expect_refused(usual(1, {"--report", path("./config.json")}), "is the input file, and would be overwritten");
+  expect_refused(usual(1, {"--units", path("text")}), "is the input file, and would be overwritten");
   expect_refused({"--config", path("config.json")}, "required");
   EXPECT_FALSE(std::filesystem::exists(path("store"))) << "a refused run left something behind";
 }
@@ -233,7 +237,7 @@ TEST_F(Program, TheTableCountsTheSaveAtTheEndWithAndWithoutAReport) {
 }
 
 TEST_F(Program, AFailedDescriptionOfTheUnitsIsNoFailedReport) {
-  expect_refused(usual(1, {"--units", path("none/units.json")}), "cannot write the description of the units");
+  expect_refused(usual(1, {"--units", path("none/units.json")}), "name another file with --units");
   const Outcome outcome = run(usual(1, {"--units", "/dev/full"}));
   EXPECT_EQ(outcome.code, 2);
   EXPECT_THAT(outcome.error, HasSubstr("name another file with --units"));
@@ -246,20 +250,51 @@ TEST_F(Program, WithoutAStoreNothingIsCommitted) {
   EXPECT_EQ(report["links"]["nvme_read"]["bytes"], 0);
 }
 
-TEST_F(Program, ASignalEndsTheRunAfterItsStep) {
-  for (const int signal : {SIGINT, SIGTERM}) {
-    remove_store();
-    const pid_t child = start(usual(1000000, {"--report", path("report.json")}));
-    for (int i = 0; i < 600 && contents_of(path("out")).find("step 1/") == std::string::npos; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    }
-    for (int i = 0; i < 2; ++i) kill(child, signal);  // as timeout(1) does
-    const Outcome outcome = finish(child);
+void wait_until(const std::function<bool()>& is_so) {
+  for (int i = 0; i < 1200 && !is_so(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+}
+
+class RunningProgram : public Program {
+ protected:
+  // Returns once a step is done.
+  pid_t start_training(const std::vector<std::string>& words, const std::function<void()>& first = {}) const {
+    const pid_t child = start(words, first);
+    wait_until([&] { return contents_of(path("out")).find("step 1/") != std::string::npos; });
+    return child;
+  }
+  void expect_stopped(const Outcome& outcome) const {
     EXPECT_EQ(outcome.code, 0) << outcome.error;
     EXPECT_THAT(outcome.out, HasSubstr("stopped by a signal after step"));
     const json stopped = report();
     EXPECT_EQ(stopped["committed_step"], stopped["steps"].back()["step"]);
   }
+  static constexpr int kNever = 1'000'000;  // steps
+};
+
+TEST_F(RunningProgram, ASignalEndsTheRunAfterItsStep) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    remove_store();
+    const pid_t child = start_training(usual(kNever, {"--report", path("report.json")}));
+    for (int i = 0; i < 2; ++i) kill(child, signal);  // as timeout(1) does
+    expect_stopped(finish(child));
+  }
+}
+
+TEST_F(RunningProgram, ARefusedSecondStartLeavesTheReportToTheFirst) {
+  const auto words = usual(kNever, {"--resume", "--report", path("report.json")});
+  const pid_t first = start_training(words);
+  const pid_t second = test::spawn(
+      [&] {
+        std::vector<std::string> all = words;
+        all.insert(all.begin(), HOIST_GPT);
+        return all;
+      }(),
+      path("second.out"), path("second.error"));
+  int status = 0;
+  waitpid(second, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 2) << contents_of(path("second.error"));
+  kill(first, SIGTERM);
+  expect_stopped(finish(first));
 }
 
 TEST_F(Program, TheCommandLineWinsAndSaysSoOnce) {

@@ -2,18 +2,14 @@
 #include "report.hpp"
 
 #include <cmath>
-#include <filesystem>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
-#include <unistd.h>
 
 #include <hoist/core/units.hpp>
-#include <hoist/tests/support/file_contents.hpp>
 
 #include "progress.hpp"
-#include "text.hpp"
 
 namespace hoist::gpt::report_test {
 namespace {
@@ -110,55 +106,6 @@ TEST(ClosingTable, SurvivesARunWithoutSteps) {
   RunRecord record = example();
   record.steps.clear();
   EXPECT_THAT(closing_table(record), HasSubstr("1000 parameters"));
-}
-
-class ReportFileTest : public testing::Test {
- protected:
-  ReportFileTest() : directory_(testing::TempDir() + "/hoist_report_" + std::to_string(getpid())) {
-    std::filesystem::create_directories(directory_);
-  }
-  ~ReportFileTest() override { std::filesystem::remove_all(directory_); }
-  static ReportFileOptions at(const std::string& path) {
-    return {.path = path, .what = "the words", .remedy = "say less"};
-  }
-  const std::string directory_;
-};
-
-TEST_F(ReportFileTest, AppearsWhole) {
-  const std::string path = directory_ + "/r.json";
-  {
-    ReportFile file(at(path));
-    EXPECT_FALSE(std::filesystem::exists(path));
-    file.write("{}\n");
-  }
-  EXPECT_EQ(hoist::test::contents_of(path), "{}\n");
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_), {}), 1);
-}
-
-TEST_F(ReportFileTest, LeavesNothingWhenTheRunFails) {
-  { ReportFile file(at(directory_ + "/r.json")); }
-  EXPECT_TRUE(std::filesystem::is_empty(directory_));
-}
-
-TEST_F(ReportFileTest, RefusesAPathThatCannotBeWritten) {
-  EXPECT_THROW(ReportFile(at(directory_ + "/none/r.json")), BadInputError);
-  EXPECT_THROW(ReportFile(at("/proc/r.json")), BadInputError);
-}
-
-TEST_F(ReportFileTest, ItsErrorsSayWhatItIsAndWhatHelps) {
-  try {
-    ReportFile file(at(directory_ + "/none/r.json"));
-    FAIL() << "the directory is not there";
-  } catch (const BadInputError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("cannot write the words " + directory_ + "/none/r.json"));
-  }
-  ReportFile full(at("/dev/full"));
-  try {
-    full.write("{}\n");
-    FAIL() << "there was space";
-  } catch (const IoError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("say less"));
-  }
 }
 
 // --- progress ------------------------------------------------------------------------------------------------------

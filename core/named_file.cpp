@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "replace_file.hpp"
-
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -9,14 +7,15 @@
 #include <system_error>
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/named_file.hpp>
 #include <hoist/core/open_file.hpp>
 
-namespace hoist::cli {
+namespace hoist {
 
 namespace {
 
@@ -69,7 +68,8 @@ class TemporaryFile {
     }
     renamed_ = true;
     const std::string directory = fs::path(target_).parent_path();
-    aio::sync_directory(directory.empty() ? "." : directory);
+    const Descriptor opened(::open(directory.empty() ? "." : directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (opened.number < 0 || ::fsync(opened.number) != 0) throw io_error("fsync", directory);
     return true;
   }
 
@@ -117,6 +117,13 @@ void write_into(const std::string& path, const std::string& text) {
     throw IoError({.operation = "write", .path = path, .code = written ? errno : code}, "choose another file");
 }
 
+// Text for a pipe or a device overwrites nothing.
+bool is_same_file(const std::string& one, const std::string& other) {
+  std::error_code ignored;
+  if (one.empty() || other.empty() || one == "-" || fs::is_other(one, ignored)) return false;
+  return is_same_place(one, other);
+}
+
 }  // namespace
 
 void replace_file(const std::string& path, const std::string& text) {
@@ -142,8 +149,11 @@ void check_replaceable(const std::string& path, const std::string& remedy) {
   if (exists && S_ISDIR(info.st_mode)) refuse(EISDIR);
   if (exists && ::access(path.c_str(), W_OK) != 0) refuse(errno);
   if (exists && (!S_ISREG(info.st_mode) || standard_descriptor(info))) return;
-  const std::string directory = followed(path).parent_path().string();
-  if (::access(directory.empty() ? "." : directory.c_str(), W_OK | X_OK) != 0) refuse(errno);
+  try {
+    const TemporaryFile probe(followed(path).string());
+  } catch (const IoError& error) {
+    refuse(error.where.code);
+  }
 }
 
 std::string read_file(const std::string& path, const std::string& remedy) {
@@ -159,4 +169,19 @@ std::string read_file(const std::string& path, const std::string& remedy) {
   return text;
 }
 
-}  // namespace hoist::cli
+void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs) {
+  for (auto output = outputs.begin(); output != outputs.end(); ++output) {
+    for (const std::string& input : inputs) {
+      if (!is_same_file(output->path, input)) continue;
+      throw UsageError(fmt::format("{} {} is the input file, and would be overwritten; name another file",
+                                   output->option, output->path));
+    }
+    for (auto other = output + 1; other != outputs.end(); ++other) {
+      if (!is_same_file(output->path, other->path)) continue;
+      throw UsageError(fmt::format("{} {} and {} {} are the same file; name two", output->option, output->path,
+                                   other->option, other->path));
+    }
+  }
+}
+
+}  // namespace hoist
