@@ -21,6 +21,7 @@ bool memory_is_limited() {
 
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
+  std::signal(SIGPIPE, SIG_IGN);  // nor does a reader of the log that has gone end a training
   hoist::occupy_standard_descriptors();
   const auto parsed = hoist::gpt::parse_arguments(argc, argv);
   if (const int* code = std::get_if<int>(&parsed)) return *code;

@@ -44,7 +44,8 @@ void Progress::show(const StepRecord& step, const Tiers& tiers, TimePoint now) {
   recent_.push_back(step.seconds);
   if (recent_.size() > kRecentSteps) recent_.pop_front();
   const bool edge = step.step == options_.first_step + 1 || step.step == options_.last_step;
-  if (!options_.rewrite && !edge && now - shown_ < options_.interval) return;
+  const Nanoseconds interval = options_.rewrite ? options_.rewrite_interval : options_.line_interval;
+  if (!edge && now - shown_ < interval) return;
   shown_ = now;
   const std::string text = line(step, tiers);
   if (options_.rewrite) {

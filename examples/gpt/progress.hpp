@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/progress.hpp - one line that says how far the run is: rewritten in place on a terminal, else printed
-// every few seconds.
+// every few seconds. Launchers such as mpirun give ranks a terminal although its text ends in a file.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@ struct ProgressOptions {
   std::uint64_t last_step = 0;
   std::uint64_t tokens_per_step = 0;
   bool rewrite = false;  // a terminal
-  Nanoseconds interval = std::chrono::seconds(5);
+  Nanoseconds line_interval = std::chrono::seconds(5);
+  Nanoseconds rewrite_interval = std::chrono::seconds(1);
   std::FILE* out = stdout;
 };
 

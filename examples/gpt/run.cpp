@@ -33,29 +33,38 @@ volatile std::sig_atomic_t stop_signal = 0;
 constexpr double kImpatientSeconds = 0.5;
 double first_signal_at = 0;  // of CLOCK_MONOTONIC
 
+volatile std::sig_atomic_t is_complete = 0;  // the state is saved, and the report written
+
 extern "C" void on_signal(int number) {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
   const double seconds = static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-  if (stop_signal == 0) {
+  if (stop_signal == 0 && is_complete == 0) {
     first_signal_at = seconds;
     stop_signal = number;
-  } else if (seconds - first_signal_at > kImpatientSeconds) {
+  } else if (stop_signal == 0 || seconds - first_signal_at > kImpatientSeconds) {
     ::signal(number, SIG_DFL);
     ::raise(number);
   }
 }
 
-// The first signal asks for an orderly end after the step under way; a second one, later, kills.
+// The first signal asks for an orderly end after the step under way; a second one, later, kills. A signal that the
+// program was started without (nohup, a shell's &) stays ignored.
 void install_signal_handlers() {
-  struct sigaction action {};
-  action.sa_handler = on_signal;
-  action.sa_flags = SA_RESTART;
-  sigaddset(&action.sa_mask, SIGINT);
-  sigaddset(&action.sa_mask, SIGTERM);
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
+  constexpr std::array kSignals{SIGINT, SIGTERM, SIGHUP};
+  for (const int number : kSignals) {
+    struct sigaction action {};
+    sigaction(number, nullptr, &action);
+    if (action.sa_handler == SIG_IGN) continue;
+    action = {};
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    for (const int other : kSignals) sigaddset(&action.sa_mask, other);
+    sigaction(number, &action, nullptr);
+  }
 }
+
+void complain(const std::string& text) { std::fputs(printable(fmt::format("hoist-gpt: {}\n", text)).c_str(), stderr); }
 
 // Errors: IoError with `remedy`.
 void write_output(const std::string& path, const std::string& text, const char* remedy) {
@@ -115,7 +124,9 @@ class Training {
  private:
   bool first_rank() const { return runtime_.rank() == 0; }
   void say(const std::string& text) const {
-    if (first_rank()) std::fputs((printable(text) + "\n").c_str(), stdout);  // a full disk under a log ends no training
+    if (!first_rank()) return;
+    std::fputs((printable(text) + "\n").c_str(), stdout);  // a full disk under a log ends no training
+    std::fflush(stdout);
   }
   void check_outputs();
   Initializer initial_values() const;
@@ -127,7 +138,9 @@ class Training {
   StepRecord one_step();
   Batch micro_batch(int index) const;
   double train_micro_batches();
+  bool saves_steps() const;
   void save_at_end();
+  void mirror_at_end();
 
   const Arguments arguments_;
   const Text text_;
@@ -322,16 +335,39 @@ StepRecord Training::one_step() {
   return record;
 }
 
-// If steps are commits, or durability is `none`, there is nothing to do. Otherwise a store, where one is
-// configured, gets the state now. A mirror gets it in any case.
+// Without a store, or with durability `none`, there is nothing to save.
+bool Training::saves_steps() const {
+  return !config_.engine.store_directory.empty() && (!config_.engine.uses_nvme() || config_.engine.commits_steps());
+}
+
+// If steps are commits, there is nothing to do.
 void Training::save_at_end() {
   committed_.wait();
-  if (config_.engine.uses_nvme() && !config_.engine.commits_steps()) return;
-  if (config_.engine.store_directory.empty()) return;
-  const bool mirrored = !config_.engine.mirror.directory.empty();
-  if (engine_->committed_step() == step_ && (!mirrored || engine_->mirror().step == step_)) return;
-  engine_->save("", encode(state_at(step_)), {.mirror = mirrored}).wait();
+  if (!saves_steps() || engine_->committed_step() == step_) return;
+  engine_->save("", encode(state_at(step_))).wait();
   say(fmt::format("saved step {} in {}", step_, config_.engine.store_directory));
+}
+
+// The last thing that a run does: a mirror that is slow or has failed takes nothing from what is saved. After a signal
+// nothing more is copied; the engine's end waits for the copy under way, and says so.
+void Training::mirror_at_end() {
+  const std::string& mirror = config_.engine.mirror.directory;
+  if (mirror.empty() || !saves_steps()) return;
+  const bool behind = engine_->mirror().step != step_;
+  std::vector<std::uint8_t> all(static_cast<std::size_t>(runtime_.world_size()));
+  runtime_.communicator().exchange(std::as_bytes(std::span(&behind, 1)), std::as_writable_bytes(std::span(all)));
+  if (std::ranges::count(all, 1) == 0) return;
+  if (stopping_) return say(fmt::format("after a signal, no further copy to the mirror in {} is begun", mirror));
+  say(fmt::format("waiting for the mirror in {} to hold step {}, too", mirror, step_));
+  const Completion copied = engine_->save("", encode(state_at(step_)), {.mirror = true});
+  try {
+    copied.wait();
+  } catch (const std::exception& error) {
+    if (first_rank())
+      complain(
+          fmt::format("warning: the training is complete, and step {} is in {}; the mirror in {} does not hold it: {}",
+                      step_, config_.engine.store_directory, mirror, error.what()));
+  }
 }
 
 void Training::close() {
@@ -353,9 +389,17 @@ void Training::close() {
   }
   take_totals_apart(record_, runtime_.ledger());
   if (first_rank()) std::fputs(closing_table(record_).c_str(), stdout);
-  if (first_rank() && !arguments_.report.empty())
-    write_output(arguments_.report, report_json(record_),
-                 "the training itself is complete; free space and run again with --resume to write the report");
+  std::exception_ptr lost_report;  // the other ranks go to the mirror's end
+  try {
+    if (first_rank() && !arguments_.report.empty())
+      write_output(arguments_.report, report_json(record_),
+                   "the training itself is complete; free space and run again with --resume to write the report");
+  } catch (...) {
+    lost_report = std::current_exception();
+  }
+  is_complete = 1;
+  mirror_at_end();
+  if (lost_report) std::rethrow_exception(lost_report);
 }
 
 // Errors that a person can correct at the command line, in the file, by another device, or with a directory's
@@ -377,7 +421,7 @@ bool is_bad_input(const std::exception& error) {
 int report_failure(const std::exception& error, const Training* training, int code) {
   const std::string rank =
       training != nullptr && training->world_size() > 1 ? fmt::format("rank {}: ", training->rank()) : std::string();
-  std::fputs(printable(fmt::format("hoist-gpt: {}{}\n", rank, error.what())).c_str(), stderr);
+  complain(rank + error.what());
   return code;
 }
 

@@ -272,12 +272,29 @@ class RunningProgram : public Program {
 };
 
 TEST_F(RunningProgram, ASignalEndsTheRunAfterItsStep) {
-  for (const int signal : {SIGINT, SIGTERM}) {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
     remove_store();
     const pid_t child = start_training(usual(kNever, {"--report", path("report.json")}));
     for (int i = 0; i < 2; ++i) kill(child, signal);  // as timeout(1) does
     expect_stopped(finish(child));
   }
+}
+
+TEST_F(RunningProgram, ASignalThatWasIgnoredAtTheStartStaysIgnored) {
+  const pid_t child =
+      start_training(usual(kNever, {"--report", path("report.json")}), [] { ::signal(SIGINT, SIG_IGN); });
+  kill(child, SIGINT);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  EXPECT_EQ(waitpid(child, nullptr, WNOHANG), 0) << "the program has ended";
+  kill(child, SIGTERM);
+  expect_stopped(finish(child));
+}
+
+TEST_F(RunningProgram, AReaderOfTheLogThatHasGoneEndsNoTraining) {
+  const Outcome outcome = finish(start(usual(30, {"--report", path("report.json")}), {},
+                                       {"bash", "-c", R"("$0" "$@" | true; exit ${PIPESTATUS[0]})"}));
+  EXPECT_EQ(outcome.code, 0) << outcome.error;
+  EXPECT_EQ(report()["committed_step"], 30);
 }
 
 TEST_F(RunningProgram, ARefusedSecondStartLeavesTheReportToTheFirst) {
@@ -296,6 +313,48 @@ TEST_F(RunningProgram, ARefusedSecondStartLeavesTheReportToTheFirst) {
   kill(first, SIGTERM);
   expect_stopped(finish(first));
 }
+
+// --- a mirror --------------------------------------------------------------------------------------------------------
+
+TEST_F(RunningProgram, AMirrorThatFailsAtTheEndIsAWarning) {
+  write_config("config.json", "nvme", "nvme", {{"mirror", {{"path", path("mirror")}, {"every", 1'000'000}}}});
+  const pid_t child = start_training(usual(1500, {"--report", path("report.json")}));
+  std::filesystem::remove_all(path("mirror"));
+  write("mirror", "a file is in the way");
+  const Outcome outcome = finish(child);
+  EXPECT_EQ(outcome.code, 0) << outcome.error;
+  EXPECT_THAT(outcome.error, HasSubstr("warning: the training is complete, and step 1500 is in " + path("store")));
+  EXPECT_THAT(outcome.out, HasSubstr("where the time went"));
+  EXPECT_EQ(report()["committed_step"], 1500);
+}
+
+TEST_F(RunningProgram, AtItsEndItCopiesTheLastStepToTheMirror) {
+  write_config("config.json", "cpu", "cpu",
+               {{"checkpoint_path", path("store")}, {"mirror", {{"path", path("mirror")}}}});
+  const json whole = report_of(usual(3));
+  remove_store();
+  EXPECT_EQ(report_of(usual(3, {"--resume"}))["digest"], whole["digest"]);
+}
+
+TEST_F(RunningProgram, ASlowMirrorHoldsUpNeitherTableNorReport) {
+  write_config("config.json", "nvme", "nvme",
+               {{"mirror", {{"path", path("mirror")}, {"every", 1}, {"bytes_per_second", "1KB"}}}});
+  const pid_t child = start_training(usual(kNever, {"--report", path("report.json")}));
+  kill(child, SIGTERM);
+  wait_until([&] { return std::filesystem::exists(path("report.json")); });
+  EXPECT_EQ(waitpid(child, nullptr, WNOHANG), 0) << "the copy was not slow";
+  std::this_thread::sleep_for(std::chrono::milliseconds(600));
+  kill(child, SIGTERM);
+  const Outcome outcome = finish(child);
+  EXPECT_EQ(outcome.code, -SIGTERM);
+  EXPECT_THAT(outcome.out, HasSubstr("no further copy to the mirror in " + path("mirror/hoist")));
+  EXPECT_THAT(outcome.out, HasSubstr("where the time went"));
+  EXPECT_THAT(outcome.error, HasSubstr("waiting for the copy of step"));
+  const json stopped = report();
+  EXPECT_EQ(stopped["committed_step"], stopped["steps"].back()["step"]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 
 TEST_F(Program, TheCommandLineWinsAndSaysSoOnce) {
   const Outcome outcome = run(usual(1, {"--batch", "3"}));

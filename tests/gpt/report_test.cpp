@@ -137,11 +137,12 @@ TEST(Progress, ALineSaysWhatMatters) {
             "step 1/241  loss 2.500  1024 tokens/s  device 1.0 MiB/2.0 MiB  pinned 3.0 MiB/4.0 MiB  2m00s left\n");
 }
 
-TEST(Progress, OnATerminalOneLineIsRewritten) {
+TEST(Progress, OnATerminalOneLineIsRewrittenOnceASecond) {
   const std::string text =
-      shown({.last_step = 3, .tokens_per_step = 1, .rewrite = true}, 3, std::chrono::milliseconds(1));
+      shown({.last_step = 100, .tokens_per_step = 1, .rewrite = true}, 100, std::chrono::milliseconds(100));
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1);
-  EXPECT_EQ(std::count(text.begin(), text.end(), '\r'), 3);
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\r'), 11);  // 10 s, and the last
+  EXPECT_THAT(text, HasSubstr("\rstep 100/100"));
 }
 
 TEST(Progress, ElsewhereALineEveryFewSecondsAndAtBothEnds) {
