@@ -205,8 +205,11 @@ class StoredModel::Impl {
     std::uint64_t done = 0;
     const auto copied = [&](std::uint64_t bytes) {
       done += bytes;
-      if (options.progress) options.progress(done, report.data_bytes);
-      std::this_thread::sleep_until(paced_time(begun, done, options.bytes_per_second));
+      const auto tell = [&] {
+        if (options.progress) options.progress(done, report.data_bytes);
+      };
+      tell();
+      sleep_paced(paced_time(begun, done, options.bytes_per_second), tell);
     };
     for (const auto& reader : readers_) {
       tiers::StoreOptions target = reader->options();

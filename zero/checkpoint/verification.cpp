@@ -184,8 +184,11 @@ class Verifier {
       std::ranges::copy(wrong, std::back_inserter(result.damage));
       result.step = std::max(result.step, part_.commit.step);
       result.bytes += piece.bytes();
-      if (options_.progress) options_.progress(result.bytes, total);
-      std::this_thread::sleep_until(paced_time(begun_, result.bytes, options_.bytes_per_second));
+      const auto tell = [&] {
+        if (options_.progress) options_.progress(result.bytes, total);
+      };
+      tell();
+      sleep_paced(paced_time(begun_, result.bytes, options_.bytes_per_second), tell);
     });
   }
 
