@@ -67,7 +67,8 @@ class SafetensorsWriter::OpenFile {
   void write(std::span<const std::byte> bytes) {
     const int code = write_all(descriptor_, bytes);
     if (code == EFBIG) fail("write", code, "raise the limit of file sizes (ulimit -f)", bytes.size());
-    if (code != 0) fail("write", code, "free space, or choose another directory", bytes.size());
+    if (code == ENOSPC || code == EDQUOT) fail("write", code, "free space, or choose another directory", bytes.size());
+    if (code != 0) fail("write", code, "check the drive (dmesg, smartctl), or choose another directory", bytes.size());
     written_ += bytes.size();
   }
 
@@ -202,9 +203,11 @@ void SafetensorsWriter::check_space() const {
       free_bytes += static_cast<std::uint64_t>(left.st_blocks) * 512;
   }
   if (data_bytes_ <= free_bytes) return;
-  throw IoError({.operation = "write", .path = options_.directory, .length_bytes = data_bytes_, .code = ENOSPC},
-                fmt::format("the tensors need {} and {} are free: free space, or choose another directory",
-                            format_bytes(data_bytes_), format_bytes(free_bytes)));
+  throw BudgetError({.tier = "nvme",
+                     .have_bytes = free_bytes,
+                     .need_bytes = data_bytes_,
+                     .key = fmt::format("the free space of the file system of {}", options_.directory),
+                     .detail = fmt::format("the tensors in {}", options_.directory)});
 }
 
 void SafetensorsWriter::next_shard() {

@@ -247,6 +247,17 @@ TEST_F(Export, AStoreInUseIsLeftAlone) {
   EXPECT_FALSE(fs::exists(path("weights")));
 }
 
+TEST_F(Export, TooLittleRoomIsBadInput) {
+  test::make_store(path("store"), 1, 0);
+  fs::create_directory(path("small"));
+  if (std::system(("mount -t tmpfs -o size=16k tmpfs " + path("small")).c_str()) != 0)
+    GTEST_SKIP() << "nothing can be mounted here";
+  const auto result = run("export store --to small/weights");
+  static_cast<void>(std::system(("umount " + path("small")).c_str()));
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, HasSubstr("raise the free space of the file system of small/weights to at least"));
+}
+
 // --- resources -------------------------------------------------------------------------------------------------------
 
 // Runs the program and says how much memory it needed at most.
