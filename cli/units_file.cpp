@@ -118,6 +118,23 @@ DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype
   return unit;
 }
 
+// What a plan holds for each unit grows with the unit, and how long it takes with the model.
+void check_counts(const Model& model) {
+  constexpr double kUnitMax = 1e12;
+  double total = 0;
+  for (const ModelUnit& unit : model.units()) {
+    double count = 0;
+    for (const ParameterId parameter : unit.parameters)
+      count += static_cast<double>(element_count(model.parameters()[parameter.index]));
+    if (count > kUnitMax)
+      throw UsageError(fmt::format("unit '{}' has {:g} parameters; a unit may have {:g}, so declare its parts as units",
+                                   unit.name, count, kUnitMax));
+    total += count;
+  }
+  if (total > kCountMax)
+    throw UsageError(fmt::format("the units have {:g} parameters together; a model may have {:g}", total, kCountMax));
+}
+
 }  // namespace
 
 NamedModel read_units(const std::string& path) {
@@ -154,6 +171,7 @@ NamedModel read_units(const std::string& path) {
       model.tie(UnitId{u}, *owner);
     }
   }
+  check_counts(model);
   named.name = fmt::format("{} units of {}", model.units().size(), path);
   return named;
 }

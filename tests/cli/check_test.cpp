@@ -412,6 +412,11 @@ TEST_F(Check, RefusesModelsItCannotRead) {
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1}], "dtype": "fp8"})"), HasSubstr("dtype"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "parameters": 2}]})"), HasSubstr("given twice"));
   EXPECT_THAT(with_units((R"({"units": )" + std::string(100000, '[')).c_str()), HasSubstr("nested deeper"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1e13}]})"),
+              HasSubstr("unit 'a' has 1e+13 parameters"));
+  std::string many = R"({"units": [{"name": "a", "parameters": 1e12})";
+  for (int i = 0; i < 10; ++i) many += R"(, {"name": "b)" + std::to_string(i) + R"(", "parameters": 1e12})";
+  EXPECT_THAT(with_units((many + "]}").c_str()), HasSubstr("1.1e+13 parameters together"));
   EXPECT_EQ(run("check good.json --units missing.json").exit_code, 2);
   const auto directory = run("check good.json --units .");
   EXPECT_EQ(directory.exit_code, 2);

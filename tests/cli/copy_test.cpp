@@ -189,6 +189,20 @@ TEST_F(Copy, TheStoreItselfIsNoCopyAndADirectoryIsNamedOnce) {
   EXPECT_FALSE(fs::exists(path("new")));
 }
 
+TEST_F(Copy, ACopyThatIsThereKeepsItsDrives) {
+  test::make_store(path("store"), 1, 1);
+  ASSERT_EQ(run("copy store --to a").exit_code, 0);
+  const auto further = run("copy store --to a --to b");
+  EXPECT_EQ(further.exit_code, 2);
+  EXPECT_THAT(further.errors, HasSubstr("holds a copy already, and its further drives are none"));
+  EXPECT_FALSE(fs::exists(path("b")));
+  ASSERT_EQ(run("copy store --to c --to d").exit_code, 0);
+  EXPECT_EQ(run("copy store --to c --to d").exit_code, 0);
+  const auto fewer = run("copy store --to c");
+  EXPECT_EQ(fewer.exit_code, 2);
+  EXPECT_THAT(fewer.errors, HasSubstr("its further drives are " + path("d/hoist")));
+}
+
 TEST_F(Copy, ASignalEndsAWaitForTheRate) {
   test::make_store(path("store"), 1, 0);
   for (const std::string command : {"verify store", "copy store --to copy"}) {

@@ -173,8 +173,8 @@ void check_label(const StorePaths& drive, const DriveLabel& expected) {
   const auto found = read_label(drive);
   if (!found)
     throw StoreError(
-        fmt::format("{} holds no data of the store in {}: {} is missing; give the store's directories in "
-                    "the order in which it was made",
+        fmt::format("{} holds no data of the store in {}: {} is missing; mount the drive that held it, name the "
+                    "directory where it is now, or continue from a mirror or a copy",
                     drive.directory, expected.home, drive.label));
   // Does not compare the home: directories may be mounted elsewhere now.
   if (found->starts_with(identity_lines(expected))) return;

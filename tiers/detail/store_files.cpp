@@ -322,8 +322,8 @@ std::uint64_t device_of_nearest(std::string path) {
 
 void FileNames::check() const {
   constexpr std::string_view kRemedy =
-      "while this process wrote to it: the steps since the last commit are lost, and that commit too unless the file "
-      "is brought back";
+      "while this process wrote to it: this store has lost the steps since its last commit, and that commit too unless "
+      "the file is brought back";
   for (const Named& file : files_) {
     struct stat status {};
     if (::lstat(file.path.c_str(), &status) != 0) {
@@ -393,16 +393,16 @@ void Creation::make_directories() {
   while (::stat(path.c_str(), &status) != 0) {
     const int code = errno;
     if (code != ENOENT || path.ends_with("/.."))  // of a directory that is not there
-      throw IoError({"stat", path, 0, 0, code}, "the offload path must be a directory");
+      throw IoError({"stat", path, 0, 0, code}, "name a directory for the store");
     missing.push_back(path);
     path = parent_of(path);
   }
-  if (!S_ISDIR(status.st_mode)) throw IoError({"open", path, 0, 0, ENOTDIR}, "the offload path must be a directory");
+  if (!S_ISDIR(status.st_mode)) throw IoError({"open", path, 0, 0, ENOTDIR}, "name a directory for the store");
   for (auto directory = missing.rbegin(); directory != missing.rend(); ++directory) {
     if (::mkdir(directory->c_str(), S_IRWXU) == 0)
       directories_.push_back(*directory);
     else if (errno != EEXIST)  // another rank made it
-      throw IoError({"mkdir", *directory, 0, 0, errno}, "choose an offload path that this user may write to");
+      throw IoError({"mkdir", *directory, 0, 0, errno}, "choose a directory that this user may write to");
   }
   if (::lstat(paths_.directory.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
     throw StoreError(fmt::format("{} is a symbolic link, which a store does not follow; name the directory it leads to",
