@@ -33,7 +33,12 @@ volatile std::sig_atomic_t stop_signal = 0;
 constexpr double kImpatientSeconds = 0.5;
 double first_signal_at = 0;  // of CLOCK_MONOTONIC
 
-volatile std::sig_atomic_t is_complete = 0;  // the state is saved, and the report written
+volatile std::sig_atomic_t is_complete = 0;  // on all ranks: the state is saved, and the report written
+
+void die_by(int number) {
+  ::signal(number, SIG_DFL);
+  ::raise(number);
+}
 
 extern "C" void on_signal(int number) {
   timespec now{};
@@ -43,8 +48,7 @@ extern "C" void on_signal(int number) {
     first_signal_at = seconds;
     stop_signal = number;
   } else if (stop_signal == 0 || seconds - first_signal_at > kImpatientSeconds) {
-    ::signal(number, SIG_DFL);
-    ::raise(number);
+    die_by(number);
   }
 }
 
@@ -353,10 +357,18 @@ void Training::save_at_end() {
 void Training::mirror_at_end() {
   const std::string& mirror = config_.engine.mirror.directory;
   if (mirror.empty() || !saves_steps()) return;
-  const bool behind = engine_->mirror().step != step_;
-  std::vector<std::uint8_t> all(static_cast<std::size_t>(runtime_.world_size()));
-  runtime_.communicator().exchange(std::as_bytes(std::span(&behind, 1)), std::as_writable_bytes(std::span(all)));
-  if (std::ranges::count(all, 1) == 0) return;
+  const std::array<bool, 2> mine{engine_->mirror().step != step_, stop_signal != 0};
+  std::vector<std::array<bool, 2>> all(static_cast<std::size_t>(runtime_.world_size()));
+  // Returns when all ranks are here.
+  runtime_.communicator().exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  bool behind = false;
+  for (const auto& [rank_behind, rank_stops] : all) {
+    behind = behind || rank_behind;
+    stopping_ = stopping_ || rank_stops;
+  }
+  if (!behind) return;
+  is_complete = 1;
+  if (stop_signal != 0 && !stopping_) die_by(stop_signal);  // it came during the exchange
   if (stopping_) return say(fmt::format("after a signal, no further copy to the mirror in {} is begun", mirror));
   say(fmt::format("waiting for the mirror in {} to hold step {}, too", mirror, step_));
   const Completion copied = engine_->save("", encode(state_at(step_)), {.mirror = true});
@@ -388,7 +400,10 @@ void Training::close() {
                        .moment2 = state_digest(*engine_, State::moment2)};
   }
   take_totals_apart(record_, runtime_.ledger());
-  if (first_rank()) std::fputs(closing_table(record_).c_str(), stdout);
+  if (first_rank()) {
+    std::fputs(closing_table(record_).c_str(), stdout);
+    std::fflush(stdout);
+  }
   std::exception_ptr lost_report;  // the other ranks go to the mirror's end
   try {
     if (first_rank() && !arguments_.report.empty())
@@ -397,7 +412,6 @@ void Training::close() {
   } catch (...) {
     lost_report = std::current_exception();
   }
-  is_complete = 1;
   mirror_at_end();
   if (lost_report) std::rethrow_exception(lost_report);
 }

@@ -3,18 +3,25 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <poll.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/support/spawn.hpp>
@@ -41,6 +48,39 @@ inline std::vector<std::string> with(std::vector<std::string> words, const std::
   *(std::ranges::find(words, option) + 1) = value;
   return words;
 }
+
+inline void wait_until(const std::function<bool()>& is_so) {
+  for (int i = 0; i < 1200 && !is_so(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+}
+
+// Who writes more into it than it holds waits until contents() is called.
+class Pipe {
+ public:
+  explicit Pipe(const std::string& path) {
+    ::mkfifo(path.c_str(), 0600);
+    reader_ = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    ::fcntl(reader_, F_SETPIPE_SZ, 4096);
+  }
+  ~Pipe() { ::close(reader_); }
+  Pipe(const Pipe&) = delete;
+  Pipe& operator=(const Pipe&) = delete;
+
+  // Until its writer has closed it.
+  std::string contents() const {
+    std::string text;
+    std::array<char, 4096> part;
+    pollfd ready{.fd = reader_, .events = POLLIN, .revents = 0};
+    while (::poll(&ready, 1, 60'000) == 1) {
+      const ssize_t count = ::read(reader_, part.data(), part.size());
+      if (count <= 0) break;
+      text.append(part.data(), static_cast<std::size_t>(count));
+    }
+    return text;
+  }
+
+ private:
+  int reader_ = -1;
+};
 
 class Program : public testing::Test {
  protected:

@@ -250,10 +250,6 @@ TEST_F(Program, WithoutAStoreNothingIsCommitted) {
   EXPECT_EQ(report["links"]["nvme_read"]["bytes"], 0);
 }
 
-void wait_until(const std::function<bool()>& is_so) {
-  for (int i = 0; i < 1200 && !is_so(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-}
-
 class RunningProgram : public Program {
  protected:
   // Returns once a step is done.
@@ -326,6 +322,19 @@ TEST_F(RunningProgram, AMirrorThatFailsAtTheEndIsAWarning) {
   EXPECT_THAT(outcome.error, HasSubstr("warning: the training is complete, and step 1500 is in " + path("store")));
   EXPECT_THAT(outcome.out, HasSubstr("where the time went"));
   EXPECT_EQ(report()["committed_step"], 1500);
+}
+
+// A pipe holds the program up while it writes its report.
+TEST_F(RunningProgram, ASignalAfterTheLastStepBeginsNoCopyToTheMirror) {
+  write_config("config.json", "nvme", "nvme", {{"mirror", {{"path", path("mirror")}, {"every", 1'000'000}}}});
+  const Pipe pipe(path("report.json"));
+  const pid_t child = start(usual(200, {"--report", path("report.json")}));
+  wait_until([&] { return contents_of(path("out")).find("where the time went") != std::string::npos; });
+  kill(child, SIGTERM);
+  EXPECT_THAT(pipe.contents(), HasSubstr("\"committed_step\": 200"));
+  const Outcome outcome = finish(child);
+  EXPECT_EQ(outcome.code, 0) << outcome.error;
+  EXPECT_THAT(outcome.out, HasSubstr("no further copy to the mirror in " + path("mirror/hoist")));
 }
 
 TEST_F(RunningProgram, AtItsEndItCopiesTheLastStepToTheMirror) {

@@ -65,5 +65,21 @@ TEST_F(Ranks, AllLearnThatTheReportCannotBeWritten) {
   EXPECT_EQ(count_of("name another file with --report", outcome.error), 2u) << outcome.error;
 }
 
+// A pipe holds rank 0 up while it writes the report.
+TEST_F(Ranks, ASignalToAllWhileOneWritesTheReportEndsThemInOrder) {
+  const Pipe pipe(path("report.json"));
+  const pid_t child =
+      start(usual(200, {"--report", path("report.json")}), test::set_open_mpi_variables,
+            {HOIST_MPIEXEC, "-n", "2", "sh", "-c", "echo $$ >> " + path("pids") + R"(; exec "$0" "$@")"});
+  wait_until([&] { return contents_of(path("out")).find("where the time went") != std::string::npos; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // of the other rank, to its end
+  pid_t rank = 0;
+  for (std::ifstream pids(path("pids")); pids >> rank;) kill(rank, SIGTERM);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  EXPECT_THAT(pipe.contents(), HasSubstr("\"committed_step\": 200"));
+  const Outcome outcome = finish(child);
+  EXPECT_EQ(outcome.code, 0) << outcome.error;
+}
+
 }  // namespace
 }  // namespace hoist::gpt::program_test
