@@ -2,9 +2,7 @@
 #include "output.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <filesystem>
 #include <system_error>
 
 #include <hoist/core/error.hpp>
@@ -25,15 +23,6 @@ void print(const std::string& text) {
   errno = 0;
   const bool arrived = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   if (!arrived && lost_output_code == 0) lost_output_code = errno == 0 ? EIO : errno;
-}
-
-// As docs/format.md names the files of a store.
-bool is_file_of_a_store(const std::string& path) {
-  constexpr std::array kEndings{".manifest", ".manifest-new", ".data", ".label", ".lock-info"};
-  std::error_code ignored;
-  const std::filesystem::path real = std::filesystem::weakly_canonical(path, ignored);
-  return real.filename().string().starts_with("rank-") &&
-         std::ranges::find(kEndings, real.extension().string()) != kEndings.end();
 }
 
 }  // namespace
@@ -61,8 +50,7 @@ int end_of_output(int code) {
 
 void check_json(const std::string& path) {
   if (path.empty() || path == kOutputItself) return;
-  if (is_file_of_a_store(path))
-    throw UsageError(fmt::format("--json {} is a file of a store, and would be overwritten; name another file", path));
+  check_outputs_apart({{"--json", path}}, {});
   check_replaceable(path, "choose another --json file");
 }
 

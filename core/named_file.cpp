@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -124,6 +126,15 @@ bool is_same_file(const std::string& one, const std::string& other) {
   return is_same_place(one, other);
 }
 
+// As docs/format.md names the files of a store.
+bool is_file_of_a_store(const std::string& path) {
+  constexpr std::array kEndings{".manifest", ".manifest-new", ".data", ".label", ".lock-info"};
+  std::error_code ignored;
+  const fs::path real = fs::weakly_canonical(path, ignored);
+  return real.filename().string().starts_with("rank-") &&
+         std::ranges::find(kEndings, real.extension().string()) != kEndings.end();
+}
+
 }  // namespace
 
 void replace_file(const std::string& path, const std::string& text) {
@@ -171,6 +182,9 @@ std::string read_file(const std::string& path, const std::string& remedy) {
 
 void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs) {
   for (auto output = outputs.begin(); output != outputs.end(); ++output) {
+    if (is_file_of_a_store(output->path))
+      throw UsageError(fmt::format("{} {} is a file of a store, and would be overwritten; name another file",
+                                   output->option, output->path));
     for (const std::string& input : inputs) {
       if (!is_same_file(output->path, input)) continue;
       throw UsageError(fmt::format("{} {} is the input file, and would be overwritten; name another file",

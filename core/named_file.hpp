@@ -30,7 +30,8 @@ struct OutputPath {
   std::string option;
   std::string path;  // empty: not given; "-": standard output
 };
-// Errors: UsageError if an output file is an input file or another output file, which may not exist yet.
+// Errors: UsageError if an output file is an input file or another output file, which may not exist yet, or one of a
+// store's files.
 void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs);
 
 }  // namespace hoist

@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstdio>
 #include <ctime>
+#include <filesystem>
 #include <memory>
 
 #include <fmt/format.h>
@@ -165,7 +166,11 @@ void Training::check_outputs() {
   if (!first_rank()) return;
   try {
     const std::vector<OutputPath> outputs{{"--report", arguments_.report}, {"--units", arguments_.units}};
-    check_outputs_apart(outputs, {arguments_.config, arguments_.text});
+    std::vector<std::string> inputs{arguments_.config, arguments_.text, arguments_.init};
+    std::error_code ignored;  // as when --init is no directory
+    for (std::filesystem::directory_iterator file(arguments_.init, ignored), end; file != end; file.increment(ignored))
+      inputs.push_back(file->path().string());
+    check_outputs_apart(outputs, inputs);
     for (const OutputPath& output : outputs)
       if (!output.path.empty()) check_replaceable(output.path, "name another file with " + output.option);
   } catch (const std::exception& error) {

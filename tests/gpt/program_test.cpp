@@ -26,6 +26,7 @@ TEST_F(Program, RefusesBadInput) {
   expect_refused(usual(1, {"--report", path("text")}), "is the input file, and would be overwritten");
   expect_refused(usual(1, {"--report", path("./config.json")}), "is the input file, and would be overwritten");
   expect_refused(usual(1, {"--units", path("text")}), "is the input file, and would be overwritten");
+  expect_refused(usual(1, {"--report", path("store/hoist/rank-00000.manifest")}), "is a file of a store");
   expect_refused({"--config", path("config.json")}, "required");
   EXPECT_FALSE(std::filesystem::exists(path("store"))) << "a refused run left something behind";
 }
@@ -399,6 +400,9 @@ TEST_F(Program, WeightsThatDoNotFitAreRefused) {
   expect_refused(usual(1, {"--init", path("weights"), "--resume"}), "pass one of them");
   std::filesystem::create_directory(path("weights"));
   expect_refused(usual(1, {"--init", path("weights")}), "there is no .safetensors file");
+  write("weights/model.safetensors", "of long training");
+  for (const std::string& init : {path("weights"), path("weights/model.safetensors")})
+    expect_refused(usual(1, {"--init", init, "--report", path("weights/model.safetensors")}), "is the input file");
 }
 
 // hoist check says before a run what the run will hold, and move in each step.
