@@ -203,11 +203,9 @@ void SafetensorsWriter::check_space() const {
       free_bytes += static_cast<std::uint64_t>(left.st_blocks) * 512;
   }
   if (data_bytes_ <= free_bytes) return;
-  throw BudgetError({.tier = "nvme",
-                     .have_bytes = free_bytes,
-                     .need_bytes = data_bytes_,
-                     .key = fmt::format("the free space of the file system of {}", options_.directory),
-                     .detail = fmt::format("the tensors in {}", options_.directory)});
+  throw IoError({.operation = "write", .path = options_.directory, .length_bytes = data_bytes_, .code = ENOSPC},
+                fmt::format("the tensors need {} and {} are free: free space, or choose another directory",
+                            format_bytes(data_bytes_), format_bytes(free_bytes)));
 }
 
 void SafetensorsWriter::next_shard() {

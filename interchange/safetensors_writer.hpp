@@ -7,8 +7,8 @@
 //
 // Threading  One thread.
 // Memory     The headers. Data passes through.
-// Errors     SafetensorsError for a directory that already holds a model; BudgetError before the first byte if the file
-//            system is too small; IoError with path and errno.
+// Errors     SafetensorsError for a directory that already holds a model; IoError with path and errno, ENOSPC before
+//            the first byte if the file system is too small.
 // Main path  constructor -> write, until every tensor is complete -> finish.
 #pragma once
 
