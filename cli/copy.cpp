@@ -53,27 +53,6 @@ void check_places(const std::vector<std::string>& directories, const std::vector
   }
 }
 
-// A copy that is there already keeps its drives: they are those of --to, in any order but for the first.
-void check_drives_of_copy(const std::vector<std::string>& directories) {
-  const std::vector<int> ranks = tiers::Store::ranks_in(directories.front());
-  if (ranks.empty()) return;
-  const tiers::Store::Found found = tiers::Store::look(directories.front(), ranks.front());
-  const auto drives = std::span(directories).subspan(1);
-  const auto is_named = [&](const std::string& drive) {
-    return std::ranges::any_of(drives, [&](const std::string& named) { return is_same_place(named, drive); });
-  };
-  if (found.commits.empty() ||
-      (found.stripe_directories.size() == drives.size() && std::ranges::all_of(found.stripe_directories, is_named)))
-    return;
-  throw UsageError(fmt::format(
-      "--to: {} holds a copy already, and its further drives are {}; name these, or another "
-      "directory for a new copy",
-      directories.front(),
-      found.stripe_directories.empty() ? "none" : listed(found.stripe_directories, [](const std::string& drive) {
-        return drive;
-      })));
-}
-
 // Returns the report.
 Json make_copy(const CopyArguments& arguments) {
   const std::uint64_t rate = rate_of(arguments.bytes_per_second);
@@ -81,7 +60,6 @@ Json make_copy(const CopyArguments& arguments) {
   const StoredModelOptions which = choose_commit(job, arguments.step, arguments.from);
   const std::vector<std::string> directories = store_directories(arguments.to);
   check_places(directories, {find_store(arguments.store), job.groups.front().directory});
-  check_drives_of_copy(directories);
   StoredModel model(job.groups.front().directory, which);
 
   const StoreCopyReport report =

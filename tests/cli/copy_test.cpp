@@ -194,13 +194,25 @@ TEST_F(Copy, ACopyThatIsThereKeepsItsDrives) {
   ASSERT_EQ(run("copy store --to a").exit_code, 0);
   const auto further = run("copy store --to a --to b");
   EXPECT_EQ(further.exit_code, 2);
-  EXPECT_THAT(further.errors, HasSubstr("holds a copy already, and its further drives are none"));
+  EXPECT_THAT(further.errors, HasSubstr("holds this copy already, and its further drives are none"));
   EXPECT_FALSE(fs::exists(path("b")));
   ASSERT_EQ(run("copy store --to c --to d").exit_code, 0);
   EXPECT_EQ(run("copy store --to c --to d").exit_code, 0);
   const auto fewer = run("copy store --to c");
   EXPECT_EQ(fewer.exit_code, 2);
   EXPECT_THAT(fewer.errors, HasSubstr("its further drives are " + path("d/hoist")));
+  fs::rename(path("d"), path("e"));  // mounted elsewhere now
+  const auto moved = run("copy store --to c --to e");
+  EXPECT_EQ(moved.exit_code, 0) << moved.errors;
+  EXPECT_THAT(moved.output, HasSubstr("are the same"));
+}
+
+TEST_F(Copy, AnotherRunsStoreIsNoCopyWhateverItsDrives) {
+  test::make_store(path("store"), 1, 1);
+  test::make_store(path("other/hoist"), 1, 1);
+  const auto result = run("copy store --to other --to b");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.errors, HasSubstr("holds another store already: of another run"));
 }
 
 TEST_F(Copy, ASignalEndsAWaitForTheRate) {

@@ -4,11 +4,13 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/completion.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/layout/record_pieces.hpp>
 
@@ -55,6 +57,23 @@ class Copier {
   std::size_t turn_ = 0;
 };
 
+// A copy that is there already keeps its drives: they are the further ones that are named, in any order. UsageError
+// otherwise. The reader finds those that are elsewhere now by their labels.
+void check_drives(const tiers::StoreOptions& target, const tiers::Store::Found& found) {
+  const std::vector<std::string>& named = target.stripe_directories;
+  const std::vector<std::string>& drives = found.stripe_directories;
+  const auto is_named = [&](const std::string& drive) {
+    return std::ranges::any_of(named, [&](const std::string& directory) { return is_same_place(directory, drive); });
+  };
+  if (drives.size() == named.size() && (std::ranges::all_of(drives, is_named) ||
+                                        tiers::Store::lacks_a_drive(target.directory, target.identity.rank, {})))
+    return;
+  throw UsageError(
+      fmt::format("{} holds this copy already, and its further drives are {}; name these, or another directory for a "
+                  "new copy",
+                  target.directory, drives.empty() ? "none" : fmt::format("{}", fmt::join(drives, ", "))));
+}
+
 // StoreError unless the destination's commit is a copy of the source's.
 void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, const tiers::Store::Found& found,
              std::uint64_t step, const CopyProgress& progress) {
@@ -68,9 +87,11 @@ void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, cons
   if (!same_run) refuse("of another run");
   if (found.commits.front().step != step)
     refuse(fmt::format("a commit of step {}, and step {} is to be copied", found.commits.front().step, step));
+  check_drives(target, found);
   aio::DriveQueue io(aio::DriveQueueOptions{});
   const aio::TransferMemory here(kPieceBytesMax), there(kPieceBytesMax);
-  tiers::StoreReader copy(target.directory, target.identity.rank, target.records, found.commits.front(), io);
+  tiers::StoreReader copy(target.directory, target.identity.rank, target.records, found.commits.front(), io,
+                          tiers::StoreReader::Lock::shared, target.stripe_directories);
   for_each_piece(target.records, [&](const RecordPiece& piece) {
     const auto wanted = here.first(piece.bytes()), is = there.first(piece.bytes());
     source.read(piece.record, piece.region, piece.first, piece.count(), wanted);
