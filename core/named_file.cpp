@@ -32,10 +32,19 @@ void write_text(int descriptor, const std::string& text, const std::string& path
   if (errno != 0) throw io_error("write", path);
 }
 
+std::string directory_of(const std::string& path) {
+  const std::string directory = fs::path(path).parent_path();
+  return directory.empty() ? "." : directory;
+}
+
 // A file beside `target`, removed again unless it was renamed.
 class TemporaryFile {
  public:
-  explicit TemporaryFile(const std::string& target) : target_(target), path_(target + ".XXXXXX") {
+  explicit TemporaryFile(const std::string& target)
+      : target_(target),
+        path_(target + ".XXXXXX"),
+        directory_(::open(directory_of(target).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+    if (directory_.number < 0) throw io_error("open", target);
     descriptor_ = ::mkostemp(path_.data(), O_CLOEXEC);
     if (descriptor_ < 0) throw io_error("create", path_);
   }
@@ -69,15 +78,17 @@ class TemporaryFile {
       throw io_error("rename", target_);
     }
     renamed_ = true;
-    const std::string directory = fs::path(target_).parent_path();
-    const Descriptor opened(::open(directory.empty() ? "." : directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (opened.number < 0 || ::fsync(opened.number) != 0) throw io_error("fsync", directory);
-    return true;
+    if (::fsync(directory_.number) == 0) return true;
+    const int code = errno;
+    throw IoError(
+        {.operation = "fsync", .path = directory_of(target_), .code = code},
+        fmt::format("{} has its new text, which a power failure may undo; check the drive (dmesg, smartctl)", target_));
   }
 
  private:
   const std::string target_;
   std::string path_;
+  const Descriptor directory_;
   int descriptor_ = -1;
   bool renamed_ = false;
 };

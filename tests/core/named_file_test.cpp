@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/fsuid.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -84,6 +85,22 @@ TEST_F(ReplaceFile, AFailureLeavesTheOldFile) {
   EXPECT_EQ(contents_of(directory_ / "target/inside"), "old");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 1);
   EXPECT_THROW(replace_file(directory_ / "missing/file", "new"), IoError);
+}
+
+// Its entry could not be flushed, which is found before the file is replaced.
+TEST_F(ReplaceFile, ADirectoryThatCannotBeReadIsRefusedAtFirst) {
+  const std::string place = directory_ / "place", file = place + "/file";
+  std::filesystem::create_directory(place);
+  std::ofstream(file) << "old";
+  ::chmod(directory_.path().c_str(), 0711);
+  ::chmod(place.c_str(), 0333);
+  const int user = ::setfsuid(65534);  // root reads every directory
+  EXPECT_THROW(check_replaceable(file + "-new", ""), IoError);
+  EXPECT_THROW(replace_file(file, "new"), IoError);
+  ::setfsuid(static_cast<uid_t>(user));
+  ::chmod(place.c_str(), 0700);
+  EXPECT_EQ(contents_of(file), "old");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(place), {}), 1);
 }
 
 TEST_F(ReplaceFile, TheCheckLeavesNothingAndRefusesWhatCannotBeWritten) {
