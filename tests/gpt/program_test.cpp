@@ -316,8 +316,10 @@ TEST_F(RunningProgram, ARefusedSecondStartLeavesTheReportToTheFirst) {
 TEST_F(RunningProgram, AMirrorThatFailsAtTheEndIsAWarning) {
   write_config("config.json", "nvme", "nvme", {{"mirror", {{"path", path("mirror")}, {"every", 1'000'000}}}});
   const pid_t child = start_training(usual(1500, {"--report", path("report.json")}));
+  kill(child, SIGSTOP);
   std::filesystem::remove_all(path("mirror"));
   write("mirror", "a file is in the way");
+  kill(child, SIGCONT);
   const Outcome outcome = finish(child);
   EXPECT_EQ(outcome.code, 0) << outcome.error;
   EXPECT_THAT(outcome.error, HasSubstr("warning: the training is complete, and step 1500 is in " + path("store")));
