@@ -509,7 +509,7 @@ TEST(PinnedFraction, OfWeightsIsANumberOrLeftOpenOrALimit) {
   constexpr const char* kNvme = R"("device": "nvme", "nvme_path": "/nvme")";
   constexpr const char* kLimited = R"("device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 1e9)";
   constexpr const char* kHalf = R"("parameters_pinned_fraction": 0.5)";
-  constexpr auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
+  const auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
   const auto expect = [&](const Config& config, std::optional<double> fraction, std::uint64_t elements) {
     EXPECT_EQ(config.engine.parameters_pinned_fraction, fraction);
     EXPECT_EQ(config.engine.parameters_pinned_elements_max, elements);
