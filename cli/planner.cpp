@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <filesystem>
 #include <string_view>
 #include <tuple>
 
@@ -27,6 +28,8 @@ constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // e
 constexpr const char* kStoreDirectory = "/local_nvme";
 
 constexpr const char* kRatio = "zero_optimization.offload_optimizer.ratio";
+constexpr std::array kPathKeys{"zero_optimization.offload_param.nvme_path",
+                               "zero_optimization.offload_optimizer.nvme_path", "hoist.checkpoint_path"};
 
 // The key's setting, if the configuration has a value for it; null for "auto".
 const ConfigSetting* given_setting(const Config& config, std::string_view key) {
@@ -37,6 +40,25 @@ const ConfigSetting* given_setting(const Config& config, std::string_view key) {
 }
 
 bool is_given(const Config& config, std::string_view key) { return given_setting(config, key) != nullptr; }
+
+// Where state on NVMe is put: it is in one place, which the configuration may name anywhere.
+nlohmann::ordered_json store_paths(const PlanQuestion& question) {
+  nlohmann::ordered_json paths = question.machine.drives.directories;
+  if (paths.empty()) paths = kStoreDirectory;
+  for (const char* const key : kPathKeys)
+    if (const ConfigSetting* const given = given_setting(question.config, key))
+      paths = nlohmann::ordered_json::parse(to_text(given->value));
+  return paths;
+}
+
+// As a configuration with these paths.
+void set_store_paths(const nlohmann::ordered_json& paths, EngineOptions& engine) {
+  std::vector<std::string> directories;
+  for (const auto& path : paths)  // of a string: itself
+    directories.push_back((std::filesystem::path(path.get<std::string>()) / "hoist").string());
+  engine.store_directory = directories.front();
+  engine.stripe_directories.assign(directories.begin() + 1, directories.end());
+}
 
 EngineOptions placed(const PlanQuestion& question, Placement parameters, Placement optimizer) {
   const Config& config = question.config;
@@ -50,7 +72,7 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   if (const ConfigSetting* const most = given_setting(config, "zero_optimization.offload_param.max_in_cpu"))
     engine.parameters_pinned_elements_max = static_cast<std::uint64_t>(std::get<std::int64_t>(most->value));
   if (!question.has_config) engine.gradient_spill_units.reset();  // a file without the key says false
-  if (engine.uses_nvme() && engine.store_directory.empty()) engine.store_directory = "planned";
+  if (engine.uses_nvme() && engine.store_directory.empty()) set_store_paths(store_paths(question), engine);
   if (!engine.uses_nvme() && !is_given(config, "hoist.checkpoint_path")) {  // the configuration's is for state on NVMe
     engine.store_directory.clear();
     engine.stripe_directories.clear();
@@ -316,13 +338,7 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   if (engine.live_elements_max != given.live_elements_max)
     set_zero("stage3_max_live_parameters", engine.live_elements_max);
   if (engine.sub_group_elements != given.sub_group_elements) set_zero("sub_group_size", engine.sub_group_elements);
-  constexpr std::array kPathKeys{"zero_optimization.offload_param.nvme_path",
-                                 "zero_optimization.offload_optimizer.nvme_path", "hoist.checkpoint_path"};
-  nlohmann::ordered_json paths = question.machine.drives.directories;
-  if (paths.empty()) paths = kStoreDirectory;
-  for (const char* const key : kPathKeys)  // state on NVMe is in one place, which the configuration may name anywhere
-    for (const ConfigSetting& setting : question.config.settings())
-      if (setting.row->path == key && setting.line != 0) paths = nlohmann::ordered_json::parse(to_text(setting.value));
+  const nlohmann::ordered_json paths = store_paths(question);
   const bool has_checkpoint_path = is_given(question.config, kPathKeys.back());  // then state on NVMe goes there, too
   for (const auto& [section, placement, key] : {std::tuple("offload_param", row.engine.parameters, kPathKeys[0]),
                                                 std::tuple("offload_optimizer", row.engine.optimizer, kPathKeys[1])}) {
@@ -365,6 +381,8 @@ void check_written(const PlanQuestion& question, const PlanRow& row, const Confi
   planned.optimizer_pinned_fraction = row.prediction.pinned_fraction;
   planned.parameters_pinned_fraction = row.prediction.parameters_pinned_fraction;
   if (row.prediction.spilled_units == 0) planned.gradient_spill_units = 0;
+  planned.store_directory = read.store_directory;  // their names are part of what is on the drives
+  planned.stripe_directories = read.stripe_directories;
   read.micro_batches_max = static_cast<unsigned>(written.micro_batches(question.world_size));
   const auto wanted = bytes_of(planned), found = bytes_of(read);
   if (wanted != found || !found["fits"])

@@ -29,7 +29,8 @@ PlanReport plan_of(const PlanQuestion& question);
 // configuration's own, or "{}". Errors: JsonEditError.
 std::string planned_config(const PlanQuestion& question, const PlanRow& row, std::string text);
 
-// Checks that a run with what planned_config() has made holds and moves the bytes of the row, and fits its budgets.
+// Checks that a run with what planned_config() has made is predicted to hold and move as many bytes as one with the
+// row's options and its budgets, and that it fits these.
 // Errors: ConfigError if no engine would take it; UsageError if it would be another plan.
 void check_written(const PlanQuestion& question, const PlanRow& row, const Config& written);
 

@@ -410,6 +410,26 @@ TEST_F(Plan, WritesWhatItPlannedWhicheverKeysTheOldPlacementIgnored) {
          R"({"gradient_spill": true})", "--parameters 20e9");
 }
 
+// The names of a store's drives are in its first block, which they may make larger.
+TEST_F(Plan, WritesForDrivesThatTheMachineNames) {
+  nlohmann::json machine = kMachine;
+  machine["device"]["memory_gib"] = 24;
+  machine["host"]["memory_gib"] = 62;
+  machine["drives"]["count"] = 2;
+  machine["drives"]["directories"] = {"/first/" + std::string(3000, 'a'), "/second/" + std::string(3000, 'b')};
+  write("machine.json", machine.dump());
+  const auto planned = run("plan --parameters 20e9 --write named.json" + std::string(kOneRank));
+  ASSERT_EQ(planned.exit_code, 0) << planned.errors;
+  EXPECT_EQ(json_of("named.json")["zero_optimization"]["offload_optimizer"]["nvme_path"],
+            machine["drives"]["directories"]);
+  machine["drives"]["capacity_gb"] = 100;
+  machine["drives"]["directories"] = {"/first", "/second"};
+  write("machine.json", machine.dump());
+  EXPECT_EQ(run("plan --parameters 20e9" + std::string(kOneRank)).exit_code, 0);
+  EXPECT_THAT(json_of("plan.json")["rows"].dump(),
+              AllOf(HasSubstr("NVMe at /first/hoist: "), Not(HasSubstr("planned"))));
+}
+
 TEST_F(Plan, RanksThatAreAloneInTheirNodesUseTheNetwork) {
   auto machine = kMachine;
   machine["nodes"] = 4;
