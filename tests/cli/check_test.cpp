@@ -88,8 +88,15 @@ TEST_F(Check, AMirrorTakesTheSpaceOfAStore) {
   const auto drive = [](const nlohmann::json& of) { return of["machine"]["memories"].back(); };
   EXPECT_THAT(drive(with)["name"].get<std::string>(), testing::ContainsRegex("NVMe at .*store/hoist and mirror at"));
   EXPECT_NEAR(drive(with)["bytes"].get<double>() - drive(without)["bytes"].get<double>(), 24e6 + 12e6, 2e6);
-  EXPECT_THAT(report(mirror, "1e12")["machine"]["problems"].dump(), HasSubstr("another drive in hoist.mirror.path"));
-  EXPECT_THAT(report("", "1e12")["machine"]["problems"].dump(), HasSubstr("a larger drive in hoist.checkpoint_path"));
+  // Of a parameter: 24 bytes, of a store with a mirror 36, of both 60. The remedy is that of what first does not fit.
+  const auto problems = [&](const std::string& hoist, double bytes_a_parameter) {
+    const auto free_bytes = static_cast<double>(std::filesystem::space(path("")).available);
+    const auto json = report(hoist, fmt::format("{:.0f}", free_bytes / bytes_a_parameter).c_str());
+    return json["machine"]["problems"].dump();
+  };
+  EXPECT_THAT(problems(mirror, 48), HasSubstr("another drive in hoist.mirror.path"));
+  EXPECT_THAT(problems(mirror, 30), HasSubstr("a larger drive in hoist.checkpoint_path"));
+  EXPECT_THAT(problems("", 20), HasSubstr("a larger drive in hoist.checkpoint_path"));
 }
 
 TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {

@@ -66,8 +66,8 @@ void add_store(const std::vector<std::string>& directories, std::uint64_t bytes,
     auto found = std::ranges::find(all, status.st_dev, &StoreFileSystem::device);
     if (found == all.end())
       found = all.insert(all.end(), {.device = status.st_dev, .name = {}, .free_bytes = free_space(existing)});
+    if (found->needed_bytes <= found->free_bytes) found->remedy = remedy;  // of what first does not fit
     found->needed_bytes += share;
-    found->remedy = remedy;
     if (std::ranges::find(named, status.st_dev) != named.end()) continue;
     named.push_back(status.st_dev);
     found->name += fmt::format("{}{} at {}", found->name.empty() ? "" : " and ", name, directory);
