@@ -2,6 +2,7 @@
 #include "plan_report.hpp"
 
 #include <algorithm>
+#include <tuple>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -77,23 +78,41 @@ std::uint64_t host_shortfall(const Prediction& p) {
   return p.host_budget_bytes == 0 ? 0 : left_of(p.device.least_bytes + p.pinned.least_bytes, p.host_budget_bytes);
 }
 
-// Whether no budgets would make it fit this machine's memories.
-bool exceeds_memory(const PlanRow& row) {
-  const auto lacking = std::ranges::count_if(row.fit.memories, [](const auto& memory) { return !memory.fits(); });
-  return lacking > (row.fits_drives() ? 0 : 1);
+// The bytes that this machine's memories lack, whatever the budgets.
+std::uint64_t memory_shortfall(const PlanRow& row) {
+  const std::size_t drives = row.prediction.nvme_bytes > 0 ? 1 : 0;  // the last one
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i + drives < row.fit.memories.size(); ++i)
+    bytes += left_of(row.fit.memories[i].least_bytes, row.fit.memories[i].free_bytes);
+  return bytes;
+}
+
+// Of the closest placement: no other one is to be advised, as hoist check would.
+std::string problems_text(const PlanRow& row) {
+  std::string text;
+  for (const MachineFit::Memory& memory : row.fit.memories)
+    if (!memory.fits())
+      text += fmt::format("  {}: {} needed, {} free\n", memory.name, format_bytes(memory.least_bytes),
+                          format_bytes(memory.free_bytes));
+  if (text.empty())
+    for (const std::string& problem : row.fit.problems) text += fmt::format("  {}\n", problem);
+  return text;
 }
 
 // The placement that lacks least, and what it needs: budgets that the machine can give, or what else is in the way.
 std::string nothing_fits_text(const PlanReport& report) {
   const auto lacks = [](const PlanRow& row) {
     const Prediction& p = row.prediction;
-    return std::pair(exceeds_memory(row), std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p)) +
-                                              left_of(p.nvme_bytes, row.drive_bytes));
+    return std::tuple(memory_shortfall(row), std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p)),
+                      left_of(p.nvme_bytes, row.drive_bytes));
   };
   const PlanRow* closest = nullptr;
   for (const PlanRow& row : report.rows)
     if (row.refusal.empty() && (closest == nullptr || lacks(row) < lacks(*closest))) closest = &row;
   if (closest == nullptr) return "\nnothing fits: every placement is refused\n";
+  const std::string head = fmt::format("\nnothing fits: {} is closest", placement_of(*closest));
+  const std::string problems = problems_text(*closest);
+  if (memory_shortfall(*closest) > 0) return head + "\n" + problems + "  take more ranks or a larger machine\n";
   std::vector<std::string> needs;
   const auto need = [&](const Prediction::Tier& tier, const char* option) {
     if (!tier.fits()) needs.push_back(fmt::format("{} {}MiB", option, divide_up(tier.least_bytes, kMiB)));
@@ -102,11 +121,8 @@ std::string nothing_fits_text(const PlanReport& report) {
   need(closest->prediction.pinned, "--pinned-memory");
   if (!closest->fits_drives())
     needs.push_back(fmt::format("{} of drives for a rank", format_bytes(closest->prediction.nvme_bytes)));
-  if (needs.empty() || exceeds_memory(*closest))
-    return fmt::format("\nnothing fits: {} is closest\n  {}\n", placement_of(*closest),
-                       fmt::join(closest->fit.problems, "\n  "));
-  return fmt::format("\nnothing fits: {} is closest, with {} at least; or take more ranks\n", placement_of(*closest),
-                     fmt::join(needs, " and "));
+  if (needs.empty()) return head + "\n" + problems;
+  return head + fmt::format(", with {} at least; or take more ranks\n", fmt::join(needs, " and ")) + problems;
 }
 
 // "nvme 1.2 s, host_memory 0.1 s"; waits of less than 1 % of a step are left out.

@@ -522,10 +522,19 @@ TEST_F(Plan, BudgetsBeyondTheMachineFitNothing) {
   EXPECT_THAT(run("plan --device-memory 80GiB" + arguments).output, HasSubstr("nothing fits"));
   EXPECT_EQ(run("plan --device-memory 20GiB --pinned-memory 50GiB --write written.json" + arguments).exit_code, 0);
   EXPECT_EQ(run("check written.json" + arguments).exit_code, 0);
-  // No budget that the machine has not got is advised.
+  // A budget that is too small hides none that is too large.
+  EXPECT_THAT(run("plan --device-memory 70GiB --pinned-memory 1MiB" + arguments).output,
+              AllOf(HasSubstr("--pinned-memory "), HasSubstr("all of it taken at the start")));
+  // No budget that the machine has not got is advised, and no placement that has not fitted either.
   const auto tokens = run("plan --tokens 1e6" + arguments);
   EXPECT_THAT(tokens.output, AllOf(HasSubstr("nothing fits"), HasSubstr("memory of a GPU: "),
-                                   HasSubstr("needed, 24.0 GiB free"), Not(HasSubstr("--device-memory"))));
+                                   HasSubstr("needed, 24.0 GiB free"), Not(HasSubstr("--device-memory")),
+                                   Not(HasSubstr("needs less")), HasSubstr("take more ranks or a larger machine")));
+  // Full drives leave the placement closest that takes least memory; the others' memory would not be there.
+  machine["drives"]["capacity_gb"] = 1;
+  write("machine.json", machine.dump());
+  const auto drives = run("plan --parameters 40e9 --machine machine.json --world 1");
+  EXPECT_THAT(drives.output, AllOf(HasSubstr("nothing fits: nvme / nvme is closest"), Not(HasSubstr("needs less"))));
 }
 
 // As with a configuration that names these placements, every step is a commit, in one of two extents.
