@@ -49,12 +49,17 @@ MachineSpec machine_of(const PlanArguments& arguments) {
   return found.spec;
 }
 
-// With the configuration's budgets, or else with those that a run on this machine would have.
-RuntimeOptions runtime_of(const PlanArguments& arguments, const PlanQuestion& question) {
+// The machine, with the configuration's budgets, or else with those that a run there would have.
+void set_node(const PlanArguments& arguments, PlanQuestion& question) {
   RuntimeOptions runtime = arguments.runtime(question.config);
-  if (!arguments.is_this_machine()) return choose_on(question.machine, question.layout, runtime).runtime;
-  runtime.local_ranks = question.layout.ranks_per_node;
-  return choose_for_this_machine(runtime).runtime;
+  if (arguments.is_this_machine()) {
+    runtime.local_ranks = question.layout.ranks_per_node;
+    question.node = this_machine(runtime);
+    question.runtime = choose(runtime, question.node).runtime;
+  } else {
+    question.node = node_of(question.machine, question.layout);
+    question.runtime = choose_on(question.machine, question.layout, runtime).runtime;
+  }
 }
 
 PlanQuestion question_of(const PlanArguments& arguments) {
@@ -73,7 +78,7 @@ PlanQuestion question_of(const PlanArguments& arguments) {
   question.world_size = arguments.world_size > 0 ? arguments.world_size : all;
   question.config.check_world_size(question.world_size);
   question.layout = rank_layout(question.machine, question.world_size);
-  question.runtime = runtime_of(arguments, question);
+  set_node(arguments, question);
   return question;
 }
 

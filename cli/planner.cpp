@@ -164,7 +164,7 @@ void take(const PlanQuestion& question, PlannedStep step, PlanRow& row) {
   row.engine = std::move(step.engine);
   row.prediction = std::move(step.prediction);
   row.time = step.time;
-  row.fit = machine_fit(row.prediction, question.runtime, row.engine, node_of(question.machine, question.layout),
+  row.fit = machine_fit(row.prediction, question.runtime, row.engine, question.node,
                         row.drive_bytes * static_cast<std::uint64_t>(question.layout.ranks_per_node));
 }
 
@@ -236,7 +236,7 @@ std::vector<WhatIf> what_ifs(const PlanQuestion& question) {
   PlanQuestion memory = question;
   const std::uint64_t share =
       round_down(kMoreMemoryBytes / static_cast<std::uint64_t>(question.layout.ranks_per_node), kBlockAlignment);
-  memory.machine.host.memory_gib += static_cast<double>(kMoreMemoryBytes) / static_cast<double>(kGiB);
+  memory.node.host.free_bytes += kMoreMemoryBytes;
   memory.runtime.pinned_memory_bytes += share;
   if (memory.runtime.host_memory_bytes > 0) {
     memory.runtime.host_memory_bytes += share;

@@ -5,6 +5,9 @@
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
+#include <sys/resource.h>
+
+#include <hoist/platform/free_memory.hpp>
 
 #include "plan_fixture.hpp"
 
@@ -191,6 +194,33 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   EXPECT_EQ(run("plan --parameters 3e6 --tokens 64 --machine kept.json").exit_code, 0);
   const auto checked = run("check planned.json --parameters 3e6");
   EXPECT_EQ(checked.exit_code, 0) << checked.errors << checked.output;
+}
+
+// A process under `ulimit -v` has less than the machine, as one beside others has.
+TEST_F(Plan, OfThisMachineAsksWhatIsFree) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need terabytes of addresses";
+#endif
+  std::filesystem::create_directories(path("drive"));
+  const auto total = static_cast<double>(platform::host_memory().total_bytes);
+  write("half.json",
+        fmt::format(R"({{"hoist": {{"device": "host", "device_memory": "512MiB", "pinned_memory": "{:.0f}"}}}})",
+                    0.6 * total));
+  const std::string command =
+      fmt::format("plan half.json --parameters {:.0f} --tokens 64 --machine this --path drive", total / 32);
+  ::setenv("XDG_CACHE_HOME", path("cache").c_str(), 1);
+  rlimit limit{};
+  ::getrlimit(RLIMIT_AS, &limit);
+  const rlimit before = limit;
+  limit.rlim_cur = static_cast<rlim_t>(total / 2);
+  ::setrlimit(RLIMIT_AS, &limit);
+  const auto planned = run(command + " --json plan.json");
+  ::setrlimit(RLIMIT_AS, &before);
+  ::unsetenv("XDG_CACHE_HOME");
+  ASSERT_EQ(planned.exit_code, 0) << planned.errors;
+  const auto pinned = row(json_of("plan.json"), "pinned", "pinned");
+  EXPECT_EQ(pinned["pinned"]["fits"], true) << pinned.dump();
+  EXPECT_THAT(pinned["problems"].dump(), HasSubstr("host memory: ")) << planned.output;
 }
 
 }  // namespace
