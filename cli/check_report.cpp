@@ -185,6 +185,7 @@ std::string fit_text(const MachineFit& fit, const std::string& machine) {
   for (const MachineFit::Memory& memory : fit.memories)
     rows.push_back(
         {memory.name, format_bytes(memory.bytes), fmt::format("of {} free", format_bytes(memory.free_bytes))});
+  if (fit.mirror_bytes > 0) rows.push_back({"mirror", format_bytes(fit.mirror_bytes), "its space is not known"});
   text += columns(rows);
   if (fit.fits()) return text + fmt::format("\nfits {}\n", machine);
   text += fmt::format("\nDOES NOT FIT {}\n", machine);

@@ -15,6 +15,7 @@
 namespace hoist::check_test {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -86,8 +87,13 @@ TEST_F(Check, AMirrorTakesTheSpaceOfAStore) {
   EXPECT_NEAR(with["prediction"]["mirror"]["bytes"].get<double>(), 24e6, 1e6);
   EXPECT_EQ(with["exit_code"], 0);
   const auto drive = [](const nlohmann::json& of) { return of["machine"]["memories"].back(); };
-  EXPECT_THAT(drive(with)["name"].get<std::string>(), testing::ContainsRegex("NVMe at .*store/hoist and mirror at"));
+  EXPECT_THAT(drive(with)["name"].get<std::string>(), ContainsRegex("NVMe at .*store/hoist and mirror at"));
   EXPECT_NEAR(drive(with)["bytes"].get<double>() - drive(without)["bytes"].get<double>(), 24e6 + 12e6, 2e6);
+  // A machine file does not say where a mirror is.
+  EXPECT_THAT(run("check mirrored.json --parameters 1e6").output, Not(HasSubstr("its space is not known")));
+  EXPECT_THAT(
+      run("check mirrored.json --parameters 1e6 --machine " HOIST_SOURCE_DIR "/machines/workstation.json").output,
+      ContainsRegex("mirror +2.* MiB +its space is not known"));
   // Of a parameter: 24 bytes, of a store with a mirror 36, of both 60. The remedy is that of what first does not fit.
   const auto problems = [&](const std::string& hoist, double bytes_a_parameter) {
     const auto free_bytes = static_cast<double>(std::filesystem::space(path("")).available);
@@ -263,7 +269,7 @@ TEST_F(Check, ABudgetThatWasChosenCannotBeRaised) {
   write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})");
   const auto result = run("check plain.json --parameters 1e12 --machine " HOIST_SOURCE_DIR "/machines/h100-8.json");
   EXPECT_EQ(result.exit_code, 2);
-  EXPECT_THAT(result.output, testing::ContainsRegex("does not fit: a node of 8 H100 has [0-9.]+ GiB for each rank"));
+  EXPECT_THAT(result.output, ContainsRegex("does not fit: a node of 8 H100 has [0-9.]+ GiB for each rank"));
   EXPECT_THAT(result.output, Not(HasSubstr("raise it")));
 }
 
@@ -278,8 +284,8 @@ TEST_F(Check, SaysWhatASubGroupSizeOfDeepSpeedCosts) {
     EXPECT_EQ(result.exit_code, 0) << result.output;
     return result.output;
   };
-  EXPECT_THAT(check("1e9"), testing::ContainsRegex(
-                                "sub_group_size 1000000000 takes pinned memory: .* would be held without the key"));
+  EXPECT_THAT(check("1e9"),
+              ContainsRegex("sub_group_size 1000000000 takes pinned memory: .* would be held without the key"));
   EXPECT_THAT(check("\"auto\""), Not(HasSubstr("takes pinned memory")));
 }
 
@@ -393,7 +399,7 @@ TEST_F(Check, OffloadsTheStatesOfOffloadedWeights) {
   const auto result = run("check weights.json --parameters 7e9 --all" + machine);
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_THAT(result.output, HasSubstr("optimizer states are offloaded to \"cpu\", as "));
-  EXPECT_THAT(result.output, testing::ContainsRegex("offload_optimizer[.]device +\"cpu\""));
+  EXPECT_THAT(result.output, ContainsRegex("offload_optimizer[.]device +\"cpu\""));
 }
 
 TEST_F(Check, RefusesModelsItCannotRead) {

@@ -147,6 +147,7 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
     const std::uint64_t bytes = ranks * p.nvme_bytes;
     if (drive_bytes) {
       fit.memories.push_back({"NVMe at " + engine.store_directory, bytes, bytes, *drive_bytes, drive_remedy(engine)});
+      fit.mirror_bytes = ranks * p.mirror_bytes;
     } else {
       add_drives(engine, bytes, ranks * p.mirror_bytes, fit);
     }

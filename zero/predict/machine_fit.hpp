@@ -26,6 +26,7 @@ struct MachineFit {
   };
   int ranks = 1;
   std::vector<Memory> memories;
+  std::uint64_t mirror_bytes = 0;     // of a mirror, if it is not known whether its drive has them
   std::vector<std::string> problems;  // sentences, the limiting memory first; none: it fits
   bool fits() const { return problems.empty(); }
 };
