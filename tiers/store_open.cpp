@@ -187,7 +187,7 @@ class NewFiles {
     detail::require_space(drives_, drive_needs(layout_, superblock_), options.directory_key);
   }
 
-  std::unique_ptr<aio::StripedFile> make_data(Store::Queues queues) {
+  std::unique_ptr<aio::StripedFile> make_data(Store::Queues queues, const std::string& key) {
     for (const auto& creation : creations_) creation->replace();
     // Labels first, and durably: data without a label never belongs to the store, and without the manifest only the
     // label says that data of a first commit may be replaced.
@@ -201,7 +201,7 @@ class NewFiles {
     const std::vector<std::uint64_t> need_bytes = drive_needs(layout_, superblock_);
     for (unsigned d = 0; d < layout_.drive_count(); ++d) {
       const std::uint64_t bytes = layout_.drive_bytes(d, superblock_.data_bytes);
-      files.push_back({queues[d], std::move(*creations_[d]->make_data(bytes, need_bytes[d]))});
+      files.push_back({queues[d], std::move(*creations_[d]->make_data(bytes, need_bytes[d], key))});
     }
     detail::remove_file(drives_.front().label);  // it was a further drive of a store that is being replaced
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
@@ -357,7 +357,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Queues queues)
                   stripe_layout(options));
     require_queues(queues, options.stripe_directories.size() + 1);
     made.claim(options);
-    files.data = made.make_data(queues);
+    files.data = made.make_data(queues, options.directory_key);
     files.manifest = made.make_manifest(*queues.front());
     labels = made.committed_labels();
     made_directories = made.made_directories();

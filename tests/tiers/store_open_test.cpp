@@ -511,7 +511,7 @@ TEST_F(StoreOpenTest, AReservationThatFailsIsUndone) {
 
 TEST_F(StoreOpenTest, APathThroughAFileIsRefused) {
   std::ofstream(directory_ / "a") << "a file";
-  EXPECT_THROW(create(), IoError);
+  EXPECT_THAT([&] { create(); }, testing::ThrowsMessage<IoError>(HasSubstr("the store's path must be a directory")));
   EXPECT_FALSE(Store::look(options_.directory, 0).exists);
   EXPECT_THAT(refusal_to_open(), HasSubstr("there is no store"));
   options_.identity.rank = 1;

@@ -393,16 +393,16 @@ void Creation::make_directories() {
   while (::stat(path.c_str(), &status) != 0) {
     const int code = errno;
     if (code != ENOENT || path.ends_with("/.."))  // of a directory that is not there
-      throw IoError({"stat", path, 0, 0, code}, "name a directory for the store");
+      throw IoError({"stat", path, 0, 0, code}, "the store's path must be a directory");
     missing.push_back(path);
     path = parent_of(path);
   }
-  if (!S_ISDIR(status.st_mode)) throw IoError({"open", path, 0, 0, ENOTDIR}, "name a directory for the store");
+  if (!S_ISDIR(status.st_mode)) throw IoError({"open", path, 0, 0, ENOTDIR}, "the store's path must be a directory");
   for (auto directory = missing.rbegin(); directory != missing.rend(); ++directory) {
     if (::mkdir(directory->c_str(), S_IRWXU) == 0)
       directories_.push_back(*directory);
     else if (errno != EEXIST)  // another rank made it
-      throw IoError({"mkdir", *directory, 0, 0, errno}, "choose a directory that this user may write to");
+      throw IoError({"mkdir", *directory, 0, 0, errno}, "choose a directory for the store that this user may write to");
   }
   if (::lstat(paths_.directory.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
     throw StoreError(fmt::format("{} is a symbolic link, which a store does not follow; name the directory it leads to",
@@ -428,8 +428,8 @@ void Creation::clear() {
   aio::sync_directory(paths_.directory);
 }
 
-std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes, std::uint64_t need_bytes) {
-  reserve(*data_, bytes, {paths_.directory, need_bytes});
+std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes, std::uint64_t need_bytes, const std::string& key) {
+  reserve(*data_, bytes, {paths_.directory, need_bytes, key});
   return std::move(data_);
 }
 

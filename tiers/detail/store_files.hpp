@@ -80,8 +80,9 @@ class Creation {
   // Takes the manifest of the store that is being replaced away from its data, durably, and removes its lock's text.
   // Until make_new_manifest() it stays as manifest_new, which says of the data that they may be overwritten.
   void clear();
-  // Drops the content of the data file and reserves its space. `need_bytes`: what all files of this drive need.
-  std::unique_ptr<aio::File> make_data(std::uint64_t bytes, std::uint64_t need_bytes);
+  // Drops the content of the data file and reserves its space. `need_bytes`: what all files of this drive need;
+  // `key`: of StoreOptions::directory_key.
+  std::unique_ptr<aio::File> make_data(std::uint64_t bytes, std::uint64_t need_bytes, const std::string& key);
   std::unique_ptr<aio::File> make_new_manifest(std::uint64_t bytes);
   // Registers a file beside the data that other code has just written.
   void remember_label();
