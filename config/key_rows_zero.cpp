@@ -178,7 +178,6 @@ std::vector<KeyRow> gather_rows() {
        .type = ValueType::integer,
        .status = KeyStatus::hint,
        .default_value = "9223372036854775807",
-       .range = {.max = 9.3e18},
        .meaning = "Cap on all elements that stay gathered.",
        .note = "hoist.device_memory is the cap"},
       {.path = "zero_optimization.stage3_gather_16bit_weights_on_model_save",
