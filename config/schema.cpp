@@ -68,7 +68,8 @@ Json any_value_of(const KeyRow& row) {
     case ValueType::bytes:
       return {{"anyOf",
                {ranged("integer", row.range),
-                Json{{"type", "string"}, {"pattern", R"(^ *[0-9.][0-9.eE+]* *([kKmMgGtTpP](i?[bB])?|[bB])? *$)"}}}}};
+                Json{{"type", "string"},
+                     {"pattern", R"(^\s*[0-9.]+([eE][+-]?[0-9]+)?\s*([kKmMgGtTpP]([iI]?[bB])?|[bB])?\s*$)"}}}}};
     case ValueType::string:
       return {{"type", "string"}};
     case ValueType::choice:
@@ -194,7 +195,8 @@ std::string schema_json() {
       {"title", "hoist configuration"},
       {"description",
        "A DeepSpeed configuration with hoist's own settings under \"hoist\". Printed by `hoist check --print-schema` "
-       "from the table the parser uses. Only `hoist check` knows the rules between keys."},
+       "from the table the parser uses. Only `hoist check` knows the rules between keys. A key at the top that is not "
+       "known is an error here, and a warning of a run."},
       {"type", "object"},
       {"additionalProperties", false},
       {"patternProperties", {{"^(_|//)|^comments?$", true}}},

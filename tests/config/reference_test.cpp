@@ -9,6 +9,7 @@
 
 #include <hoist/config/key_table.hpp>
 #include <hoist/config/reference.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/tests/support/file_contents.hpp>
 
 #include "samples.hpp"
@@ -40,6 +41,16 @@ TEST(Reference, TheSchemaTakesWhatTheParserTakes) {
   const std::regex pattern(device[1]["pattern"].get<std::string>());
   for (const char* text : {"cpu", "Cpu", "NVMe"}) EXPECT_TRUE(std::regex_match(text, pattern)) << text;
   EXPECT_FALSE(std::regex_match("cpus", pattern));
+  const auto sizes = top["hoist"]["properties"]["pinned_memory"]["anyOf"][0]["anyOf"];
+  const std::regex size(sizes[1]["pattern"].get<std::string>());
+  for (const char* text : {"8GIB", "5e-1GiB", "1.5e+3 kb", "\t8 GiB ", "4096", "2T", "64 b"}) {
+    EXPECT_TRUE(parse_bytes(text)) << text;
+    EXPECT_TRUE(std::regex_match(text, size)) << text;
+  }
+  for (const char* text : {"", "GiB", "8 GiBs", "-1", "8i", "1e GiB"}) {
+    EXPECT_FALSE(parse_bytes(text)) << text;
+    EXPECT_FALSE(std::regex_match(text, size)) << text;
+  }
   EXPECT_EQ(top["train_batch_size"]["anyOf"][0]["maximum"], std::numeric_limits<std::int64_t>::max());
 }
 
