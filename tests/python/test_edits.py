@@ -77,19 +77,60 @@ def convert(model):
         torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
+@pytest.mark.parametrize("at", ["before forward", "before step"])
 @pytest.mark.parametrize(("replace", "name"), [(put_another, "2.bias"), (convert, "2.weight")])
-def test_a_parameter_that_is_replaced_without_its_setter_is_refused_and_the_model_has_its_own_again(wrapped, replace, name):
+def test_a_parameter_that_is_replaced_without_its_setter_is_refused_and_the_model_has_its_own_again(wrapped, replace, name, at):
+    inputs, targets = batch()
     with wrapped() as undisturbed:
         expected = [step(undisturbed) for _ in range(2)]
     with wrapped() as engine:
         losses = [step(engine)]
+        if at == "before step":
+            engine.backward(F.mse_loss(engine(inputs), targets))
         replace(engine.module)
-        with pytest.raises(hoist.UsageError, match=f"parameter '{name}' was replaced in the model.*drop_gradients.*repeat"):
-            step(engine)
-        engine.drop_gradients()
+        with pytest.raises(hoist.UsageError, match=f"parameter '{name}' was replaced in the model.*repeat"):
+            engine(inputs) if at == "before forward" else engine.step()
+        with pytest.raises(hoist.UsageError, match="needs a backward pass before it"):
+            engine.step()
         losses.append(step(engine))
         assert engine.step_count == 2
     assert losses == expected
+
+
+def test_a_replaced_parameter_costs_no_earlier_micro_batch_before_a_pass(wrapped):
+    digests = []
+    for disturbs in (False, True):
+        with wrapped(gradient_accumulation_steps=2) as engine:
+            step(engine)
+            if disturbs:
+                put_another(engine.module)
+                with pytest.raises(hoist.UsageError, match=r"'2\.bias' was replaced in the model"):
+                    step(engine)
+            step(engine)
+            assert engine.step_count == 1
+            digests.append(engine.digest())
+    assert digests[0] == digests[1]
+
+
+def test_a_parameter_that_is_replaced_before_a_step_of_mode_backward_is_refused_until_restore(wrapped):
+    inputs, targets = batch()
+    with wrapped(hoist={"device_memory": "1MiB", "pinned_memory": "32MiB", "update_mode": "backward"}) as engine:
+        losses = [step(engine)]
+        put_another(engine.module)
+        with pytest.raises(hoist.UsageError, match=r"'2\.bias' was replaced.*repeat the step"):
+            engine(inputs)
+        losses.append(step(engine))
+        before = engine.digest()
+        engine.save().wait()
+        engine.backward(F.mse_loss(engine(inputs), targets))
+        put_another(engine.module)
+        for _ in range(2):
+            with pytest.raises(hoist.UsageError, match=r"'2\.bias' was replaced in the model.*restore\(\)"):
+                engine.step()
+        assert engine.restore() == 2 and engine.digest() == before
+        losses.append(step(engine))
+    with wrapped() as undisturbed:
+        assert losses == [step(undisturbed) for _ in range(3)]
 
 
 @pytest.mark.parametrize("change", [lambda p: p.mul_(2), lambda p: p.mul_(0.25), torch.Tensor.neg_, torch.Tensor.zero_])

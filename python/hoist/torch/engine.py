@@ -339,7 +339,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         """The step itself, around which the optimizer calls the program's hooks."""
         self.optimizer.refuse_changes()
         self._parameters.refuse_edits()
-        self._parameters.refuse_replaced()
+        self._parameters.refuse_replaced_before_step(self._updates_in_backward, self._passes.drop_gradients)
         self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
         if not self.config.has_schedule:
@@ -527,6 +527,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._last_step = step
         self._passes.forget()
         self._last_report = None
+        self._parameters.put_back()
         self._parameters.changed()
         self._parameters.tensors.given_another()  # not by the program: a call that was interrupted has shown half of a unit
         self.optimizer.forget_rates()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -254,20 +254,44 @@ class Parameters:
 
         return note, settle
 
-    def refuse_replaced(self) -> None:
-        """Errors: UsageError where a module has another parameter in a place than when it was wrapped; it has its own again then.
-        refuse_addition() hears only of those that are set as attributes."""
-        replaced = [holder for holder in self._holders if holder[0].get(holder[1], holder[2]) is not holder[2]]
-        if not replaced:
+    def put_back(self) -> str | None:
+        """Gives modules back the parameters that they had when they were wrapped. Returns the name of the first one that was
+        replaced. refuse_addition() hears only of those that are set as attributes."""
+        name = self._name_of_replaced()
+        for own, key, parameter in self._holders if name is not None else ():
+            if own.get(key, parameter) is not parameter:
+                own[key] = parameter
+        return name
+
+    def _name_of_replaced(self) -> str | None:
+        replaced = next((p for own, key, p in self._holders if own.get(key, p) is not p), None)
+        return next((n for n, p in zip(self._number, self._all, strict=True) if p is replaced), None)
+
+    def refuse_replaced_before_pass(self) -> None:
+        """Errors: UsageError where a module has another parameter in a place than when it was wrapped; it has its own again
+        then."""
+        if (name := self.put_back()) is not None:
+            self._refuse_replaced(name, "The model has its own parameters again: repeat the step")
+
+    def refuse_replaced_before_step(self, updates_in_backward: bool, drop_gradients: Callable[[], None]) -> None:
+        """Errors: as above. The gradients of the replaced one are lost, so that all are dropped; in update mode "backward" they
+        are in the weights, and the step is refused until restore()."""
+        if (name := self._name_of_replaced()) is None:
             return
-        for own, key, parameter in replaced:
-            own[key] = parameter
-        name = next(n for n, p in zip(self._number, self._all, strict=True) if p is replaced[0][2])
+        made = "Backward passes made gradients of the other one"
+        if updates_in_backward:
+            self._refuse_replaced(name, f"{made}, and with \"update_mode\": \"backward\" they have updated weights: call "
+                                        "engine.restore()")
+        self.put_back()
+        drop_gradients()
+        self._refuse_replaced(name, f"{made}. The model has its own parameters again, and the gradients were dropped: repeat the "
+                                    "step")
+
+    def _refuse_replaced(self, name: str, remedy: str) -> NoReturn:
         raise _hoist.UsageError(
             f"parameter '{name}' was replaced in the model after the model was wrapped (module._parameters[...] = ..., or a "
-            "conversion under torch.__future__.set_overwrite_module_params_on_conversion()), and backward passes made gradients "
-            "of the other one. The model has its own parameters again: call engine.drop_gradients(), and repeat the step. "
-            "engine.write(name, values) and load_state_dict() change weights")
+            f"conversion under torch.__future__.set_overwrite_module_params_on_conversion()). {remedy}. engine.write(name, "
+            "values) and load_state_dict() change weights")
 
     def refuse_other_trainability(self) -> None:
         """Errors: UsageError where requires_grad of a parameter is not what it was when the model was wrapped."""

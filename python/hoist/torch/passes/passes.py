@@ -137,6 +137,7 @@ class Passes:
         self.pass_error = ""
         if kind == _hoist.Pass.train:
             self._parameters.refuse_gradients()
+            self._parameters.refuse_replaced_before_pass()
             if self._is_vertical and self.forward_of_all is None:
                 raise _hoist.UsageError(
                     'in vertical order ("hoist": {"micro_batch_order": "vertical"}) all micro-batches of a step pass through '
