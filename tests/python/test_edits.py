@@ -464,6 +464,37 @@ def test_methods_that_use_the_models_own_weights_are_called_inside_of_gathered(w
         engine.step()
 
 
+class Patched(nn.Linear):
+    """Whose forward() is replaced."""
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_forward_that_the_class_is_given_after_wrapping_counts_at_once_and_after_close(settings, monkeypatch, whole):
+    """As mock.patch.object and libraries that replace a layer's kernels do it."""
+    torch.manual_seed(0)
+    model = Patched(WIDTH, WIDTH) if whole else nn.Sequential(nn.Tanh(), Patched(WIDTH, WIDTH))
+    inputs = batch()[0]
+
+    def doubled(self, x):
+        return nn.Linear.forward(self, x) * 2
+
+    with hoist.torch.wrap(model, settings()) as engine, torch.no_grad():
+        for call in (engine, model):
+            before = call(inputs)
+            with monkeypatch.context() as patches:
+                patches.setattr(Patched, "forward", doubled)
+                if whole and call is model:
+                    with pytest.raises(hoist.UsageError, match=r"forward\(\) of Patched was replaced.*repeat the call"):
+                        call(inputs)
+                assert torch.equal(call(inputs), 2 * before)
+                assert torch.equal(engine.module(inputs), 2 * before)
+            assert torch.equal(engine(inputs), before)
+        monkeypatch.setattr(Patched, "forward", doubled)
+        engine.save().wait()
+    with hoist.torch.wrap(model, settings(), resume=True) as engine, torch.no_grad():
+        assert torch.equal(engine(inputs), 2 * before)
+
+
 # --- attributes and places -------------------------------------------------------------------------------------------
 
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from hoist import _hoist
 from hoist.torch.deepspeed.engine_names import ELSEWHERE
+
+if TYPE_CHECKING:
+    from hoist.torch.passes.passes import Passes
 
 _Self = TypeVar("_Self", bound="StandsForModel")
 
@@ -19,9 +22,11 @@ class StandsForModel:
 
     module: nn.Module
     device: torch.device
+    _passes: Passes
     _is_made = False  # until then all attributes that are set are the engine's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._passes.own_forwards.follow_classes()  # before PyTorch looks for the forward() of this call
         return self.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

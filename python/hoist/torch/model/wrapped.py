@@ -15,12 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
+from hoist.torch.model.graphs import outside_of_graphs
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
 
 # Hooks of the last engine that a module, or a parameter, belonged to.
 _hooks_of_modules: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+_own_forwards: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # the functions of OwnForwards
 _hooks_of_parameters = WeakTensorKeyDictionary()
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule")
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
@@ -63,14 +65,52 @@ def keep_hooks(of: nn.Module | nn.Parameter, *handles: RemovableHandle) -> None:
     kept.setdefault(of, []).extend(handles)
 
 
+class OwnForwards:
+    """torch.compile asks whether a module has a forward of its own before it reuses a graph, and not whether it has hooks. So
+    each module with hooks has one, its class's, and takes no graph of a model of that class that was compiled without hooks."""
+
+    def __init__(self) -> None:
+        self._of_class: dict[type[nn.Module], Any] = {}
+        self._modules: list[nn.Module] = []
+
+    def add(self, module: nn.Module) -> None:
+        if "forward" not in vars(module) and isinstance(module.forward, types.MethodType):
+            self._modules.append(module)
+            self._set(module)
+
+    def _set(self, module: nn.Module) -> None:
+        self._of_class[type(module)] = type(module).forward
+        _own_forwards[module] = getattr(module.forward, "__func__", module.forward)
+        vars(module)["forward"] = module.forward
+
+    @outside_of_graphs
+    def follow_classes(self) -> list[nn.Module]:
+        """Takes the forward that the program has given a class since. Returns the modules that have another one now."""
+        if all(kind.forward is forward for kind, forward in self._of_class.items()):
+            return []
+        changed = [module for module in self._modules
+                   if type(module).forward is not self._of_class.get(type(module)) and _drop_own_forward(module)]
+        for module in changed:
+            self._set(module)
+        self._of_class = {kind: kind.forward for kind in self._of_class}
+        return changed
+
+
+def _drop_own_forward(module: nn.Module) -> bool:
+    """False where the program has set another one."""
+    kept, own = _own_forwards.pop(module, None), vars(module).get("forward")
+    if kept is None or getattr(own, "__func__", own) is not kept:
+        return False
+    del vars(module)["forward"]
+    return True
+
+
 def remove_hooks(model: nn.Module) -> None:
     """Those of an engine that was closed."""
     for module in model.modules():
         for handle in _hooks_of_modules.pop(module, []):
             handle.remove()
-        forward = vars(module).get("forward")
-        if isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward and forward.__self__ is module:
-            del vars(module)["forward"]
+        _drop_own_forward(module)
         for parameter in module._parameters.values():
             for handle in _hooks_of_parameters.pop(parameter, []) if parameter is not None else ():
                 handle.remove()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +51,7 @@ class ModuleHook:
         # Before the program's hooks, which may read weights, as those of torch.nn.utils.weight_norm do.
         keep_hooks(module, module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
                    module.register_forward_hook(self.after, with_kwargs=True, always_call=True))
-        # torch.compile asks whether a module has a forward of its own before it reuses a graph, and not whether it has hooks. So
-        # it takes none of a model of the same class that was compiled without them.
-        if isinstance(module.forward, types.MethodType):
-            vars(module).setdefault("forward", module.forward)
+        passes.own_forwards.add(module)
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise _hoist.UsageError("a wrapped model cannot be copied or pickled: its weights are in the engine's memory. Save or "

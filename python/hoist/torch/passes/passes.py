@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from hoist import _hoist
 from hoist.program_end import text_of
 from hoist.torch.model.units import Model
+from hoist.torch.model.wrapped import OwnForwards
 from hoist.torch.passes.turns import BACKWARD, FORWARD, Turns
 from hoist.torch.passes.watch import UnannouncedUses
 
@@ -78,6 +79,7 @@ class Passes:
         self.input_hooks: list[RemovableHandle] = []  # on tensors that may outlive the pass
         self.forward_of_all: Forward | None = None  # under way, in vertical order
         self.without_history: set[int] = set()  # units that it called under torch.no_grad(), during the backward pass
+        self.own_forwards = OwnForwards()
         self.turns = Turns(unit_manager.require_process)
         self.uses = UnannouncedUses(self, unit_manager, cut, parameters, add_hook)
 
@@ -85,6 +87,9 @@ class Passes:
 
     def enter_outermost(self, module: nn.Module) -> None:
         """A call that is not inside of another one begins. Takes the turn, which leave_outermost() ends."""
+        if module in self.own_forwards.follow_classes():
+            raise _hoist.UsageError(f"forward() of {type(module).__name__} was replaced after the model was wrapped, and this "
+                                    "call began with the former one. The new one counts from now on: repeat the call")
         self.turns.begin(FORWARD)
         try:
             if self._open_pass():
