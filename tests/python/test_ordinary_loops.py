@@ -79,6 +79,48 @@ def test_zero_grad_of_a_part_cannot_drop_gradients_that_wait(wrapped):
     close_to(losses, expected)
 
 
+def test_zero_grad_of_a_part_that_is_frozen_does_nothing_and_of_all_that_trains_drops_all(wrapped):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), model_of())
+    inputs, targets = batches()[0]
+    with wrapped(model) as engine:
+        engine.backward(F.mse_loss(engine(inputs), targets))
+        model[0].zero_grad()
+        assert engine.step().applied
+        engine.backward(F.mse_loss(engine(inputs), targets))
+        model[1].zero_grad()
+        with pytest.raises(hoist.UsageError, match="needs a backward pass before it"):
+            engine.step()
+
+
+def test_a_modules_own_zero_grad_gets_the_arguments_that_it_takes(wrapped):
+    class Own(nn.Linear):
+        def zero_grad(self):
+            called.append(self)
+
+    called, model = [], nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(WIDTH, WIDTH))
+    with wrapped(model):
+        model[1].zero_grad()
+        model.zero_grad(set_to_none=False)
+        model.zero_grad(True)
+    assert called == [model[1]]
+
+
+def test_zero_grad_of_a_part_is_refused_for_gradients_of_the_next_micro_batch(settings):
+    """One whose loss forward() does not return has left its gradients, after a step() that waits for it."""
+    with hoist.torch.wrap(model_of(), settings(gradient_accumulation_steps=2)) as engine:
+        features, model = [], engine.module
+        handle = model[0].register_forward_hook(lambda _, __, output: features.append(output))
+        inputs, targets = batches()[0]
+        engine.backward(F.mse_loss(engine(inputs), targets))
+        engine.step()
+        engine(inputs)
+        features[-1].sum().backward()
+        with pytest.raises(hoist.UsageError, match=r"zero_grad\(\) of '2'"):
+            model[2].zero_grad()
+        handle.remove()
+        engine.drop_gradients()
+
+
 def test_modules_without_weights_are_still_copied_and_pickled(wrapped):
     with wrapped(nn.Sequential(*model_of(), nn.Sequential(nn.Dropout(0.25)))) as engine:
         part = engine.module[-1]

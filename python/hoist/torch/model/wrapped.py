@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
@@ -124,17 +124,23 @@ def claim(model: nn.Module, engine: Engine) -> None:
     _watch_additions()
 
 
-def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """The engine has the gradients that the program means to drop. By this name, a pickled module finds its class's method."""
     engine = engine_of(module)
-    if engine is not None and module is engine.module:
-        engine.zero_grad()
-    elif engine is not None and engine._passes.has_gradients_to_drop and any(True for _ in module.parameters()):
-        name = next((name for name, each in engine.module.named_modules() if each is module), type(module).__name__)
-        raise _hoist.UsageError(f"zero_grad() of '{name}', a part of the wrapped model, while gradients wait for step(): the "
-                                "engine drops those of the whole model together. Call zero_grad() of the engine or of the whole "
-                                "model; a part that is not to be trained for a while needs a group of its own, whose lr is 0")
-    type(module).zero_grad(module, set_to_none)
+    if engine is not None:
+        trained = {id(p) for p in module.parameters() if p.requires_grad}
+        if module is engine.module or (trained and trained.issuperset(map(id, engine._parameters.trainable))):
+            engine.zero_grad()
+        elif trained and engine._passes.has_gradients_to_drop:
+            _refuse_zero_grad(engine, module)
+    type(module).zero_grad(module, *args, **kwargs)
+
+
+def _refuse_zero_grad(engine: Engine, module: nn.Module) -> NoReturn:
+    name = next((name for name, each in engine.module.named_modules() if each is module), type(module).__name__)
+    raise _hoist.UsageError(f"zero_grad() of '{name}', a part of the wrapped model, while gradients wait for step(): the "
+                            "engine drops those of the whole model together. Call zero_grad() of the engine or of the whole "
+                            "model; a part that is not to be trained for a while needs a group of its own, whose lr is 0")
 
 
 @functools.cache  # once in a process

@@ -401,8 +401,8 @@ class Passes:
     def has_gradients_to_drop(self) -> bool:
         """Whether zero_grad() would drop gradients."""
         # A backward pass of a loss that forward() does not return, such as one of features that a hook took, is not seen.
-        return not self._keeps_gradients and (
-            self._backward_seen or self.due or self.micro_batch > 0 or self._unit_manager.has_gradients())
+        return self._unit_manager.has_gradients() or (
+            not self._keeps_gradients and (self._backward_seen or self.due or self.micro_batch > 0))
 
     def zero_grad(self) -> None:
         """Drops gradients that wait for a step. Without any, a forward pass stays open: zero_grad() may stand between a loss and
