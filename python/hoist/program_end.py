@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 import traceback
 import weakref
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from hoist import _hoist
 
 _log = logging.getLogger("hoist")
-_store_of: weakref.WeakKeyDictionary[_hoist.UnitManager, str] = weakref.WeakKeyDictionary()  # of those that were not closed
+_store_of: weakref.WeakKeyDictionary[_hoist.UnitManager, str] = weakref.WeakKeyDictionary()  # of all that are alive
 
 
 def text_of(error: BaseException | None) -> str:
@@ -40,10 +41,11 @@ def abandon_for(unit_manager: _hoist.UnitManager, has_others: bool, error: BaseE
         abandon(unit_manager, has_others, text_of(error))
 
 
-def release_dropped(store: str) -> None:
-    """Before a store is opened: what the program has dropped without closing it may still hold it. A schedule and its optimizer
-    refer to each other, and live until Python collects them."""
-    if store and any(held == store and manager.is_open for manager, held in list(_store_of.items())):
+def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> None:
+    """Before a store is opened, by `opener` once more: what the program has dropped without closing it may still hold
+    it. A schedule and its optimizer refer to each other, and live until Python collects them."""
+    others = [held for manager, held in list(_store_of.items()) if held and manager is not opener and manager.is_open]
+    if store and os.path.realpath(store) in map(os.path.realpath, others):
         gc.collect()
 
 

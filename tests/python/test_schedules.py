@@ -271,6 +271,24 @@ def test_an_engine_that_was_dropped_with_its_schedule_gives_the_store_back(setti
     gc.collect()
 
 
+def test_a_dropped_engine_gives_the_store_back_by_another_name_and_to_one_that_wakes(settings):
+    for name in ("store", "store/../store", "store"):
+        engine = hoist.torch.wrap(make(), settings(name), resume=True)
+        engine.lr_scheduler = lr_scheduler.StepLR(engine.optimizer, 1)
+        engine.save().wait()
+        del engine
+    gc.collect()
+    engine = hoist.torch.wrap(make(), settings(), resume=True)
+    train(engine, 1)
+    engine.sleep()
+    other = hoist.torch.wrap(make(), settings(), resume=True)
+    other.lr_scheduler = lr_scheduler.StepLR(other.optimizer, 1)
+    del other
+    engine.wake()
+    assert engine.step_count == 1
+    engine.close()
+
+
 class Scaled(lr_scheduler.LRScheduler):
     """A program's own, with state that JSON does not hold as it is."""
 

@@ -522,6 +522,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             return self._restore(name)
 
     def _restore(self, name: str) -> int:
+        program_end.release_dropped(self.config.store_directory, self._unit_manager)
         step, state = self._unit_manager.restore(name)
         self.restored, self._waits_for_load = True, False
         self._last_step = step
@@ -554,6 +555,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def wake(self) -> None:
         """[C] Takes memory again and continues where sleep() ended, with the same bits. After an error, such as that memory is
         lacking, the engine sleeps on, and wake() may be called again."""
+        program_end.release_dropped(self.config.store_directory, self._unit_manager)
         with channels.start(distributed.ranks_at_start(self.config)):
             self._unit_manager.wake()
         self._passes.forget()
