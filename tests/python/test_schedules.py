@@ -232,20 +232,45 @@ def test_mode_backward_updates_with_the_rates_of_the_programs_schedule(settings,
                 for _ in range(micro_batches):
                     engine.backward(F.mse_loss(engine(x), y))
                 schedule.step()
-                with pytest.raises(hoist.UsageError, match="'lr' of parameter group 0.*between backward.*step.*set 'lr' to"):
+                with pytest.raises(hoist.UsageError, match="'lr' of parameter group 0.*between backward.*set 'lr' to.*pre_hook"):
                     engine.step()
                 engine.optimizer.param_groups[0]["lr"] *= 2
                 assert engine.step().applied and engine.step_count == 4
     assert states[0] == states[1]
 
 
-def test_a_schedule_that_changes_beta1_is_told_to_leave_it(wrapped):
+@pytest.mark.parametrize("how", ["engine.lr_scheduler", "by itself"])
+def test_a_schedule_that_changes_beta1_is_told_to_leave_it(wrapped, how):
     with wrapped() as engine:
+        betas = engine.optimizer.param_groups[0]["betas"]
         schedule = lr_scheduler.OneCycleLR(engine.optimizer, RATE, total_steps=9)
-        with pytest.raises(hoist.UsageError, match="pass cycle_momentum=False"):
-            engine.lr_scheduler = schedule
-        with pytest.raises(hoist.UsageError, match="'betas' of parameter group 0 was changed.*need cycle_momentum=False"):
-            run(engine, 1)
+        if how == "by itself":
+            with pytest.raises(hoist.UsageError, match=r"'betas' of.*was changed.*set it back to \(0\.9, 0\.9.*need cycle_mom"):
+                run(engine, 1)
+            engine.optimizer.param_groups[0]["betas"] = betas
+            assert engine.step().applied
+        else:
+            with pytest.raises(hoist.UsageError, match="pass cycle_momentum=False"):
+                engine.lr_scheduler = schedule
+        engine.lr_scheduler = lr_scheduler.OneCycleLR(engine.optimizer, RATE, total_steps=9, cycle_momentum=False)
+        run(engine, 1)
+        assert engine.step_count == (2 if how == "by itself" else 1)
+
+
+def test_a_state_dict_brings_rates_and_leaves_settings_to_the_configuration(wrapped):
+    """As with another weight_decay in the configuration of a run that is resumed."""
+    with wrapped() as engine:
+        saved = engine.optimizer.state_dict()
+    saved["param_groups"][0] |= {"lr": torch.tensor(0.5), "initial_lr": 0.5, "weight_decay": 0.25, "betas": (0.5, 0.5)}
+    with wrapped() as engine:
+        group, settings_before = engine.optimizer.param_groups[0], engine.optimizer.state_dict()["param_groups"][0]
+        engine.optimizer.load_state_dict(saved)
+        assert engine.optimizer.state_dict()["param_groups"][0] == settings_before | {"lr": 0.5, "initial_lr": 0.5}
+        kept = engine.optimizer.state_dict()
+        group["lr"].mul_(0.5)  # as schedules change it
+        assert saved["param_groups"][0]["lr"] == 0.5 and kept["param_groups"][0]["lr"] == 0.5
+        run(engine, 1)
+        assert engine.step_count == 1
 
 
 def test_a_schedule_that_needs_metrics_is_refused_before_the_step(wrapped):

@@ -89,9 +89,10 @@ def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) 
         for key in _SETTLED:
             if before.get(key) != now.get(key):
                 was = f"changed from {before[key]}" if key in before else "set"
+                back = f"set it back to {before[key]}" if key in before else "remove it"
                 raise _hoist.UsageError(
-                    f"'{key}' of parameter group {index} was {was} to {now.get(key)}; only learning rates can change during a "
-                    "run (OneCycleLR and CyclicLR need cycle_momentum=False)")
+                    f"'{key}' of parameter group {index} was {was} to {now.get(key)}; only learning rates can change during "
+                    f"a run: {back} (OneCycleLR and CyclicLR need cycle_momentum=False as well)")
 
 
 def rates_of(groups: list[dict[str, Any]]) -> list[float]:

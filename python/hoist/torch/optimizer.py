@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.optim.groups import refuse_changes, settled_of
+from hoist.optim.groups import is_setting, refuse_changes, settled_of
 from hoist.torch.model.units import Unit
 
 if TYPE_CHECKING:
@@ -47,7 +47,11 @@ def schedule_for(optimizer: Optimizer, schedule: Any) -> Any:
     """A schedule, or what a function makes for the engine's optimizer. Errors: as of the two above."""
     if callable(schedule) and not hasattr(schedule, "step"):
         schedule = schedule(optimizer)
-    refuse_schedule(schedule)
+    try:
+        refuse_schedule(schedule)
+    except _hoist.UsageError:
+        optimizer.set_back()  # its constructor has set betas or the momentum
+        raise
     refuse_other_optimizer(schedule, optimizer.param_groups)
     return schedule
 
@@ -101,6 +105,11 @@ def grouped(groups: ParamsT | None, units: list[Unit],
         if id(parameter) not in group_of:
             raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
     return given, group_of
+
+
+def _copied(value: Any) -> Any:
+    """An entry of a group: schedules change a rate that is a tensor in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -174,6 +183,11 @@ class Optimizer(torch.optim.Optimizer):
                                         "configuration's scheduler sets the rates: leave one of them out")
             self._rates[index] = now
 
+    def set_back(self) -> None:
+        """What groups had when the optimizer was made, but for their rates and parameters."""
+        for group, settled in zip(self.param_groups, self._settled, strict=False):
+            group.update({key: value for key, value in settled.items() if key != "params"})
+
     def show_rates(self) -> None:
         """Where the configuration's scheduler sets the rates, groups show those of the next step, as with DeepSpeed."""
         if self._engine.config.has_schedule:
@@ -204,7 +218,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise _hoist.UsageError(
                     f"'lr' of parameter group {index} was changed from {used} to {now} between backward() and step(), and with "
                     f"\"update_mode\": \"backward\" the backward pass has updated weights with the first one: set 'lr' to {used} "
-                    "again, call step(), and change rates (or step the schedule) after that")
+                    "again, call step(), and change rates (or step the schedule) after that, and not in a hook of "
+                    "register_step_pre_hook()")
 
     def _patch_step_function(self) -> None:
         """PyTorch would call the program's hooks around step(), which engine.step() does not call: update() calls them."""
@@ -256,11 +271,12 @@ class Optimizer(torch.optim.Optimizer):
         raise _hoist.UsageError("the optimizer of a wrapped model cannot be copied or pickled: engine.save() saves its states")
 
     def state_dict(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        groups = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"step": self._engine.step_count, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """[C] Learning rates. Moments are in the engine's store, and come back with resume=True or restore().
+        """[C] Learning rates, and what schedules keep in groups. The other settings are the configuration's or those of
+        wrap(groups=...). Moments are in the engine's store, and come back with resume=True or restore().
 
         Errors: UsageError for a state_dict of another step, or with moments, which would be lost.
         """
@@ -272,4 +288,4 @@ class Optimizer(torch.optim.Optimizer):
             raise _hoist.UsageError(f"the state_dict has {len(state['param_groups'])} parameter groups, and this optimizer has "
                                     f"{len(self.param_groups)}")
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            group.update({k: _copied(v) for k, v in saved.items() if k != "params" and not is_setting(k)})
