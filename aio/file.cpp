@@ -32,14 +32,16 @@ namespace {
 constexpr Nanoseconds kLockPollInterval = std::chrono::milliseconds(5);
 constexpr std::uint64_t kZeroFillBytes = kMiB;
 
-const char* open_remedy(int code, const std::string& path) {
+const char* open_remedy(int code, const std::string& path, OpenMode mode) {
   switch (code) {
     case EINVAL:
       if (path.starts_with("/dev/ng"))
         return "NVMe passthrough is not supported, it bypasses the file system; name a file on the drive";
       return open_file_remedy(code);
     case ENOENT:
-      return "create the directory first, or correct the path";
+      return mode == OpenMode::create || mode == OpenMode::open_or_create
+                 ? "create the directory first, or correct the path"
+                 : "the file is missing: bring it back, or correct the path";
     case EEXIST:
       return "the file already exists and was not changed; remove it or choose another path";
     case ELOOP:
@@ -197,7 +199,7 @@ void File::open(const FileOptions& options) {
   descriptor_ = beyond_standard_descriptors(open_regular_file(path_, open_flags(options.mode), S_IRUSR | S_IWUSR));
   if (descriptor_ < 0) {
     const int code = errno;
-    throw IoError({"open", path_, 0, 0, code}, open_remedy(code, path_));
+    throw IoError({"open", path_, 0, 0, code}, open_remedy(code, path_, options.mode));
   }
 }
 
@@ -271,7 +273,7 @@ void sync_directory(const std::string& path) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) {
     const int code = errno;
-    throw IoError({"open", path, 0, 0, code}, open_remedy(code, path));
+    throw IoError({"open", path, 0, 0, code}, open_remedy(code, path, OpenMode::create));
   }
   const int code = ::fsync(descriptor) == 0 ? 0 : errno;  // never repeated, like every flush
   ::close(descriptor);

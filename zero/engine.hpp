@@ -110,10 +110,9 @@ class Engine {
   // update mode `backward`, which knows no norm before its updates.
   double gradient_norm();
   StepReport step(const StepOptions& options = {});  // [J]
-  // [C] Ends the pass under way, if there is one, and drops the gradients gathered for the next step: of all its
-  // micro-batches, also where the pass is an evaluation between them. All ranks leave the pass after the same calls:
-  // the gathers of a rank that left it alone would meet those of other units. A rank whose own work failed calls
-  // abandon() instead.
+  // [C] Ends the pass under way and drops the gradients of its step so far; outside a pass, drops those gathered for
+  // the next step. All ranks leave the pass after the same calls: the gathers of a rank that left it alone would meet
+  // those of other units. A rank whose own work failed calls abandon() instead.
   void discard() noexcept;
   // [C] Ends the pass under way as if it had not begun, as long as it has finished no unit: earlier micro-batches of
   // the step stay, and begin() takes this one again. Afterwards as discard(). Returns whether earlier ones stay.

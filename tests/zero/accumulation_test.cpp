@@ -154,14 +154,6 @@ TEST(Accumulation, MicroBatchesComeInOrderAndAllBeforeTheStep) {
   engine.discard();
   pass(0, 1);
   EXPECT_TRUE(engine.step().applied);
-  // The same in an evaluation.
-  pass(0, 2);
-  {
-    const PassScope evaluation = engine.begin(Pass::evaluate);
-    engine.discard();
-  }
-  pass(0, 1);
-  EXPECT_TRUE(engine.step().applied);
 }
 
 TEST(Accumulation, AMicroBatchThatIsNotFiniteSkipsTheWholeStep) {

@@ -88,21 +88,6 @@ TEST(Engine, DiscardAfterAPassForgetsItsGradients) {
   EXPECT_EQ(digests_of(f), train_once(in_memory(), ToyShape{}, 4));
 }
 
-// An evaluation between a backward pass and its step may still be open when the program drops the gradients.
-TEST(Engine, DiscardInAnEvaluationForgetsTheGradientsThatWait) {
-  ToyProgram f(in_memory());
-  f.train(1, 2);
-  f.pass(99);
-  f.losses.pop_back();
-  {
-    const PassScope evaluation = f.engine().begin(Pass::evaluate);
-    f.engine().discard();
-  }
-  EXPECT_THROW(f.engine().step(), UsageError);
-  f.train(3, 4);
-  EXPECT_EQ(digests_of(f), train_once(in_memory(), ToyShape{}, 4));
-}
-
 TEST(Engine, LeasesNestAndShareTheirMemory) {
   ToyProgram f(in_memory());
   const PassScope scope = f.engine().begin(Pass::evaluate);

@@ -30,13 +30,17 @@ constexpr std::chrono::seconds kAtOnce{30};  // far below kTimeout, which ends a
 constexpr std::chrono::minutes kTimeout{10};
 constexpr std::chrono::milliseconds kGrace{500};  // how long a test waits for an event that must not happen
 
-// From arm() on, rank 0 of group 1 cannot write its manifest. The write fails once group 0 has come as far as `until`
-// says, or after a while.
+// From arm() on, rank 0 of group 1 cannot write its manifest, but for the first `spared` times. The write fails once
+// group 0 has come as far as `until` says, or after a while.
 class Sabotage {
  public:
   enum class Until : std::uint8_t { others_manifests, others_overwrite };
-  explicit Sabotage(Until until, const std::string& place = "")
-      : until_(until), manifest_(place + "rank-00000.manifest"), data_(place + "rank-00000.data") {}
+  explicit Sabotage(Until until, const std::string& place = "", int spared = 0)
+      : until_(until),
+        manifest_(place + "rank-00000.manifest"),
+        data_(place + "rank-00000.data"),
+        writes_to_spare_(spared),
+        syncs_to_spare_(spared) {}
 
   void arm() { armed_ = true; }
   bool group_0_came_so_far() const { return came_so_far_; }
@@ -45,10 +49,11 @@ class Sabotage {
     const auto on_submit = [this, group](const aio::Block& block) {
       if (!armed_ || block.operation != aio::Operation::write) return;
       if (group == 0 && durable_ && block.file->path().ends_with(data_)) overwrites_ = true;
-      if (group == 1 && block.file->path().ends_with(manifest_)) fail(block);
+      if (group == 1 && block.file->path().ends_with(manifest_) && writes_to_spare_-- <= 0) fail(block);
     };
     const auto on_done = [this, group](const aio::Block& block) {
-      if (armed_ && group == 0 && block.operation == aio::Operation::sync && block.file->path().ends_with(manifest_))
+      if (armed_ && group == 0 && block.operation == aio::Operation::sync && block.file->path().ends_with(manifest_) &&
+          syncs_to_spare_-- <= 0)
         durable_ = true;
     };
     return std::make_unique<ObservedBackend>(make_faulty_backend(options, group == 1 ? faults_ : nobodys_), on_submit,
@@ -67,6 +72,7 @@ class Sabotage {
 
   const Until until_;
   const std::string manifest_, data_;
+  std::atomic<int> writes_to_spare_, syncs_to_spare_;
   const std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(1), nobodys_ = std::make_shared<Faults>(1);
   std::atomic<bool> armed_{false};
   std::atomic<bool> durable_{false};     // the manifest of group 0's rank 0
@@ -204,7 +210,7 @@ TEST_P(GroupCommit, NothingIsOverwrittenBeforeAllGroupsHaveTheStep) {
 
 TEST_P(GroupCommit, AStepIsKeptByAllGroupsOrNotOffered) {
   keep_steps_ = 2;
-  Sabotage sabotage(Sabotage::Until::others_manifests);
+  Sabotage sabotage(Sabotage::Until::others_manifests, "", /*spared=*/1);  // of the commit, which is made again first
   on_engines(
       [&](int, int, ToyModel& model) {
         Engine& engine = model.initialize();

@@ -297,7 +297,7 @@ void EngineCore::end_pass(PassState::End how) {
 }
 
 void EngineCore::discard() {
-  end_pass(PassState::End::dropped);  // an evaluation's end drops nothing: the gradients of the step are not its own
+  if (pass->under_way()) return end_pass(PassState::End::dropped);
   if (stepper->policy().is_decided()) fail(stepper->policy().undone("it was discarded"));
   pass->drop();
 }

@@ -423,6 +423,8 @@ class Passes:
     def drop_gradients(self) -> None:
         self._parameters.drop_gradients()
         if self._unit_manager.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:
+            if self._unit_manager.current_pass == _hoist.Pass.evaluate:
+                self._unit_manager.discard()  # ends the evaluation alone
             self._unit_manager.discard()
         self.forget()
 
