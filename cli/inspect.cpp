@@ -130,12 +130,19 @@ Json commit_json(const CommitHeader& commit) {
   return {{"step", commit.step}, {"incarnation", commit.incarnation}, {"revision", commit.revision}};
 }
 
+Json checkpoints_json(const std::vector<CommitHeader>& checkpoints) {
+  Json json = Json::array();
+  for (const CommitHeader& checkpoint : checkpoints)
+    json.push_back({{"name", checkpoint.name}, {"step", checkpoint.step}});
+  return json;
+}
+
 Json findings_json(const Findings& findings) {
   const StoreSummary& store = findings.store;
   Json json{{"store", store.directory},
             {"world_size", or_null(store.world_size)},
             {"durability", store.durability == tiers::Durability::step ? "step" : "none"},
-            {"checkpoints", Json::array()},
+            {"checkpoints", checkpoints_json(store.checkpoints)},
             {"checkpoints_max", store.checkpoints_max},
             {"resumes_from_step", store.commits.empty() ? Json(nullptr) : Json(store.commits.front().step)},
             {"units", store.unit_count},
@@ -146,8 +153,6 @@ Json findings_json(const Findings& findings) {
             {"in_use_by", or_null(findings.owner)},
             {"ranks", Json::array()},
             {"parameters", Json::array()}};
-  for (const CommitHeader& checkpoint : store.checkpoints)
-    json["checkpoints"].push_back({{"name", checkpoint.name}, {"step", checkpoint.step}});
   for (const StoreSummary::Rank& rank : store.ranks) {
     Json commits = Json::array();
     for (const CommitHeader& commit : rank.commits) commits.push_back(commit_json(commit));
@@ -174,16 +179,15 @@ bool inspect_store(const StoreSummary& store, Json& json) {
   return !findings.lost_a_rank();
 }
 
-// What earlier numbers of ranks left, which no row above counts.
+// Stores of earlier numbers of ranks, which stay for their named checkpoints; no row above counts their bytes.
 void inspect_older(const StoredJob& job, Json& json) {
   json["older_stores"] = Json::array();
   for (const StoredJob& older : job.older) {
     for (const StoreSummary& store : older.groups) {
       const Findings findings{.store = store, .owner = {}, .age_seconds = {}};
-      Json of_store{{"store", store.directory}, {"checkpoints", Json::array()}, {"data_bytes", findings.data_bytes()}};
-      for (const CommitHeader& checkpoint : older.checkpoints)
-        of_store["checkpoints"].push_back({{"name", checkpoint.name}, {"step", checkpoint.step}});
-      json["older_stores"].push_back(std::move(of_store));
+      json["older_stores"].push_back({{"store", store.directory},
+                                      {"checkpoints", checkpoints_json(older.checkpoints)},
+                                      {"data_bytes", findings.data_bytes()}});
       say("\n{} stays for its checkpoints, {}: {} reserved\n", store.directory,
           listed(older.checkpoints, checkpoint_text), format_bytes(findings.data_bytes()));
     }
@@ -194,10 +198,8 @@ void inspect_older(const StoredJob& job, Json& json) {
 int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
   const auto commit = job.commits.empty() ? std::nullopt : std::optional(job.commits.front());
   Json json{{"resumes_from_step", commit ? Json(commit->step) : Json(nullptr)},
-            {"checkpoints", Json::array()},
+            {"checkpoints", checkpoints_json(job.checkpoints)},
             {"groups", Json::array()}};
-  for (const CommitHeader& checkpoint : job.checkpoints)
-    json["checkpoints"].push_back({{"name", checkpoint.name}, {"step", checkpoint.step}});
   bool sound = true;
   for (const StoreSummary& group : job.groups) {
     Json of_group;

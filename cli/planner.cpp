@@ -381,7 +381,7 @@ void check_written(const PlanQuestion& question, const PlanRow& row, const Confi
   planned.optimizer_pinned_fraction = row.prediction.pinned_fraction;
   planned.parameters_pinned_fraction = row.prediction.parameters_pinned_fraction;
   if (row.prediction.spilled_units == 0) planned.gradient_spill_units = 0;
-  planned.store_directory = read.store_directory;  // their names are part of what is on the drives
+  planned.store_directory = read.store_directory;  // a store keeps the names of its drives: they take space
   planned.stripe_directories = read.stripe_directories;
   read.micro_batches_max = static_cast<unsigned>(written.micro_batches(question.world_size));
   const auto wanted = bytes_of(planned), found = bytes_of(read);

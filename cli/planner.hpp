@@ -17,7 +17,7 @@ struct PlanQuestion {
   NamedModel model;
   MachineSpec machine;
   RankLayout layout{};
-  Machine node{};            // one of the machine's nodes, with what is free there now if it is this machine
+  Machine node{};            // a node of `machine`; of this machine, with the memory that is free now
   RuntimeOptions runtime{};  // with budgets
   int world_size = 1;
   double tokens = 0;  // for each rank and step

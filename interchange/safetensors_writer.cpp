@@ -124,7 +124,7 @@ class SafetensorsWriter::OpenFile {
     return false;
   }
 
-  // `length_bytes`: of a write, which begins behind what is written.
+  // `length_bytes`: of a write that failed, at the present end of the file; 0 for other operations.
   [[noreturn]] void fail(const char* operation, int code, const char* remedy, std::uint64_t length_bytes = 0) const {
     throw IoError({.operation = operation,
                    .path = partial_,

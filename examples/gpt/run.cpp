@@ -357,8 +357,8 @@ void Training::save_at_end() {
   say(fmt::format("saved step {} in {}", step_, config_.engine.store_directory));
 }
 
-// The last thing that a run does: a mirror that is slow or has failed takes nothing from what is saved. After a signal
-// nothing more is copied; the engine's end waits for the copy under way, and says so.
+// Copies the last step to the mirror, after everything else is saved and reported: a mirror that is slow or fails costs
+// no result. After a signal no copy is begun; the engine's destructor waits for the one under way, and logs that.
 void Training::mirror_at_end() {
   const std::string& mirror = config_.engine.mirror.directory;
   if (mirror.empty() || !saves_steps()) return;

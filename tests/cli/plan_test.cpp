@@ -375,7 +375,7 @@ TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
   }
 }
 
-// Keys that have an effect beside some placements only: the written file means what was planned.
+// The old placement ignores some keys that the written file's placement obeys: the file still means what was planned.
 TEST_F(Plan, WritesWhatItPlannedWhicheverKeysTheOldPlacementIgnored) {
   nlohmann::json machine = kMachine;
   machine["device"]["memory_gib"] = 24;

@@ -170,7 +170,7 @@ std::string whole_checkpoints(const EngineOptions& options, const tiers::Store& 
   try {
     for (const StoredJob& older : look_at_job(std::array{options.store_directory}).older)
       std::ranges::copy(older.checkpoints, std::back_inserter(checkpoints));
-  } catch (const std::exception&) {  // the damage is what is told
+  } catch (const std::exception&) {  // without the older stores' checkpoints; the error is about the damage
   }
   std::vector<std::string> names;
   for (const CommitHeader& checkpoint : checkpoints)

@@ -50,8 +50,8 @@ std::uint64_t bytes_on_disk(const std::string& directory) {
   return bytes;
 }
 
-// Adds a store of `bytes` to what is needed of each file system. A new store gives drives shares by their measured
-// speed; here each directory counts alike.
+// Adds a store of `bytes` to what each file system must have free. Each directory is given the same share, although a
+// new store divides its bytes by the measured speeds of the drives.
 void add_store(const std::vector<std::string>& directories, std::uint64_t bytes, const char* name, const char* remedy,
                std::vector<StoreFileSystem>& all) {
   std::uint64_t reserved = 0;
