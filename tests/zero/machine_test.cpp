@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
@@ -174,6 +176,23 @@ TEST(MachineFit, EachDriveMustHaveRoomForItsShare) {
   EXPECT_NEAR(static_cast<double>(fit.memories[1].bytes + fit.memories[2].bytes),
               static_cast<double>(prediction.nvme_bytes), 10);
   EXPECT_THAT(fit.problems, ::testing::ElementsAre(HasSubstr(small->name)));
+}
+
+TEST(MachineFit, AStoreNeedsADirectoryThatCanBeWrittenTo) {
+  const TempDirectory directory;
+  std::ofstream(directory / "file") << "no directory";
+  EngineOptions engine{.optimizer = Placement::nvme, .store_directory = directory / "new/hoist"};
+  Prediction prediction;
+  prediction.nvme_bytes = prediction.mirror_bytes = kMiB;
+  engine.mirror.directory = directory / "file/hoist";
+  const auto problems = [&] { return machine_fit(prediction, {}, engine, workstation()).problems; };
+  EXPECT_THAT(problems(), ::testing::ElementsAre(::testing::AllOf(HasSubstr("hoist.mirror.path: "),
+                                                                  HasSubstr("file is not a directory"))));
+  engine.mirror.directory = directory / "mirror";
+  EXPECT_THAT(problems(), ::testing::IsEmpty());
+  if (::geteuid() == 0) return;  // root may write everywhere
+  engine.stripe_directories = {"/hoist"};
+  EXPECT_THAT(problems(), ::testing::ElementsAre("nvme_path: / cannot be written to: Permission denied"));
 }
 
 TEST(MachineChoice, OnTheHostDeviceBothBudgetsAreOneMemory) {

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include <fmt/format.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <hoist/core/units.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
@@ -21,6 +24,17 @@ namespace fs = std::filesystem;
 const char* drive_remedy(const EngineOptions& engine) {
   return engine.uses_nvme() ? "name a larger drive, or several, in nvme_path"
                             : "name a larger drive in hoist.checkpoint_path";
+}
+
+// `key`: of the configuration, that names the directory.
+void add_directory_problem(const std::string& directory, const char* key, MachineFit& fit) {
+  const std::string existing = detail::existing_part(directory);
+  if (!fs::is_directory(existing)) {
+    fit.problems.push_back(fmt::format("{}: {} is not a directory", key, existing));
+  } else if (::access(existing.c_str(), W_OK | X_OK) != 0) {
+    fit.problems.push_back(
+        fmt::format("{}: {} cannot be written to: {}", key, existing, std::system_category().message(errno)));
+  }
 }
 
 std::uint64_t free_space(const fs::path& directory) {
@@ -75,6 +89,9 @@ void add_store(const std::vector<std::string>& directories, std::uint64_t bytes,
 }
 
 void add_drives(const EngineOptions& engine, std::uint64_t bytes, std::uint64_t mirror_bytes, MachineFit& fit) {
+  for (const std::string& directory : engine.drive_directories())
+    add_directory_problem(directory, engine.uses_nvme() ? "nvme_path" : "hoist.checkpoint_path", fit);
+  if (mirror_bytes > 0) add_directory_problem(engine.mirror.directory, "hoist.mirror.path", fit);
   std::vector<StoreFileSystem> all;
   add_store(engine.drive_directories(), bytes, "NVMe", drive_remedy(engine), all);
   add_store({engine.mirror.directory}, mirror_bytes, "mirror", "name another drive in hoist.mirror.path", all);
