@@ -40,15 +40,15 @@ def run(arguments):
     import pytest
 
     with tempfile.TemporaryDirectory(prefix="hoist-test-python-") as directory:
-        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/t", *arguments])
+        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:anyio", f"--basetemp={directory}/t", *arguments])
     # 5: no test was collected, because a module the whole file needs is missing.
     return SKIPPED if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
 
 
 def import_for(files):
-    """Imports what the files import, as far as it is installed and starts no thread."""
+    """Imports what the files import, as far as it is installed and starts no thread: torch.optim imports torch._dynamo."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    wanted = ["torch", "pytest", "hoist.torch"]
+    wanted = ["torch", "torch._dynamo", "torch.utils.cpp_extension", "pytest", "hoist.torch"]
     if any("trainer" in name or "finetune" in name for name in files):
         wanted += ["transformers.trainer", "peft", "trl.trainer.sft_trainer"]
     for name in wanted:
