@@ -160,7 +160,6 @@ std::size_t count_kept(const tiers::Store::Found& own) {
 }
 
 // `wanted`, `held`: the named checkpoints and held commits that the configuration asks room for.
-// `named`, `held`: the named checkpoints and held commits that the configuration wants room for.
 RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t wanted, std::uint32_t held,
                           bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
@@ -339,16 +338,16 @@ std::vector<NamedCheckpoint> StoreSearch::checkpoints_in(const StoreDirectory& w
 }
 
 std::vector<NamedCheckpoint> StoreSearch::find_checkpoints() const {
-  std::vector<NamedCheckpoint> steps;
-  std::vector<StoreDirectory> places = directories();
-  std::ranges::reverse(places);
-  for (const StoreDirectory& where : places) {
+  std::vector<NamedCheckpoint> checkpoints;
+  std::vector<StoreDirectory> oldest_first = directories();
+  std::ranges::reverse(oldest_first);
+  for (const StoreDirectory& where : oldest_first) {
     for (const NamedCheckpoint& newer : checkpoints_in(where)) {
-      std::erase_if(steps, [&](const NamedCheckpoint& older) { return older.name == newer.name; });
-      steps.push_back(newer);
+      std::erase_if(checkpoints, [&](const NamedCheckpoint& older) { return older.name == newer.name; });
+      checkpoints.push_back(newer);
     }
   }
-  return steps;
+  return checkpoints;
 }
 
 void StoreSearch::refuse_others() const {
