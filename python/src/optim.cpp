@@ -53,6 +53,15 @@ GroupOptions defaults_of(const std::string& name) {
   throw UsageError("there is no optimizer '" + name + "': choose AdamW, Adam, Adagrad, Lion or SGD");
 }
 
+GroupOptions of_kind(const GroupOptions& settings, const std::string& name) {
+  GroupOptions options = defaults_of(name);
+  if (options.kind == settings.kind) return settings;
+  options.moments = settings.moments;
+  options.remainder = settings.remainder;
+  options.rounding_seed = settings.rounding_seed;
+  return options;
+}
+
 // Returns whether all new values are finite, and fit in bf16 where weights are.
 bool update(const optim::UpdateCoefficients& c, const Arrays& a, std::uint64_t first, std::uint64_t count) {
   const optim::TileState state{
@@ -96,6 +105,8 @@ void bind_optim(nb::module_& module) {
             return std::make_pair(optim::has_moment1(state), optim::has_moment2(state));
           },
           "Whether a first and a second moment are kept of every parameter.")
+      .def("of_kind", &of_kind, "kind"_a,
+           "These settings. For another kind: its defaults, with state in the same types.")
       .def_static("defaults_of", &defaults_of, "kind"_a, "PyTorch's defaults of AdamW, Adam, Adagrad, Lion or SGD.");
 
   nb::class_<Arrays>(module, "Arrays", "One parameter's arrays: addresses of dense CPU tensors.")

@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import time
 import weakref
@@ -257,6 +258,30 @@ def test_two_parameter_groups(settings):
         ours = train_lifted(engine)
         assert_losses_agree(ours, train_reference(reference, torch.optim.AdamW(groups(reference), eps=1e-8)))
         assert_equal_within_ulps(engine, reference)
+
+
+@pytest.mark.parametrize("types", [{}, {"moments_dtype": "bf16"}, {"moments_dtype": "fp8"}], ids=str)
+def test_an_optimizer_that_the_program_names(settings, types):
+    """Its state has the configuration's types, and what its groups leave out is the configuration's of the same optimizer."""
+    stores = itertools.count()
+
+    def trained(kind, is_grouped, **arguments):
+        config, model = settings(store=f"store-{next(stores)}", optimizer={"type": kind, "params": {"lr": 1e-3}}), make()
+        config["optimizer"]["params"] |= ({"betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.2} if kind == "AdamW"
+                                          else {"betas": [0.9, 0.99], "weight_decay": 0.0})  # hoist.optim.Lion's own
+        config["hoist"] |= types
+        groups = [{"params": model.parameters()}] if is_grouped else None
+        with hoist.torch.wrap(model, config, groups=groups, **arguments) as engine:
+            train(engine, 3)
+            return digests(engine), engine.formula_bytes().nvme_write
+
+    adamw, lion = (trained(kind, is_grouped=True) for kind in ("AdamW", "Lion"))
+    assert adamw != lion
+    of_file = trained("AdamW", is_grouped=False)
+    assert of_file[1] == adamw[1] and (of_file == adamw or types)  # the random numbers of rounding go by groups
+    for is_grouped in (False, True):
+        assert trained("AdamW", is_grouped, optimizer="AdamW") == adamw
+        assert trained("AdamW", is_grouped, optimizer="Lion") == lion
 
 
 def test_a_schedule_of_pytorchs_sets_the_rate(settings):

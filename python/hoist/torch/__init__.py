@@ -95,7 +95,8 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
     unit_classes   classes whose modules are gathered and released whole; by default the members of lists of like modules
     weights        a .safetensors file, an index or a directory to begin with; read in pieces
     initialize     initializes one module in place: for models built under torch.device("meta"), one unit at a time
-    optimizer      what the groups' settings are of, where it is not the configuration's: AdamW, Adam, Adagrad, Lion, SGD
+    optimizer      AdamW, Adam, Adagrad, Lion or SGD, where it is not the configuration's. Of that, then, only the rate and
+                   the types of the state count
     seed           random seed for `initialize`
     resume         continue from the newest commit of the store, if there is one
     load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()

@@ -111,6 +111,9 @@ class Engine(StandsForModel, DeepSpeedNames):
             raise _hoist.UsageError("the model has no parameters")
         if deepspeed is not None and weights is not None:
             raise _hoist.UsageError("deepspeed=... brings its own weights: leave out weights=...")
+        defaults = config.optimizer if optimizer is None else config.optimizer.of_kind(optimizer)
+        if optimizer is not None and groups is None:
+            groups = [p for unit in cut.units for p in unit.parameters.values() if p.requires_grad] or None
         self._cut = cut
         self.device = device_of(config, device, model.parameters())
         self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
@@ -119,7 +122,6 @@ class Engine(StandsForModel, DeepSpeedNames):
             refuse_rates_of_0(config, param_groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
         self._sharding = distributed.sharding_group_of(mesh, tensor_parallel)
-        defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         self._unit_manager = self._make_unit_manager(options, group_of)
         self._has_others = self.world_size > 1 or self._is_part_of_job  # also known when it was closed, or sleeps
