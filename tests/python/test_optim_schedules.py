@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("small_units")
 
 SCHEDULES = {
     "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=6),
+    "LinearLR to 0": lambda o: torch.optim.lr_scheduler.LinearLR(o, end_factor=0.0, total_iters=5),  # to -1e-18
     "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.5, 1.0], total_steps=10, cycle_momentum=False),

@@ -329,6 +329,7 @@ class Scaled(lr_scheduler.LRScheduler):
 
 
 SCHEDULES = {
+    "to 0": lambda o: lr_scheduler.LinearLR(o, end_factor=0.0, total_iters=10),  # to -5e-20
     "multi": lambda o: lr_scheduler.MultiStepLR(o, [4, 9, 10]),
     "sequential": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.MultiStepLR(o, [6])], [3]),

@@ -12,7 +12,7 @@ _log = logging.getLogger("hoist")
 
 # Names in torch.optim's parameter groups -> the engine's.
 _SETTINGS = {
-    "lr": "learning_rate", "eps": "epsilon", "weight_decay": "weight_decay", "bias_correction": "bias_correction",
+    "eps": "epsilon", "weight_decay": "weight_decay", "bias_correction": "bias_correction",
     "momentum": "momentum", "dampening": "dampening", "nesterov": "nesterov", "lr_decay": "learning_rate_decay",
     "initial_accumulator_value": "initial_accumulator",
 }
@@ -25,6 +25,8 @@ TORCH_ARGUMENTS = ("foreach", "fused", "capturable", "differentiable", "amsgrad"
 def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoist.OptimizerOptions:
     """A parameter group's settings over others. Errors: UsageError for a formula that is not among them."""
     options = _hoist.OptimizerOptions(defaults)
+    if "lr" in group:
+        options.learning_rate = rate_of(group)
     for key, name in _SETTINGS.items():
         if key in group:
             setattr(options, name, type(getattr(options, name))(group[key]))
@@ -95,5 +97,11 @@ def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) 
                     f"a run: {back} (OneCycleLR and CyclicLR need cycle_momentum=False as well)")
 
 
+def rate_of(group: dict[str, Any]) -> float:
+    """Its learning rate. PyTorch's LinearLR to 0 ends a rounding error away from it, which may be below."""
+    rate = float(group["lr"])
+    return 0.0 if -1e-12 * float(group.get("initial_lr", 0)) <= rate < 0 else rate
+
+
 def rates_of(groups: list[dict[str, Any]]) -> list[float]:
-    return [float(group["lr"]) for group in groups]
+    return [rate_of(group) for group in groups]

@@ -118,7 +118,7 @@ class Offloaded:
         self._is_loading = False
         self._remainders: dict[int, torch.Tensor] = {}  # of bf16 parameters, by id
         self._settled = [settled_of(group) for group in groups]
-        self._rates: list[float | None] = [float(group["lr"]) for group in groups]
+        self._rates: list[float | None] = list(rates_of(groups))
         self._first_rates = rates_of(groups)
         self._resumed_rates: list[float] | None = None  # until the first step after that
         self._is_divided = self._has_others = False

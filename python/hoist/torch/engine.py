@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
-from hoist.optim.groups import options_of, settings_of, warn_of_other_rates
+from hoist.optim.groups import options_of, rates_of, settings_of, warn_of_other_rates
 from hoist.torch.checkpoint import program_state, schedules
 from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
@@ -135,7 +135,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             for group in param_groups:
                 group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
             initial.materialize_buffers(model, initialize, self.device)
-            self._first_rates = [float(group["lr"]) for group in param_groups]
+            self._first_rates = rates_of(param_groups)
             is_found = self._find_run(resume, load_later)
             if not is_found:
                 checkpoint = deepspeed if deepspeed is None or isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
@@ -478,7 +478,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _commit_state(self, schedule_lags: bool) -> bytes:
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = rates_of(self.optimizer.param_groups)
         buffers = dict(self._parameters.persistent_buffers())
         packed = program_state.pack(self.state, schedules.schedule_of(self._lr_scheduler), rates, buffers,
                                     schedule_lags=schedule_lags, first_rates=self._first_rates,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.optim.groups import is_setting, refuse_changes, settled_of
+from hoist.optim.groups import is_setting, rate_of, rates_of, refuse_changes, settled_of
 from hoist.torch.model.units import Unit
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
         self._client: Any = None  # of adopt()
         self._opt_called = False  # PyTorch's: whether a step was made, which its schedulers want to see before theirs
         super().__init__(param_groups, defaults)
-        self._rates: list[float | None] = [float(group["lr"]) for group in self.param_groups]
+        self._rates: list[float | None] = list(rates_of(self.param_groups))
         self._settled = [settled_of(group) for group in self.param_groups]
         self._is_made = True
 
@@ -177,7 +177,7 @@ class Optimizer(torch.optim.Optimizer):
         if not self._engine.config.has_schedule:
             return
         for index, group in enumerate(self.param_groups):
-            before, now = self._rates[index], float(group["lr"])
+            before, now = self._rates[index], rate_of(group)
             if before is not None and before != now:
                 raise _hoist.UsageError(f"'lr' of parameter group {index} was changed from {before} to {now}, and the "
                                         "configuration's scheduler sets the rates: leave one of them out")
@@ -205,7 +205,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine.config.has_schedule:
             return
         for index, group in enumerate(self.param_groups):
-            rate = float(group["lr"])
+            rate = rate_of(group)
             if rate != self._rates[index]:
                 self._engine._set_rate(index, rate)
                 self._rates[index] = rate
@@ -213,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
     def refuse_late_rates(self) -> None:
         """Errors: UsageError where a rate was changed since push_rates()."""
         for index, group in enumerate(self.param_groups):
-            used, now = self._rates[index], float(group["lr"])
+            used, now = self._rates[index], rate_of(group)
             if used != now and not self._engine.config.has_schedule:
                 raise _hoist.UsageError(
                     f"'lr' of parameter group {index} was changed from {used} to {now} between backward() and step(), and with "

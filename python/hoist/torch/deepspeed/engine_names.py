@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hoist import _hoist
+from hoist.optim.groups import rates_of
 from hoist.torch.checkpoint import checkpoints
 from hoist.torch.passes.turns import takes_turn
 from hoist.torch.ranks.channels import is_joined
@@ -59,7 +60,7 @@ class DeepSpeedNames:
     def get_lr(self) -> list[float]:
         """The rates of the next step."""
         if not self.config.has_schedule:
-            return [float(group["lr"]) for group in self.optimizer.param_groups]
+            return rates_of(self.optimizer.param_groups)
         return [self._unit_manager.learning_rate(i + self._optimizer_groups_offset)
                 for i in range(len(self.optimizer.param_groups))]
 
