@@ -105,6 +105,7 @@ void bind_optim(nb::module_& module) {
             return std::make_pair(optim::has_moment1(state), optim::has_moment2(state));
           },
           "Whether a first and a second moment are kept of every parameter.")
+      .def("check", &optim::check, "Errors: UsageError naming a setting that cannot be.")
       .def("of_kind", &of_kind, "kind"_a,
            "These settings. For another kind: its defaults, with state in the same types.")
       .def_static("defaults_of", &defaults_of, "kind"_a, "PyTorch's defaults of AdamW, Adam, Adagrad, Lion or SGD.");

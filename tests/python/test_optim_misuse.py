@@ -219,6 +219,8 @@ def test_arguments_without_effect_are_taken(name, arguments):
     ("AdamW", {"amsgrad": True}, hoist.UsageError, "amsgrad=True is not among the settings of hoist's optimizers"),
     ("SGD", {"maximize": True}, hoist.UsageError, "maximize=True is not among"),
     ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1}, hoist.UsageError, "AdamW decouples weight decay"),
+    ("AdamW", {"lr": -1.0}, hoist.UsageError, "learning rate is -1"),
+    ("AdamW", {"betas": (0.9, 1.0)}, hoist.UsageError, "beta2 is 1"),
     ("AdamW", {"momentum": 0.9}, TypeError, r"AdamW\(\) got an unexpected keyword argument 'momentum'"),
     ("AdamW", {"offload": "cpu", "momentum": 0.9}, TypeError, "unexpected keyword argument 'momentum'"),
     ("AdamW", {"commit_every": 3}, hoist.UsageError, "commit_every=... is for offloaded states"),
@@ -295,6 +297,18 @@ def test_a_state_dict_of_another_formula_is_refused(make, match):
     with pytest.raises(hoist.UsageError, match=match):
         optimizer.load_state_dict(saved)
     assert str(optimizer.state_dict()) == str(before)
+
+
+def test_settings_that_cannot_be_are_refused_when_they_come():
+    optimizer = hoist.optim.AdamW(with_gradients(nn.Parameter(torch.ones(3))))
+    with pytest.raises(hoist.UsageError, match="learning rate is -1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": -1.0})
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["betas"] = (0.9, 1.5)
+    with pytest.raises(hoist.UsageError, match="beta2 is 1.5"):
+        optimizer.load_state_dict(saved)
+    assert len(optimizer.param_groups) == 1 and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    optimizer.step()
 
 
 def test_a_state_dict_that_is_refused_changes_nothing():

@@ -63,6 +63,50 @@ def test_a_model_trains_as_with_pytorchs(kind, settings):
     optimizer.close()
 
 
+@pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
+@pytest.mark.parametrize("momenta", [(0.9, 0.9), (0.9, 0.0), (0.0, 0.0)], ids=str)
+def test_states_of_pytorchs_sgd_which_count_no_steps(tmp_path, momenta, offload):
+    """Also into an optimizer, and a store, that has made more steps than one."""
+    parameters = [nn.Parameter(torch.ones(300)) for _ in range(4)]
+    theirs, ours = ([{"params": [p], "momentum": momentum} for p, momentum in zip(pair, momenta, strict=True)]
+                    for pair in (parameters[:2], parameters[2:]))
+
+    def step(optimizer, count):
+        for _ in range(count):
+            for parameter in parameters:
+                parameter.grad = torch.linspace(-1, 1, 300)
+            optimizer.step()
+
+    reference = torch.optim.SGD(theirs, lr=0.1)
+    optimizer = hoist.optim.SGD(ours, lr=0.1, **place(offload, tmp_path) if offload else {})
+    step(reference, 4)
+    step(optimizer, 3)
+    for to, value in zip(parameters[2:], parameters, strict=False):
+        to.data.copy_(value.data)
+    optimizer.load_state_dict(reference.state_dict())
+    assert offload is None or optimizer.step_count == 3
+    step(reference, 2)
+    step(optimizer, 2)
+    torch.testing.assert_close(parameters[2:], parameters[:2])
+    if offload:
+        optimizer.close()
+
+
+def test_states_that_no_commit_can_hold_are_refused():
+    """torch.optim goes on with an infinite moment."""
+    theirs, ours = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    reference = torch.optim.AdamW([theirs])
+    with hoist.optim.AdamW([ours], offload="cpu", **BUDGETS) as optimizer:
+        for each, parameter in ((reference, theirs), (optimizer, ours)):
+            parameter.grad = torch.full_like(parameter, 3e21 if each is reference else 1.0)
+            each.step()
+        before = optimizer.state_dict()["state"][0]["exp_avg"]
+        with pytest.raises(hoist.UsageError, match="second moment of 'parameter 0' in the state_dict is not finite"):
+            optimizer.load_state_dict(reference.state_dict())
+        optimizer.step()
+        assert optimizer.step_count == 2 and torch.equal(before, torch.full_like(before, 0.1))
+
+
 # --- commits -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -94,6 +94,7 @@ class _Optimizer(torch.optim.Optimizer):
         if self._offloaded is not None:
             raise _hoist.UsageError("add_param_group() after the optimizer was made: places of offloaded states are laid out "
                                     "once. Pass all groups to the constructor, with lr=0 for those that begin later")
+        options_of({**self.defaults, **param_group}, self._default_options())
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,9 +149,7 @@ class _Optimizer(torch.optim.Optimizer):
                 name = self._name_of(index, place)
                 raise _hoist.UsageError(f"'{name}' {problem}" if "param_names" in group else f"parameter {name} {problem}")
             ready.append((parameter, gradient))
-        options = options_of(group, self._default_options())
-        self._pool.update(options, 1, [])  # checks the settings
-        return options, ready
+        return options_of(group, self._default_options()), ready
 
     def _name_of(self, index: int, place: int) -> str:
         names = self.param_groups[index].get("param_names")
@@ -258,7 +257,7 @@ class _Optimizer(torch.optim.Optimizer):
         if self._offloaded is not None:
             return self._require_offload("load_state_dict()").load(self.param_groups, state_dict)
         for saved_group in state_dict["param_groups"]:
-            options_of(saved_group, self._default_options())  # refuses other formulas
+            options_of(saved_group, self._default_options())
         # All that can be refused is, before anything changes.
         numbered = self._numbered(state_dict)
         saved_states = [SavedState.of(self._kind, p, state_dict["state"].get(number, {})) for number, p in numbered]
@@ -272,7 +271,8 @@ class _Optimizer(torch.optim.Optimizer):
             if saved is None:
                 continue
             state = self._new_state_of(parameter)
-            state["step"] = saved.step
+            has_moments = any(moment is not None for moment in saved.moments)  # they begin with the first step
+            state["step"] = int(has_moments) if saved.step is None else saved.step
             for name, moment in zip(STATE_NAMES[self._kind], saved.moments, strict=True):
                 if name in state and moment is not None:
                     state[name] = moment.clone()

@@ -23,7 +23,7 @@ TORCH_ARGUMENTS = ("foreach", "fused", "capturable", "differentiable", "amsgrad"
 
 
 def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoist.OptimizerOptions:
-    """A parameter group's settings over others. Errors: UsageError for a formula that is not among them."""
+    """A parameter group's settings over others. Errors: UsageError for what cannot be, or is not among hoist's formulas."""
     options = _hoist.OptimizerOptions(defaults)
     if "lr" in group:
         options.learning_rate = rate_of(group)
@@ -39,6 +39,7 @@ def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoi
     if options.weight_decay and bool(group.get("decoupled_weight_decay", is_decoupled)) != is_decoupled:
         raise _hoist.UsageError(f"decoupled_weight_decay={group['decoupled_weight_decay']} is not {options.kind}'s: AdamW "
                                 "decouples weight decay, and Adam adds it to the gradient")
+    options.check()
     return options
 
 

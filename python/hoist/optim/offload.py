@@ -467,7 +467,7 @@ class Offloaded:
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
             raise _hoist.UsageError("the state_dict has other parameter groups than this optimizer")
         for saved in saved_groups:
-            options_of(saved, _hoist.OptimizerOptions.defaults_of(self._kind))  # refuses other formulas
+            options_of(saved, _hoist.OptimizerOptions.defaults_of(self._kind))
         refuse_changes([{**group, **{k: v for k, v in saved.items() if k in group and k != "params"}}
                         for group, saved in zip(groups, saved_groups, strict=True)], self._settled)
         before = self.step_count
@@ -506,25 +506,30 @@ class Offloaded:
             self._resumed_rates, self._saved = None, {}
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
-        """The states by id of the parameter, and the step count of all of them: ({}, 0) before the first step."""
+        """The states by id of the parameter, and the step count of all of them: none, and 0, before the first step."""
         trained = {id(parameter): name for name, parameter in self._cut.named()}
+        keeps_none = {id(piece.parameter) for piece in self._cut.pieces if not self._kept[piece.group]}  # as SGD may
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         states: dict[int, SavedState] = {}
         lacking = None
         for number, parameter in zip(numbers, (p for group in groups for p in group["params"]), strict=True):
             if id(parameter) not in trained:
                 continue
+            name = trained[id(parameter)]
             saved = SavedState.of(self._kind, parameter, state_dict["state"].get(number, {}))
-            if saved is None:
-                lacking = lacking or trained[id(parameter)]
-            else:
+            if saved is not None:
+                _refuse_not_finite(name, saved)
                 states[id(parameter)] = saved
+            elif id(parameter) not in keeps_none:
+                lacking = lacking or name
         if not states:
-            return {}, 0
+            return {}, self.step_count if keeps_none == set(trained) else 0
         if lacking is not None:
             raise _hoist.UsageError(f"the state_dict has no state of '{lacking}', which had no gradient yet: here all parameters "
                                     "have made the same steps")
-        steps = {saved.step for saved in states.values()}
+        for key in keeps_none - states.keys():
+            states[key] = SavedState(None, (None, None), None, None)
+        steps = {saved.step for saved in states.values() if saved.step is not None} or {max(1, self.step_count)}
         if len(steps) > 1:
             raise _hoist.UsageError(f"the parameters of the state_dict have made different numbers of steps ({sorted(steps)}): "
                                     "here all have made the same")
@@ -554,6 +559,14 @@ class Offloaded:
 
     def abandon(self, error: BaseException | None) -> None:
         program_end.abandon_for(self._unit_manager, self._has_others, error)
+
+
+def _refuse_not_finite(name: str, saved: SavedState) -> None:
+    """Errors: UsageError for values that a later commit would refuse. torch.optim goes on with them."""
+    for what, values in (("first moment", saved.moments[0]), ("second moment", saved.moments[1]), ("master", saved.master)):
+        if values is not None and not (values.isfinite() & (values.ge(0) if what == "second moment" else True)).all():
+            raise _hoist.UsageError(f"the {what} of '{name}' in the state_dict is not finite, or is negative: a gradient was too "
+                                    "large once. Load a state from before, and clip gradients")
 
 
 def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[list[int], list[int]]:

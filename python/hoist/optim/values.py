@@ -74,7 +74,7 @@ def problem_of_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> str:
 class SavedState:
     """The state of one parameter in a state_dict(), in CPU memory."""
 
-    step: int
+    step: int | None  # of torch.optim.SGD, which counts none: None
     moments: tuple[torch.Tensor | None, torch.Tensor | None]  # fp32
     master: torch.Tensor | None  # fp32
     remainder: torch.Tensor | None  # of a bf16 parameter. Without both, the parameter is its own master
@@ -106,6 +106,4 @@ class SavedState:
         remainder = None
         if parameter.dtype == torch.bfloat16:
             remainder = split_master(master)[1] if master is not None else values("remainder", torch.int16)
-        # torch.optim.SGD counts no steps: its momentum begins with the first.
-        step = int(saved["step"]) if "step" in saved else int(any(moment is not None for moment in moments))
-        return SavedState(step, moments, master, remainder)
+        return SavedState(int(saved["step"]) if "step" in saved else None, moments, master, remainder)
