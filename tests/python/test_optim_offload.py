@@ -103,6 +103,8 @@ def test_states_that_no_commit_can_hold_are_refused():
         before = optimizer.state_dict()["state"][0]["exp_avg"]
         with pytest.raises(hoist.UsageError, match="second moment of 'parameter 0' in the state_dict is not finite"):
             optimizer.load_state_dict(reference.state_dict())
+        with pytest.raises(hoist.UsageError, match=r"save\(\) needs directory="):
+            optimizer.save()
         optimizer.step()
         assert optimizer.step_count == 2 and torch.equal(before, torch.full_like(before, 0.1))
 

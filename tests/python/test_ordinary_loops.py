@@ -518,6 +518,14 @@ def test_a_model_whose_engine_was_closed_has_no_values(wrapped):
             use()
 
 
+def test_a_pass_after_close_is_refused_though_gradients_wait(wrapped):
+    engine = wrapped()
+    engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
+    engine.close()
+    with pytest.raises(hoist.UsageError, match="the engine was closed"):
+        engine(torch.randn(2, WIDTH))
+
+
 def test_data_parallel_modules_are_refused(wrapped):
     with pytest.raises(hoist.UsageError, match=r"DataParallel.*model\.module"):
         wrapped(nn.DataParallel(model_of()))

@@ -114,7 +114,7 @@ void StepUpdate::check(const UnitTable& table) const {
   if (broken_ == ~0u) return;
   throw Error(
       fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for its type; nothing of it "
-                  "was committed: lower the learning rate and restore the last commit",
+                  "was committed: clip gradients or lower the learning rate, and restore the last commit or start anew",
                   step_, table.units()[broken_].name));
 }
 

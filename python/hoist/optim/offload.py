@@ -122,7 +122,8 @@ class Offloaded:
         self._first_rates = rates_of(groups)
         self._resumed_rates: list[float] | None = None  # until the first step after that
         self._is_divided = self._has_others = False
-        members, job = _ranks_of(shard_over, has_store=directory is not None)
+        self._has_store = directory is not None
+        members, job = _ranks_of(shard_over, self._has_store)
         with channels.start(job):
             self._cut = CutParameters(groups)
             self._types = [parameter.dtype for parameter in self._cut.parameters]
@@ -342,6 +343,8 @@ class Offloaded:
 
     def save(self, groups: list[dict[str, Any]], name: str) -> _hoist.Completion:
         """[C] Commits the present state; done when it is durable."""
+        if not self._has_store:
+            raise _hoist.UsageError("save() needs directory=..., where commits are")
         self._adopt_changes(also_after_load=True)
         return self._unit_manager.save(name, self._commit_state(groups))
 

@@ -657,6 +657,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if self._passes.pass_error:
             program_end.abandon(self._unit_manager, self._has_others, self._passes.pass_error)
         self._passes.give_up()
+        self._passes.forget()
         self._unit_manager.close()
         atexit.unregister(self._at_exit)
 
