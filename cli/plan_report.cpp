@@ -216,6 +216,11 @@ std::string fetching_text(const PlanRow& best) {
              : "  units are fetched when they are needed: fetching ahead would be slower\n";
 }
 
+std::string commits_text(const EngineOptions& engine) {
+  return fmt::format("  commits: {}{}\n", describe_commits(engine),
+                     engine.store_directory.empty() ? "; hoist.checkpoint_path names one" : "");
+}
+
 std::string best_text(const PlanReport& report, const PlanRow& best) {
   const StepTime& time = best.time;
   std::string text = fmt::format("\nfastest that fits: weights / optimizer state on {}, {} a step, {} busiest\n",
@@ -238,7 +243,8 @@ std::string best_text(const PlanReport& report, const PlanRow& best) {
   text += report.free_tokens
               ? fmt::format("  from {:.3g} tokens a rank and step on, offloading costs no time\n", *report.free_tokens)
               : "  offloading costs time with any number of tokens\n";
-  return text + what_ifs_text(report, best) + drives_text(report, best) + cost_text(report, best);
+  return text + what_ifs_text(report, best) + commits_text(best.engine) + drives_text(report, best) +
+         cost_text(report, best);
 }
 
 Json by_resource(const std::array<double, kResourceCount>& seconds) {

@@ -27,6 +27,7 @@ constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // e
 // The store's directory if neither the configuration nor the machine names one.
 constexpr const char* kStoreDirectory = "/local_nvme";
 
+constexpr const char* kDurability = "hoist.durability";
 constexpr const char* kRatio = "zero_optimization.offload_optimizer.ratio";
 constexpr std::array kPathKeys{"zero_optimization.offload_param.nvme_path",
                                "zero_optimization.offload_optimizer.nvme_path", "hoist.checkpoint_path"};
@@ -81,7 +82,7 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   if (parameters != Placement::device && question.runtime.device == platform::DeviceKind::cuda)
     engine.optimizer_offload_ratio = 1;
   // The default durability of a configuration with this placement, if its own placement needs no store.
-  if (engine.uses_nvme() && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
+  if (engine.uses_nvme() && !is_given(config, kDurability)) engine.durability = tiers::Durability::step;
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
   if (parameters != Placement::nvme) engine.parameters_pinned_fraction = 0;
   if (optimizer == Placement::device)
@@ -362,7 +363,8 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   // The configuration set these for another placement.
   if (given.update_mode != engine.update_mode && given.update_mode != UpdateMode::step)
     set({"hoist", "update_mode"}, "auto");
-  if (!engine.uses_nvme() && given.durability == tiers::Durability::step) set({"hoist", "durability"}, "none");
+  if (!engine.uses_nvme() && given.durability == tiers::Durability::step && is_given(question.config, kDurability))
+    set({"hoist", "durability"}, "auto");
   return text;
 }
 

@@ -375,6 +375,28 @@ TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
   }
 }
 
+// A placement in memory has no commits. The written file says nothing of them that outlives this placement.
+TEST_F(Plan, WritesNoDurabilityThatALaterPlanWouldKeep) {
+  const std::string nvme = R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}})";
+  for (const std::string& text : {nvme + "}", nvme + R"(, "hoist": {"durability": {"every": 5}}})"}) {
+    write("own.json", text);
+    const auto small = run("plan own.json --parameters 1e8 --write own.json" + std::string(kOneRank));
+    ASSERT_EQ(small.exit_code, 0) << small.errors;
+    EXPECT_THAT(small.output, HasSubstr("commits: none: there is no store, so nothing can be saved or resumed; "
+                                        "hoist.checkpoint_path names one"));
+    const std::string question = "plan own.json --parameters 70e9 --pinned-memory 200GiB --write own.json";
+    const auto large = run(question + kOneRank);
+    ASSERT_EQ(large.exit_code, 0) << large.errors;
+    EXPECT_THAT(large.output, HasSubstr("commits: every step"));
+    ASSERT_EQ(run("check own.json --json report.json").exit_code, 0);
+    EXPECT_EQ(json_of("report.json")["placement"]["durability"], "step") << test::contents_of(path("own.json"));
+  }
+  write("keeps.json", R"({"hoist": {"checkpoint_path": "/n", "durability": "none"}})");
+  const auto keeps = run("plan keeps.json --parameters 1e8 --write keeps.json" + std::string(kOneRank));
+  EXPECT_THAT(keeps.output, HasSubstr("commits: when the program saves"));
+  EXPECT_THAT(test::contents_of(path("keeps.json")), HasSubstr(R"("durability": "none")"));
+}
+
 // The old placement ignores some keys that the written file's placement obeys: the file still means what was planned.
 TEST_F(Plan, WritesWhatItPlannedWhicheverKeysTheOldPlacementIgnored) {
   nlohmann::json machine = kMachine;
