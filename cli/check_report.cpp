@@ -303,9 +303,12 @@ Json budgets_section(const Prediction& p, const RuntimeOptions& runtime) {
   const Budgets budgets = runtime.host_memory_bytes > 0
                               ? divided(runtime.host_memory_bytes, p)
                               : Budgets{runtime.device_memory_bytes, runtime.pinned_memory_bytes};
-  return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
-          {"device_memory", budget_json(budgets.device_bytes, p.device.bytes)},
+  return {{"device_memory", budget_json(budgets.device_bytes, p.device.bytes)},
           {"pinned_memory", budget_json(budgets.pinned_bytes, p.pinned.bytes)}};
+}
+
+std::string device_key(const RuntimeOptions& runtime) {
+  return runtime.device == platform::DeviceKind::cuda ? "cuda" : "host";
 }
 
 std::string program_pinned_text(std::uint64_t bytes) {
@@ -339,6 +342,20 @@ Json device_state_json(const Prediction& prediction) {
   return {{"bytes", prediction.device_state_bytes}, {"share", prediction.device_state_share}};
 }
 
+namespace {
+
+// The section "hoist" that a person may put into the file. It names the device only if the file does: states are
+// placed by other rules beside a host device that the file names.
+Json section_to_paste(const CheckReport& report) {
+  const Json budgets = budgets_section(*report.prediction, report.runtime);
+  if (!report.config.runtime.device) return budgets;
+  Json section{{"device", device_key(report.runtime)}};
+  section.update(budgets);
+  return section;
+}
+
+}  // namespace
+
 std::string accepted_text(const CheckReport& report) {
   const Config& config = report.config;
   std::string text = fmt::format("{}: accepted\n", config.origin());
@@ -356,7 +373,7 @@ std::string accepted_text(const CheckReport& report) {
   text += fit_text(report.fit, report.machine);
   if (!report.fit.fits()) return text;
   return text + fmt::format("\nTo have these budgets on every machine, put this into the file:\n  \"hoist\": {}\n",
-                            budgets_section(*report.prediction, report.runtime).dump());
+                            section_to_paste(report).dump());
 }
 
 Json accepted_json(const CheckReport& report) {
@@ -366,7 +383,7 @@ Json accepted_json(const CheckReport& report) {
   json["budgets"] = {{"device", report.runtime.device_memory_bytes},
                      {"pinned", report.runtime.pinned_memory_bytes},
                      {"host", report.runtime.host_memory_bytes}};
-  json["device"] = report.runtime.device == platform::DeviceKind::cuda ? "cuda" : "host";
+  json["device"] = device_key(report.runtime);
   json["choices"] = Json::array();
   for (const auto& [key, value, reason] : report.choices)
     json["choices"].push_back({{"key", key}, {"value", value}, {"reason", reason}});
@@ -375,8 +392,7 @@ Json accepted_json(const CheckReport& report) {
                       {"gradient_accumulation_steps", or_null(report.training.gradient_accumulation_steps)}};
   json["prediction"] = report.prediction ? prediction_json(report) : Json(nullptr);
   json["machine"] = report.prediction ? fit_json(report.fit, report.machine) : Json(nullptr);
-  json["section"] =
-      report.prediction && report.fit.fits() ? budgets_section(*report.prediction, report.runtime) : Json(nullptr);
+  json["section"] = report.prediction && report.fit.fits() ? section_to_paste(report) : Json(nullptr);
   json["settings"] = Json::array();
   for (const ConfigSetting& setting : config.settings()) json["settings"].push_back(setting_json(setting));
   json["notes"] = config.notes;

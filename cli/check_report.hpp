@@ -36,7 +36,9 @@ struct CheckReport {
 
 // Whether a prediction counts pinned memory of the program's own.
 std::string program_pinned_text(std::uint64_t bytes);
-// The section "hoist" that fixes device and budgets. If one budget limits both memories, each gets what the prediction
+// A device as hoist.device says it. Pre: it is chosen.
+std::string device_key(const RuntimeOptions& runtime);
+// The keys of section "hoist" that fix the budgets. If one budget limits both memories, each gets what the prediction
 // takes, rounded up to whole blocks, and half of the rest.
 nlohmann::ordered_json budgets_section(const Prediction& prediction, const RuntimeOptions& runtime);
 nlohmann::ordered_json tier_json(const Prediction::Tier& tier);

@@ -352,6 +352,7 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     set({"zero_optimization", "offload_optimizer", "ratio"}, engine.optimizer_offload_ratio);
   if (engine.update_buffer_count != given.update_buffer_count)
     set({"zero_optimization", "offload_optimizer", "buffer_count"}, engine.update_buffer_count);
+  set({"hoist", "device"}, device_key(question.runtime));
   const nlohmann::ordered_json budgets = budgets_section(row.prediction, question.runtime);
   for (const auto& [key, value] : budgets.items()) set({"hoist", key}, value);
   if (row.engine.optimizer == Placement::nvme)

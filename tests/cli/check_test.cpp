@@ -201,7 +201,9 @@ TEST_F(Check, EndsWithWhetherTheModelFitsThisMachine) {
   write("pasted.json", pasted.dump());
   const auto again = run("check pasted.json --parameters 1e6 --json pasted-report.json");
   EXPECT_EQ(again.exit_code, 0) << again.output << again.errors;
-  EXPECT_EQ(json_of("pasted-report.json")["choices"].size(), 0u);
+  const auto choices = json_of("pasted-report.json")["choices"];
+  ASSERT_EQ(choices.size(), 1u) << choices;
+  EXPECT_EQ(choices[0]["key"], "hoist.device");
   EXPECT_EQ(json_of("pasted-report.json")["prediction"]["pinned"]["bytes"], report["prediction"]["pinned"]["bytes"]);
 
   const auto too_large = run("check plain.json --parameters 1e12 --world 2 --json report.json");
@@ -223,7 +225,8 @@ TEST_F(Check, TheSectionToPasteIsAcceptedWithTheSameVerdict) {
         R"({"hoist": {"device": "host", "device_memory": "2000001KiB", "pinned_memory": 4096}})",
         R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
             "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
-            "hoist": {"optimizer_pinned_fraction": "auto", "parameters_pinned_fraction": "auto"}})"}) {
+            "hoist": {"optimizer_pinned_fraction": "auto", "parameters_pinned_fraction": "auto"}})",
+        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}})"}) {
     for (const std::string machine : {"", " --machine " HOIST_SOURCE_DIR "/machines/gb10.json"}) {
       SCOPED_TRACE(text + machine);
       write("file.json", text);
@@ -234,7 +237,9 @@ TEST_F(Check, TheSectionToPasteIsAcceptedWithTheSameVerdict) {
       write("pasted.json", pasted.dump());
       const auto result = run("check pasted.json --parameters 1e8 --json pasted-report.json" + machine);
       EXPECT_EQ(result.exit_code, 0) << pasted << result.output << result.errors;
-      EXPECT_EQ(json_of("pasted-report.json")["section"], json_of("report.json")["section"]);
+      EXPECT_EQ(json_of("pasted-report.json")["section"], report["section"]);
+      EXPECT_EQ(json_of("pasted-report.json")["placement"], report["placement"]);
+      EXPECT_EQ(report["section"].contains("device"), pasted["hoist"].contains("device"));
     }
   }
 }
