@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
 #include <hoist/tiers/activation_offload.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
@@ -30,22 +32,26 @@ std::uint64_t ActivationOffload::bytes(const ActivationOffloadOptions& options) 
 }
 
 std::byte* ActivationOffload::place(std::size_t item) const {
-  HOIST_ASSERT(item < places_.size(), "item {} of {} offloaded items", item, places_.size());
+  if (item >= places_.size())
+    throw UsageError(fmt::format("there is no item {} of offloaded activations: ActivationOffloadOptions::items is {}",
+                                 item, places_.size()));
   return places_[item].data();
 }
 
 platform::StreamEvent ActivationOffload::offload(std::size_t item, const std::byte* source,
                                                  platform::StreamRef compute) {
+  std::byte* const target = place(item);
   down_->wait(compute->record(), WaitCause::none);
-  down_->copy(place(item), source, options_.item_bytes, platform::CopyKind::device_to_host);
+  down_->copy(target, source, options_.item_bytes, platform::CopyKind::device_to_host);
   last_offloaded_ = down_->record();
   return last_offloaded_;
 }
 
 platform::StreamEvent ActivationOffload::reload(std::size_t item, std::byte* target, platform::StreamRef compute) {
+  const std::byte* const source = place(item);
   up_->wait(last_offloaded_, WaitCause::none);
   up_->wait(compute->record(), WaitCause::none);
-  up_->copy(target, place(item), options_.item_bytes, platform::CopyKind::host_to_device);
+  up_->copy(target, source, options_.item_bytes, platform::CopyKind::host_to_device);
   return up_->record();
 }
 

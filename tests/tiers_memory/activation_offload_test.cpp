@@ -89,6 +89,13 @@ TEST_P(ActivationOffloadTest, WhatDoesNotFitTheBudgetIsRefused) {
   EXPECT_EQ(budget.held_bytes(), 0u);
 }
 
+TEST_P(ActivationOffloadTest, AnItemThatIsNotThereIsTheCallersMistake) {
+  Budget budget("pinned", "hoist.pinned_memory", kMiB);
+  ActivationOffload offload(*device_, budget, {.items = 2, .item_bytes = kItemBytes, .huge_pages = false});
+  EXPECT_THROW(offload.offload(2, device_->memory().data(), *compute_), UsageError);
+  EXPECT_THROW(offload.reload(2, device_->memory().data(), *compute_), UsageError);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, ActivationOffloadTest,
                          testing::Values(Case{"host", DeviceKind::host, 0}, Case{"host_chaos", DeviceKind::host, 3},
                                          Case{"host_chaos_2", DeviceKind::host, 44}, Case{"cuda", DeviceKind::cuda, 0}),
