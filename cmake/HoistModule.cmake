@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # One call per folder: a static library that lists the modules it may use.
 
+include(GNUInstallDirs)
+
 set(HOIST_WARNINGS -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wnon-virtual-dtor -Woverloaded-virtual
   -Wno-missing-field-initializers)
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
@@ -54,7 +56,7 @@ function(hoist_module name)
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
   hoist_compile_rules(${target})
   target_include_directories(${target} PUBLIC
-    $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include> $<INSTALL_INTERFACE:include>)
+    $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   foreach(module IN LISTS MODULE_USES)
     target_link_libraries(${target} PUBLIC hoist_${module})
   endforeach()
