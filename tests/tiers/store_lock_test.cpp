@@ -153,6 +153,19 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndOneGetsIt) {
   }
 }
 
+// /proc is a directory, and says of a new file that its directory does not exist.
+TEST_F(StoreLockTest, ADirectoryThatTakesNoFilesIsNotInUse) {
+  options_.directory = "/proc";
+  options_.lock_timeout = std::chrono::milliseconds(1);
+  try {
+    create_store(options_, *engine_);
+    FAIL() << "there is a store in /proc";
+  } catch (const IoError& error) {
+    EXPECT_EQ(error.where.code, ENOENT);
+    EXPECT_THAT(error.what(), HasSubstr("/proc/rank-00000.data"));
+  }
+}
+
 // The one that gets it commits, and ends while the others still wait for it: they find a store that is not theirs.
 TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
   options_.lock_timeout = std::chrono::seconds(10);

@@ -30,6 +30,14 @@ bool same_file(const std::string& path, std::uint64_t device, std::uint64_t inod
   return ::lstat(path.c_str(), &named) == 0 && named.st_dev == device && named.st_ino == inode;
 }
 
+// Whether `path` leads to the open directory.
+bool is_at(const std::string& path, const Descriptor& directory) {
+  struct stat opened {
+  }, named{};
+  return ::fstat(directory.number, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
+         opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+}
+
 bool still_named(const aio::File& file) {
   struct stat opened {};
   if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
@@ -365,10 +373,13 @@ void Creation::claim(Nanoseconds timeout) {
     make_directories();
     struct stat status {};
     const bool missing = ::lstat(paths_.data.c_str(), &status) != 0;
+    const Descriptor directory(::open(paths_.directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
     auto file = open_if_there(paths_.data, aio::OpenMode::open_or_create);
     if (!file) {  // another process made the directory, failed, and has removed it again
-      if (Clock::now() - start > timeout) throw_in_use(paths_, timeout);
-      continue;
+      if (Clock::now() - start <= timeout) continue;
+      if (is_at(paths_.directory, directory))
+        throw IoError({"create", paths_.data, 0, 0, ENOENT}, "this file system takes no files; use another directory");
+      throw_in_use(paths_, timeout);
     }
     try {
       if (!locked_by_name(*file, paths_, start, timeout)) continue;
