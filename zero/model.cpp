@@ -19,11 +19,17 @@ bool is_unprintable(const std::string& name) {
   return has_control_characters(name) || name.find('|') != std::string::npos;
 }
 
+// An error's text shows the other control characters as such.
+std::string on_one_line(std::string name) {
+  for (std::size_t at = 0; (at = name.find('\n', at)) != std::string::npos;) name.replace(at, 1, "\\x0a");
+  return name;
+}
+
 void check(const ParameterSpec& spec, const std::string& unit, std::size_t group_count) {
   if (spec.name.empty()) throw UsageError(fmt::format("a parameter of unit '{}' has no name", unit));
-  if (is_unprintable(spec.name) || is_unprintable(unit)) {
-    throw UsageError(fmt::format("the name '{}' of unit '{}' holds a control character or '|'", spec.name, unit));
-  }
+  if (is_unprintable(spec.name))
+    throw UsageError(fmt::format("the name '{}' of a parameter of unit '{}' holds a control character or '|'",
+                                 on_one_line(spec.name), unit));
   if (spec.dtype > DType::fp32)
     throw UsageError(
         fmt::format("parameter '{}' has dtype {}, which is none", spec.name, static_cast<unsigned>(spec.dtype)));
@@ -50,11 +56,14 @@ std::uint64_t element_count(const ParameterSpec& spec) {
 }
 
 GroupId Model::add_group(std::optional<GroupOptions> options) {
+  if (options) optim::check(*options);
   groups_.push_back(std::move(options));
   return {static_cast<std::uint32_t>(groups_.size())};
 }
 
 UnitId Model::add_unit(std::string name, std::span<const ParameterSpec> parameters, UnitOptions options) {
+  if (is_unprintable(name))
+    throw UsageError(fmt::format("the name '{}' of a unit holds a control character or '|'", on_one_line(name)));
   if (parameters.empty()) throw UsageError(fmt::format("unit '{}' has no parameters", name));
   if (!units_.empty() && units_.back().name == name)
     throw UsageError(fmt::format("two units in a row are called '{}': a store could not tell them apart", name));

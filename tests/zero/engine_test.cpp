@@ -171,7 +171,10 @@ TEST(Engine, MisuseIsNamed) {
   };
   EXPECT_THAT(declared("u", {.name = std::string("a\0b", 3), .shape = {2}}), HasSubstr("control character"));
   EXPECT_THAT(declared("u", {.name = "a\tb", .shape = {2}}), HasSubstr("control character"));
-  EXPECT_THAT(declared("u\n", {.name = "a", .shape = {2}}), HasSubstr("control character"));
+  EXPECT_THAT(declared("u\n", {.name = "a", .shape = {2}}), HasSubstr("the name 'u\\x0a' of a unit holds a control"));
+  EXPECT_THAT(declared("u", {.name = "a\n", .shape = {2}}), HasSubstr("the name 'a\\x0a' of a parameter of unit 'u'"));
+  EXPECT_THAT(message_of<UsageError>([&] { model.add_group(GroupOptions{.learning_rate = -3}); }),
+              HasSubstr("learning rate"));
   EXPECT_THAT(declared("u", {.name = "a", .shape = {std::int64_t{1} << 62}}), HasSubstr("more than 10000000000000"));
   EXPECT_THAT(declared("u", {.name = "a", .shape = {1 << 30, 1 << 30}}), HasSubstr("more than 10000000000000"));
   EXPECT_EQ(declared("größe", {.name = "gewicht.größe", .shape = {4}}), "no error");
