@@ -31,7 +31,7 @@ struct InspectArguments {
 struct Findings {
   StoreSummary store;
   std::optional<std::string> owner;
-  std::optional<double> age_seconds;
+  std::optional<double> age_seconds;  // of the last commit; empty if none can be read
 
   std::uint64_t elements(bool trainable) const {
     std::uint64_t count = 0;
@@ -173,7 +173,11 @@ Json findings_json(const Findings& findings) {
 
 // Prints and records everything about one store. Returns false if a rank of it is lost.
 bool inspect_store(const StoreSummary& store, Json& json) {
-  const Findings findings{.store = store, .owner = store_owner(store), .age_seconds = store_age_seconds(store)};
+  const bool has_commits =
+      std::ranges::any_of(store.ranks, [](const StoreSummary::Rank& rank) { return !rank.commits.empty(); });
+  const Findings findings{.store = store,
+                          .owner = store_owner(store),
+                          .age_seconds = has_commits ? store_age_seconds(store) : std::nullopt};
   json = findings_json(findings);
   print_findings(findings);
   return !findings.lost_a_rank();

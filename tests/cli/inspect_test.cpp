@@ -62,6 +62,8 @@ TEST_F(Inspect, ADamagedManifestIsAFailure) {
   const auto result = run("inspect store --json report.json");
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("no manifest can be read"));
+  EXPECT_THAT(result.output, Not(HasSubstr("last commit")));
+  EXPECT_TRUE(json_of("report.json")["age_seconds"].is_null());
   EXPECT_EQ(json_of("report.json")["ranks"][0]["damage"].size(), 1u);
   EXPECT_THAT(run("verify store").errors, HasSubstr("not verified"));
 }
