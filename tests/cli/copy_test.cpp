@@ -132,8 +132,13 @@ TEST_F(Copy, AnotherStoreIsNeverOverwritten) {
   ASSERT_EQ(run("copy store --to copy").exit_code, 0);
   continued(setup_of("copy/hoist"), 1, 2);
   const auto later = run("copy store --to copy");
-  EXPECT_EQ(later.exit_code, 1);
-  EXPECT_THAT(later.errors, HasSubstr("a commit of step 4, and step 2 is to be copied"));
+  EXPECT_EQ(later.exit_code, 2);
+  EXPECT_THAT(
+      later.errors,
+      HasSubstr("holds a newer copy of this run, of step 4, and step 2 is to be copied; copy to a new directory"));
+  continued(setup_of("store"), 1, 2);
+  continued(setup_of("store"), 1, 4);
+  EXPECT_THAT(run("copy store --to copy").errors, HasSubstr("holds an older copy of this run, of step 4, and step 6"));
 }
 
 TEST_F(Copy, DamageIsNamedAndNothingOfItRemains) {

@@ -74,7 +74,7 @@ void check_drives(const tiers::StoreOptions& target, const tiers::Store::Found& 
                   target.directory, drives.empty() ? "none" : fmt::format("{}", fmt::join(drives, ", "))));
 }
 
-// StoreError unless the destination's commit is a copy of the source's.
+// StoreError unless the destination's commit is a copy of the source's; UsageError if it is one of another step.
 void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, const tiers::Store::Found& found,
              std::uint64_t step, const CopyProgress& progress) {
   const auto refuse = [&](std::string_view why) {
@@ -85,8 +85,11 @@ void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, cons
                         found.identity->layout == target.identity.layout &&
                         found.identity->world_size == target.identity.world_size;
   if (!same_run) refuse("of another run");
-  if (found.commits.front().step != step)
-    refuse(fmt::format("a commit of step {}, and step {} is to be copied", found.commits.front().step, step));
+  if (const std::uint64_t copied = found.commits.front().step; copied != step)
+    throw UsageError(
+        fmt::format("{} holds {} copy of this run, of step {}, and step {} is to be copied; copy to a new "
+                    "directory",
+                    target.directory, copied < step ? "an older" : "a newer", copied, step));
   check_drives(target, found);
   aio::DriveQueue io(aio::DriveQueueOptions{});
   const aio::TransferMemory here(kPieceBytesMax), there(kPieceBytesMax);
