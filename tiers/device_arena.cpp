@@ -57,26 +57,32 @@ DeviceBlock DeviceArena::allocate(std::uint64_t bytes, const std::string& what) 
   return {this, piece.first(bytes), std::move(hold)};
 }
 
-BudgetError DeviceArena::no_hole(std::uint64_t bytes, const std::string& what) const {
-  // First fit never looks past a hole that suffices. In a larger arena every live block would have the same position,
-  // and only the last hole would be longer. That gives the smallest arena in which this allocation succeeds.
+std::uint64_t DeviceArena::least_bytes_for(std::uint64_t bytes) const {
+  const MutexLock lock(mutex_);
+  return least_arena(bytes);
+}
+
+// First fit never looks past a hole that suffices. In a larger arena every live block would have the same position, and
+// only the last hole would be longer.
+std::uint64_t DeviceArena::least_arena(std::uint64_t bytes) const {
   const std::uint64_t arena_bytes = device_.memory().size();
   std::uint64_t tail_bytes = 0;
-  std::uint64_t free_bytes = 0;
-  for (const auto& [offset, hole_bytes] : holes_) {
-    free_bytes += hole_bytes;
+  for (const auto& [offset, hole_bytes] : holes_)
     if (offset + hole_bytes == round_down(arena_bytes, kAlignment)) tail_bytes = hole_bytes;
-  }
-  const std::uint64_t largest = largest_hole();
   constexpr std::uint64_t kCountedMax = std::uint64_t{1} << 62;  // no device has more
+  return round_up(arena_bytes - tail_bytes + round_up(std::min(bytes, kCountedMax), kAlignment), kBlockAlignment);
+}
+
+BudgetError DeviceArena::no_hole(std::uint64_t bytes, const std::string& what) const {
+  std::uint64_t free_bytes = 0;
+  for (const auto& [offset, hole_bytes] : holes_) free_bytes += hole_bytes;
   return BudgetError(
       {.tier = budget_.tier(),
-       .have_bytes = arena_bytes,
-       .need_bytes =
-           round_up(arena_bytes - tail_bytes + round_up(std::min(bytes, kCountedMax), kAlignment), kBlockAlignment),
+       .have_bytes = device_.memory().size(),
+       .need_bytes = least_arena(bytes),
        .key = budget_.key(),
        .detail = fmt::format("{} of {} beside the present blocks ({} free, the largest hole {})", what,
-                             format_bytes(bytes), format_bytes(free_bytes), format_bytes(largest))});
+                             format_bytes(bytes), format_bytes(free_bytes), format_bytes(largest_hole()))});
 }
 
 std::uint64_t DeviceArena::largest_hole_bytes() const {

@@ -53,11 +53,15 @@ class DeviceArena {
   // Contents are undefined. 0 bytes give an empty block.
   [[nodiscard]] DeviceBlock allocate(std::uint64_t bytes, const std::string& what);
   std::uint64_t largest_hole_bytes() const;
+  std::uint64_t bytes() const { return device_.memory().size(); }
+  // The smallest arena in which an allocation of `bytes` succeeds beside the present blocks.
+  std::uint64_t least_bytes_for(std::uint64_t bytes) const;
 
  private:
   friend class DeviceBlock;
   void release(DeviceBlock& block) noexcept;
   BudgetError no_hole(std::uint64_t bytes, const std::string& what) const HOIST_REQUIRES(mutex_);
+  std::uint64_t least_arena(std::uint64_t bytes) const HOIST_REQUIRES(mutex_);
   std::uint64_t largest_hole() const HOIST_REQUIRES(mutex_);
   const OwningProcess process_;
   platform::Device& device_;

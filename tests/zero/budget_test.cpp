@@ -51,10 +51,35 @@ TEST(Budgets, TheNamedSmallestValueWorksAndLessDoesNot) {
   const auto pinned = refusal(64 * kMiB, 64 * kKiB);
   ASSERT_TRUE(pinned);
   EXPECT_EQ(pinned->key, "hoist.pinned_memory");
+  EXPECT_NE(pinned->detail.find("hoist.caller_state_max"), std::string::npos) << pinned->detail;
   EXPECT_FALSE(refusal(64 * kMiB, pinned->need_bytes));
   EXPECT_TRUE(refusal(64 * kMiB, pinned->need_bytes - kBlockAlignment));
 
   EXPECT_FALSE(refusal(device->need_bytes, pinned->need_bytes));
+}
+
+TEST(Budgets, AnArenaThatIsSmallerThanTheBudgetNamesItsOwnSmallestSize) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.runtime.device_memory_bytes = 64 * kMiB;
+  setup.runtime.device_arena_bytes = 64 * kKiB;
+  const auto need = [&]() -> std::optional<BudgetError::Need> {
+    ToyModel model(setup, kShape);
+    try {
+      model.initialize();
+    } catch (const BudgetError& error) {
+      return error.need;
+    }
+    return {};
+  };
+  const auto refused = need();
+  ASSERT_TRUE(refused);
+  EXPECT_TRUE(refused->key.starts_with("RuntimeOptions::device_arena_bytes")) << refused->key;
+  EXPECT_EQ(refused->have_bytes, 64 * kKiB);
+  EXPECT_LT(refused->need_bytes, 16 * kMiB);
+  setup.runtime.device_arena_bytes = refused->need_bytes;
+  EXPECT_FALSE(need());
+  setup.runtime.device_arena_bytes -= kBlockAlignment;
+  EXPECT_TRUE(need());
 }
 
 TEST(Budgets, ALeaseTooManyNamesTheKeyAndTheHolders) {

@@ -19,6 +19,13 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
+// The store's part of a need.
+std::string store_text(std::uint64_t bytes) {
+  if (bytes == 0) return "";
+  return fmt::format(", and {} of the store's checksum tables and the program's state (hoist.caller_state_max)",
+                     format_bytes(bytes));
+}
+
 }  // namespace
 
 BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose) {
@@ -47,11 +54,17 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
   const std::uint64_t available = std::min(runtime.device_arena().largest_hole_bytes(), budget.free_bytes());
   if (least <= available) return;
   const auto ratio = fitting_offload_ratio(options, table, access, left_of(available, program));
-  throw over_budget(
-      budget, budget.limit_bytes() - available + least,
-      fmt::format(
-          "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
-          ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : ""));
+  const tiers::DeviceArena& arena = runtime.device_arena();
+  const bool is_part = arena.bytes() < round_down(budget.limit_bytes(), kBlockAlignment);  // of the budget
+  throw BudgetError(
+      {.tier = budget.tier(),
+       .have_bytes = is_part ? arena.bytes() : budget.limit_bytes(),
+       .need_bytes = arena.least_bytes_for(least),
+       .key = is_part ? "RuntimeOptions::device_arena_bytes, if the program sets it, or else " + budget.key()
+                      : budget.key(),
+       .detail = fmt::format(
+           "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
+           ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : "")});
 }
 
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)
@@ -103,8 +116,8 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   if (device_bytes + pinned_bytes <= left_of(common->free_bytes(), store_memory_bytes)) return;
   throw over_budget(
       *common, round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
-      fmt::format("{} of device memory, and {} of gradients, states kept in memory and the smallest transfer buffers",
-                  format_bytes(device_bytes), format_bytes(pinned_bytes)));
+      fmt::format("{} of device memory, and {} of gradients, states kept in memory and the smallest transfer buffers{}",
+                  format_bytes(device_bytes), format_bytes(pinned_bytes), store_text(store_memory_bytes)));
 }
 
 void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const {
@@ -117,7 +130,7 @@ void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t s
   if (gathering_group(options, table_.world_size()) > 1)
     purpose += ", secondary shards (a larger or no zero_hpz_partition_size needs less)";
   throw over_budget(budget, round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
-                    purpose + " and the smallest transfer buffers");
+                    purpose + " and the smallest transfer buffers" + store_text(store_memory_bytes));
 }
 
 void Memory::point_to_regions() {
