@@ -61,7 +61,7 @@ std::string host_name() {
 
 std::vector<std::string> absolute(const std::vector<std::string>& directories) {
   std::vector<std::string> paths;
-  for (const std::string& directory : directories) paths.push_back(plain_path(fs::absolute(directory)));
+  for (const std::string& directory : directories) paths.push_back(plain_path(absolute_path(directory)));
   return paths;
 }
 

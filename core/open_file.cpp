@@ -10,6 +10,7 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
 
 namespace hoist {
@@ -128,6 +129,15 @@ std::string plain_path(const std::string& path) {
   for (const auto& part : std::filesystem::path(path))
     if (!part.empty() && part != ".") plain /= part.has_root_directory() ? "/" : part;
   return plain.empty() && !path.empty() ? "." : plain.string();
+}
+
+std::string absolute_path(const std::string& path) {
+  std::error_code failed;
+  const std::filesystem::path absolute = std::filesystem::absolute(path, failed);
+  if (!failed) return absolute.string();
+  throw IoError({"find", path, 0, 0, failed.value()},
+                "the working directory of this process is gone; name paths from the root on, or start the program in "
+                "another directory");
 }
 
 bool is_same_place(const std::string& one, const std::string& other) noexcept {

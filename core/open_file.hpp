@@ -6,7 +6,7 @@
 //
 // Threading  Any thread.
 // Errors     -1 with errno set, as open() itself. open_file_remedy() explains the errors that only these functions
-//            return.
+//            return. absolute_path() throws.
 #pragma once
 
 #include <cstddef>
@@ -55,6 +55,10 @@ const char* open_file_remedy(int code) noexcept;
 
 // `path` without "." and needless slashes. It keeps "..", which behind a link leads out of the link's target.
 std::string plain_path(const std::string& path);
+
+// `path` from the root on, for use after the program has changed its directory. Errors: IoError if the working
+// directory is gone.
+std::string absolute_path(const std::string& path);
 
 // Whether two names mean one place, now or once it is made: links, mounts and relative names are followed. False where
 // that cannot be known.

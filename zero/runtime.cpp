@@ -13,6 +13,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/machine.hpp>
 #include <hoist/zero/runtime.hpp>
@@ -80,7 +81,7 @@ ChosenOptions chosen(const RuntimeOptions& options) {
   divide_shared_memory(chosen);
   // Stays right when the program changes its directory.
   std::string& trace = chosen.runtime.trace_path;
-  if (!trace.empty()) trace = std::filesystem::absolute(trace).string();
+  if (!trace.empty()) trace = absolute_path(trace);
   return chosen;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
+#include <filesystem>
 #include <fstream>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
@@ -144,6 +146,18 @@ TEST(OpenFile, PlacesThatAreNotThereYetAreTheSameByTheirNames) {
 }
 
 }  // namespace
+TEST(OpenFile, ARelativeNameWithoutAWorkingDirectoryIsAnIoError) {
+  const std::filesystem::path before = std::filesystem::current_path();
+  {
+    const test::TempDirectory directory;
+    std::filesystem::current_path(directory / "");
+    EXPECT_EQ(absolute_path("a"), (std::filesystem::current_path() / "a").string());
+  }
+  EXPECT_EQ(absolute_path("/a"), "/a");
+  EXPECT_THROW(absolute_path("a"), IoError);
+  std::filesystem::current_path(before);
+}
+
 // A second C++ library in the process has categories of its own.
 TEST(OpenFile, TellsAnAbsentNameByTheNumberAlone) {
   struct Other final : std::error_category {

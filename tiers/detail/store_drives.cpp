@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cerrno>
-#include <filesystem>
 #include <map>
 #include <optional>
 #include <vector>
@@ -116,7 +115,7 @@ std::vector<StorePaths> drive_paths(const std::string& directory, std::span<cons
     if (name.find_first_of(std::string_view("\n\0", 2)) != std::string::npos)
       throw UsageError(fmt::format("the directory '{}' has a line break or a zero byte in its name", name.c_str()));
     // A relative path would mean another place in the next process.
-    drives.emplace_back(plain_path(std::filesystem::absolute(name)), rank);
+    drives.emplace_back(plain_path(absolute_path(name)), rank);
     for (std::size_t i = 0; i + 1 < drives.size(); ++i) {
       if (is_same_place(drives[i].directory, drives.back().directory))
         throw UsageError(fmt::format("{} and {} are one directory: name each drive of a store once",

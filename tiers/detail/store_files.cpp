@@ -311,7 +311,7 @@ void check_length(const aio::File& file, std::uint64_t expected_bytes) {
 void FileNames::add(const aio::File& file) {
   struct stat opened {};
   if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
-  const std::string path = std::filesystem::absolute(file.path()).string();
+  const std::string path = absolute_path(file.path());
   struct stat directory {};
   if (::stat(parent_of(path).c_str(), &directory) != 0) throw IoError({"stat", parent_of(path), 0, 0, errno}, "");
   files_.push_back({path, opened.st_dev, opened.st_ino, file.size_bytes(), directory.st_dev});
@@ -473,7 +473,7 @@ std::vector<std::string> Creation::keep() {
     return ::stat(directory.c_str(), &status) == 0 ? std::optional(status.st_dev) : std::nullopt;
   };
   std::size_t made_left = directories_.size();
-  for (std::string path = std::filesystem::absolute(paths_.directory), parent; path != "/"; path = parent) {
+  for (std::string path = absolute_path(paths_.directory), parent; path != "/"; path = parent) {
     parent = parent_of(path);
     const bool made = made_left > 0;
     if (made) --made_left;

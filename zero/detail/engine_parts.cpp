@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <filesystem>
 
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/checkpoint/store_search.hpp>
 #include <hoist/zero/detail/engine_parts.hpp>
@@ -31,7 +31,7 @@ EngineOptions checked(EngineOptions options, const Runtime& runtime, const Model
         spec.name, dtype_name(spec.dtype), dtype_name(*wanted), key));
   }
   const auto make_absolute = [](std::string& path) {
-    if (!path.empty()) path = std::filesystem::absolute(path).string();
+    if (!path.empty()) path = absolute_path(path);
   };
   make_absolute(options.store_directory);
   make_absolute(options.mirror.directory);

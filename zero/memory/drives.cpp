@@ -10,6 +10,7 @@
 #include <hoist/aio/stripe_weights.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/platform/topology.hpp>
 #include <hoist/zero/memory/drives.hpp>
 
@@ -29,7 +30,7 @@ std::vector<int> io_processors(const std::vector<platform::IoPlace>& places, con
 }  // namespace
 
 std::string existing_part(const std::string& directory) {
-  std::filesystem::path path = std::filesystem::absolute(directory);
+  std::filesystem::path path = absolute_path(directory);
   std::error_code ignored;
   while (path.has_relative_path() && !std::filesystem::exists(path, ignored)) path = path.parent_path();
   return path.string();
