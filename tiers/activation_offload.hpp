@@ -8,7 +8,8 @@
 // Threading  One thread.
 // Memory     Every item has its own place in pinned memory, taken from the budget at construction. Device memory
 //            belongs to the program and must outlive the copies; the destructor waits for them.
-// Errors     BudgetError if the places do not fit. UsageError for an item that is not there. A failed copy fails every wait for its event.
+// Errors     BudgetError if the places do not fit. UsageError for an item that is not there. A failed copy fails every
+//            wait for its event.
 // Main path  offload(item, source, compute) -> the event says when the source may be overwritten; reload(item, target,
 //            compute) -> the event says when the target is filled. Both wait for the work on `compute` so far.
 #pragma once
