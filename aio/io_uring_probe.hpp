@@ -10,7 +10,8 @@
 namespace hoist::aio {
 
 struct IoUringSupport {
-  // Whether rings can be made and the kernel has every operation that the queue uses. If not: why, and the remedy.
+  // Whether rings can be made and used, and the kernel has every operation that the queue uses. If not: why, and the
+  // remedy.
   bool available = false;
   std::string reason;
   std::string remedy;

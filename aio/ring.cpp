@@ -44,9 +44,9 @@ Ring::~Ring() {
 }
 
 int Ring::make(const DriveQueueOptions& options) {
+  if (const int code = TrialRing().code(); code != 0) return code;
   if (const int code = set_up_ring(ring_, options.queue_depth + kOwnEntries, flags_); code != 0) return code;
   made_ = true;
-  if (!has_operations(ring_)) return ENOSYS;
   files_code_ = files_->prepare(ring_);
   register_buffers(options.registered_memory);
   return 0;
@@ -90,7 +90,10 @@ void Ring::start() {
   if (started_) return;
   started_ = true;
   files_->start();
-  if ((flags_ & IORING_SETUP_R_DISABLED) != 0) enable_ring(ring_);
+  if ((flags_ & IORING_SETUP_R_DISABLED) != 0) {
+    const int code = enable_ring(ring_);
+    HOIST_ASSERT(code == 0, "enabling the ring: {}", errno_text(code));
+  }
   static_cast<void>(io_uring_register_ring_fd(&ring_));  // spares a look-up per system call; absent before 5.18
 }
 

@@ -26,10 +26,27 @@ inline constexpr std::array<unsigned, 3> kRingFlagChoices{
 // An errno, or 0 and the flags that were taken.
 int set_up_ring(io_uring& ring, unsigned entries, unsigned& flags);
 
-// Whether the kernel has every operation and feature that the backend uses.
-bool has_operations(io_uring& ring);
+// Lets a ring that was made with R_DISABLED run; this thread becomes its only user. An errno, or 0.
+int enable_ring(io_uring& ring);
 
-// Lets a ring that was made with R_DISABLED run; this thread becomes its only user.
-void enable_ring(io_uring& ring);
+// A small ring that has finished a request. A seccomp filter may allow the making of rings and forbid their use.
+class TrialRing {
+ public:
+  TrialRing();
+  ~TrialRing();
+  TrialRing(const TrialRing&) = delete;
+  TrialRing& operator=(const TrialRing&) = delete;
+
+  // 0: this thread may use io_uring, and the kernel has every operation and feature that the backend uses.
+  int code() const { return code_; }
+  unsigned flags() const { return flags_; }
+  io_uring& ring() { return ring_; }  // if code() is 0
+
+ private:
+  io_uring ring_{};
+  unsigned flags_ = 0;
+  bool made_ = false;
+  int code_ = 0;
+};
 
 }  // namespace hoist::aio::detail

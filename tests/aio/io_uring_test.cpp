@@ -21,6 +21,7 @@
 
 #include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/aio/drive_queue.hpp>
+#include <hoist/aio/io_uring_probe.hpp>
 #include <hoist/platform/topology.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -68,15 +69,18 @@ void expect_round_trip(DriveQueue& engine, const AlignedBuffer& memory) {
 }
 
 TEST(IoUringRefused, FallsBackToThreadsAndSaysWhy) {
-  for (const int code : {EPERM, ENOSYS}) {
-    in_a_thread([code] {
-      if (!refuse_system_call(__NR_io_uring_setup, code)) GTEST_SKIP() << "no seccomp filter can be set here";
-      const AlignedBuffer memory(2 * kMiB);
-      DriveQueue engine({.registered_memory = {memory.span()}});
-      EXPECT_EQ(engine.description(), code == EPERM ? "threads (io_uring: Operation not permitted)"
-                                                    : "threads (io_uring: Function not implemented)");
-      expect_round_trip(engine, memory);
-    });
+  for (const long number : {__NR_io_uring_setup, __NR_io_uring_enter, __NR_io_uring_register}) {
+    for (const int code : {EPERM, ENOSYS}) {
+      in_a_thread([number, code] {
+        if (!refuse_system_call(number, code)) GTEST_SKIP() << "no seccomp filter can be set here";
+        const AlignedBuffer memory(2 * kMiB);
+        DriveQueue engine({.registered_memory = {memory.span()}});
+        EXPECT_EQ(engine.description(), code == EPERM ? "threads (io_uring: Operation not permitted)"
+                                                      : "threads (io_uring: Function not implemented)");
+        expect_round_trip(engine, memory);
+        EXPECT_FALSE(probe_io_uring().available) << "refused: system call " << number;
+      });
+    }
   }
 }
 
