@@ -145,9 +145,9 @@ void DriveQueue::Impl::run() noexcept {
     }
     if (is_silent()) {
       log_critical(
-          "{}: a drive has not answered for {:.3g} s and is given up; the memory of its transfers stays reserved and "
-          "is never used again. Check the drive (dmesg, smartctl).",
-          description_, to_seconds(options_.answer_timeout));
+          "{}: the drive of {} has not answered for {:.3g} s and is given up; the memory of its transfers stays "
+          "reserved and is never used again. Check the drive (dmesg, smartctl).",
+          description_, path_in_flight(), to_seconds(options_.answer_timeout));
       abandon();
       break;
     }
@@ -259,6 +259,12 @@ Nanoseconds DriveQueue::Impl::wait_limit(bool stopping) const {
 }
 
 bool DriveQueue::Impl::is_silent() { return in_flight_ > 0 && silence_.is_over(); }
+
+// Pre: a block is in flight.
+const std::string& DriveQueue::Impl::path_in_flight() const {
+  const auto open = [](const Flight& flight) { return flight.transfer != nullptr; };
+  return std::ranges::find_if(flights_, open)->file->path();
+}
 
 void DriveQueue::Impl::finish_block(Flight& flight) {
   --in_flight_;

@@ -73,6 +73,10 @@ Completion StripedFile::sync() {
   return drives_.size() == 1 ? parts.front() : when_all(std::span(parts).first(drives_.size()));
 }
 
+bool StripedFile::gave_up() const {
+  return std::ranges::any_of(drives_, [](const StripeDrive& drive) { return drive.engine->gave_up(); });
+}
+
 std::vector<std::string> StripedFile::data_paths() const {
   std::vector<std::string> paths;
   for (const StripeDrive& drive : drives_) paths.push_back(drive.file.path());

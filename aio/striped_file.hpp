@@ -43,6 +43,9 @@ class StripedFile {
   // fdatasync of every drive's file, under the rule of DriveQueue::sync.
   Completion sync();
 
+  // Whether the queue of a drive has given it up.
+  bool gave_up() const;
+
   const StripeLayout& layout() const { return layout_; }
   const File& file(unsigned drive) const { return drives_[drive].file; }
   std::vector<std::string> data_paths() const;

@@ -38,6 +38,7 @@ Store::Impl::~Impl() {
   }
   if (thread_.joinable()) thread_.join();  // after a commit that was started
   if (!detail::drain_or_leak(transfers_, paths_.directory, files_.data, files_.manifest) || !files_.data) return;
+  if (engine_.gave_up() || files_.data->gave_up()) return;  // removing a name would wait for the drive
   ::unlink(paths_.lock_info.c_str());
   for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
 }

@@ -48,6 +48,7 @@ class DriveQueue::Impl {
   bool may_wait();
   Nanoseconds wait_limit(bool stopping) const;
   bool is_silent();
+  const std::string& path_in_flight() const;
   void finish_block(detail::Flight& flight);
   void finish_short(detail::Flight& flight, std::uint64_t moved_bytes);
   void finish_at_end(detail::Flight& flight, std::uint64_t moved_bytes);

@@ -2,6 +2,7 @@
 // A mirror holds one whole commit of the training at any moment. A run that has lost its drives resumes from it, bit by
 // bit. Training never waits for the mirror, even when the mirror is slow or fails.
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -12,8 +13,10 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/log_capture.hpp>
 #include <hoist/tests/support/message_of.hpp>
 #include <hoist/tests/support/remembered.hpp>
+#include <hoist/tests/support/system_calls.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
@@ -428,21 +431,44 @@ TEST_P(MirrorTest, ACopyThatCannotBeginHoldsNoStepUp) {
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
 }
 
-// The mirror's drive hangs on one rank. No rank tries again while this process lives, and each says why at once.
+// Counts the names that are removed below a path. Each such call would hang if its drive did not answer.
+class RemovedNames final : public SystemCallObserver {
+ public:
+  explicit RemovedNames(std::string path) : path_(std::move(path)), before_(observe_system_calls(this)) {}
+  ~RemovedNames() override { observe_system_calls(before_); }
+  bool before(const SystemCall& call) override {
+    if (call.kind == SystemCall::Kind::remove && call.path.starts_with(path_)) ++count_;
+    return true;
+  }
+  void start_over() { count_ = 0; }
+  int count() const { return count_; }
+
+ private:
+  const std::string path_;
+  SystemCallObserver* const before_;
+  std::atomic<int> count_{0};
+};
+
+// The mirror's drive hangs on one rank. No rank tries again while this process lives, and each says why at once. The
+// end of the rank makes no call that the drive would have to answer.
 TEST_P(MirrorTest, ADriveThatStopsAnsweringIsGivenUp) {
   setup_.runtime.aio_answer_timeout = std::chrono::seconds(3);
   setup_.engine.mirror.every = 1;
   faults_ = std::make_shared<Faults>(1);
   rank_of_faults_ = 1;
+  const LogCapture log;
+  RemovedNames removed(setup_.engine.mirror.directory + "/rank-00001");
   on_engines(2, [&](int rank, ToyModel& model) {
     model.initialize();
     take_step(model, 1);
     model.engine().save("", bytes_of("step 1"), {.mirror = true}).wait();
-    if (rank == 1)
+    if (rank == 1) {
+      removed.start_over();
       faults_->add({.kind = Fault::Kind::delay,
                     .path_contains = setup_.engine.mirror.directory,
                     .count = Faults::kForever,
                     .delay = std::chrono::hours(9)});
+    }
     for (std::uint64_t step = 2; step <= 4; ++step) {
       take_step(model, step);
       const Completion saved = model.engine().save("", bytes_of("a step"), {.mirror = true});
@@ -457,6 +483,8 @@ TEST_P(MirrorTest, ADriveThatStopsAnsweringIsGivenUp) {
     }
     EXPECT_EQ(model.engine().mirror().step, 1u);
   });
+  EXPECT_EQ(removed.count(), 0);
+  EXPECT_EQ(log.count("the drive of " + setup_.engine.mirror.directory + "/rank-00001."), 1);
   setup_.engine.mirror = {};  // as long as this process lives, it has the lock of the mirror's file
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 4u); });
 }

@@ -271,14 +271,13 @@ void Mirror::remove_others() noexcept {
 // Nothing of the mirror is in use by the copy any more, but for what the next one finds.
 void Mirror::conclude(const std::exception_ptr& error) {
   if (error) {
-    const bool was_open = store_ != nullptr;
-    store_.reset();
     says_next_ = true;
     log_warning("step {} was not copied to the mirror in {}: {}", claimed_step_, store_options_.directory,
                 text_of(error));
-    if (was_open && io_->gave_up())
+    if (store_ && io_->gave_up())
       log_warning("the drive of {} has stopped answering: nothing is copied there until the program is started again",
                   store_options_.directory);
+    store_.reset();  // after the logs: it may wait for the drive
   } else if (std::exchange(has_others_, false)) {
     remove_others();
   }
