@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/config/plain_json.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/named_file.hpp>
 #include <hoist/core/units.hpp>
@@ -78,14 +79,25 @@ std::string read_config(const std::string& path) {
   }
 }
 
+// --engine, or else the engine that the configuration to change names: the values are for training with it.
+aio::BackendKind engine_to_measure(const TuneArguments& arguments, const std::string& config_text) {
+  if (!arguments.engine.empty()) return parse_engine_option(arguments.engine);
+  const auto config = nlohmann::ordered_json::parse(config::plain_json(config_text), nullptr, false);
+  const nlohmann::ordered_json::json_pointer key("/hoist/io_engine");
+  if (!config.contains(key)) return aio::BackendKind::automatic;
+  if (config[key] == "io_uring") return aio::BackendKind::io_uring;
+  if (config[key] == "threads") return aio::BackendKind::threads;
+  return aio::BackendKind::automatic;
+}
+
 class Tuning {
  public:
-  Tuning(const TuneArguments& arguments, const measure::StopFlag* stop)
+  Tuning(const TuneArguments& arguments, aio::BackendKind backend, const measure::StopFlag* stop)
       : arguments_(arguments),
         stop_(stop),
         begin_(Clock::now()),
         file_bytes_(parse_size_option("--size", arguments.size)),
-        backend_(parse_engine_option(arguments.engine)) {}
+        backend_(backend) {}
 
   TuneReport run() {
     check();
@@ -242,9 +254,9 @@ int tune(const TuneArguments& arguments) {
         "--out {}: the file exists, and nothing of it would stay; name it with --merge to keep its other keys, or "
         "write to another file",
         arguments.out));
-  static_cast<void>(read_config(arguments.merge));
+  const aio::BackendKind backend = engine_to_measure(arguments, read_config(arguments.merge));
   const InterruptGuard interrupt;
-  TuneReport report = Tuning(arguments, interrupt.flag()).run();
+  TuneReport report = Tuning(arguments, backend, interrupt.flag()).run();
   write_results(arguments, report);
   return kOk;
 }
@@ -260,7 +272,9 @@ Command add_tune(CLI::App& app) {
   command->add_option(
       "--seconds", arguments->seconds,
       "Seconds of the search, with the writing of the files, but at least one pass over the settings [20]");
-  command->add_option("--engine", arguments->engine, "io_uring or threads [io_uring if the system allows it]");
+  command->add_option(
+      "--engine", arguments->engine,
+      "io_uring or threads [with --merge the file's hoist.io_engine, else io_uring if the system allows it]");
   command->add_option("--out", arguments->out, "Write the settings to this file");
   command->add_option(
       "--merge", arguments->merge,

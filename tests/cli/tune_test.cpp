@@ -89,6 +89,18 @@ TEST_F(Tune, MergeSetsTheThreadsOfAnEngineThatWasMeasuredWithThem) {
   EXPECT_FALSE(merged["aio"].contains("intra_op_parallelism"));
 }
 
+TEST_F(Tune, MergeMeasuresTheEngineThatTheConfigurationNames) {
+  std::string config = kConfig;
+  config.insert(config.rfind('}'), R"(, "hoist": {"io_engine": "threads"})");
+  write("offload.json", config);
+  const auto result = run(std::string(kShort) + "--merge offload.json");
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, StartsWith("engine: threads"));
+  const auto merged = json_of("offload.json");
+  EXPECT_EQ(merged["aio"]["thread_count"], merged["aio"]["queue_depth"]);
+  EXPECT_EQ(merged["hoist"]["io_engine"], "threads");
+}
+
 TEST_F(Tune, WhatWasMeasuredIsPrintedIfTheFileCannotBeWrittenAnyMore) {
   write("late.sh", "sleep 1; mkdir tuned.json");
   const auto result =
