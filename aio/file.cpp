@@ -116,7 +116,8 @@ void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
   }
   log_warning(
       "{} is on a file system without direct transfers ({}): transfers work, but through memory, so a measurement "
-      "there shows {}. For a drive's own speed choose a directory on ext4 or xfs.",
+      "there shows {}. For a drive's own speed choose a directory on ext4 or xfs, on a drive with sectors of at most 4 "
+      "KiB and without the mount option data=journal.",
       path, is_memory(descriptor) ? "tmpfs" : "no O_DIRECT",
       is_memory(descriptor) ? "memory and no drive" : "the page cache and copying to and from it");
 }

@@ -64,9 +64,9 @@ Finding direct_transfers(const std::string& directory) {
     }
     if (!file.is_direct()) {
       finding.found = "not offered by this file system: transfers go through the page cache";
-      finding.lacks(Verdict::lacking,
-                    "each byte is copied once more, and memory beyond the budgets fills with cached state",
-                    "put the store on ext4 or XFS on a local drive");
+      finding.lacks(
+          Verdict::lacking, "each byte is copied once more, and memory beyond the budgets fills with cached state",
+          "put the store on ext4 (without data=journal) or XFS, on a local drive with sectors of at most 4 KiB");
     }
   } catch (const IoError& error) {
     finding.found = error.what();
@@ -127,8 +127,10 @@ Finding blocks(const platform::DriveFacts& drive) {
                   {"virtual", drive.virtualized},
                   {"scheduler", drive.scheduler}};
   if (logical > kBlockAlignment) {
-    finding.lacks(Verdict::missing,
-                  fmt::format("direct transfers are cut at {} B, which this drive does not accept", kBlockAlignment),
+    finding.lacks(Verdict::lacking,
+                  fmt::format("direct transfers are cut at {} B, which this drive does not accept: they go through the "
+                              "page cache",
+                              kBlockAlignment),
                   "format the namespace with blocks of 4096 B: nvme format --lbaf=N (erases it), or use another drive");
   } else if (drive.rotational && !drive.virtualized) {
     finding.lacks(Verdict::lacking,

@@ -40,7 +40,8 @@ def run(arguments):
     import pytest
 
     with tempfile.TemporaryDirectory(prefix="hoist-test-python-") as directory:
-        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:anyio", f"--basetemp={directory}/t", *arguments])
+        options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:anyio", f"--basetemp={directory}/t"]
+        status = pytest.main([*options, *arguments])
     # 5: no test was collected, because a module the whole file needs is missing.
     return SKIPPED if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
 
