@@ -7,8 +7,8 @@
 #include <system_error>
 
 #include <fmt/format.h>
-#include <sys/stat.h>
 
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/topology.hpp>
 
@@ -52,9 +52,9 @@ aio::BackendKind parse_engine_option(const std::string& text) {
 }
 
 void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes) {
-  std::map<std::string, std::string> seen;  // canonical -> as given
-  std::map<dev_t, std::uint64_t> needed;    // on each file system, in all
-  std::map<dev_t, std::string> first_on_device;
+  std::map<std::string, std::string> seen;      // canonical -> as given
+  std::map<std::string, std::uint64_t> needed;  // on each file system, in all
+  std::map<std::string, std::string> first_there;
   for (const std::string& path : paths) {
     measure::check_scratch_directory(path, bytes);
     std::error_code ignored;
@@ -63,12 +63,11 @@ void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes) {
       throw UsageError(
           fmt::format("--path {}: is the same directory as --path {}; name each drive once", path, at->second));
     }
-    struct stat info {};
-    if (::stat(path.c_str(), &info) != 0) continue;
-    first_on_device.emplace(info.st_dev, path);
-    needed[info.st_dev] += bytes;
+    const std::string file_system = file_system_key(path);
+    first_there.emplace(file_system, path);
+    needed[file_system] += bytes;
   }
-  for (const auto& [device, total] : needed) measure::check_scratch_directory(first_on_device[device], total);
+  for (const auto& [file_system, total] : needed) measure::check_scratch_directory(first_there[file_system], total);
 }
 
 StorageRig::StorageRig(const std::vector<std::string>& paths, std::uint64_t file_bytes, std::uint64_t buffer_bytes)

@@ -2,6 +2,12 @@
 #include <charconv>
 #include <fstream>
 #include <sstream>
+#include <system_error>
+#include <utility>
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/core/units.hpp>
@@ -104,6 +110,26 @@ std::vector<Mount> mounts(const std::filesystem::path& proc) {
         {before[2], decoded(before[3]), decoded(before[4]), after[0], decoded(after[1]), split(options, ',')});
   }
   return result;
+}
+
+std::optional<Mount> mount_of(const std::filesystem::path& path, const std::filesystem::path& proc) {
+  std::error_code failed;
+  const std::filesystem::path resolved = std::filesystem::weakly_canonical(path, failed);
+  const std::string at = failed ? path.string() : resolved.string();
+  const auto is_above = [&](const std::string& point) {
+    return point == "/" || at == point || at.starts_with(point + "/");
+  };
+  std::optional<Mount> nearest;
+  for (Mount& mount : mounts(proc))  // of several at one point, the last one is seen
+    if (is_above(mount.point) && (!nearest || mount.point.size() >= nearest->point.size())) nearest = std::move(mount);
+  return nearest;
+}
+
+std::string file_system_key(const std::filesystem::path& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return "";
+  const auto mount = mount_of(path);
+  return mount ? mount->device : fmt::format("{}:{}", major(status.st_dev), minor(status.st_dev));
 }
 
 }  // namespace hoist

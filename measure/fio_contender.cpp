@@ -65,7 +65,7 @@ class FioContender final : public Contender {
     const SubprocessResult process = run_subprocess({.command = command(leg), .environment = {tunables()}}, stop_);
     const double wall_seconds = to_seconds(Clock::now() - begin);
     if (process.exit_code != 0)
-      throw Error(fmt::format("fio ended with code {}: {}{}", process.exit_code,
+      throw Error(fmt::format("fio ended with code {}: {}", process.exit_code,
                               process.errors.empty() ? process.output : process.errors));
     LegResult result = parse(process.output, leg);
     result.setup_seconds = std::max(0.0, wall_seconds - result.seconds);

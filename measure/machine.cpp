@@ -4,8 +4,6 @@
 
 #include <fmt/format.h>
 #include <sched.h>
-#include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -18,13 +16,10 @@ namespace hoist::measure {
 namespace fs = std::filesystem;
 
 Storage storage_of(const std::string& directory) {
-  struct stat info {};
-  if (::stat(directory.c_str(), &info) != 0) return {};
   std::error_code failed;
-  const fs::path resolved = fs::canonical(directory, failed);
-  const unsigned device_major = major(info.st_dev), device_minor = minor(info.st_dev);
-  return {.file_system = platform::file_system_of(failed ? directory : resolved.string(), device_major, device_minor),
-          .drive = platform::drive_of(device_major, device_minor)};
+  if (!fs::exists(directory, failed)) return {};
+  const platform::FileSystem file_system = platform::file_system_of(directory);
+  return {.file_system = file_system, .drive = platform::drive_of(file_system.drive)};
 }
 
 MachineDescription describe_machine() {

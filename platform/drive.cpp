@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cstdio>
 #include <system_error>
 
 #include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/platform/drive.hpp>
@@ -13,26 +16,33 @@ namespace fs = std::filesystem;
 
 namespace {
 
-bool is_at_or_below(const std::string& path, const std::string& directory) {
-  return directory == "/" || path == directory || path.starts_with(directory + "/");
+// The source names a drive also where the mount's number is one of the file system's own (btrfs), and the number does
+// where the source is no file (/dev/root).
+DeviceNumber drive_under(const Mount& mount) {
+  struct stat source {};
+  if (::stat(mount.source.c_str(), &source) == 0 && S_ISBLK(source.st_mode))
+    return {major(source.st_rdev), minor(source.st_rdev)};
+  DeviceNumber device;
+  return std::sscanf(mount.device.c_str(), "%u:%u", &device.major, &device.minor) == 2 && device.major != 0
+             ? device
+             : DeviceNumber{};
 }
 
 }  // namespace
 
-FileSystem file_system_of(const std::string& path, unsigned major, unsigned minor, const fs::path& proc) {
-  FileSystem best;
-  const std::string device = fmt::format("{}:{}", major, minor);
-  for (const Mount& mount : mounts(proc)) {
-    if (mount.device != device || !is_at_or_below(path, mount.point)) continue;
-    if (!best.type.empty() && mount.point.size() < best.point.size()) continue;
-    best = {mount.type, mount.source, mount.point, std::ranges::find(mount.options, "discard") != mount.options.end()};
-  }
-  return best;
+FileSystem file_system_of(const std::string& path, const fs::path& proc) {
+  const auto mount = mount_of(path, proc);
+  if (!mount) return {};
+  return {.type = mount->type,
+          .source = mount->source,
+          .point = mount->point,
+          .discards = std::ranges::find(mount->options, "discard") != mount->options.end(),
+          .drive = drive_under(*mount)};
 }
 
-std::optional<DriveFacts> drive_of(unsigned major, unsigned minor, const fs::path& sys) {
+std::optional<DriveFacts> drive_of(DeviceNumber device, const fs::path& sys) {
   std::error_code failed;
-  fs::path directory = fs::canonical(sys / fmt::format("dev/block/{}:{}", major, minor), failed);
+  fs::path directory = fs::canonical(sys / fmt::format("dev/block/{}:{}", device.major, device.minor), failed);
   if (failed) return std::nullopt;
   // A partition's directory is inside its drive's, which has the queue.
   if (fs::exists(directory / "partition", failed)) directory = directory.parent_path();

@@ -14,16 +14,21 @@
 
 namespace hoist::platform {
 
+// Of a block device; 0:0 for none.
+struct DeviceNumber {
+  unsigned major = 0;
+  unsigned minor = 0;
+};
+
 struct FileSystem {
   std::string type;       // "ext4"; empty: unknown
   std::string source;     // "/dev/nvme0n1p1"
   std::string point;      // where it is mounted
   bool discards = false;  // mounted with the option `discard`
+  DeviceNumber drive;     // what it is on: of several drives (btrfs, XFS with a log of its own) the one that is named
   bool is_memory() const { return type == "tmpfs" || type == "ramfs"; }
 };
-// The mount with this device number. If several share it, the one nearest above `path`.
-FileSystem file_system_of(const std::string& path, unsigned major, unsigned minor,
-                          const std::filesystem::path& proc = "/proc");
+FileSystem file_system_of(const std::string& path, const std::filesystem::path& proc = "/proc");
 
 struct DriveFacts {
   std::string name;   // "nvme0n1"
@@ -38,6 +43,6 @@ struct DriveFacts {
   std::string scheduler;
 };
 // The whole drive, also for a partition; nullopt without a block device (network, memory, overlays).
-std::optional<DriveFacts> drive_of(unsigned major, unsigned minor, const std::filesystem::path& sys = "/sys");
+std::optional<DriveFacts> drive_of(DeviceNumber device, const std::filesystem::path& sys = "/sys");
 
 }  // namespace hoist::platform

@@ -11,7 +11,6 @@
 #include <fmt/ranges.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <hoist/aio/drive_queue.hpp>
@@ -155,12 +154,12 @@ Finding discard(const platform::DriveFacts& drive, const platform::FileSystem& s
 }
 
 // The NUMA node of the drive, and whether its data crosses to a GPU of another processor.
-Finding node(const MachineSources& machine, unsigned major, unsigned minor) {
+Finding node(const MachineSources& machine, platform::DeviceNumber drive) {
   Finding finding{.subject = "NUMA node",
                   .found = "the system does not say (virtual, several drives, or a single node)"};
   std::optional<int> node;
   try {
-    node = platform::Topology::detect_with_sysfs(machine.sys).node_of_block_device(major, minor);
+    node = platform::Topology::detect_with_sysfs(machine.sys).node_of_block_device(drive.major, drive.minor);
   } catch (const Error& error) {
     finding.found = fmt::format("unknown: {}", error.what());
   }
@@ -195,18 +194,14 @@ Section look_at_path(const MachineSources& machine, const std::string& directory
                                 .remedy = "check the path and its permissions"});
     return section;
   }
-  const unsigned device_major = major(status.st_dev), device_minor = minor(status.st_dev);
-  std::error_code ignored;
-  const auto resolved = std::filesystem::canonical(directory, ignored);
-  const platform::FileSystem system =
-      platform::file_system_of(ignored ? directory : resolved.string(), device_major, device_minor, machine.proc);
+  const platform::FileSystem system = platform::file_system_of(directory, machine.proc);
   section.findings.push_back(file_system(system));
   section.findings.push_back(direct_transfers(directory));
   section.findings.push_back(space(directory));
-  if (const auto drive = platform::drive_of(device_major, device_minor, machine.sys)) {
+  if (const auto drive = platform::drive_of(system.drive, machine.sys)) {
     section.findings.push_back(blocks(*drive));
     section.findings.push_back(discard(*drive, system));
-    section.findings.push_back(node(machine, device_major, device_minor));
+    section.findings.push_back(node(machine, system.drive));
   } else {
     section.findings.push_back({.subject = "drive",
                                 .found = "none that the system names: the file system is not a plain "

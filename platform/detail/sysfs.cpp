@@ -16,17 +16,6 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// File systems such as btrfs show a device number of their own; the mount table names their drive.
-std::optional<DeviceNumber> mounted_device(dev_t file_system) {
-  const std::string wanted = fmt::format("{}:{}", major(file_system), minor(file_system));
-  for (const Mount& mount : mounts()) {
-    struct stat status {};
-    if (mount.device == wanted && ::stat(mount.source.c_str(), &status) == 0 && S_ISBLK(status.st_mode))
-      return DeviceNumber{major(status.st_rdev), minor(status.st_rdev)};
-  }
-  return std::nullopt;
-}
-
 std::vector<fs::path> children(const fs::path& folder) {
   std::vector<fs::path> result;
   std::error_code error;
@@ -87,7 +76,8 @@ std::optional<DeviceNumber> block_device_of_path(const fs::path& path) {
   }
   if (S_ISBLK(status.st_mode)) return DeviceNumber{major(status.st_rdev), minor(status.st_rdev)};
   if (major(status.st_dev) != 0) return DeviceNumber{major(status.st_dev), minor(status.st_dev)};
-  return mounted_device(status.st_dev);
+  const DeviceNumber drive = file_system_of(at.string()).drive;
+  return drive.major != 0 ? std::optional(drive) : std::nullopt;
 }
 
 std::optional<int> numa_node_of_block_device(const fs::path& sysfs, DeviceNumber device) {

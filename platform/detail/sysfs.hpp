@@ -8,12 +8,9 @@
 #include <optional>
 #include <string>
 
-namespace hoist::platform::detail {
+#include <hoist/platform/drive.hpp>
 
-struct DeviceNumber {
-  unsigned major = 0;
-  unsigned minor = 0;
-};
+namespace hoist::platform::detail {
 
 // The block device of the file system of `path` or, if that does not exist yet, of its nearest existing parent.
 std::optional<DeviceNumber> block_device_of_path(const std::filesystem::path& path);

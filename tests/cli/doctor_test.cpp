@@ -135,8 +135,8 @@ class DoctorMachine : public test::MachineOfFiles {
 };
 
 TEST_F(DoctorMachine, NothingReadableIsUnknownAndNoFailure) {
-  EXPECT_FALSE(platform::drive_of(8, 0, machine().sys));
-  EXPECT_EQ(platform::file_system_of("/data", 8, 0, machine().proc).type, "");
+  EXPECT_FALSE(platform::drive_of({8, 0}, machine().sys));
+  EXPECT_EQ(platform::file_system_of("/data", machine().proc).type, "");
   for (const cli::Section& section :
        {cli::look_at_io_uring(machine()), cli::look_at_memory(machine()), cli::look_at_devices(machine()),
         cli::look_at_path(machine(), directory_.path().string())}) {
@@ -206,7 +206,7 @@ TEST_F(DoctorMachine, APartitionHasTheQueueOfItsDrive) {
   put("sys/devices/nvme0n1/nvme0n1p2/partition", "2");
   fs::create_directories(directory_ / "sys/dev/block");
   fs::create_directory_symlink("../../devices/nvme0n1/nvme0n1p2", directory_ / "sys/dev/block/259:2");
-  const auto drive = platform::drive_of(259, 2, machine().sys);
+  const auto drive = platform::drive_of({259, 2}, machine().sys);
   ASSERT_TRUE(drive);
   EXPECT_EQ(drive->name, "nvme0n1");
   EXPECT_EQ(drive->model, "Fast Drive 9");
@@ -217,16 +217,22 @@ TEST_F(DoctorMachine, APartitionHasTheQueueOfItsDrive) {
   EXPECT_FALSE(drive->segments_max);
 }
 
-TEST_F(DoctorMachine, TheNearestMountOfADeviceCounts) {
+TEST_F(DoctorMachine, TheNearestMountCountsAndNamesItsDrive) {
   put("proc/self/mountinfo",
       "22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n"
       "23 22 259:2 / /data rw,relatime shared:1 - xfs /dev/nvme0n1p2 rw,discard\n"
-      "24 22 8:1 /srv /data/store rw - ext4 /dev/sda1 rw");
-  EXPECT_EQ(platform::file_system_of("/data/hoist", 259, 2, machine().proc).type, "xfs");
-  EXPECT_TRUE(platform::file_system_of("/data/hoist", 259, 2, machine().proc).discards);
-  EXPECT_EQ(platform::file_system_of("/data/store/x", 8, 1, machine().proc).point, "/data/store");
-  EXPECT_EQ(platform::file_system_of("/database", 8, 1, machine().proc).point, "/");
-  EXPECT_FALSE(platform::file_system_of("/database", 8, 1, machine().proc).discards);
+      "24 22 8:1 /srv /data/store rw - ext4 /dev/sda1 rw\n"
+      "25 22 0:39 /@a /a rw - btrfs /dev/there-is-none rw\n"
+      "26 22 0:39 /@b /b rw - btrfs /dev/there-is-none rw");
+  EXPECT_EQ(platform::file_system_of("/data/hoist", machine().proc).type, "xfs");
+  EXPECT_TRUE(platform::file_system_of("/data/hoist", machine().proc).discards);
+  EXPECT_EQ(platform::file_system_of("/data/store/x", machine().proc).point, "/data/store");
+  EXPECT_EQ(platform::file_system_of("/data/store/x", machine().proc).drive.major, 8u);
+  EXPECT_EQ(platform::file_system_of("/a/store", machine().proc).type, "btrfs");
+  EXPECT_EQ(platform::file_system_of("/a/store", machine().proc).drive.major, 0u);
+  EXPECT_EQ(mount_of("/a/store", machine().proc)->device, mount_of("/b", machine().proc)->device);
+  EXPECT_EQ(platform::file_system_of("/database", machine().proc).point, "/");
+  EXPECT_FALSE(platform::file_system_of("/database", machine().proc).discards);
 }
 
 TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
@@ -218,12 +219,11 @@ void require_space(std::span<const StorePaths> drives, std::span<const std::uint
     std::string directory;
     std::uint64_t have_bytes = 0, need_bytes = 0;
   };
-  std::map<std::uint64_t, FileSystem> systems;
+  std::map<std::string, FileSystem> systems;
   for (std::size_t d = 0; d < drives.size(); ++d) {
-    struct stat status {};
-    if (::stat(drives[d].directory.c_str(), &status) != 0)
-      throw IoError({"stat", drives[d].directory, 0, 0, errno}, "");
-    auto [system, is_new] = systems.try_emplace(status.st_dev);
+    const std::string key_of_system = file_system_key(drives[d].directory);
+    if (key_of_system.empty()) throw IoError({"stat", drives[d].directory, 0, 0, errno}, "");
+    auto [system, is_new] = systems.try_emplace(key_of_system);
     if (is_new) system->second = {drives[d].directory, free_bytes(drives[d].directory), 0};
     system->second.have_bytes += blocks_bytes(drives[d].data) + blocks_bytes(drives[d].manifest);
     system->second.need_bytes += need_bytes[d];

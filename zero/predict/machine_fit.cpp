@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/drives.hpp>
@@ -45,7 +46,7 @@ std::uint64_t free_space(const fs::path& directory) {
 
 // A file system that has directories of the store, of its mirror, or of both.
 struct StoreFileSystem {
-  dev_t device = 0;
+  std::string key;   // file_system_key()
   std::string name;  // "NVMe at /data/hoist and mirror at /data/mirror/hoist"
   std::uint64_t free_bytes = 0;
   std::uint64_t needed_bytes = 0;  // beside what files of the store have already
@@ -72,18 +73,17 @@ void add_store(const std::vector<std::string>& directories, std::uint64_t bytes,
   for (const std::string& directory : directories) reserved += bytes_on_disk(directory);
   const std::uint64_t share = divide_up(left_of(bytes, reserved), std::max<std::size_t>(directories.size(), 1));
   if (share == 0) return;
-  std::vector<dev_t> named;  // each file system once
+  std::vector<std::string> named;  // each file system once
   for (const std::string& directory : directories) {
-    struct stat status {};
     const fs::path existing = detail::existing_part(directory);
-    if (::stat(existing.c_str(), &status) != 0) continue;
-    auto found = std::ranges::find(all, status.st_dev, &StoreFileSystem::device);
-    if (found == all.end())
-      found = all.insert(all.end(), {.device = status.st_dev, .name = {}, .free_bytes = free_space(existing)});
+    const std::string key = file_system_key(existing);
+    if (key.empty()) continue;
+    auto found = std::ranges::find(all, key, &StoreFileSystem::key);
+    if (found == all.end()) found = all.insert(all.end(), {.key = key, .name = {}, .free_bytes = free_space(existing)});
     if (found->needed_bytes <= found->free_bytes) found->remedy = remedy;  // of what first does not fit
     found->needed_bytes += share;
-    if (std::ranges::find(named, status.st_dev) != named.end()) continue;
-    named.push_back(status.st_dev);
+    if (std::ranges::find(named, key) != named.end()) continue;
+    named.push_back(key);
     found->name += fmt::format("{}{} at {}", found->name.empty() ? "" : " and ", name, directory);
   }
 }
