@@ -231,7 +231,7 @@ TEST_F(Plan, FollowsAConfiguration) {
   EXPECT_GT(configured["busy_seconds"]["wire"], 0.0);
   EXPECT_THAT(result.output, AllOf(HasSubstr("(configured)"), HasSubstr("hoist.measured in offload.json, and not")));
   // hoist check says the same of the same configuration.
-  ASSERT_EQ(run("check offload.json --parameters 1e9 --world 2 --json check.json").exit_code, 0);
+  ASSERT_EQ(run("check offload.json --parameters 1e9 --world 2 --machine machine.json --json check.json").exit_code, 0);
   EXPECT_EQ(json_of("check.json")["prediction"]["step"]["nvme_write"], configured["step"]["nvme_write"]);
 }
 

@@ -49,7 +49,7 @@ def run(arguments):
 def import_for(files):
     """Imports what the files import, as far as it is installed and starts no thread: torch.optim imports torch._dynamo."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    wanted = ["torch", "torch._dynamo", "torch.utils.cpp_extension", "pytest", "hoist.torch"]
+    wanted = ["torch", "torch._dynamo", "pytest", "hoist.torch"]
     if any("trainer" in name or "finetune" in name for name in files):
         wanted += ["transformers.trainer", "peft", "trl.trainer.sft_trainer"]
     for name in wanted:
