@@ -11,6 +11,7 @@
 #include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio::detail {
 
@@ -44,8 +45,14 @@ Ring::~Ring() {
 }
 
 int Ring::make(const DriveQueueOptions& options) {
-  if (const int code = TrialRing().code(); code != 0) return code;
-  if (const int code = set_up_ring(ring_, options.queue_depth + kOwnEntries, flags_); code != 0) return code;
+  {
+    // The kernel may give a trial's memory to the next ring. The thread sanitizer does not see that, and would take
+    // uses of both for a race.
+    static Mutex one_at_a_time;
+    const MutexLock lock(one_at_a_time);
+    if (const int code = TrialRing().code(); code != 0) return code;
+    if (const int code = set_up_ring(ring_, options.queue_depth + kOwnEntries, flags_); code != 0) return code;
+  }
   made_ = true;
   files_code_ = files_->prepare(ring_);
   register_buffers(options.registered_memory);
