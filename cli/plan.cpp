@@ -69,6 +69,7 @@ PlanQuestion question_of(const PlanArguments& arguments) {
                         .has_config = has_config,
                         .model = {},
                         .machine = machine_of(arguments),
+                        .is_here = arguments.is_this_machine(),
                         .tokens = arguments.tokens,
                         .disturbance = arguments.disturbance};
   question.model = about(arguments.model.units, [&] {

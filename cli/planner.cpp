@@ -167,6 +167,7 @@ void take(const PlanQuestion& question, PlannedStep step, PlanRow& row) {
   row.time = step.time;
   row.fit = machine_fit(row.prediction, question.runtime, row.engine, question.node,
                         row.drive_bytes * static_cast<std::uint64_t>(question.layout.ranks_per_node));
+  if (question.is_here) add_directory_problems(row.engine, row.fit);
 }
 
 StepQuestion step_question(const PlanQuestion& question, const ProgramMemory& program) {

@@ -20,7 +20,8 @@ struct PlanQuestion {
   Machine node{};            // a node of `machine`; of this machine, with the memory that is free now
   RuntimeOptions runtime{};  // with budgets
   int world_size = 1;
-  double tokens = 0;  // for each rank and step
+  bool is_here = false;  // the machine is the one that this runs on
+  double tokens = 0;     // for each rank and step
   StepDisturbance disturbance{};
 };
 

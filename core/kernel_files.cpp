@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <charconv>
 #include <fstream>
 #include <sstream>
@@ -92,6 +93,13 @@ std::string decoded(const std::string& field) {
   return text;
 }
 
+// "259:2", or nothing: errno says why.
+std::string device_of(const std::filesystem::path& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return "";
+  return fmt::format("{}:{}", major(status.st_dev), minor(status.st_dev));
+}
+
 }  // namespace
 
 std::vector<Mount> mounts(const std::filesystem::path& proc) {
@@ -114,22 +122,32 @@ std::vector<Mount> mounts(const std::filesystem::path& proc) {
 
 std::optional<Mount> mount_of(const std::filesystem::path& path, const std::filesystem::path& proc) {
   std::error_code failed;
-  const std::filesystem::path resolved = std::filesystem::weakly_canonical(path, failed);
+  const std::filesystem::path whole = std::filesystem::absolute(path, failed);
+  const std::filesystem::path resolved = std::filesystem::weakly_canonical(failed ? path : whole, failed);
   const std::string at = failed ? path.string() : resolved.string();
   const auto is_above = [&](const std::string& point) {
     return point == "/" || at == point || at.starts_with(point + "/");
   };
+  std::vector<Mount> above;
+  for (Mount& mount : mounts(proc))
+    if (is_above(mount.point)) above.push_back(std::move(mount));
+  // One that a later mount hides is listed all the same. Subvolumes of btrfs have device numbers that are in no list.
+  const std::string device = device_of(at);
+  const auto is_of_device = [&](const Mount& mount) { return mount.device == device; };
+  const bool is_listed = std::ranges::any_of(above, is_of_device);
   std::optional<Mount> nearest;
-  for (Mount& mount : mounts(proc))  // of several at one point, the last one is seen
-    if (is_above(mount.point) && (!nearest || mount.point.size() >= nearest->point.size())) nearest = std::move(mount);
+  for (Mount& mount : above) {  // of several at one point, the last one is seen
+    if (is_listed && !is_of_device(mount)) continue;
+    if (!nearest || mount.point.size() >= nearest->point.size()) nearest = std::move(mount);
+  }
   return nearest;
 }
 
 std::string file_system_key(const std::filesystem::path& path) {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) return "";
+  const std::string device = device_of(path);
+  if (device.empty()) return "";
   const auto mount = mount_of(path);
-  return mount ? mount->device : fmt::format("{}:{}", major(status.st_dev), minor(status.st_dev));
+  return mount ? mount->device : device;
 }
 
 }  // namespace hoist

@@ -42,7 +42,7 @@ std::vector<Mount> mounts(const std::filesystem::path& proc = "/proc");
 // The mount that `path`, or what exists of it, is on.
 std::optional<Mount> mount_of(const std::filesystem::path& path, const std::filesystem::path& proc = "/proc");
 // Equal for two directories of one file system. (stat() gives subvolumes of btrfs device numbers of their own.) Empty:
-// the path does not exist.
+// stat() failed, and errno says why.
 std::string file_system_key(const std::filesystem::path& path);
 
 }  // namespace hoist

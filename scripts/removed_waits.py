@@ -78,7 +78,7 @@ def python(name: str, **environment: str) -> Test:
 
 # The first test that fails ends a wait's turn, so what finds most comes first.
 TESTS = [program(("zero",), "random_program", HOIST_TEST_SECONDS="20"),
-         program(("zero",), "zero", "*DeviceState*:*OffloadRatio*:*Spill*:*Accumulation*"),
+         program(("zero",), "zero", "*DeviceState*:*OffloadRatio*:*Spill*:*Accumulation*:BackwardModeOnRanks*:BackwardModeNorm*:BackwardModeOpen*"),
          program(("zero",), "zero_state", "*Lifetime*:Engine.*"),
          program(("tiers",), "tiers_memory", "*Activation*"), program(("comm",), "comm"),
          program(("comm", "zero"), "secondary_shard"),

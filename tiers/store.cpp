@@ -38,10 +38,12 @@ Store::Impl::~Impl() {
   }
   if (thread_.joinable()) thread_.join();  // after a commit that was started
   if (!detail::drain_or_leak(transfers_, paths_.directory, files_.data, files_.manifest) || !files_.data) return;
-  if (engine_.gave_up() || files_.data->gave_up()) return;  // removing a name would wait for the drive
+  if (drive_gave_up()) return;  // removing a name would wait for it
   ::unlink(paths_.lock_info.c_str());
   for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
 }
+
+bool Store::Impl::drive_gave_up() const { return engine_.gave_up() || (files_.data && files_.data->gave_up()); }
 
 std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Superblock& superblock) {
   std::uint64_t bytes = sizeof(Impl) + sizeof(detail::Transfers) + sizeof(aio::File) + sizeof(aio::StripedFile);
@@ -71,6 +73,7 @@ void Store::Impl::start_new(Files files, std::vector<std::string> directories_to
 
 // The data first: data without a manifest would be taken for those of a store that has lost it.
 void Store::Impl::remove_new() noexcept {
+  if (drive_gave_up()) return;  // removing a name would wait for it
   names_.remove();
   for (const detail::LabelledDrive& drive : labels_to_write_) ::unlink(drive.paths.label.c_str());
   ::unlink(paths_.lock_info.c_str());

@@ -142,6 +142,9 @@ class UnitManager {
   bool is_alive() const { return engine_.has_value(); }
   bool is_open() const { return runtime_ != nullptr || is_asleep(); }
 
+  // Errors: UsageError when it was closed, or sleeps.
+  void require_awake() const;
+
   const Model& model() const { return model_; }
   const ParameterPlace& place(ParameterId parameter) const { return places_[parameter.index]; }
   Runtime& runtime() {
@@ -271,8 +274,6 @@ class UnitManager {
     platform::StreamEvent added;
   };
 
-  // Errors: UsageError.
-  void require_awake() const;
   comm::Communicator& ranks_of(Among among);
   void take_memory();
   void fall_asleep(std::uint64_t step) noexcept;

@@ -373,6 +373,7 @@ void bind_unit_manager(nb::module_& module) {
           "caller_state"_a, "Commits, and gives back memory, threads and the store.")
       .def("wake", &UnitManager::wake, "Goes on where sleep() ended.")
       .def_prop_ro("is_asleep", &UnitManager::is_asleep)
+      .def("require_awake", &UnitManager::require_awake, "Errors: UsageError when it was closed, or sleeps.")
       .def("require_process", &UnitManager::require_process, "Errors: UsageError in a process that was forked later.")
       .def_prop_ro("is_alive", &UnitManager::is_alive)
       .def_prop_ro("is_open", &UnitManager::is_open, "Not closed yet.")

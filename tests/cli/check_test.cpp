@@ -24,8 +24,8 @@ class Completion : public test::ProgramTest {};
 
 TEST_F(Check, SaysWhatEachTierMustHold) {
   write("good.json",
-        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "nvme"},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
             "hoist": {"measured": {"read_bytes_per_second": 2000000000,
             "write_bytes_per_second": 1000000000, "mixed_bytes_per_second": 1000000000}}})");
   write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}, {"name": "b", "parameters": 2e6}]})");
@@ -57,7 +57,7 @@ TEST_F(Check, BatchesWhoseProductIsNoNumberAreRefused) {
 
 TEST_F(Check, EachStepThatIsKeptTakesTwelveBytesAParameter) {
   const auto nvme_bytes = [&](int kept) {
-    write("keeping.json", R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+    write("keeping.json", R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
                               "hoist": {"keep_steps": )" +
                               std::to_string(kept) + "}}");
     const auto result = run("check keeping.json --parameters 100M --json report.json");
@@ -107,7 +107,7 @@ TEST_F(Check, AMirrorTakesTheSpaceOfAStore) {
 
 TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
-                         "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+                         "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
                          "hoist": {"pinned_memory": "1GiB"}})");
   const auto result = run("check nvme.json --parameters 100M --json report.json");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
@@ -120,7 +120,7 @@ TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   EXPECT_THAT(result.output, HasSubstr(sentence.str()));
 
   write("open.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
-                         "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+                         "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
                          "hoist": {"pinned_memory": "1GiB", "optimizer_pinned_fraction": "auto"}})");
   const auto open = run("check open.json --parameters 100M --json open-report.json");
   EXPECT_EQ(open.exit_code, 0) << open.errors;
@@ -129,8 +129,8 @@ TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
 }
 
 TEST_F(Check, NamesTheShareOfWeightsThatTheBudgetHasRoomFor) {
-  write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
-                         "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+  write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "nvme"},
+                         "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
                          "hoist": {"pinned_memory": "400MiB"}})");
   const auto result = run("check nvme.json --parameters 100M --json report.json");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
@@ -144,8 +144,8 @@ TEST_F(Check, NamesTheShareOfWeightsThatTheBudgetHasRoomFor) {
 
   write("limited.json",
         R"({"zero_optimization": {"stage": 3,
-                                  "offload_param": {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 5e7},
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "hoist": {"pinned_memory": "1GiB"}})");
+                                  "offload_param": {"device": "nvme", "nvme_path": "nvme", "max_in_cpu": 5e7},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}}, "hoist": {"pinned_memory": "1GiB"}})");
   const auto limited = run("check limited.json --parameters 100M --json limited-report.json");
   EXPECT_EQ(limited.exit_code, 0) << limited.errors;
   EXPECT_THAT(limited.output, HasSubstr("at most 50000000 elements of a rank"));
@@ -281,8 +281,8 @@ TEST_F(Check, ABudgetThatWasChosenCannotBeRaised) {
 TEST_F(Check, SaysWhatASubGroupSizeOfDeepSpeedCosts) {
   const auto check = [&](const char* size) {
     write("file.json", fmt::format(R"({{"zero_optimization": {{"stage": 3, "sub_group_size": {},
-        "offload_param": {{"device": "nvme", "nvme_path": "/nvme"}},
-        "offload_optimizer": {{"device": "nvme", "nvme_path": "/nvme"}}}}}})",
+        "offload_param": {{"device": "nvme", "nvme_path": "nvme"}},
+        "offload_optimizer": {{"device": "nvme", "nvme_path": "nvme"}}}}}})",
                                    size));
     const auto result =
         run("check file.json --parameters 7e9 --world 1 --machine " HOIST_SOURCE_DIR "/machines/h200-4-drives.json");

@@ -2,11 +2,14 @@
 // hoist doctor: right about this machine, about machines made of files, and where io_uring is forbidden.
 #include <set>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <hoist/cli/doctor/finding.hpp>
@@ -233,6 +236,18 @@ TEST_F(DoctorMachine, TheNearestMountCountsAndNamesItsDrive) {
   EXPECT_EQ(mount_of("/a/store", machine().proc)->device, mount_of("/b", machine().proc)->device);
   EXPECT_EQ(platform::file_system_of("/database", machine().proc).point, "/");
   EXPECT_FALSE(platform::file_system_of("/database", machine().proc).discards);
+}
+
+TEST_F(DoctorMachine, AMountThatALaterOneHidesDoesNotCount) {
+  const std::string outer = directory_.path().string(), inner = outer + "/proc";
+  struct stat status {};
+  ASSERT_EQ(::stat(outer.c_str(), &status), 0);
+  const auto device = fmt::format("{}:{}", major(status.st_dev), minor(status.st_dev));
+  put("proc/self/mountinfo", fmt::format("22 1 0:0 / / rw - ext4 /dev/sda1 rw\n"
+                                         "23 22 0:1 / {} rw - xfs /dev/hidden rw\n"
+                                         "24 22 {} / {} rw - ext4 /dev/shown rw",
+                                         inner, device, outer));
+  EXPECT_EQ(mount_of(inner + "/self", machine().proc)->source, "/dev/shown");
 }
 
 TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {

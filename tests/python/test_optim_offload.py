@@ -100,13 +100,26 @@ def test_states_that_no_commit_can_hold_are_refused():
         for each, parameter in ((reference, theirs), (optimizer, ours)):
             parameter.grad = torch.full_like(parameter, 3e21 if each is reference else 1.0)
             each.step()
-        before = optimizer.state_dict()["state"][0]["exp_avg"]
+            each.step()
+        before, weights = optimizer.state_dict()["state"][0], ours.detach().clone()
         with pytest.raises(hoist.UsageError, match="second moment of 'parameter 0' in the state_dict is not finite"):
             optimizer.load_state_dict(reference.state_dict())
+        changed = optimizer.state_dict()
+        changed["state"][0]["exp_avg_sq"] = changed["state"][0]["exp_avg_sq"] * -1
+        with pytest.raises(hoist.UsageError, match="second moment of 'parameter 0' in the state_dict is negative"):
+            optimizer.load_state_dict(changed)
+        with torch.no_grad():
+            ours[2] = torch.nan
+        with pytest.raises(hoist.UsageError, match="'parameter 0' is not finite"):
+            optimizer.load_state_dict(optimizer.state_dict())
+        with torch.no_grad():
+            ours.copy_(weights)
         with pytest.raises(hoist.UsageError, match=r"save\(\) needs directory="):
             optimizer.save()
+        after = optimizer.state_dict()["state"][0]
+        assert all(torch.equal(after[key], before[key]) for key in ("exp_avg", "exp_avg_sq"))
         optimizer.step()
-        assert optimizer.step_count == 2 and torch.equal(before, torch.full_like(before, 0.1))
+        assert optimizer.step_count == 3 and ours.isfinite().all()
 
 
 # --- commits -------------------------------------------------------------------------------------------------------------

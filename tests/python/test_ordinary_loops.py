@@ -522,8 +522,9 @@ def test_a_pass_after_close_is_refused_though_gradients_wait(wrapped):
     engine = wrapped()
     engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
     engine.close()
-    with pytest.raises(hoist.UsageError, match="the engine was closed"):
-        engine(torch.randn(2, WIDTH))
+    for call in (engine.step, lambda: engine(torch.randn(2, WIDTH))):
+        with pytest.raises(hoist.UsageError, match="the engine was closed"):
+            call()
 
 
 def test_data_parallel_modules_are_refused(wrapped):

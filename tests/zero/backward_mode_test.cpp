@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/message_of.hpp>
 #include <hoist/zero/passes/gradient_ring.hpp>
 #include <hoist/zero/predict/prediction.hpp>
@@ -250,9 +251,22 @@ TEST_P(BackwardModeRules, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   goes_on_from(std::move(run), 2);
 }
 
+// A drive whose writes begin late.
+void make_late(ToySetup& setup, const std::shared_ptr<Faults>& faults, std::chrono::milliseconds delay) {
+  faults->add({.kind = Fault::Kind::delay,
+               .operation = aio::Operation::write,
+               .count = Faults::kForever,
+               .delay = delay});
+  setup.runtime.make_aio_backend = [faults](const aio::DriveQueueOptions& io) {
+    return make_faulty_backend(io, faults);
+  };
+}
+
+// The last step's commit is still under way then.
 TEST(BackwardModeOnRanks, AllHearOfAGradientThatIsNotFiniteOnOne) {
   const TempDirectory directory;
-  const ToySetup setup = setup_of({"", kNvme, kNvme}, UpdateMode::backward, directory / "store");
+  ToySetup setup = setup_of({"", kNvme, kNvme}, UpdateMode::backward, directory / "store");
+  make_late(setup, std::make_shared<Faults>(1), std::chrono::milliseconds(20));
   std::atomic<int> heard{0};
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     ToyProgram model(setup, join);
@@ -280,6 +294,37 @@ TEST(BackwardModeOptions, AreRefusedWhereAStepCanBeChangedOrVetoed) {
   EXPECT_NE(refused([](EngineOptions& o) { o.loss_scale = toy_loss_scale(); }).find("fp16"), std::string::npos);
   EXPECT_NE(refused([](EngineOptions& o) { o.optimizer = o.parameters = kDevice; }).find("offloaded"),
             std::string::npos);
+}
+
+// --- what step() waits for -------------------------------------------------------------------------------------------
+
+// The last unit's gradient is summed up by the thread that hands it on, for the report alone.
+TEST(BackwardModeNorm, CountsTheUnitThatCameLast) {
+  const auto norms = [](UpdateMode mode) {
+    ToySetup setup = setup_of({"", kPinned, kPinned}, mode, "");
+    setup.engine.gradient_clipping = 0;
+    setup.runtime.update_threads = 1;
+    setup.runtime.device_memory_bytes = 64 * kMiB;
+    setup.runtime.pinned_memory_bytes = 256 * kMiB;
+    ToyProgram run(setup, {.matrices = {3'000'000, 1000}, .frozen = false, .tied = false});
+    run.train(1, 3);
+    std::vector<double> found;
+    for (const StepReport& report : run.reports) found.push_back(report.gradient_norm);
+    return found;
+  };
+  EXPECT_EQ(norms(UpdateMode::backward), norms(UpdateMode::step));
+}
+
+// Where every unit's states are on the device, nothing but the step itself waits until the step before is written.
+TEST(BackwardModeOpen, AStepWhoseStatesAreAllOnTheDeviceWaitsForTheOneBefore) {
+  const TempDirectory directory;
+  ToySetup setup = setup_of({"", kDevice, kNvme, 0, 0, false}, UpdateMode::backward, directory / "store");
+  make_late(setup, std::make_shared<Faults>(1), std::chrono::milliseconds(20));
+  ToySetup simplest = setup_of({"", kPinned, kPinned}, UpdateMode::step, "");
+  simplest.engine.gradient_clipping = 0;
+  ToyProgram run(setup);
+  run.train(1, 4);
+  EXPECT_EQ(digests_of(run), train_once(simplest, {}, 4));
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------

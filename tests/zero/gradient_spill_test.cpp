@@ -2,6 +2,7 @@
 // Gradients on NVMe between backward and update: the same bits, within budgets that hold no gradients, verified; what
 // fails with them says where. The bytes are in budget_test.cpp, more placements in placement_test.cpp.
 #include <filesystem>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -90,18 +91,22 @@ TEST_P(SpillIn, EveryModeRankAndDriveHasTheSameBits) {
   }
 }
 
-// Dropped gradients may still be on their way to the place of the next ones, on a drive that is done with some writes
-// late.
+// Dropped gradients may still be on their way to the place of the next ones when those are there, and sums on their way
+// back when the next gradients are: on a drive that does some of its work late.
 TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   const TempDirectory directory;
-  const auto run = [&](const ToySetup& setup) {
+  const auto run = [&](const ToySetup& setup, std::chrono::milliseconds before_step) {
     ToyProgram program(setup);
     const int count = static_cast<int>(GetParam().micro_batches);
     for (std::uint64_t step = 1; step <= 4; ++step) {
+      program.in_backward = [](std::size_t) {};
       program.pass(100 + step);
       program.engine().discard();
       program.micro_batches = count;
       program.vertical = count > 1 && GetParam().order == MicroBatchOrder::vertical;
+      program.in_backward = [&](std::size_t unit) {
+        if (unit == 0) std::this_thread::sleep_for(before_step);  // the update reads what came last
+      };
       program.train(step, step);
       program.vertical = false;
     }
@@ -111,13 +116,16 @@ TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   spilling.engine.gradient_spill_units = kAll;
   spilling.runtime.host_device.chaos_seed = 32;
   const auto late = std::make_shared<Faults>(33);
-  late->add({.kind = Fault::Kind::delay,
-             .operation = aio::Operation::write,
-             .count = Faults::kForever,
-             .probability = 0.3,
-             .delay = std::chrono::milliseconds(150)});
+  for (const auto operation : {aio::Operation::read, aio::Operation::write}) {
+    late->add({.kind = Fault::Kind::delay,
+               .operation = operation,
+               .count = Faults::kForever,
+               .probability = 0.3,
+               .delay = std::chrono::milliseconds(40)});
+  }
   spilling.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, late); };
-  EXPECT_EQ(run(spilling), run(setup(Placement::pinned, Placement::pinned)));
+  EXPECT_EQ(run(spilling, std::chrono::milliseconds(60)),
+            run(setup(Placement::pinned, Placement::pinned), std::chrono::milliseconds(0)));
 }
 
 TEST_P(SpillIn, GradientsAreReadBack) {

@@ -2,6 +2,7 @@
 // Things that end early, late or not at all: leases that outlive their pass or engine, engines destroyed in the middle,
 // a start that is refused, a rank that fails alone.
 #include <array>
+#include <atomic>
 #include <filesystem>
 #include <limits>
 #include <thread>
@@ -125,6 +126,51 @@ TEST(Lifetime, AKernelOfAPassThatWasLeftDoesNotWriteIntoTheNextGradients) {
   std::vector<float> found(1000);
   f.engine().read(f.matrix(0), State::gradient, 0, found);
   EXPECT_EQ(found, std::vector<float>(1000, 0.25f));
+}
+
+// The memory of dropped gradients goes back with the engine.
+TEST(Lifetime, AnEngineEndsAfterTheKernelsThatMakeDroppedGradients) {
+  ToyProgram f(in_memory(), ToyShape{.matrices = {1000}, .frozen = false, .tied = false});
+  std::atomic<bool> made{false};
+  {
+    const PassScope scope = f.engine().begin(Pass::train);
+    const TensorView gradient = f.engine().gradients(f.unit(0), f.stream()).view(f.matrix(0));
+    set_gradient(f.stream(), gradient, 7, std::chrono::milliseconds(100), std::chrono::milliseconds(0));
+    f.stream().launch("made", [&made] { made = true; });
+    f.engine().discard();
+  }
+  f.close();
+  EXPECT_TRUE(made);
+}
+
+// In mode `backward` a unit's gradient may come from one stream while, on another, the copy of its weights still waits
+// for the link.
+TEST(Lifetime, AnUpdateInBackwardWaitsForTheCopyOfTheWeightsBeforeIt) {
+  using std::chrono::milliseconds;
+  ToySetup setup = in_memory();
+  setup.engine.update_mode = UpdateMode::backward;
+  setup.engine.gradient_clipping = 0;
+  setup.runtime.device_memory_bytes = 16 * kMiB;
+  setup.runtime.pinned_memory_bytes = 64 * kMiB;
+  setup.runtime.host_device.link_bytes_per_second = 20'000'000;  // 100 ms for unit 1
+  ToyProgram f(setup, ToyShape{.matrices = {1000, 1'000'000}, .frozen = false, .tied = false});
+  const float expected = to_float(to_bf16(f.read(f.matrix(0), State::master, 999, 1).front()));
+  const auto other = f.runtime().device().create_stream("other");
+  float seen = 0;
+  {
+    const PassScope scope = f.engine().begin(Pass::train);
+    f.engine().gather(f.unit(1), f.stream()).release(f.stream());
+    Lease lease = f.engine().gather(f.unit(0), f.stream());
+    f.stream().launch("look", [&seen, values = lease.view(f.matrix(0))] { seen = element(values, 999); });
+    lease.release(f.stream());
+    const TensorView gradient = f.engine().gradients(f.unit(0), *other).view(f.matrix(0));
+    set_gradient(*other, gradient, 1, milliseconds(0), milliseconds(0));
+    f.engine().finish(f.unit(0), *other);
+    f.engine().finish(f.unit(1), f.stream());
+  }
+  EXPECT_TRUE(f.engine().step().applied);
+  EXPECT_EQ(seen, expected);
+  EXPECT_NE(to_float(to_bf16(f.read(f.matrix(0), State::master, 999, 1).front())), expected);
 }
 
 // In mode `forward` the last step's update still reads gradients in the next pass. A gather of the unit waits for it; a

@@ -41,6 +41,8 @@ class Store::Impl {
 
   static std::uint64_t memory_bytes(const StoreOptions& options, const Superblock& superblock);
 
+  bool drive_gave_up() const;
+
   // A new store: nothing to adopt. The labels are written, and the directories flushed, with the first commit.
   void start_new(Files files, std::vector<std::string> directories_to_flush, std::vector<std::string> made_directories,
                  std::vector<detail::LabelledDrive> labels_to_write);

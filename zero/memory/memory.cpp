@@ -51,20 +51,29 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
   const DeviceAccess access = device_access(runtime.options());
   const std::uint64_t program = round_up(program_bytes, tiers::DeviceArena::kAlignment);
   const std::uint64_t least = program + least_device_bytes(options, table, access);
-  const std::uint64_t available = std::min(runtime.device_arena().largest_hole_bytes(), budget.free_bytes());
+  const tiers::DeviceArena& arena = runtime.device_arena();
+  const std::uint64_t hole = arena.largest_hole_bytes(), available = std::min(hole, budget.free_bytes());
   if (least <= available) return;
   const auto ratio = fitting_offload_ratio(options, table, access, left_of(available, program));
-  const tiers::DeviceArena& arena = runtime.device_arena();
+  const std::string purpose = fmt::format(
+      "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
+      ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : "");
+  if (least <= hole) {  // others have taken the budget, or the one that it shares with pinned memory
+    const tiers::Budget& shared = budget.common() == nullptr ? budget : *budget.common();
+    throw over_budget(shared, shared.limit_bytes() - shared.free_bytes() + least, purpose);
+  }
+  const std::uint64_t need = arena.least_bytes_for(least);
   const bool is_part = arena.bytes() < round_down(budget.limit_bytes(), kBlockAlignment);  // of the budget
-  throw BudgetError(
-      {.tier = budget.tier(),
-       .have_bytes = is_part ? arena.bytes() : budget.limit_bytes(),
-       .need_bytes = arena.least_bytes_for(least),
-       .key = is_part ? "RuntimeOptions::device_arena_bytes, if the program sets it, or else " + budget.key()
-                      : budget.key(),
-       .detail = fmt::format(
-           "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
-           ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : "")});
+  std::string key = budget.key();
+  if (is_part && need > budget.limit_bytes())
+    key += ", and RuntimeOptions::device_arena_bytes if the program sets it,";
+  else if (is_part)
+    key = "RuntimeOptions::device_arena_bytes, if the program sets it, or else " + key;
+  throw BudgetError({.tier = budget.tier(),
+                     .have_bytes = is_part ? arena.bytes() : budget.limit_bytes(),
+                     .need_bytes = need,
+                     .key = key,
+                     .detail = purpose});
 }
 
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)

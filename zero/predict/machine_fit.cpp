@@ -30,11 +30,12 @@ const char* drive_remedy(const EngineOptions& engine) {
 // `key`: of the configuration, that names the directory.
 void add_directory_problem(const std::string& directory, const char* key, MachineFit& fit) {
   const std::string existing = detail::existing_part(directory);
+  const std::string cannot = existing == directory ? "" : directory + " cannot be made: ";
   if (!fs::is_directory(existing)) {
-    fit.problems.push_back(fmt::format("{}: {} is not a directory", key, existing));
+    fit.problems.push_back(fmt::format("{}: {}{} is not a directory", key, cannot, existing));
   } else if (::access(existing.c_str(), W_OK | X_OK) != 0) {
-    fit.problems.push_back(
-        fmt::format("{}: {} cannot be written to: {}", key, existing, std::system_category().message(errno)));
+    fit.problems.push_back(fmt::format("{}: {}{} cannot be written to: {}; mount the drive, or name another directory", key,
+                                       cannot, existing, std::system_category().message(errno)));
   }
 }
 
@@ -89,9 +90,7 @@ void add_store(const std::vector<std::string>& directories, std::uint64_t bytes,
 }
 
 void add_drives(const EngineOptions& engine, std::uint64_t bytes, std::uint64_t mirror_bytes, MachineFit& fit) {
-  for (const std::string& directory : engine.drive_directories())
-    add_directory_problem(directory, engine.uses_nvme() ? "nvme_path" : "hoist.checkpoint_path", fit);
-  if (mirror_bytes > 0) add_directory_problem(engine.mirror.directory, "hoist.mirror.path", fit);
+  add_directory_problems(engine, fit);
   std::vector<StoreFileSystem> all;
   add_store(engine.drive_directories(), bytes, "NVMe", drive_remedy(engine), all);
   add_store({engine.mirror.directory}, mirror_bytes, "mirror", "name another drive in hoist.mirror.path", all);
@@ -140,6 +139,13 @@ void add_budget_problem(const char* key, const Prediction::Tier& tier, MachineFi
 }
 
 }  // namespace
+
+void add_directory_problems(const EngineOptions& engine, MachineFit& fit) {
+  if (engine.store_directory.empty()) return;
+  for (const std::string& directory : engine.drive_directories())
+    add_directory_problem(directory, engine.uses_nvme() ? "nvme_path" : "hoist.checkpoint_path", fit);
+  if (!engine.mirror.directory.empty()) add_directory_problem(engine.mirror.directory, "hoist.mirror.path", fit);
+}
 
 MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const EngineOptions& engine,
                        const Machine& machine, std::optional<std::uint64_t> drive_bytes) {

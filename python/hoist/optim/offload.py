@@ -521,7 +521,7 @@ class Offloaded:
             name = trained[id(parameter)]
             saved = SavedState.of(self._kind, parameter, state_dict["state"].get(number, {}))
             if saved is not None:
-                _refuse_not_finite(name, saved)
+                _refuse_not_finite(name, saved, parameter)
                 states[id(parameter)] = saved
             elif id(parameter) not in keeps_none:
                 lacking = lacking or name
@@ -564,12 +564,23 @@ class Offloaded:
         program_end.abandon_for(self._unit_manager, self._has_others, error)
 
 
-def _refuse_not_finite(name: str, saved: SavedState) -> None:
+def _refuse_not_finite(name: str, saved: SavedState, parameter: torch.Tensor) -> None:
     """Errors: UsageError for values that a later commit would refuse. torch.optim goes on with them."""
-    for what, values in (("first moment", saved.moments[0]), ("second moment", saved.moments[1]), ("master", saved.master)):
-        if values is not None and not (values.isfinite() & (values.ge(0) if what == "second moment" else True)).all():
-            raise _hoist.UsageError(f"the {what} of '{name}' in the state_dict is not finite, or is negative: a gradient was too "
-                                    "large once. Load a state from before, and clip gradients")
+    first, second = saved.moments
+    values = [(f"the first moment of '{name}' in the state_dict", first),
+              (f"the second moment of '{name}' in the state_dict", second)]
+    if saved.master is not None:
+        values.append((f"the master of '{name}' in the state_dict", saved.master))
+    elif saved.remainder is None:
+        values.append((f"'{name}'", parameter.detach()))
+    for what, tensor in values:
+        if tensor is None:
+            continue
+        if not tensor.isfinite().all():
+            raise _hoist.UsageError(f"{what} is not finite: a gradient was too large once. Load a state from before, and clip "
+                                    "gradients")
+        if tensor is second and tensor.lt(0).any():
+            raise _hoist.UsageError(f"{what} is negative in places, which no optimizer makes: the state_dict was changed")
 
 
 def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[list[int], list[int]]:

@@ -112,7 +112,9 @@ class Engine(StandsForModel, DeepSpeedNames):
         if deepspeed is not None and weights is not None:
             raise _hoist.UsageError("deepspeed=... brings its own weights: leave out weights=...")
         defaults = config.optimizer if optimizer is None else config.optimizer.of_kind(optimizer)
-        if optimizer is not None and groups is None:
+        if client is not None:
+            defaults.bias_correction = True  # PyTorch's have no such setting, and their groups none to take over
+        if optimizer not in (None, config.optimizer.kind) and groups is None:
             groups = [p for unit in cut.units for p in unit.parameters.values() if p.requires_grad] or None
         self._cut = cut
         self.device = device_of(config, device, model.parameters())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hoist import _hoist
+from hoist.optim.groups import rates_of
 from hoist.torch.checkpoint.schedules import is_plain
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.files import refuse, shown
@@ -151,7 +152,7 @@ class Adoption:
         """The checkpoint's rates, as DeepSpeed restores them. Warns of a difference if no scheduler will set others."""
         checkpoint = self._checkpoint
         try:
-            rates = [float(group["lr"]) for group in checkpoint.groups]
+            rates = rates_of(checkpoint.groups)
         except (KeyError, TypeError, ValueError, RuntimeError):
             rates = [math.nan]
         if not all(0 <= rate < math.inf for rate in rates):

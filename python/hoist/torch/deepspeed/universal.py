@@ -26,6 +26,7 @@ import torch
 import hoist.store
 from hoist import _hoist
 from hoist.commit_values import from_json, read_state
+from hoist.optim.groups import rates_of
 from hoist.torch.checkpoint.checkpoints import io_error, sync, write_durably
 from hoist.torch.deepspeed.checkpoint import KEYS, OWN_KEYS
 from hoist.torch.deepspeed.files import shown
@@ -251,7 +252,7 @@ class _Export:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Parameter groups with the rate of the next step; DeepSpeed takes everything else from its configuration."""
-        rates = self._program.get("rates") or [group["lr"] for group in self._program.get("groups", ())]  # or of hoist.optim
+        rates = self._program.get("rates") or rates_of(self._program.get("groups", ()))  # or of hoist.optim
         rates = rates or [self._config.optimizer.learning_rate]
         return [{"lr": self._config.learning_rate(self._stored.step, float(rate))} for rate in rates]
 

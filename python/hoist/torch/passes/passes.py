@@ -357,6 +357,7 @@ class Passes:
         end of the data; the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did
         not end."""
         unit_manager = self._unit_manager
+        unit_manager.require_awake()
         self._step_was_called = True
         if unit_manager.current_pass == _hoist.Pass.train:
             if self._backward_seen or unit_manager.has_gradients():
