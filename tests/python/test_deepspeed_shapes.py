@@ -136,6 +136,21 @@ def test_an_optimizer_of_pytorchs_is_taken_over(settings):
     engine.close()
 
 
+def test_settings_that_pytorchs_optimizer_lacks_are_not_the_configurations(settings):
+    def weights(store, **params):
+        model = torch.nn.Linear(8, 8)
+        torch.nn.init.constant_(model.weight, 0.5)
+        torch.nn.init.zeros_(model.bias)
+        config = settings(store=store, optimizer={"type": "AdamW", "params": {"lr": 1e-3} | params})
+        client = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with hoist.torch.initialize(model=model, optimizer=client, config=config)[0] as engine:
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            engine.step()
+            return engine.state_dict()["weight"]
+
+    assert torch.equal(weights("a", bias_correction=False), weights("b"))
+
+
 def test_moments_of_an_optimizer_that_is_taken_over_are_not_lost_in_silence(settings, caplog):
     model = torch.nn.Linear(8, 8)
     client = torch.optim.AdamW(model.parameters())
