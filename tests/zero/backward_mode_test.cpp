@@ -253,20 +253,16 @@ TEST_P(BackwardModeRules, DiscardedGradientsEndTheEngineAndCostNoCommit) {
 
 // A drive whose writes begin late.
 void make_late(ToySetup& setup, const std::shared_ptr<Faults>& faults, std::chrono::milliseconds delay) {
-  faults->add({.kind = Fault::Kind::delay,
-               .operation = aio::Operation::write,
-               .count = Faults::kForever,
-               .delay = delay});
+  faults->add(
+      {.kind = Fault::Kind::delay, .operation = aio::Operation::write, .count = Faults::kForever, .delay = delay});
   setup.runtime.make_aio_backend = [faults](const aio::DriveQueueOptions& io) {
     return make_faulty_backend(io, faults);
   };
 }
 
-// The last step's commit is still under way then.
 TEST(BackwardModeOnRanks, AllHearOfAGradientThatIsNotFiniteOnOne) {
   const TempDirectory directory;
-  ToySetup setup = setup_of({"", kNvme, kNvme}, UpdateMode::backward, directory / "store");
-  make_late(setup, std::make_shared<Faults>(1), std::chrono::milliseconds(20));
+  const ToySetup setup = setup_of({"", kNvme, kNvme}, UpdateMode::backward, directory / "store");
   std::atomic<int> heard{0};
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     ToyProgram model(setup, join);
@@ -281,6 +277,25 @@ TEST(BackwardModeOnRanks, AllHearOfAGradientThatIsNotFiniteOnOne) {
     EXPECT_EQ(model.engine().committed_step(), 2u);
   });
   EXPECT_EQ(heard, 3);
+}
+
+// Every rank tells the others, who may be committing the last step.
+TEST(BackwardModeOnRanks, GradientsThatAreDiscardedCostNoCommitThatIsUnderWay) {
+  const TempDirectory directory;
+  ToySetup setup = setup_of({"", kPinned, kNvme}, UpdateMode::backward, directory / "store");
+  setup.engine.update_buffer_count = 16;  // no unit waits for another's writes
+  make_late(setup, std::make_shared<Faults>(1), std::chrono::milliseconds(100));
+  on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+    ToyProgram model(setup, join);
+    model.train(1, 2);
+    model.pass(3);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5 * rank));
+    model.engine().discard();
+  });
+  on_ranks(3, [&](int, const Runtime::MakeCommunicator& join) {
+    ToyModel model(setup, join);
+    EXPECT_EQ(model.restore().step, 2u);
+  });
 }
 
 TEST(BackwardModeOptions, AreRefusedWhereAStepCanBeChangedOrVetoed) {

@@ -271,6 +271,7 @@ TEST_P(EveryDevice, EveryPlacementEndsInTheSameBits) {
     const TempDirectory directory;
     setup = toy_setup(parameters, optimizer, directory / "store");
     setup.runtime.device = GetParam().kind;
+    setup.runtime.device_memory_bytes = 16 * kMiB;
     setup.runtime.host_device.host_accessible = GetParam().host_accessible;
     EXPECT_EQ(WithoutKernels(setup).trained(4), expected)
         << "parameters " << static_cast<int>(parameters) << ", optimizer " << static_cast<int>(optimizer);

@@ -95,13 +95,30 @@ TEST_P(SpillIn, EveryModeRankAndDriveHasTheSameBits) {
 // back when the next gradients are: on a drive that does some of its work late.
 TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   const TempDirectory directory;
+  const auto late = std::make_shared<Faults>(33);
+  const auto delay = [&](aio::Operation operation) {
+    late->add({.kind = Fault::Kind::delay,
+               .operation = operation,
+               .count = Faults::kForever,
+               .delay = std::chrono::milliseconds(40)});
+  };
   const auto run = [&](const ToySetup& setup, std::chrono::milliseconds before_step) {
     ToyProgram program(setup);
     const int count = static_cast<int>(GetParam().micro_batches);
     for (std::uint64_t step = 1; step <= 4; ++step) {
-      program.in_backward = [](std::size_t) {};
-      program.pass(100 + step);
-      program.engine().discard();
+      delay(aio::Operation::write);
+      // Every second time with the first unit's gradient alone: the next pass then begins with that unit.
+      program.in_backward = [&](std::size_t) {
+        std::this_thread::sleep_for(before_step / 6);  // until it is written
+        if (step % 2 == 0) throw std::runtime_error("the program's own");
+      };
+      try {
+        program.pass(100 + step);
+        program.engine().discard();
+      } catch (const std::runtime_error&) {
+      }
+      late->clear();
+      delay(aio::Operation::read);
       program.micro_batches = count;
       program.vertical = count > 1 && GetParam().order == MicroBatchOrder::vertical;
       program.in_backward = [&](std::size_t unit) {
@@ -115,14 +132,6 @@ TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
   ToySetup spilling = setup(Placement::nvme, Placement::nvme, directory / "store");
   spilling.engine.gradient_spill_units = kAll;
   spilling.runtime.host_device.chaos_seed = 32;
-  const auto late = std::make_shared<Faults>(33);
-  for (const auto operation : {aio::Operation::read, aio::Operation::write}) {
-    late->add({.kind = Fault::Kind::delay,
-               .operation = operation,
-               .count = Faults::kForever,
-               .probability = 0.3,
-               .delay = std::chrono::milliseconds(40)});
-  }
   spilling.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, late); };
   EXPECT_EQ(run(spilling, std::chrono::milliseconds(60)),
             run(setup(Placement::pinned, Placement::pinned), std::chrono::milliseconds(0)));

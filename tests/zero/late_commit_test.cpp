@@ -112,6 +112,7 @@ TEST(LateCommit, LetsTheStepsOwnReadsGoFirst) {
   std::vector<Transfer> transfers;  // in the order in which the drive gets them; made on its thread
   std::atomic<bool> recording = false;
   ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / "store");
+  setup.runtime.device_memory_bytes = 16 * kMiB;
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
   setup.runtime.aio_queue_depth = 1;
   setup.runtime.make_aio_backend = observing([&](const aio::Block& block) {

@@ -186,9 +186,9 @@ TEST(MachineFit, AStoreNeedsADirectoryThatCanBeWrittenTo) {
   prediction.nvme_bytes = prediction.mirror_bytes = kMiB;
   engine.mirror.directory = directory / "file/hoist";
   const auto problems = [&] { return machine_fit(prediction, {}, engine, workstation()).problems; };
-  EXPECT_THAT(problems(),
-              ::testing::ElementsAre(::testing::AllOf(HasSubstr("hoist.mirror.path: "), HasSubstr("hoist cannot be made"),
-                                                      HasSubstr("file is not a directory"))));
+  EXPECT_THAT(problems(), ::testing::ElementsAre(::testing::AllOf(HasSubstr("hoist.mirror.path: "),
+                                                                  HasSubstr("hoist cannot be made"),
+                                                                  HasSubstr("file is not a directory"))));
   engine.mirror.directory = directory / "mirror";
   EXPECT_THAT(problems(), ::testing::IsEmpty());
 }
@@ -198,8 +198,9 @@ TEST(MachineFit, AStoreNeedsADirectoryThatThisUserMayWriteTo) {
   const EngineOptions engine{.optimizer = Placement::nvme, .store_directory = "/hoist"};
   Prediction prediction;
   prediction.nvme_bytes = kMiB;
-  EXPECT_THAT(machine_fit(prediction, {}, engine, workstation()).problems,
-              ::testing::ElementsAre(HasSubstr("nvme_path: /hoist cannot be made: / cannot be written to: Permission denied")));
+  EXPECT_THAT(
+      machine_fit(prediction, {}, engine, workstation()).problems,
+      ::testing::ElementsAre(HasSubstr("nvme_path: /hoist cannot be made: / cannot be written to: Permission denied")));
 }
 
 TEST(MachineChoice, OnTheHostDeviceBothBudgetsAreOneMemory) {

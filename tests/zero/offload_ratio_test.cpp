@@ -26,6 +26,7 @@ constexpr Placement kDevice = Placement::device, kPinned = Placement::pinned, kN
 
 ToySetup divided(double ratio, bool host_accessible, Placement optimizer = kPinned, const std::string& directory = "") {
   ToySetup setup = toy_setup(kDevice, optimizer, directory);
+  setup.runtime.device_memory_bytes = 16 * kMiB;
   setup.engine.optimizer_offload_ratio = ratio;
   setup.runtime.host_device.host_accessible = host_accessible;
   return setup;

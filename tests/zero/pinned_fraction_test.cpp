@@ -194,6 +194,7 @@ TEST(PinnedFraction, TheLargestThatIsNamedFitsBesideTheSameBuffers) {
     for (const std::uint64_t budget : {24 * kMiB, 32 * kMiB, 128 * kMiB}) {
       const TempDirectory directory;
       ToySetup setup = toy_setup(parameters, Placement::nvme, directory / "store");
+      setup.runtime.device_memory_bytes = 16 * kMiB;
       setup.runtime.pinned_memory_bytes = budget;
       setup.engine.sub_group_elements = 100000;
       const Model model = describe(shape);
@@ -225,6 +226,7 @@ TEST(PinnedFraction, LeftOpenItIsTheLargest) {
   for (const std::uint64_t budget : {24 * kMiB, 32 * kMiB, 128 * kMiB}) {
     const TempDirectory directory;
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    setup.runtime.device_memory_bytes = 16 * kMiB;
     setup.runtime.pinned_memory_bytes = budget;
     setup.engine.sub_group_elements = 100000;
     setup.engine.reuse_distance_elements = 0;  // every use fetches
@@ -261,6 +263,7 @@ TEST(PinnedFraction, LeftOpenItIsFoundAnewAfterARefusedStart) {
     for (const bool refused_before : {false, true}) {
       const TempDirectory directory;
       ToySetup setup = toy_setup(parameters, Placement::nvme, directory / "store");
+      setup.runtime.device_memory_bytes = 16 * kMiB;
       setup.runtime.pinned_memory_bytes = 128 * kMiB;
       setup.engine.sub_group_elements = 100000;
       setup.engine.optimizer_pinned_fraction.reset();

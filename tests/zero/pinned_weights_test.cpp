@@ -114,6 +114,7 @@ TEST(PinnedWeights, LeftOpenTheyAreTheMostThatFitBeforeState) {
     SCOPED_TRACE(budget);
     const TempDirectory directory;
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    setup.runtime.device_memory_bytes = 16 * kMiB;
     setup.runtime.pinned_memory_bytes = budget;
     setup.engine.sub_group_elements = 100000;
     setup.engine.reuse_distance_elements = 0;  // every use fetches

@@ -24,7 +24,7 @@ struct Cell {
   unsigned staging_buffers = 5;
   unsigned threads = 2;
   std::uint64_t chaos_seed = 0;
-  std::uint64_t device_bytes = 16 * kMiB;
+  std::uint64_t device_bytes = 4 * kMiB;
   std::uint64_t persistence = 0;
   std::uint64_t prefetch = 50'000'000;
   std::uint64_t reuse = 1'000'000'000;

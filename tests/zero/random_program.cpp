@@ -225,7 +225,7 @@ namespace {
 // The common part of the two: everything that the result depends on.
 ToySetup setup_of(const Program& program) {
   ToySetup setup = toy_setup(Placement::device, Placement::device);
-  setup.runtime.device_memory_bytes = 64 * kMiB;
+  setup.runtime.device_memory_bytes = 16 * kMiB;
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
   setup.runtime.comm_scratch_bytes = 256 * kKiB;
   setup.engine.optimizer_defaults = program.groups.front();

@@ -207,6 +207,7 @@ TEST(Ranks, EachMovesAQuarterOfTheBytes) {
   const ToyShape shape{.matrices = {400000, 400000, 400000}, .norm = 64, .frozen = false, .tied = false};
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "one"));
+  setup.runtime.device_memory_bytes = 16 * kMiB;
   setup.engine.reuse_distance_elements = 0;
   setup.engine.sub_group_elements = 100000;
   const auto alone = train_on(1, setup, shape, 3);

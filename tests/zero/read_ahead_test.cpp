@@ -8,6 +8,7 @@
 
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/counting_backend.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -28,7 +29,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
     ToySetup setup = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "store");
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
     setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
-      return std::make_unique<CountingBackend>(aio::make_backend(options), aio::Operation::read, read_);
+      return std::make_unique<CountingBackend>(make_faulty_backend(options, faults_), aio::Operation::read, read_);
     };
     setup.engine.update_mode = UpdateMode::forward;
     setup.engine.sub_group_elements = 25000;
@@ -54,6 +55,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
   std::uint64_t weights_read_in_a_pass() const { return weights_on_nvme() ? 2 * 2 * (kElements + 25000) : 0; }
 
   TempDirectory directory_;
+  const std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(1);
   std::atomic<std::uint64_t> read_{0};
 };
 INSTANTIATE_TEST_SUITE_P(Modes, ReadAhead,
@@ -98,19 +100,30 @@ TEST_P(ReadAhead, IsKeptForTheNextStepWhenOneIsSkipped) {
   EXPECT_EQ(digests_of(*r), digests_of(*expected));
 }
 
+// What is read ahead comes while the buffers hold what the program writes, which is written later still.
 TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
+  const auto delay = [&](aio::Operation operation, std::chrono::milliseconds by) {
+    faults_->clear();
+    faults_->add({.kind = Fault::Kind::delay, .operation = operation, .count = Faults::kForever, .delay = by});
+  };
   const auto r = run();
   const auto expected = reference();
   for (ToyModel* each : {r.get(), expected.get()}) {
     each->train(1, 2);
     each->engine().settle();
+    each->in_forward = [&](std::size_t unit) {
+      if (unit == 2) delay(aio::Operation::read, std::chrono::milliseconds(60));
+    };
     each->pass(3);
+    each->in_forward = [](std::size_t) {};
+    delay(aio::Operation::write, std::chrono::milliseconds(120));
     std::vector<float> values(200000);
     for (const State state : {State::master, State::moment2}) {
       each->engine().read(each->matrix(0), state, 1000, values);
       for (float& value : values) value *= 2;
       each->engine().write(each->matrix(0), state, 1000, values);
     }
+    faults_->clear();
     each->engine().step();
     each->train(4, 5);
   }

@@ -107,6 +107,7 @@ TEST_P(SecondaryShard, MovesWhatTheFormulaSays) {
   for (const auto& [parameters, stays] : {std::pair(Placement::pinned, false), std::pair(Placement::nvme, false),
                                           std::pair(Placement::pinned, true), std::pair(Placement::nvme, true)}) {
     ToySetup setup = toy_setup(parameters, Placement::nvme, directory / ("store" + std::to_string(cell++)));
+    setup.runtime.device_memory_bytes = 16 * kMiB;
     if (!stays) setup.engine.reuse_distance_elements = setup.engine.live_elements_max = 0;
     setup.engine.secondary_shard_ranks = ranks;
     on_ranks(size, [&, size = size, stays = stays, n = static_cast<std::uint64_t>(size),

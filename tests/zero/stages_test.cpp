@@ -73,7 +73,8 @@ TEST_P(StageTest, HoldsTheMemoryOfTheZeroTable) {
   for (const int ranks : {1, 2, 4}) {
     SCOPED_TRACE(ranks);
     on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
-      const ToySetup setup = at_stage(GetParam(), Placement::device);
+      ToySetup setup = at_stage(GetParam(), Placement::device);
+      setup.runtime.device_memory_bytes = 32 * kMiB;
       ToyProgram model(setup, join, shape);
       const Prediction prediction = predict(setup.runtime, setup.engine, model.model(), ranks);
       const auto all = static_cast<double>(model.model().parameter_count());

@@ -10,7 +10,8 @@ namespace hoist::test {
 
 ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string& directory) {
   ToySetup setup;
-  setup.runtime.device_memory_bytes = 16 * kMiB;
+  setup.runtime.device_memory_bytes = 4 * kMiB;  // each runtime fills it
+  setup.runtime.comm_scratch_bytes = kMiB;
   setup.runtime.pinned_memory_bytes = 32 * kMiB;
   setup.runtime.communicator = CommunicatorKind::self;
   setup.runtime.update_threads = 2;

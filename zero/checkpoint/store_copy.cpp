@@ -134,7 +134,8 @@ bool copy_commit(tiers::StoreReader& source, const tiers::StoreOptions& target, 
         source, *store, target.records, [](tiers::RecordId) { return true; }, progress);
     store->commit(source.caller_state()).wait();
   } catch (...) {
-    if (!io.gave_up() && tiers::Store::look(target.directory, target.identity.rank).commits.empty()) store->remove_new();
+    if (!io.gave_up() && tiers::Store::look(target.directory, target.identity.rank).commits.empty())
+      store->remove_new();
     throw;
   }
   return true;

@@ -5,8 +5,8 @@
 // Threading  One thread at a time.
 // Memory     Two buffers of a few MiB, and the tables of the new store.
 // Errors     CorruptionError naming what of the source is damaged, StoreError when the destination holds something
-//            else, UsageError when that is this run at another step, or this commit on other drives, BudgetError when it
-//            has too little space, IoError. Nothing was committed in the destination then.
+//            else, UsageError when that is this run at another step, or this commit on other drives, BudgetError when
+//            it has too little space, IoError. Nothing was committed in the destination then.
 // Main path  copy_commit -> Store::create -> read (verified), checksum, write -> commit.
 #pragma once
 

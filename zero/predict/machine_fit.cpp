@@ -34,8 +34,8 @@ void add_directory_problem(const std::string& directory, const char* key, Machin
   if (!fs::is_directory(existing)) {
     fit.problems.push_back(fmt::format("{}: {}{} is not a directory", key, cannot, existing));
   } else if (::access(existing.c_str(), W_OK | X_OK) != 0) {
-    fit.problems.push_back(fmt::format("{}: {}{} cannot be written to: {}; mount the drive, or name another directory", key,
-                                       cannot, existing, std::system_category().message(errno)));
+    fit.problems.push_back(fmt::format("{}: {}{} cannot be written to: {}; mount the drive, or name another directory",
+                                       key, cannot, existing, std::system_category().message(errno)));
   }
 }
 
