@@ -291,6 +291,7 @@ TEST(BackwardModeOnRanks, GradientsThatAreDiscardedCostNoCommitThatIsUnderWay) {
     model.pass(3);
     std::this_thread::sleep_for(std::chrono::milliseconds(5 * rank));
     model.engine().discard();
+    EXPECT_EQ(model.engine().committed_step(), 2u);
   });
   on_ranks(3, [&](int, const Runtime::MakeCommunicator& join) {
     ToyModel model(setup, join);

@@ -272,6 +272,8 @@ TEST(Lifetime, AnEngineEndsBeforeTheWeightsThatAPassWaitsForAreWritten) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.durability = tiers::Durability::none;
   setup.engine.update_buffer_count = 16;  // no unit waits for another's writes
+  setup.engine.prefetch_elements = 0;     // read, and not taken
+  setup.engine.staging_buffer_count = 4;
   const auto late = std::make_shared<Faults>(1);
   setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, late); };
   ToyProgram f(setup);
