@@ -10,7 +10,6 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/tests/support/faulty_backend.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -264,29 +263,6 @@ TEST(Lifetime, AnEngineEndsInTheMiddleOfAPassUnderLeasesAndScopes) {
     f.train(3, 4);
     EXPECT_EQ(digests_of(f), trained(4));
   }
-}
-
-// Weights for the next pass are read as soon as the step has written them; the engine ends before that.
-TEST(Lifetime, AnEngineEndsBeforeTheWeightsThatAPassWaitsForAreWritten) {
-  const TempDirectory directory;
-  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  setup.engine.durability = tiers::Durability::none;
-  setup.engine.update_buffer_count = 16;  // no unit waits for another's writes
-  setup.engine.prefetch_elements = 0;     // read, and not taken
-  setup.engine.staging_buffer_count = 4;
-  const auto late = std::make_shared<Faults>(1);
-  setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, late); };
-  ToyProgram f(setup);
-  f.train(1, 2);
-  late->add({.kind = Fault::Kind::delay,
-             .operation = aio::Operation::write,
-             .count = Faults::kForever,
-             .delay = std::chrono::milliseconds(200)});
-  f.train(3, 3);
-  const PassScope scope = f.engine().begin(Pass::train);
-  const std::uint64_t read = late->blocks(aio::Operation::read);
-  f.close();
-  EXPECT_GT(late->blocks(aio::Operation::read), read);  // they were waited for
 }
 
 TEST(Lifetime, AScopeEndsItsOwnPassOnly) {
