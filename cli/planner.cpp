@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
@@ -167,7 +168,6 @@ void take(const PlanQuestion& question, PlannedStep step, PlanRow& row) {
   row.time = step.time;
   row.fit = machine_fit(row.prediction, question.runtime, row.engine, question.node,
                         row.drive_bytes * static_cast<std::uint64_t>(question.layout.ranks_per_node));
-  if (question.is_here) add_directory_problems(row.engine, row.fit);
 }
 
 StepQuestion step_question(const PlanQuestion& question, const ProgramMemory& program) {
@@ -177,6 +177,8 @@ StepQuestion step_question(const PlanQuestion& question, const ProgramMemory& pr
 PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   PlanRow row{.engine = engine};
   row.refusal = refusal_of(engine, question.runtime, question.world_size);
+  if (row.refusal.empty() && question.is_here)
+    row.refusal = fmt::format("{}", fmt::join(directory_problems(engine), "; "));
   row.program = program_of(question, engine);
   row.drive_bytes = static_cast<std::uint64_t>(drive_bytes(question.machine, question.layout));
   take(question, plan_step(step_question(question, row.program), engine), row);

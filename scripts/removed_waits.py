@@ -33,11 +33,13 @@ FILES = ["comm/host_communicator.cpp", "python/src/unit_manager.cpp",
          "zero/memory/record_io.cpp", "zero/passes/accumulator.cpp", "zero/passes/gatherer.cpp", "zero/passes/gradient_ring.cpp",
          "zero/passes/gradients.cpp", "zero/passes/waits.cpp", "zero/passes/weight_reader.cpp", "zero/step/state_calls.cpp",
          "zero/step/update_policy.cpp", "zero/update/tile_pipeline.cpp"]
-# These waits order nothing.
+# These waits, or the lines they are in, order nothing.
 NO_ORDER = {
     'engine_->save("", caller_state).wait()': "delivers errors; the engine ends after its commits",
     "held_.front().used.wait_quietly()": "sleeps instead of asking again and again",
     "abandoned.wait_quietly()": "sleeps instead of asking again and again",
+    "buffer.idle.wait();  // rethrows a failed write": "is of a write that is done",
+    "if (submitted.done()) return submitted.wait();  // rethrows": "is of a fetch that is submitted",
     "adding_.back().added.wait()": "bounds how much memory of PyTorch's is kept",
     "last_made_.wait()": "tells the time of the program's kernels from waits; the streams are synchronized after it",
     "state.reduction->arrived.wait()": "delivers errors; the streams have been synchronized",
@@ -140,8 +142,8 @@ def conditional(file: str, first: int) -> tuple[str, list[Wait]]:
     done = 0
     for found in re.finditer(r"(->|\.)wait(?:_quietly)?\((?!lock)", text):
         line_begin = text.rfind("\n", 0, found.start()) + 1
-        if "//" in text[line_begin:found.start()] or "// rethrows" in text[line_begin:text.index("\n", found.start())]:
-            continue  # in a comment, or of what is done
+        if "//" in text[line_begin:found.start()] or text[line_begin:text.index("\n", found.start())].strip() in NO_ORDER:
+            continue
         begin, end = begin_of_operand(text, found.start()), end_of_call(text, found.start())
         if text[begin:end] in NO_ORDER:
             continue

@@ -197,6 +197,19 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
 }
 
 // A process under `ulimit -v` has less than the machine, as one beside others has.
+TEST_F(Plan, OfThisMachineRefusesAPlaceThatCannotBeMade) {
+  write("file", "no directory");
+  const std::string nvme = fmt::format(R"({{"device": "nvme", "nvme_path": "{}"}})", path("file/store"));
+  write("wrong.json", fmt::format(R"({{"zero_optimization": {{"stage": 3, "offload_optimizer": {}}}}})", nvme));
+  ::setenv("XDG_CACHE_HOME", path("cache").c_str(), 1);
+  const auto planned = run("plan wrong.json --parameters 10M --tokens 64 --machine this --path . --json plan.json");
+  ::unsetenv("XDG_CACHE_HOME");
+  EXPECT_EQ(planned.exit_code, 0) << planned.errors;  // there are places in memory
+  EXPECT_THAT(planned.output, HasSubstr("file is not a directory"));
+  EXPECT_THAT(row(json_of("plan.json"), "pinned", "nvme")["refusal"].dump(), HasSubstr("nvme_path: "));
+  EXPECT_EQ(row(json_of("plan.json"), "pinned", "pinned")["refusal"], nullptr);
+}
+
 TEST_F(Plan, OfThisMachineAsksWhatIsFree) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "sanitizers need terabytes of addresses";

@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -11,6 +13,7 @@
 #include <unistd.h>
 
 #include <hoist/core/kernel_files.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/drives.hpp>
@@ -27,16 +30,15 @@ const char* drive_remedy(const EngineOptions& engine) {
                             : "name a larger drive in hoist.checkpoint_path";
 }
 
-// `key`: of the configuration, that names the directory.
-void add_directory_problem(const std::string& directory, const char* key, MachineFit& fit) {
+// What keeps this process from making the directory, or files in it. `key`: of the configuration, that names it.
+std::optional<std::string> directory_problem(const std::string& directory, const char* key) {
   const std::string existing = detail::existing_part(directory);
-  const std::string cannot = existing == directory ? "" : directory + " cannot be made: ";
-  if (!fs::is_directory(existing)) {
-    fit.problems.push_back(fmt::format("{}: {}{} is not a directory", key, cannot, existing));
-  } else if (::access(existing.c_str(), W_OK | X_OK) != 0) {
-    fit.problems.push_back(fmt::format("{}: {}{} cannot be written to: {}; mount the drive, or name another directory",
-                                       key, cannot, existing, std::system_category().message(errno)));
-  }
+  const bool exists = existing == absolute_path(directory);
+  const std::string cannot = exists ? "" : directory + " cannot be made: ";
+  if (!fs::is_directory(existing)) return fmt::format("{}: {}{} is not a directory", key, cannot, existing);
+  if (::access(existing.c_str(), W_OK | X_OK) == 0) return std::nullopt;
+  return fmt::format("{}: {}{} cannot be written to: {}; {}, or name another directory", key, cannot, existing,
+                     std::system_category().message(errno), exists ? "change its owner" : "mount the drive");
 }
 
 std::uint64_t free_space(const fs::path& directory) {
@@ -90,7 +92,7 @@ void add_store(const std::vector<std::string>& directories, std::uint64_t bytes,
 }
 
 void add_drives(const EngineOptions& engine, std::uint64_t bytes, std::uint64_t mirror_bytes, MachineFit& fit) {
-  add_directory_problems(engine, fit);
+  fit.problems = directory_problems(engine);
   std::vector<StoreFileSystem> all;
   add_store(engine.drive_directories(), bytes, "NVMe", drive_remedy(engine), all);
   add_store({engine.mirror.directory}, mirror_bytes, "mirror", "name another drive in hoist.mirror.path", all);
@@ -140,11 +142,16 @@ void add_budget_problem(const char* key, const Prediction::Tier& tier, MachineFi
 
 }  // namespace
 
-void add_directory_problems(const EngineOptions& engine, MachineFit& fit) {
-  if (engine.store_directory.empty()) return;
+std::vector<std::string> directory_problems(const EngineOptions& engine) {
+  std::vector<std::string> problems;
+  const auto look = [&](const std::string& directory, const char* key) {
+    if (auto problem = directory_problem(directory, key)) problems.push_back(std::move(*problem));
+  };
+  if (engine.store_directory.empty()) return problems;
   for (const std::string& directory : engine.drive_directories())
-    add_directory_problem(directory, engine.uses_nvme() ? "nvme_path" : "hoist.checkpoint_path", fit);
-  if (!engine.mirror.directory.empty()) add_directory_problem(engine.mirror.directory, "hoist.mirror.path", fit);
+    look(directory, engine.uses_nvme() ? "nvme_path" : "hoist.checkpoint_path");
+  if (!engine.mirror.directory.empty()) look(engine.mirror.directory, "hoist.mirror.path");
+  return problems;
 }
 
 MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const EngineOptions& engine,

@@ -36,8 +36,8 @@ struct MachineFit {
 // Empty: looks at the file systems.
 MachineFit machine_fit(const Prediction& prediction, const RuntimeOptions& runtime, const EngineOptions& engine,
                        const Machine& machine, std::optional<std::uint64_t> drive_bytes = std::nullopt);
-// Adds what keeps this process from making the directories of store and mirror. machine_fit() does without
-// `drive_bytes`.
-void add_directory_problems(const EngineOptions& engine, MachineFit& fit);
+// What keeps this process from making the directories of store and mirror, as sentences. machine_fit() looks by itself
+// where it is not given `drive_bytes`.
+std::vector<std::string> directory_problems(const EngineOptions& engine);
 
 }  // namespace hoist

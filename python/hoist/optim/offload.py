@@ -494,6 +494,8 @@ class Offloaded:
         changed = [group | copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
                    for group, saved in zip(groups, saved_groups, strict=True)]
         if states or before > 0:  # otherwise nothing was trained yet, and set_master() may have set exact masters
+            for name, parameter in self._cut.named():
+                _refuse_not_finite(name, parameter, states.get(id(parameter)))
             masters, *both_moments = (UnitValues(self._cut.units, of) for of in (master, moments(0), moments(1)))
             self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
             self._note_values()
@@ -521,7 +523,6 @@ class Offloaded:
             name = trained[id(parameter)]
             saved = SavedState.of(self._kind, parameter, state_dict["state"].get(number, {}))
             if saved is not None:
-                _refuse_not_finite(name, saved, parameter)
                 states[id(parameter)] = saved
             elif id(parameter) not in keeps_none:
                 lacking = lacking or name
@@ -564,23 +565,20 @@ class Offloaded:
         program_end.abandon_for(self._unit_manager, self._has_others, error)
 
 
-def _refuse_not_finite(name: str, saved: SavedState, parameter: torch.Tensor) -> None:
+def _refuse_not_finite(name: str, parameter: torch.Tensor, saved: SavedState | None) -> None:
     """Errors: UsageError for values that a later commit would refuse. torch.optim goes on with them."""
-    first, second = saved.moments
-    values = [(f"the first moment of '{name}' in the state_dict", first),
-              (f"the second moment of '{name}' in the state_dict", second)]
-    if saved.master is not None:
-        values.append((f"the master of '{name}' in the state_dict", saved.master))
-    elif saved.remainder is None:
-        values.append((f"'{name}'", parameter.detach()))
-    for what, tensor in values:
-        if tensor is None:
-            continue
+    values = {f"'{name}'": parameter.detach()}  # its own master, or a part of it
+    if saved is not None:
+        first, second = saved.moments
+        values |= {f"the {what} of '{name}' in the state_dict": value for what, value in (
+            ("first moment", first), ("second moment", second), ("master", saved.master)) if value is not None}
+        if second is not None and second.lt(0).any():
+            raise _hoist.UsageError(f"the second moment of '{name}' in the state_dict is negative in places, which no optimizer "
+                                    "makes: the state_dict was changed")
+    for what, tensor in values.items():
         if not tensor.isfinite().all():
             raise _hoist.UsageError(f"{what} is not finite: a gradient was too large once. Load a state from before, and clip "
                                     "gradients")
-        if tensor is second and tensor.lt(0).any():
-            raise _hoist.UsageError(f"{what} is negative in places, which no optimizer makes: the state_dict was changed")
 
 
 def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[list[int], list[int]]:

@@ -113,7 +113,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             raise _hoist.UsageError("deepspeed=... brings its own weights: leave out weights=...")
         defaults = config.optimizer if optimizer is None else config.optimizer.of_kind(optimizer)
         if client is not None:
-            defaults.bias_correction = True  # PyTorch's have no such setting, and their groups none to take over
+            defaults.bias_correction = True  # as PyTorch's optimizers do, which have no such setting
         if optimizer not in (None, config.optimizer.kind) and groups is None:
             groups = [p for unit in cut.units for p in unit.parameters.values() if p.requires_grad] or None
         self._cut = cut
