@@ -23,7 +23,7 @@ struct PlanRow {
   std::uint64_t drive_bytes = 0;        // the rank's part of the drives
   MachineFit fit{};                     // of all ranks of a node
   bool configured = false;              // the configuration's own placement
-  std::string refusal{};                // why an engine would refuse these options with any budget, here or everywhere
+  std::string refusal{};                // why these options are refused whatever the budgets are; empty: they are not
 
   bool fits_drives() const { return prediction.nvme_bytes <= drive_bytes; }
   bool fits_budgets() const { return prediction.fits() && fits_drives(); }

@@ -122,8 +122,7 @@ std::vector<KeyRow> durability_rows() {
        .meaning = "Finished commits are copied to the subdirectory hoist of this directory, on another drive or a "
                   "network file system, while training goes on; a restart on a machine whose own drives are empty goes "
                   "on from there. The copy takes 24 bytes per parameter on that drive, and a commit that is being "
-                  "copied 12 on "
-                  "NVMe beside the newest; both are reserved at the start.",
+                  "copied 12 on NVMe beside the newest; both are reserved at the start.",
        .apply = [](Draft& d, const Value& v) { d.mirror_path = as_text(v); }},
       {.path = "hoist.mirror.every",
        .type = ValueType::integer,

@@ -196,7 +196,6 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   EXPECT_EQ(checked.exit_code, 0) << checked.errors << checked.output;
 }
 
-// A process under `ulimit -v` has less than the machine, as one beside others has.
 TEST_F(Plan, OfThisMachineRefusesAPlaceThatCannotBeMade) {
   write("file", "no directory");
   const std::string nvme = fmt::format(R"({{"device": "nvme", "nvme_path": "{}"}})", path("file/store"));
@@ -210,6 +209,7 @@ TEST_F(Plan, OfThisMachineRefusesAPlaceThatCannotBeMade) {
   EXPECT_EQ(row(json_of("plan.json"), "pinned", "pinned")["refusal"], nullptr);
 }
 
+// A process under `ulimit -v` has less than the machine, as one beside others has.
 TEST_F(Plan, OfThisMachineAsksWhatIsFree) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "sanitizers need terabytes of addresses";

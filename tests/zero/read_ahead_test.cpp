@@ -100,7 +100,7 @@ TEST_P(ReadAhead, IsKeptForTheNextStepWhenOneIsSkipped) {
   EXPECT_EQ(digests_of(*r), digests_of(*expected));
 }
 
-// What is read ahead comes while the buffers hold what the program writes, which is written later still.
+// Reads ahead that arrive late must not change buffers whose contents are still to be written.
 TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
   const auto delay = [&](aio::Operation operation, std::chrono::milliseconds by) {
     faults_->clear();
