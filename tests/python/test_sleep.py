@@ -171,14 +171,14 @@ def test_everything_is_given_back(settings, tmp_path):
             engine.sleep()
             asleep.append(resources())
             engine.wake()
-            if sleep % 10 == 0:
+            if sleep < 3:  # later ones follow each other: what PyTorch keeps of a step differs by megabytes from step to step
                 train(engine, 1)
         last = asleep[-1]
         assert last["resident"] < awake["resident"] - 0.9 * held
         assert last["mapped"] < awake["mapped"] - held or accelerator.ON_GPU  # CUDA maps memory of its own meanwhile
         assert last["threads"] < awake["threads"] and last["files"] < awake["files"]
         assert last["files"] == asleep[10]["files"] and last["threads"] == asleep[10]["threads"]
-        assert last["resident"] < asleep[10]["resident"] + 2 * 2**20
+        assert last["resident"] < asleep[10]["resident"] + 2**20
 
 
 PROGRAM = """
