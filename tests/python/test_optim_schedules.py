@@ -165,16 +165,34 @@ def test_the_log_says_what_a_resumed_run_does_not_bring(tmp_path, caplog):
 def test_other_rates_than_the_run_began_with_count(tmp_path, caplog):
     arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
     optimizer = two_groups(**arguments)
-    optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+    schedule = SCHEDULES["ExponentialLR"](optimizer)
     rates_of(optimizer, schedule, 3)
     optimizer.close()
     optimizer = two_groups(lr=1e-3, **arguments, resume=True)
     assert "began with [0.1, 0.3] and had come to [0.025, 0.075]; this program asks for [0.001, 0.3]" in caplog.text
-    optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+    schedule = SCHEDULES["ExponentialLR"](optimizer)
     assert rates_of(optimizer, schedule, 2) == [[1e-3, 0.3], [5e-4, 0.15]]
     optimizer.close()
     optimizer = two_groups(lr=1e-3, **arguments, resume=True)
     assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 0.15]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("sets", [True, False])
+def test_a_saved_schedule_goes_on_with_its_own_rates_where_others_are_asked_for(tmp_path, caplog, sets):
+    arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
+    optimizer = two_groups(**arguments)
+    optimizer.lr_scheduler = schedule = SCHEDULES["ExponentialLR"](optimizer)
+    rates_of(optimizer, schedule, 3)
+    optimizer.close()
+    optimizer = two_groups(lr=1e-3, **arguments, resume=True)
+    assert "learning rates" not in caplog.text
+    schedule = SCHEDULES["ExponentialLR"](optimizer)
+    if sets:
+        optimizer.lr_scheduler = schedule
+    assert rates_of(optimizer, schedule, 2) == ([[0.0125, 0.0375], [0.00625, 0.01875]] if sets else [[1e-3, 0.3], [5e-4, 0.15]])
+    assert ("the schedule goes on with the rates of the run, which began with [0.1, 0.3]" in caplog.text) == sets
+    assert ("had come to [0.025, 0.075], and the program has set [0.001, 0.3]" in caplog.text) == (not sets)
     optimizer.close()
 
 

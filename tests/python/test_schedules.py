@@ -381,6 +381,32 @@ def test_a_schedule_that_the_program_steps_and_sets_back_on_resume_is_warned_of(
         assert ("engine.lr_scheduler is set to it" in caplog.text) == (how == "lost")
 
 
+@pytest.mark.parametrize("sets", ["at once", "after a step", "never"])
+def test_a_saved_schedule_goes_on_with_its_own_rates_where_others_are_asked_for(settings, caplog, sets):
+    """Not after a step: what was saved belongs to an earlier one then."""
+    def begin(rate, resume):
+        config = settings()
+        config["optimizer"]["params"]["lr"] = rate
+        return hoist.torch.wrap(make(), config, resume=resume)
+
+    def halved(optimizer):
+        return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    with begin(0.5, resume=False) as engine:
+        engine.lr_scheduler = halved
+        train(engine, 3)
+    with begin(0.25, resume=True) as engine:
+        assert "learning rates" not in caplog.text
+        if sets == "at once":
+            engine.lr_scheduler = halved
+        train(engine, 1)
+        if sets == "after a step":
+            engine.lr_scheduler = halved
+        assert engine.get_lr() == [0.5 ** 5 if sets == "at once" else 0.25]
+        assert ("the schedule goes on with the rates of the run, which began with [0.5]" in caplog.text) == (sets == "at once")
+        assert ("had come to [0.125], and the program has set [0.25]" in caplog.text) == (sets != "at once")
+
+
 def test_a_schedule_in_a_store_that_was_written_before(settings):
     """Then whole entries were left out, and integer keys with them."""
     state = {"base_lrs": [1e-3], "last_epoch": 4, "gamma": 0.1, "_step_count": 5, "_last_lr": [1e-3]}

@@ -373,14 +373,14 @@ class _Optimizer(torch.optim.Optimizer):
     def lr_scheduler(self) -> Any:
         """A schedule whose state is part of every commit. The program steps it, once after every step(). One that is set after
         resume=True or restore() continues where the saved one was."""
-        return self._require_offload("lr_scheduler").schedule
+        return self._require_offload("lr_scheduler").run_rates.schedule
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
         driven = getattr(schedule, "optimizer", None)
         if isinstance(driven, torch.optim.Optimizer) and driven.param_groups is not self.param_groups:
             raise _hoist.UsageError(f"{type(schedule).__name__} sets the rates of another optimizer: make it for this one")
-        self._require_offload("lr_scheduler").follow(self.param_groups, schedule)
+        self._require_offload("lr_scheduler").run_rates.follow(schedule, self.param_groups)
 
     def save(self, name: str = "") -> _hoist.Completion:
         """[C] Commits the present state; what it returns is done when that is durable. With keep_steps and a name the commit

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from hoist import _hoist
-
-_log = logging.getLogger("hoist")
 
 # Names in torch.optim's parameter groups -> the engine's.
 _SETTINGS = {
@@ -70,13 +67,6 @@ def settled_of(group: dict[str, Any]) -> dict[str, Any]:
 def is_setting(key: str) -> bool:
     """Whether an entry of a parameter group, besides its learning rate, says how steps are computed."""
     return key in _SETTLED or key in TORCH_ARGUMENTS or key == "initial_accumulator_value"
-
-
-def warn_of_other_rates(resumed: list[float] | None, rates: list[float], name: str) -> None:
-    """Before the first step of a run that was resumed, and whose schedule was not continued."""
-    if resumed not in (None, rates):
-        _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule continues "
-                     "if %s.lr_scheduler is set to it in both runs", resumed, rates, name)
 
 
 def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) -> None:

@@ -28,11 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hoist import _hoist, program_end
 from hoist.commit_values import to_json
-from hoist.optim.groups import is_setting, options_of, rates_of, refuse_changes, settled_of, warn_of_other_rates
+from hoist.optim.groups import is_setting, options_of, rates_of, refuse_changes, settled_of
 from hoist.optim.pieces import CutParameters, Piece, UnitValues, refuse_unfit
 from hoist.optim.values import DTYPES, STATE_NAMES, SavedState, join_master, problem_of_gradient
 from hoist.shared_memory import refuse_shared_memory
 from hoist.torch.checkpoint import program_state, schedules
+from hoist.torch.checkpoint.schedules import RunRates
 from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.model import initial
@@ -111,16 +112,13 @@ class Offloaded:
         self.program_state: dict[str, Any] = {}
         self.restored = False
         self.step_was_skipped = False
-        self.schedule: Any = None
-        self._saved: dict[str, Any] = {}  # the restored commit's state, until a schedule continues from it
         self._consolidated: dict[int, Any] | None = None
         # Between load() and adopt(): the program may load the weights after the states.
         self._is_loading = False
         self._remainders: dict[int, torch.Tensor] = {}  # of bf16 parameters, by id
         self._settled = [settled_of(group) for group in groups]
         self._rates: list[float | None] = list(rates_of(groups))
-        self._first_rates = rates_of(groups)
-        self._resumed_rates: list[float] | None = None  # until the first step after that
+        self.run_rates = RunRates(groups, "optimizer.lr_scheduler")
         self._is_divided = self._has_others = False
         self._has_store = directory is not None
         members, job = _ranks_of(shard_over, self._has_store)
@@ -295,8 +293,7 @@ class Offloaded:
 
     def _push_rates(self, groups: list[dict[str, Any]]) -> None:
         rates = rates_of(groups)
-        warn_of_other_rates(self._resumed_rates, rates, "optimizer")
-        self._resumed_rates, self._saved = None, {}
+        self.run_rates.before_step(rates)
         for index, rate in enumerate(rates):
             if rate != self._rates[index]:
                 self._unit_manager.set_learning_rate(index + 1, rate)
@@ -335,8 +332,8 @@ class Offloaded:
         """`schedule_lags`: the schedule will be stepped for this commit's step, but has not been yet."""
         state: dict[str, Any] = {"program": to_json(self.program_state, "commit_state"),
                                  "groups": [_plain_entries(group) for group in groups],
-                                 "first_rates": self._first_rates, "world_size": self._unit_manager.world_size}
-        schedule = schedules.plain_schedule(schedules.schedule_of(self.schedule))
+                                 "first_rates": self.run_rates.first, "world_size": self._unit_manager.world_size}
+        schedule = schedules.plain_schedule(schedules.schedule_of(self.run_rates.schedule))
         if schedule is not None:
             state |= {"scheduler": schedule, "schedule_lags": schedule_lags}
         return json.dumps(state).encode()
@@ -356,13 +353,13 @@ class Offloaded:
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()
         self._consolidated = None
-        self._saved = program_state.unpack(bytes(state))
-        if self._saved:
-            self.program_state = self._saved["program"]
-            distributed.warn_of_other_world_size(self._saved, self._unit_manager.world_size, "commit_state")
-            for group, entries in zip(groups, self._saved["groups"], strict=True):
+        if saved := program_state.unpack(bytes(state)):
+            self.program_state = saved["program"]
+            distributed.warn_of_other_world_size(saved, self._unit_manager.world_size, "commit_state")
+            for group, entries in zip(groups, saved["groups"], strict=True):
                 group.update(entries)
-            self._continue_schedule(groups)
+            self.run_rates.restored(saved | {"rates": rates_of(groups)})
+            self.run_rates.go_back(groups)
         self._rates = [None] * len(groups)
         self.restored = True
         return step
@@ -371,25 +368,7 @@ class Offloaded:
         step = self.restore(groups, "")
         _log.info("resuming at step %d with the trained parameters and their states. Buffers, such as running means, and frozen "
                   "parameters are the program's: it loads them itself", step)
-        began, came_to = self._saved.get("first_rates", self._first_rates), rates_of(groups)
-        if began == self._first_rates:
-            self._resumed_rates = came_to if step > 0 else None
-            return
-        _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, and "
-                     "these count, with schedules as the program makes them", began, came_to, self._first_rates)
-        self._saved = {}
-        for group, rate in zip(groups, self._first_rates, strict=True):
-            group["lr"] = group["initial_lr"] = rate
-
-    def follow(self, groups: list[dict[str, Any]], schedule: Any) -> None:
-        self.schedule = schedule
-        self._continue_schedule(groups)
-
-    def _continue_schedule(self, groups: list[dict[str, Any]]) -> None:
-        """Brings a schedule to where the saved one was, and the rates, which its constructor may have set."""
-        if self.schedule is not None and "scheduler" in self._saved:
-            schedules.continue_schedule({**self._saved, "rates": rates_of(self._saved["groups"])}, self.schedule, groups)
-            self._resumed_rates, self._saved = None, {}
+        self.run_rates.resume(groups, step)
 
     def checkpoints(self) -> dict[str, int]:
         """[C] Named checkpoints and their steps, oldest first."""
@@ -508,7 +487,7 @@ class Offloaded:
             group.update(after)
         self._settled = [settled_of(group) for group in groups]
         if not is_present:
-            self._resumed_rates, self._saved = None, {}
+            self.run_rates.forget()
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
         """The states by id of the parameter, and the step count of all of them: none, and 0, before the first step."""

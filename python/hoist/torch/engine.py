@@ -22,8 +22,9 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
-from hoist.optim.groups import options_of, rates_of, settings_of, warn_of_other_rates
+from hoist.optim.groups import options_of, rates_of, settings_of
 from hoist.torch.checkpoint import program_state, schedules
+from hoist.torch.checkpoint.schedules import RunRates
 from hoist.torch.clipping import clip_through
 from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
@@ -91,9 +92,6 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.eviction_was_said = False
         self._boundary: bool | None = None
         self._refuse_second_schedule(scheduler)
-        self._lr_scheduler: Any = None
-        self._resumed_rates: list[float] | None = None  # until the first step after that
-        self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
         self.state: dict[str, Any] = {}
         self.restored = False
         self._waits_for_load = False  # the store holds a run, and load_checkpoint() comes
@@ -137,7 +135,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             for group in param_groups:
                 group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
             initial.materialize_buffers(model, initialize, self.device)
-            self._first_rates = rates_of(param_groups)
+            self._run_rates = RunRates(param_groups, "engine.lr_scheduler")
             is_found = self._find_run(resume, load_later)
             if not is_found:
                 checkpoint = deepspeed if deepspeed is None or isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
@@ -152,7 +150,9 @@ class Engine(StandsForModel, DeepSpeedNames):
             self._parameters.note_versions()
             self._install_hooks()
             self.optimizer = Optimizer(self, param_groups, settings_of(config.optimizer if groups is None else defaults))
-            self._continue_rates()
+            if self.restored and not config.has_schedule:
+                self._run_rates.resume(self.optimizer.param_groups, self.step_count)
+                self.optimizer.push_rates()
             if client is not None:
                 self.optimizer.adopt(client)
             self.lr_scheduler = scheduler
@@ -236,10 +236,10 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _adopt(self, checkpoint: Checkpoint, adoption: Adoption) -> None:
         """Begins where DeepSpeed's run was, as if its last step had been committed here."""
-        state = adoption.program_state(self.config, dict(self._parameters.persistent_buffers()), self._first_rates)
+        state = adoption.program_state(self.config, dict(self._parameters.persistent_buffers()), self._run_rates.first)
         packed = program_state.pack(state["program"], state["schedule"], state["rates"], state["buffers"],
                                     schedule_lags=False, world_size=self.world_size,
-                                    skipped_steps=state["skipped_steps"], first_rates=self._first_rates)
+                                    skipped_steps=state["skipped_steps"], first_rates=self._run_rates.first)
         self._unit_manager.begin_at(adoption, checkpoint.step, checkpoint.loss_scale, packed)
         self.restored = True
         self._load_commit_state(packed)
@@ -331,12 +331,12 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._step_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
-        if not lr_kwargs and schedules.needs_arguments(self._lr_scheduler):
-            raise _hoist.UsageError(f"the step() of {type(self._lr_scheduler).__name__} needs more than the step, such as its "
+        if not lr_kwargs and schedules.needs_arguments(self.lr_scheduler):
+            raise _hoist.UsageError(f"the step() of {type(self.lr_scheduler).__name__} needs more than the step, such as its "
                                     'metrics: call engine.step(lr_kwargs={"metrics": ...})')
         report = self.optimizer.update()
-        if report.applied and self._lr_scheduler is not None:
-            schedules.step_schedule(self._lr_scheduler, **(lr_kwargs or {}))
+        if report.applied and self.lr_scheduler is not None:
+            schedules.step_schedule(self.lr_scheduler, **(lr_kwargs or {}))
         return report
 
     def _update(self) -> _hoist.StepReport:
@@ -347,8 +347,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
         if not self.config.has_schedule:
-            warn_of_other_rates(self._resumed_rates, self.get_lr(), "engine")
-            self._resumed_rates = None
+            self._run_rates.before_step(self.get_lr())
         if self._updates_in_backward:
             self.optimizer.refuse_late_rates()
         else:
@@ -392,41 +391,18 @@ class Engine(StandsForModel, DeepSpeedNames):
     def lr_scheduler(self) -> Any:
         """Stepped after every step that was applied; set to it, or to a function that makes it for the optimizer. One that is
         set after a restore continues where the saved one was."""
-        return self._lr_scheduler
+        return self._run_rates.schedule
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         scheduler = schedule_for(self.optimizer, scheduler)
         self._refuse_second_schedule(scheduler)
-        self._lr_scheduler = scheduler
-        self._continue_schedule()
+        self._run_rates.follow(scheduler, self.optimizer.param_groups)
 
     def _refuse_second_schedule(self, scheduler: Any) -> None:
         if self.config.has_schedule and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
             raise _hoist.UsageError(f"{type(scheduler).__name__} beside the configuration's scheduler, which sets the rates: "
                                     "leave one of them out")
-
-    def _continue_rates(self) -> None:
-        """After wrap(resume=True): the rates that the run had come to, unless this program asks for others than that one did.
-        After wrap(deepspeed=...): those of the checkpoint."""
-        rates, began = self._saved.get("rates", []), self._saved.get("first_rates")
-        if self.config.has_schedule or began is None or len(rates) != len(self._first_rates):
-            return
-        if began == self._first_rates:
-            for group, rate, first in zip(self.optimizer.param_groups, rates, began, strict=True):
-                group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
-                group["lr"] = rate
-            self.optimizer.push_rates()
-            self._resumed_rates = rates
-        elif rates != self._first_rates and "scheduler" not in self._saved:
-            _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, "
-                         "and these count", began, rates, self._first_rates)
-
-    def _continue_schedule(self) -> None:
-        if self._saved and self._lr_scheduler is not None:
-            schedules.continue_schedule(self._saved, self._lr_scheduler, self.optimizer.param_groups)
-            self._saved = {}
-            self._resumed_rates = None
 
     def _begin_training_pass(self) -> None:
         if self._updates_in_backward:
@@ -482,19 +458,20 @@ class Engine(StandsForModel, DeepSpeedNames):
     def _commit_state(self, schedule_lags: bool) -> bytes:
         rates = rates_of(self.optimizer.param_groups)
         buffers = dict(self._parameters.persistent_buffers())
-        packed = program_state.pack(self.state, schedules.schedule_of(self._lr_scheduler), rates, buffers,
-                                    schedule_lags=schedule_lags, first_rates=self._first_rates,
+        packed = program_state.pack(self.state, schedules.schedule_of(self.lr_scheduler), rates, buffers,
+                                    schedule_lags=schedule_lags, first_rates=self._run_rates.first,
                                     skipped_steps=self._skipped_steps, world_size=self.world_size)
         if len(packed) > self.config.caller_state_bytes_max:
             program_state.refuse_size(len(packed), self.config.caller_state_bytes_max, buffers)
         return packed
 
     def _load_commit_state(self, data: bytes) -> None:
-        self._saved = program_state.unpack(data)
-        self.state = self._saved.get("program", {})
-        distributed.warn_of_other_world_size(self._saved, self.world_size, "engine.state or persistent buffers")
-        self._skipped_steps = self._saved.get("skipped_steps", 0)
-        program_state.fill_buffers(self._saved.get("buffers", {}), self.module, self.device)
+        saved = program_state.unpack(data)
+        self._run_rates.restored(saved)
+        self.state = saved.get("program", {})
+        distributed.warn_of_other_world_size(saved, self.world_size, "engine.state or persistent buffers")
+        self._skipped_steps = saved.get("skipped_steps", 0)
+        program_state.fill_buffers(saved.get("buffers", {}), self.module, self.device)
 
     @takes_turn
     def save(self, name: str = "", state: dict[str, Any] | None = None, mirror: bool = False) -> _hoist.Completion:
@@ -537,10 +514,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.tensors.given_another()  # not by the program: a call that was interrupted has shown half of a unit
         self.optimizer.forget_rates()
         self._load_commit_state(bytes(state))
-        for group, rate in zip(self.optimizer.param_groups, self._saved.get("rates", ()), strict=False):
-            group["lr"] = rate
+        self._run_rates.go_back(self.optimizer.param_groups)
         self.optimizer.show_rates()
-        self._continue_schedule()
         return step
 
     @takes_turn

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules of the program: their steps, and as much of their state as a commit, which is JSON, can hold."""
+"""Learning rates of a run that goes on, and schedules of the program: their steps, and as much of their state as a commit, which
+is JSON, can hold."""
 
 from __future__ import annotations
 
@@ -10,10 +11,81 @@ from collections import Counter
 from typing import Any
 
 from hoist.commit_values import INTEGER_KEYS
+from hoist.optim.groups import rates_of
 
 _log = logging.getLogger("hoist")
 
 _NOT_PLAIN = object()
+
+
+class RunRates:
+    """The learning rates of a run, and the schedule that is stepped with it.
+
+    A resumed run goes on with the rates that it had come to, unless the program asks for others than the run began with: then
+    these count. A schedule that was saved goes on with its own rates once the program sets one, before the first step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], setter: str):
+        self.schedule: Any = None
+        self.first = rates_of(groups)  # what the program asks for
+        self._asked = [{key: group[key] for key in ("lr", "initial_lr") if key in group} for group in groups]
+        self._setter = setter  # of the schedule, in the program's words
+        self._saved: dict[str, Any] = {}  # with the commit that was restored, until the first step after that
+        self._came_to: list[float] | None = None  # by the run that was resumed, until then
+
+    def restored(self, saved: dict[str, Any]) -> None:
+        """`saved`: what unpack() returns. Then go_back() or resume()."""
+        self._saved, self._came_to = saved, None
+
+    def go_back(self, groups: list[dict[str, Any]]) -> None:
+        """Gives groups the rates of the commit, and the schedule the state that it had."""
+        for group, rate in zip(groups, self._saved.get("rates", ()), strict=False):
+            group["lr"] = rate
+        self._continue(groups)
+
+    def resume(self, groups: list[dict[str, Any]], step: int) -> None:
+        """Gives groups the rates that a resumed run goes on with. A schedule is set after that."""
+        rates, began = self._saved.get("rates", []), self._saved.get("first_rates", self.first)
+        if len(rates) != len(self.first):
+            return
+        if step > 0:
+            self._came_to = rates
+        if began == self.first:
+            for group, rate, first in zip(groups, rates, began, strict=True):
+                group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
+                group["lr"] = rate
+            return
+        for group, asked in zip(groups, self._asked, strict=True):
+            group.pop("initial_lr", None)
+            group.update(asked)
+        if rates != self.first and "scheduler" not in self._saved:
+            _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, "
+                         "and these count", began, rates, self.first)
+            self._came_to = None
+
+    def follow(self, schedule: Any, groups: list[dict[str, Any]]) -> None:
+        """Sets the schedule, which goes on where the saved one was."""
+        self.schedule = schedule
+        self._continue(groups)
+
+    def before_step(self, rates: list[float]) -> None:
+        if self._came_to not in (None, rates):
+            _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule "
+                         "continues if %s is set to it in both runs", self._came_to, rates, self._setter)
+        self.forget()
+
+    def forget(self) -> None:
+        """What was saved: it belongs to an earlier step now."""
+        self._saved, self._came_to = {}, None
+
+    def _continue(self, groups: list[dict[str, Any]]) -> None:
+        if self.schedule is None or not continue_schedule(self._saved, self.schedule, groups):
+            return
+        if self._saved["scheduler"] and self._saved.get("first_rates", self.first) != self.first:
+            _log.warning("learning rates: the schedule goes on with the rates of the run, which began with %s, and not with those "
+                         "that this program asks for, %s. For these, step a new schedule in the program, without setting %s",
+                         self._saved["first_rates"], self.first, self._setter)
+        self.forget()
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any] | None:
@@ -27,10 +99,10 @@ def plain_schedule(state: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if plain is _NOT_PLAIN else plain
 
 
-def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[dict[str, Any]]) -> None:
-    """Brings a scheduler, and the rates that it has set, to where they were after the commit's step."""
+def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[dict[str, Any]]) -> bool:
+    """Brings a scheduler, and the rates that it has set, to where they were after the commit's step. False: nothing was saved."""
     if not hasattr(scheduler, "load_state_dict") or "scheduler" not in saved:
-        return
+        return False
     built = scheduler.state_dict()
     scheduler.load_state_dict({**built, **_with_saved(built, saved["scheduler"])})
     for group, rate in zip(param_groups, saved["rates"], strict=True):
@@ -39,8 +111,9 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
         if needs_arguments(scheduler):
             _log.warning("%s had not been told of the step that the run goes on from, and needs more than that step to be told "
                          "(its metrics): call its step() once, if the program did so after each step", type(scheduler).__name__)
-            return
-        step_schedule(scheduler)
+        else:
+            step_schedule(scheduler)
+    return True
 
 
 def step_schedule(scheduler: Any, **arguments: Any) -> None:

@@ -17,6 +17,7 @@ from hoist.torch.passes.turns import takes_turn
 from hoist.torch.ranks.channels import is_joined
 
 if TYPE_CHECKING:
+    from hoist.torch.checkpoint.schedules import RunRates
     from hoist.torch.engine import Engine
     from hoist.torch.optimizer import Optimizer
     from hoist.torch.passes.passes import Passes
@@ -48,8 +49,7 @@ class DeepSpeedNames:
     _step_applied: bool
     _skipped_steps: int
     _optimizer_groups_offset: int
-    _lr_scheduler: Any
-    _saved: dict[str, Any]
+    _run_rates: RunRates
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self._boundary = is_boundary
@@ -179,13 +179,13 @@ class DeepSpeedNames:
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise _hoist.UsageError("a named checkpoint comes back whole: for its weights alone, `hoist export` it, and begin a "
                                     "run with weights=...")
-        before = self._lr_scheduler
+        before = self._run_rates.schedule
         if not load_lr_scheduler_states:
-            self._lr_scheduler = None
+            self._run_rates.schedule = None
         try:
             loaded = checkpoints.load(cast("Engine", self), os.fspath(load_dir), tag)
         finally:
-            self._lr_scheduler = before
+            self._run_rates.schedule = before
         if not load_lr_scheduler_states:
-            self._saved = {}
+            self._run_rates.forget()
         return loaded
