@@ -28,7 +28,7 @@ class RunRates:
     def __init__(self, groups: list[dict[str, Any]], setter: str):
         self.schedule: Any = None
         self.first = rates_of(groups)  # what the program asks for
-        self._asked = [{key: group[key] for key in ("lr", "initial_lr") if key in group} for group in groups]
+        self._asked: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "initial_lr") if k in group} for group in groups]
         self._setter = setter  # of the schedule, in the program's words
         self._saved: dict[str, Any] = {}  # with the commit that was restored, until the first step after that
         self._came_to: list[float] | None = None  # by the run that was resumed, until then
@@ -82,8 +82,9 @@ class RunRates:
         if self.schedule is None or not continue_schedule(self._saved, self.schedule, groups):
             return
         if self._saved["scheduler"] and self._saved.get("first_rates", self.first) != self.first:
-            _log.warning("learning rates: the schedule goes on with the rates of the run, which began with %s, and not with those "
-                         "that this program asks for, %s. For these, step a new schedule in the program, without setting %s",
+            _log.warning("learning rates: the schedule goes on with the rates of the run, which began with %s, and not with "
+                         "those that this program asks for, %s. For these, step a new schedule in the program, and do not set "
+                         "%s",
                          self._saved["first_rates"], self.first, self._setter)
         self.forget()
 

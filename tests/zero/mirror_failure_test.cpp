@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies to a mirror that fail, hang or cannot begin: training goes on, and the copy before stays whole until another
+// is.
+#include <atomic>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/aio/given_up.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/tests/support/log_capture.hpp>
+#include <hoist/tests/support/system_calls.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+
+#include "mirror_run.hpp"
+
+namespace hoist::test::mirror_failure_test {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+class MirrorFailureTest : public MirrorRun {};
+
+// Errors of a copy: each reaches every rank, the training goes on, and the next copy is whole.
+TEST_P(MirrorFailureTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 1;
+  const auto& states = undisturbed(6);
+  for (const std::uint64_t first_failure : {1u, 3u}) {  // before there is a whole copy, and after
+    on_engines(2, [&](int rank, ToyModel& model) {
+      model.initialize();
+      for (std::uint64_t step = 1; step <= 6; ++step) {
+        take_step(model, step);
+        const std::string state = "step " + std::to_string(step);
+        const bool fails = step == first_failure || step == first_failure + 1;
+        if (fails && rank == 1)
+          faults_->add({.operation = aio::Operation::write,
+                        .path_contains = setup_.engine.mirror.directory,
+                        .count = 1,
+                        .code = ENOSPC});
+        const Completion saved = model.engine().save("", bytes_of(state), {.mirror = true});
+        if (fails)
+          EXPECT_THROW(saved.wait(), Error);
+        else
+          EXPECT_NO_THROW(saved.wait());
+        const auto whole = model.engine().mirror().step;
+        EXPECT_EQ(whole, !fails ? std::optional(step) : first_failure == 1 ? std::nullopt : std::optional(2ul));
+      }
+      EXPECT_EQ(state_digests(model), states.at(6));
+    });
+    expect_restored(2, 6, states);
+  }
+}
+
+// Copies take longer than ranks wait for each other, on one rank: one that fails early on the other, one that ends
+// early on the other, and one whose flush is slow.
+TEST(MirrorTimeOut, ACopyMayTakeLongerThanRanksWaitForEachOther) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.runtime.comm_timeout = std::chrono::seconds(4);
+  setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
+  const auto faults = std::make_shared<Faults>(1);
+  const auto copies_take_long = [&](int rank, const Runtime::MakeCommunicator& join) {
+    ToySetup mine = setup;
+    mine.engine.mirror.bytes_per_second = rank == 0 ? 80 * kKiB : 0;
+    if (rank == 1) mine.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults); };
+    Runtime runtime(mine.runtime, join);
+    ToyModel model(runtime, mine.engine);
+    model.initialize();
+    model.train(1, 1);
+    if (rank == 1)
+      faults->add({.operation = aio::Operation::write, .path_contains = mine.engine.mirror.directory, .code = ENOSPC});
+    EXPECT_THROW(model.engine().save("", {}, {.mirror = true}).wait(), Error);
+    const TimePoint begun = Clock::now();
+    EXPECT_NO_THROW(model.engine().save("", {}, {.mirror = true}).wait());
+    EXPECT_GT(Clock::now() - begun, setup.runtime.comm_timeout) << "the copy was too short to tell";
+    EXPECT_EQ(model.engine().mirror().step, 1u);
+    model.train(2, 2);
+    if (rank == 1)
+      faults->add({.kind = Fault::Kind::delay,
+                   .operation = aio::Operation::sync,
+                   .path_contains = mine.engine.mirror.directory + "/rank-00001.data",
+                   .delay = setup.runtime.comm_timeout * 2});
+    EXPECT_NO_THROW(model.engine().save("", {}, {.mirror = true}).wait());
+    EXPECT_EQ(model.engine().mirror().step, 2u);
+    EXPECT_TRUE(rank == 0 || faults->hits(Fault::Kind::delay) == 1);
+  };
+  on_ranks(2, copies_take_long);
+}
+
+// A rank whose copy cannot even begin tells the others where their copies end. No step waits for that.
+TEST_P(MirrorFailureTest, ACopyThatCannotBeginHoldsNoStepUp) {
+  setup_.engine.mirror.bytes_per_second = 300 * kKiB;  // two seconds and more
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 0;
+  on_engines(2, [&](int rank, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    if (rank == 0) faults_->add({.operation = aio::Operation::read, .path_contains = "store/rank-00000.manifest"});
+    const Completion saved = model.engine().save("", bytes_of("step 1"), {.mirror = true});
+    take_step(model, 2);
+    model.engine().settle();
+    EXPECT_FALSE(saved.done()) << "the step has waited for the other rank's copy";
+    EXPECT_THROW(saved.wait(), Error);
+    model.engine().save("", bytes_of("step 2"), {.mirror = true}).wait();
+  });
+  EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
+}
+
+// Counts the names that are removed below a path. Each such call would hang if its drive did not answer.
+class RemovedNames final : public SystemCallObserver {
+ public:
+  explicit RemovedNames(std::string path) : path_(std::move(path)), before_(observe_system_calls(this)) {}
+  ~RemovedNames() override { observe_system_calls(before_); }
+  bool before(const SystemCall& call) override {
+    if (call.kind == SystemCall::Kind::remove && call.path.starts_with(path_)) ++count_;
+    return true;
+  }
+  void start_over() { count_ = 0; }
+  int count() const { return count_; }
+
+ private:
+  const std::string path_;
+  SystemCallObserver* const before_;
+  std::atomic<int> count_{0};
+};
+
+// A process whose drive hung frees no memory that drives were given. Here the transfers never began, and the tests that
+// follow would leave gigabytes.
+struct FreedAfterwards {
+  const unsigned before = aio::drives_given_up();
+  ~FreedAfterwards() { aio::detail::given_up = before; }
+};
+
+// The mirror's drive hangs on one rank. No rank tries again while this process lives, and each says why at once. The
+// end of the rank makes no call that the drive would have to answer.
+TEST_P(MirrorFailureTest, ADriveThatStopsAnsweringIsGivenUp) {
+  const FreedAfterwards freed_afterwards;
+  setup_.runtime.aio_answer_timeout = std::chrono::seconds(3);
+  setup_.engine.mirror.every = 1;
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 1;
+  const LogCapture log;
+  RemovedNames removed(setup_.engine.mirror.directory + "/rank-00001");
+  on_engines(2, [&](int rank, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    model.engine().save("", bytes_of("step 1"), {.mirror = true}).wait();
+    if (rank == 1) {
+      removed.start_over();
+      faults_->add({.kind = Fault::Kind::delay,
+                    .path_contains = setup_.engine.mirror.directory,
+                    .count = Faults::kForever,
+                    .delay = std::chrono::hours(9)});
+    }
+    for (std::uint64_t step = 2; step <= 4; ++step) {
+      take_step(model, step);
+      const Completion saved = model.engine().save("", bytes_of("a step"), {.mirror = true});
+      try {
+        saved.wait();
+        ADD_FAILURE() << "step " << step << " was copied";
+      } catch (const Error& error) {
+        if (step > 2) {
+          EXPECT_THAT(error.what(), HasSubstr("until the program is started again"));
+        }
+      }
+    }
+    EXPECT_EQ(model.engine().mirror().step, 1u);
+  });
+  EXPECT_EQ(removed.count(), 0);
+  EXPECT_EQ(log.count("the drive of " + setup_.engine.mirror.directory + "/rank-00001."), 1);
+  setup_.engine.mirror = {};  // as long as this process lives, it has the lock of the mirror's file
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 4u); });
+}
+
+TEST_P(MirrorFailureTest, AFailedEngineGivesItsCopyUp) {
+  setup_.engine.mirror.bytes_per_second = 10 * kKiB;  // a minute and more
+  const TimePoint begin = Clock::now();
+  on_engines(2, [&](int, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    const Completion saved = model.engine().save("", bytes_of("step 1"), {.mirror = true});
+    take_step(model, 2);
+    model.engine().abandon("its program ends");
+    model.close();
+    EXPECT_THROW(saved.wait(), Error);
+  });
+  EXPECT_LT(to_seconds(Clock::now() - begin), 30);
+  EXPECT_TRUE(StoreSummary(look_at_store(setup_.engine.mirror.directory)).commits.empty());
+}
+
+// The copy that finds the mirror's files gone fails; the next copy makes them anew.
+TEST_P(MirrorFailureTest, ItsFilesMayDisappearAndAreMadeAnew) {
+  on_engines(1, [&](int, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    model.engine().save("", bytes_of("step 1"), {.mirror = true}).wait();
+    fs::remove_all(setup_.engine.mirror.directory);
+    take_step(model, 2);
+    EXPECT_THROW(model.engine().save("", bytes_of("step 2"), {.mirror = true}).wait(), Error);
+    take_step(model, 3);
+    model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
+  });
+  EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 3u);
+}
+
+INSTANTIATE_TEST_SUITE_P(, MirrorFailureTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });
+
+}  // namespace
+}  // namespace hoist::test::mirror_failure_test

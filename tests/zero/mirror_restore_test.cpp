@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// A run that has lost its drives goes on from its mirror, bit by bit, and one that has not does not.
+#include <filesystem>
+#include <memory>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/checkpoint/verification.hpp>
+
+#include "mirror_run.hpp"
+
+namespace hoist::test::mirror_restore_test {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+class MirrorRestoreTest : public MirrorRun {};
+
+TEST_P(MirrorRestoreTest, ARunGoesOnFromItWhenItsDriveIsGone) {
+  const auto& states = undisturbed(6);
+  for (const auto& [before, after] : std::vector<std::pair<int, int>>{{1, 1}, {2, 2}, {2, 1}, {1, 4}}) {
+    SCOPED_TRACE(std::to_string(before) + " ranks, then " + std::to_string(after));
+    train_and_mirror(before, 4);
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(after, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.find_commit(), 4u);
+      const RestoreReport report = model.restore();
+      EXPECT_EQ(report.step, 4u);
+      EXPECT_EQ(report.mirror, setup_.engine.mirror.directory);
+      EXPECT_EQ(std::string(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size()),
+                "step 4");
+      EXPECT_EQ(state_digests(model), states.at(4));
+      for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
+      model.engine().save("", bytes_of("step 6"), {.mirror = true}).wait();
+      EXPECT_EQ(state_digests(model), states.at(6));
+    });
+    // The store that the first run's mirror was is gone, and the one that took its place is whole.
+    EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
+    {
+      StoredModel copy(setup_.engine.mirror.directory);
+      EXPECT_EQ(copy.step(), 6u);
+      EXPECT_EQ(copy.world_size(), after);
+      EXPECT_TRUE(verify_job(std::vector{setup_.engine.mirror.directory})[0].is_sound());
+    }
+    // The next start finds its own store again.
+    on_engines(after, [&](int, ToyModel& model) {
+      const RestoreReport report = model.restore();
+      EXPECT_EQ(report.step, 6u);
+      EXPECT_EQ(report.mirror, "");
+      EXPECT_EQ(state_digests(model), states.at(6));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    fs::remove_all(setup_.engine.mirror.directory);
+  }
+}
+
+// The files of a healthy rank stay where they are: a person may want them.
+TEST_P(MirrorRestoreTest, OneRankWithANewDriveTakesAllBackToIt) {
+  own_drives_ = true;
+  const auto& states = undisturbed(6);
+  on_engines(2, [&](int, ToyModel& model) {
+    model.initialize();
+    for (std::uint64_t step = 1; step <= 6; ++step) {
+      take_step(model, step);
+      if (step == 4) model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+    }
+    if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
+  });
+  for (int lost = 0; lost < 2; ++lost) {  // once more: a healthy rank then holds half a store that took over
+    fs::remove_all(setup_.engine.store_directory + "1");
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, 4u);
+      EXPECT_EQ(state_digests(model), states.at(4));
+      for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
+      EXPECT_EQ(state_digests(model), states.at(6));
+      if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
+    });
+  }
+  EXPECT_TRUE(fs::exists(setup_.engine.store_directory + "0/rank-00000.manifest"));
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 6u); });
+}
+
+// What a restore that ended early has left on the new drive, even the new store's first commit, is not the rank's
+// training. (With nothing on NVMe a restore commits nothing, and leaves a store without a commit whenever it ends.)
+TEST_P(MirrorRestoreTest, ARestoreFromItMayEndAtAnyMomentAndIsBegunAnew) {
+  own_drives_ = true;
+  const auto& states = undisturbed(4);
+  train_and_mirror(2, 4);
+  fs::remove_all(setup_.engine.store_directory + "1");
+  for (const int failing : {0, 1}) {
+    for (const char* const file : {".data", ".manifest"}) {
+      SCOPED_TRACE("rank " + std::to_string(failing) + ", " + file);
+      faults_ = std::make_shared<Faults>(1);
+      faults_->add({.operation = aio::Operation::write,
+                    .path_contains = of_rank(failing).engine.store_directory + "/reshard-0001-ranks-2/rank-0000" +
+                                     std::to_string(failing) + file,
+                    .first = file == std::string(".manifest") ? 1u : 0u});  // after the superblock
+      on_engines(2, [&](int, ToyModel& model) {
+        if (on_nvme())
+          EXPECT_THROW(model.restore(), Error);
+        else
+          EXPECT_EQ(model.restore().step, 4u);
+      });
+      EXPECT_TRUE(fs::exists(setup_.engine.store_directory + "1/reshard-0001-ranks-2"));
+    }
+  }
+  faults_.reset();
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().mirror, setup_.engine.mirror.directory);
+    EXPECT_EQ(state_digests(model), states.at(4));
+    model.engine().save("", bytes_of("step 4")).wait();
+  });
+  // It is the rank's training now, of which the mirror holds an older commit.
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
+}
+
+// A store cannot be read without each of its drives. When one is lost, the others keep their files: it may come back.
+TEST_P(MirrorRestoreTest, OneOfARanksDrivesIsEnoughToLose) {
+  own_drives_ = true;
+  const auto& states = undisturbed(4);
+  setup_.engine.stripe_directories = {directory_ / "further"};
+  const std::string first = of_rank(1).engine.store_directory, further = of_rank(1).engine.stripe_directories.front();
+  for (const auto& [lost, other] : {std::pair(first, further), std::pair(further, first)}) {
+    SCOPED_TRACE(lost);
+    train_and_mirror(2, 4);
+    fs::remove_all(lost);
+    for (const bool again : {false, true}) {
+      on_engines(2, [&](int, ToyModel& model) {
+        EXPECT_EQ(model.restore().mirror, again ? "" : setup_.engine.mirror.directory);
+        EXPECT_EQ(state_digests(model), states.at(4));
+        model.engine().save("", bytes_of("step 4")).wait();
+      });
+      EXPECT_TRUE(fs::exists(other + "/rank-00001.data"));
+    }
+    for (const auto& entry : fs::directory_iterator(directory_ / "")) fs::remove_all(entry);
+  }
+}
+
+TEST_P(MirrorRestoreTest, AnAdditionalDriveIsNotALostOne) {
+  train_and_mirror(1, 2);
+  setup_.engine.stripe_directories = {directory_ / "further"};
+  on_engines(1, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), StoreError); });
+  setup_.engine.stripe_directories.clear();
+  on_engines(1, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
+}
+
+TEST_P(MirrorRestoreTest, RelativePathsOutliveAChangeOfDirectory) {
+  const fs::path before = fs::current_path();
+  fs::current_path(directory_ / "");
+  setup_.engine.store_directory = "store_here";
+  setup_.engine.mirror.directory = "mirror_here";
+  on_engines(1, [&](int, ToyModel& model) {
+    model.initialize();
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      take_step(model, step);
+      if (step == 2) fs::current_path(before);
+      model.engine().save("", bytes_of("here"), {.mirror = true}).wait();
+    }
+  });
+  EXPECT_FALSE(fs::exists("store_here") || fs::exists("mirror_here"));
+  fs::current_path(before);
+}
+
+// A missing file does not mean a new drive: resuming from the mirror would ignore the files that are there.
+TEST_P(MirrorRestoreTest, AStoreThatLacksAFileIsRefusedAndLeftAsItIs) {
+  train_and_mirror(2, 4);
+  const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
+  fs::rename(manifest, directory_ / "aside");
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), StoreError); });
+  fs::rename(directory_ / "aside", manifest);
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
+}
+
+// A drive is missing at a restart, the run goes on from the mirror, and then the drive is back with its older state.
+TEST_P(MirrorRestoreTest, AStoreThatTheRunHasLeftBehindIsRefused) {
+  const auto& states = undisturbed(4);
+  train_and_mirror(2, 2);
+  const std::string store = setup_.engine.store_directory, away = store + "-away";
+  fs::rename(store, away);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 2u);
+    for (const std::uint64_t step : {3u, 4u}) take_step(model, step);
+    model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+  });
+  fs::remove_all(store);
+  fs::rename(away, store);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_THAT([&] { model.restore(); },
+                testing::ThrowsMessage<StoreError>(
+                    testing::AllOf(HasSubstr("ends with step 2"), HasSubstr("has step 4"), HasSubstr(store))));
+  });
+  expect_restored(2, 4, states);
+}
+
+INSTANTIATE_TEST_SUITE_P(, MirrorRestoreTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });
+
+}  // namespace
+}  // namespace hoist::test::mirror_restore_test
