@@ -70,8 +70,8 @@ def _read(path: str, name: str | None = None, split: str | None = None, **option
         data = _data_set(path, name, split or "train", **options)
     except _hoist.UsageError:
         raise
-    except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # the last one is for an empty file
-        why = " ".join(str(error.__cause__ or error).split()) or "it is empty"
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        why = " ".join(str(error.__cause__ or error).split())
         raise _hoist.UsageError(f"the data set {path} cannot be read: {why[:300]}") from error
     if not len(data):
         raise _hoist.UsageError(f"the data set {path} has no rows")
@@ -80,6 +80,8 @@ def _read(path: str, name: str | None = None, split: str | None = None, **option
 
 def _data_set(path: str, name: str | None, split: str, **options: Any) -> Any:
     if os.path.isfile(path):
+        if os.path.getsize(path) == 0:
+            raise _hoist.UsageError(f"the data set {path} cannot be read: it is empty")
         extension = os.path.splitext(path)[1][1:]
         if "ds_type" not in options and extension not in _BUILDERS:
             raise _hoist.UsageError(f"the data file {path} is none of .{', .'.join(_BUILDERS)}")

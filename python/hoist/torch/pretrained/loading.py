@@ -60,6 +60,7 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
         if arguments.pop(key, None) is not None:
             raise _hoist.UsageError(f"from_pretrained({key}=...) is not supported here: weights stay in their files until the "
                                     "model is wrapped; the engine then decides where they are")
+    _refuse_adapter(os.fspath(name), arguments)
     with_info = arguments.pop("output_loading_info", False)
     model, info = model_class.from_pretrained(name, *positional, **arguments, device_map="meta", output_loading_info=True)
     if getattr(model, "hf_quantizer", None) is not None:
@@ -76,9 +77,25 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
+def _places_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: arguments[key] for key in _PLACES if arguments.get(key) is not None}
+
+
+def _refuse_adapter(name: str, arguments: dict[str, Any]) -> None:
+    """Errors: UsageError for what PEFT saved: transformers would load its base, and the adapter at once."""
+    adapter = cached_file(name, "adapter_config.json", **_places_of(arguments), _raise_exceptions_for_missing_entries=False,
+                          _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)
+    if adapter is None:
+        return
+    with open(adapter, encoding="utf-8") as opened:
+        base = json.load(opened).get("base_model_name_or_path")
+    raise _hoist.UsageError(f"{name} is an adapter of PEFT: call from_pretrained of '{base}', its base, and then "
+                            f"peft.PeftModel.from_pretrained(model, '{name}', is_trainable=True)")
+
+
 def _files_of(name: str, model: Any, arguments: dict[str, Any]) -> Iterator[str]:
     """The files that transformers has just taken for this model."""
-    places = {key: arguments[key] for key in _PLACES if arguments.get(key) is not None}
+    places = _places_of(arguments)
     commit = getattr(model.config, "_commit_hash", None)
     if commit is not None:
         places["revision"] = commit
@@ -100,11 +117,6 @@ def _files_of(name: str, model: Any, arguments: dict[str, Any]) -> Iterator[str]
             for shard in sorted(set(json.load(opened)["weight_map"].values())):
                 yield cast(str, cached_file(name, shard, **places))
         return
-    if (adapter := cached_file(name, "adapter_config.json", **places, _raise_exceptions_for_missing_entries=False)) is not None:
-        with open(adapter, encoding="utf-8") as opened:
-            base = json.load(opened).get("base_model_name_or_path")
-        raise _hoist.UsageError(f"{name} is an adapter of PEFT: call from_pretrained of '{base}', its base, and then "
-                                f"peft.PeftModel.from_pretrained(model, '{name}', is_trainable=True)")
     raise _hoist.UsageError(f"{name} has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index of several files")
 
 
