@@ -57,13 +57,14 @@ TensorView Lease::view(ParameterId parameter) const {
 
 void Lease::release(StreamRef stream) {
   if (stream_ == nullptr) throw UsageError("a lease was released twice");
-  detail::refuse_capture(stream, "release()");
-  const StreamRef gathered_on = *std::exchange(stream_, nullptr);
   const auto engine = engine_.lock();
   if (engine) engine->process.require_this("the engine");
-  if (!engine || !engine->pass->is_serial(pass_)) return;
+  const bool is_pinned = engine && engine->pass->is_serial(pass_);
+  if (is_pinned) detail::refuse_capture(stream, "release()");  // otherwise the streams may be gone
+  platform::Stream* const gathered_on = std::exchange(stream_, nullptr);
+  if (!is_pinned) return;
   try {
-    engine->gatherer->release(unit_, gathered_on, stream);
+    engine->gatherer->release(unit_, *gathered_on, stream);
   } catch (...) {
     engine->fail(std::current_exception());
     throw;

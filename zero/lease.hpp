@@ -15,9 +15,9 @@ class EngineCore;
 
 // The gathered weights of a unit (and of the parameters tied to it), valid on the stream given to gather() from that
 // call on. Shared: gathering a unit that is already gathered yields another lease on the same memory, so recomputation
-// nests. Destroying a lease that was not released releases it on the stream it was gathered on, which therefore
-// outlives the lease. A lease may outlive its pass and its engine: it then no longer pins anything, as if it had been
-// released on the stream it was gathered on when they ended.
+// nests. Destroying a lease that was not released releases it on the stream it was gathered on. A lease may outlive its
+// pass and its engine: it then no longer pins anything, as if it had been released on that stream when they ended. The
+// stream therefore outlives the lease, or the pass: declare it before the engine.
 class Lease {
  public:
   Lease() = default;

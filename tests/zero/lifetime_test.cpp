@@ -5,6 +5,7 @@
 #include <atomic>
 #include <filesystem>
 #include <limits>
+#include <optional>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -239,6 +240,22 @@ TEST(Lifetime, ALeaseThatOutlivesItsPassKeepsItsWeightsForWorkAlreadyEnqueued) {
   f.stream().synchronize();
   EXPECT_EQ(seen, expected);
   late.release(f.stream());  // of no effect
+}
+
+TEST(Lifetime, ALeaseMayOutliveItsStreamOnceItsPassHasEnded) {
+  ToyProgram f(in_memory());
+  auto stream = f.runtime().device().create_stream("short");
+  std::optional<Lease> of_pass, of_engine;
+  {
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    of_pass = f.engine().gather(f.unit(0), *stream);
+  }
+  const PassScope scope = f.engine().begin(Pass::evaluate);
+  of_engine = f.engine().gather(f.unit(1), *stream);
+  f.close();
+  stream.reset();
+  of_pass.reset();
+  of_engine.reset();
 }
 
 TEST(Lifetime, AnEngineEndsInTheMiddleOfAPassUnderLeasesAndScopes) {
