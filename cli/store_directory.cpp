@@ -27,7 +27,7 @@ std::string rank_file(const std::string& directory, int rank, const char* suffix
   return (fs::path(directory) / fmt::format("rank-{:05}.{}", rank, suffix)).string();
 }
 
-// The commit of the requested step, which exists; nullopt for the newest one of a single store.
+// The commit of the requested step, which exists, also under a name; nullopt for the newest one of a single store.
 std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const StoredJob& job) {
   const bool several = job.groups.size() > 1;
   if (text.empty() && !several) return std::nullopt;
@@ -40,6 +40,10 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
     if (step == last) continue;  // the same step, saved again
     held += (held.empty() ? "" : ", ") + step;
     last = step;
+  }
+  for (auto checkpoint = job.checkpoints.rbegin(); checkpoint != job.checkpoints.rend(); ++checkpoint) {
+    if (fmt::format("{}", checkpoint->step) == text) return *checkpoint;
+    held += fmt::format("{}{} ('{}')", held.empty() ? "" : ", ", checkpoint->step, checkpoint->name);
   }
   throw UsageError(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
                                held.empty() ? "no step that every rank has" : "the steps " + held));
@@ -60,12 +64,15 @@ tiers::CommitHeader chosen_checkpoint(const std::string& name, const StoredJob& 
 std::string names_of(const StoredJob& job) { return listed(job.groups, &StoreSummary::directory); }
 
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from) {
-  StoredModelOptions options{.from = from, .below = false};
-  if (!from.empty()) {
-    options.serial = chosen_checkpoint(from, job).checkpoint_serial;
-  } else if (const auto commit = chosen_commit(step, job)) {
+  StoredModelOptions options{.below = false};
+  const auto commit = from.empty() ? chosen_commit(step, job) : chosen_checkpoint(from, job);
+  if (!commit) return options;
+  if (commit->name.empty()) {
     options.step = commit->step;
     options.revision = commit->revision;
+  } else {
+    options.from = commit->name;
+    options.serial = commit->checkpoint_serial;
   }
   return options;
 }

@@ -248,7 +248,7 @@ void Training::introduce() {
   record_.world_size = runtime_.world_size();
   record_.tokens_per_step = tokens_per_step();
   say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {} rank{}, {}",
-                  record_.parameters, arguments_.layers, text_.byte_count(), settled_.batch, arguments_.context,
+                  record_.parameters, arguments_.layers, text_.byte_count(), samples_per_step(), arguments_.context,
                   record_.world_size, record_.world_size == 1 ? "" : "s", record_.device));
   for (const std::string& line : engine_->describe()) say("  " + line);
 }

@@ -199,6 +199,20 @@ TEST_F(Export, AnEarlierStepIsChosenByNumber) {
   EXPECT_FALSE(fs::exists(path("other")));
 }
 
+TEST_F(Export, AStepThatIsKeptUnderANameIsChosenByNumberToo) {
+  test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  setup.engine.keep_steps = 2;
+  {
+    test::ToyProgram program(setup);
+    program.train(1, 2);
+    program.engine().save("second", {}).wait();
+    program.train(3, 6);
+  }
+  EXPECT_EQ(run("export store --to weights --step 2").exit_code, 0);
+  EXPECT_EQ(interchange::SafetensorsModel(path("weights")).metadata().at("hoist.step"), "2");
+  EXPECT_THAT(run("export store --to other --step 3").errors, HasSubstr("holds the steps 6, 5, 2 ('second')"));
+}
+
 TEST_F(Export, BadInputIsRefusedBeforeAnythingIsWritten) {
   test::make_store(path("store"), 1, 0);
   EXPECT_EQ(run("export missing --to weights").exit_code, 2);
