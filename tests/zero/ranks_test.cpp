@@ -268,6 +268,19 @@ TEST(Ranks, DifferentModelsAreNoticedAtTheStart) {
               testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::create(): "), testing::HasSubstr("units")));
 }
 
+TEST(Ranks, AParameterInAnotherGroupIsNoticedAtTheStart) {
+  const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Model model;
+    const GroupId slow = model.add_group(GroupOptions{}), fast = model.add_group(GroupOptions{.learning_rate = 1});
+    model.add_unit("a", {{.name = "a", .shape = {64}, .group = slow}, {.name = "b", .shape = {64}, .group = fast}});
+    model.add_unit("c", {{.name = "c", .shape = {64}, .group = rank == 1 ? fast : slow}});
+    Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float>) {});
+  });
+  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("c | c | parameter group 2"),
+                                      testing::HasSubstr("c | c | parameter group 1")));
+}
+
 TEST(Ranks, DifferentBeginningsAreNoticed) {
   const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
     ToyModel model(setup, join);

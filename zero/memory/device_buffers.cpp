@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/device_arena.hpp>
@@ -15,21 +16,33 @@ std::uint64_t arena_bytes(std::uint64_t bytes) {
   return layout.bytes();
 }
 
+struct GatheredModel {
+  std::uint64_t elements = 0, bytes = 0;
+  double element_bytes() const { return static_cast<double>(bytes) / static_cast<double>(elements); }
+};
+
+GatheredModel whole_model(const std::vector<Unit>& units) {
+  GatheredModel whole;
+  for (const Unit& unit : units) {
+    whole.elements += unit.elements;
+    whole.bytes += unit.gathered_bytes;
+  }
+  return whole;
+}
+
 // The bytes that so many elements of the model take when they are gathered.
 std::uint64_t bytes_of_elements(const std::vector<Unit>& units, std::uint64_t count) {
-  std::uint64_t elements = 0;
-  std::uint64_t bytes = 0;
-  for (const Unit& unit : units) {
-    elements += unit.elements;
-    bytes += unit.gathered_bytes;
-  }
-  if (count >= elements) return bytes;
-  return round_up(static_cast<std::uint64_t>(static_cast<double>(bytes) / static_cast<double>(elements) *
-                                             static_cast<double>(count)),
+  const GatheredModel whole = whole_model(units);
+  if (count >= whole.elements) return whole.bytes;
+  return round_up(static_cast<std::uint64_t>(whole.element_bytes() * static_cast<double>(count)),
                   tiers::DeviceArena::kAlignment);
 }
 
 }  // namespace
+
+std::uint64_t live_elements_for(const UnitTable& table, std::uint64_t bytes) {
+  return static_cast<std::uint64_t>(std::ceil(static_cast<double>(bytes) / whole_model(table.units()).element_bytes()));
+}
 
 std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
   const std::vector<Unit>& units = regions.table().units();

@@ -42,6 +42,9 @@ class DeviceBufferChooser {
   std::uint64_t largest_unit_bytes_ = 0;
 };
 
+// EngineOptions::live_elements_max that makes room for so many bytes of gathered weights.
+std::uint64_t live_elements_for(const UnitTable& table, std::uint64_t bytes);
+
 // The place that each unit needs in the gather memory, by unit.
 std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions);
 

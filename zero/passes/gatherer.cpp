@@ -7,6 +7,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/zero/memory/device_buffers.hpp>
 #include <hoist/zero/passes/gatherer.hpp>
 #include <hoist/zero/passes/waits.hpp>
 
@@ -369,12 +370,14 @@ void Gatherer::no_room(UnitId unit) const {
   const tiers::Budget& budget = runtime_.device_budget();
   const std::uint64_t more = round_up(table_.unit(unit).gathered_bytes, kBlockAlignment);
   if (budget.free_bytes() < more) throw over_budget(budget, budget.limit_bytes() + more, purpose);
-  // The device has room: a key keeps the memory for gathered weights smaller. No element takes less than a byte.
+  // The device has room: a key keeps the memory for gathered weights smaller.
   const std::uint64_t have = memory_.gather_memory().size();
   throw BudgetError({.tier = budget.tier(),
                      .have_bytes = have,
                      .need_bytes = have + more,
-                     .key = "zero_optimization.stage3_max_live_parameters, in elements,",
+                     .key = fmt::format("zero_optimization.stage3_max_live_parameters to {}, and with it the room for "
+                                        "gathered weights",
+                                        live_elements_for(table_, have + more)),
                      .detail = purpose});
 }
 

@@ -50,7 +50,8 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
 
   std::vector<double> accumulators;  // of groups, what only Engine::create() looks at
   for (const GroupOptions& group : groups) accumulators.push_back(group.initial_accumulator);
-  return {{"zero_optimization.stage", fmt::to_string(stage)},
+  return {{"parameter groups", fmt::to_string(groups.size())},
+          {"zero_optimization.stage", fmt::to_string(stage)},
           {"zero_optimization.offload_param.device", placement_key(parameters)},
           {"zero_optimization.offload_optimizer.device", placement_key(optimizer)},
           {"zero_optimization.offload_optimizer.ratio", fmt::to_string(optimizer_offload_ratio)},

@@ -28,6 +28,15 @@ std::uint64_t of_first_rank(comm::Communicator& ranks, std::uint64_t mine) {
   return comm::values_of_all(ranks, mine).front();
 }
 
+// The model as ranks have it alike: in a store it may be grouped anew when a run goes on.
+std::string with_groups(const UnitTable& table) {
+  std::string text = table.identity();
+  for (const Unit& unit : table.units())
+    for (const ParameterId id : unit.parameters)
+      text += fmt::format("{} | {} | parameter group {}\n", unit.name, table.spec(id).name, table.spec(id).group.index);
+  return text;
+}
+
 }  // namespace
 
 std::uint64_t text_hash(std::string_view text) {
@@ -107,11 +116,11 @@ void RankAgreement::compare_groups(const EngineOptions& options, const std::func
 void RankAgreement::agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,
                                    std::span<const GroupOptions> groups) const {
   if (group().size() == 1) return;
-  std::uint64_t hash = text_hash(table.identity());
+  std::uint64_t hash = text_hash(with_groups(table));
   for (const char c : call) hash = random_bits(hash, static_cast<unsigned char>(c));
   comm::agree(group(), hash,
               fmt::format("{}: {} units, {} parameters", call, table.units().size(), table.model().parameter_count()),
-              [&] { return table.identity(); });
+              [&] { return with_groups(table); });
   agree_on_options(group(), common_options(options, runtime_.options(), groups));
 }
 
