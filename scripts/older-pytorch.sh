@@ -20,7 +20,7 @@ for version in 2.6.0 2.11.0; do
   environment=build/pytorch-$version
   if [ ! -e "$environment/complete" ]; then
     "$python" -m venv "$environment"
-    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "torch==$version" numpy pytest
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "torch==$version" numpy pytest safetensors
     touch "$environment/complete"
   fi
   for file in "${files[@]}"; do

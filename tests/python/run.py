@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ SKIPPED = 77
 
 def run(arguments):
     """Runs a file of tests in this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored
     device = os.environ.get("HOIST_TEST_ACCELERATOR")
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a configuration that names no device would mean the GPU
