@@ -43,6 +43,7 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
   }
   for (auto checkpoint = job.checkpoints.rbegin(); checkpoint != job.checkpoints.rend(); ++checkpoint) {
     if (fmt::format("{}", checkpoint->step) == text) return *checkpoint;
+    if (std::ranges::find(job.commits, checkpoint->step, &tiers::CommitHeader::step) != job.commits.end()) continue;
     held += fmt::format("{}{} ('{}')", held.empty() ? "" : ", ", checkpoint->step, checkpoint->name);
   }
   throw UsageError(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",

@@ -170,6 +170,8 @@ def test_other_rates_than_the_run_began_with_count(tmp_path, caplog):
     optimizer.close()
     optimizer = two_groups(lr=1e-3, **arguments, resume=True)
     assert "began with [0.1, 0.3] and had come to [0.025, 0.075]; this program asks for [0.001, 0.3]" in caplog.text
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5, last_epoch=0)  # which wants to know what it began with
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-3, 0.3]
     schedule = SCHEDULES["ExponentialLR"](optimizer)
     assert rates_of(optimizer, schedule, 2) == [[1e-3, 0.3], [5e-4, 0.15]]
     optimizer.close()
@@ -191,7 +193,7 @@ def test_a_saved_schedule_goes_on_with_its_own_rates_where_others_are_asked_for(
     if sets:
         optimizer.lr_scheduler = schedule
     assert rates_of(optimizer, schedule, 2) == ([[0.0125, 0.0375], [0.00625, 0.01875]] if sets else [[1e-3, 0.3], [5e-4, 0.15]])
-    assert ("the schedule goes on with the rates of the run, which began with [0.1, 0.3]" in caplog.text) == sets
+    assert ("began with [0.1, 0.3], and this program asks for [0.001, 0.3]. Its schedule goes on" in caplog.text) == sets
     assert ("had come to [0.025, 0.075], and the program has set [0.001, 0.3]" in caplog.text) == (not sets)
     optimizer.close()
 

@@ -403,8 +403,47 @@ def test_a_saved_schedule_goes_on_with_its_own_rates_where_others_are_asked_for(
         if sets == "after a step":
             engine.lr_scheduler = halved
         assert engine.get_lr() == [0.5 ** 5 if sets == "at once" else 0.25]
-        assert ("the schedule goes on with the rates of the run, which began with [0.5]" in caplog.text) == (sets == "at once")
+        assert ("began with [0.5], and this program asks for [0.25]. Its schedule goes on" in caplog.text) == (sets == "at once")
         assert ("had come to [0.125], and the program has set [0.25]" in caplog.text) == (sets != "at once")
+
+
+def test_a_run_of_initialize_goes_on_with_the_rates_of_the_configurations_scheduler(settings):
+    config = settings(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8,
+                                                                "warmup_type": "linear"}})
+    rates = []
+    for resume in (False, True):
+        engine, *_ = hoist.torch.initialize(model=make(), config=config, resume=resume, load_later=False)
+        for _ in range(3):
+            rates += engine.get_lr()
+            train(engine, 1)
+            assert engine.lr_scheduler.get_last_lr() == [group["lr"] for group in engine.optimizer.param_groups]
+        engine.close()
+    assert rates == [0.0, *(0.01 * step / 8 for step in range(5))]
+
+
+def test_a_schedule_that_was_made_first_is_compared_by_what_it_began_with(settings, caplog):
+    """Its rate at the first step is 0 whatever the program asks for."""
+    for resume, rate in ((False, 0.01), (True, 0.02), (True, 0.01)):
+        caplog.clear()
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        engine, *_ = hoist.torch.initialize(model=model, config=settings(), resume=resume, load_later=False, optimizer=optimizer,
+                                            lr_scheduler=lr_scheduler.LambdaLR(optimizer, lambda step: step / 10))
+        train(engine, 2)
+        engine.close()
+        assert ("began with [0.01], and this program asks for [0.02]. Its schedule goes on" in caplog.text) == (rate == 0.02)
+        assert ("learning rates" in caplog.text) == (rate == 0.02)
+
+
+def test_a_schedule_of_other_groups_is_not_continued(settings, caplog):
+    for resume in (False, True):
+        model = make()
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:]}] if resume else [{"params": parameters}]
+        with hoist.torch.wrap(model, settings(), groups=groups, resume=resume) as engine:
+            engine.lr_scheduler = lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5)
+            train(engine, 2)
+    assert "had 1 parameter groups, and this program has 2" in caplog.text
 
 
 def test_a_schedule_in_a_store_that_was_written_before(settings):

@@ -279,6 +279,8 @@ class StoredModel::Impl {
       const bool other_revision = options.revision && commit.revision != *options.revision;
       if (!options.step || (commit.step == *options.step && !other_revision)) return commit;
     }
+    for (auto checkpoint = summary.checkpoints.rbegin(); checkpoint != summary.checkpoints.rend(); ++checkpoint)
+      if (options.step == checkpoint->step && !options.revision) return *checkpoint;
     std::string held;
     for (const CommitHeader& commit : summary.commits) held += fmt::format(" {}", commit.step);
     if (!options.step || held.empty()) {

@@ -90,7 +90,8 @@ std::vector<tiers::CommitHeader> common_commits(std::span<const Part> parts, con
 }  // namespace detail
 
 struct StoredModelOptions {
-  std::optional<std::uint64_t> step;  // the newest commit that all ranks have when absent
+  // The newest commit that all ranks have when absent; also one that is kept under a name.
+  std::optional<std::uint64_t> step;
   // With `step`: that one of the step's, which may be abandoned; else the newest of them.
   std::optional<std::uint32_t> revision{};
   std::string from{};                     // the name of a named checkpoint, instead

@@ -353,12 +353,14 @@ class Offloaded:
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()
         self._consolidated = None
+        self.run_rates.forget()
         if saved := program_state.unpack(bytes(state)):
             self.program_state = saved["program"]
             distributed.warn_of_other_world_size(saved, self._unit_manager.world_size, "commit_state")
-            for group, entries in zip(groups, saved["groups"], strict=True):
-                group.update(entries)
-            self.run_rates.restored(saved | {"rates": rates_of(groups)})
+            if len(groups) == len(saved["groups"]):
+                for group, entries in zip(groups, saved["groups"], strict=True):
+                    group.update(entries)
+            self.run_rates.restored(saved | {"rates": rates_of(saved["groups"])})
             self.run_rates.go_back(groups)
         self._rates = [None] * len(groups)
         self.restored = True

@@ -156,8 +156,6 @@ class Engine(StandsForModel, DeepSpeedNames):
             if client is not None:
                 self.optimizer.adopt(client)
             self.lr_scheduler = scheduler
-            if self._unit_manager.is_alive:  # else load_checkpoint() comes
-                self.optimizer.show_rates()
         self._last_step = self.step_count if self._unit_manager.is_alive else 0
         self._is_made = True
         self._register()
@@ -346,7 +344,9 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.refuse_replaced_before_step(self._updates_in_backward, self._passes.drop_gradients)
         self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
-        if not self.config.has_schedule:
+        if self.config.has_schedule:
+            self._run_rates.forget()
+        else:
             self._run_rates.before_step(self.get_lr())
         if self._updates_in_backward:
             self.optimizer.refuse_late_rates()
@@ -398,6 +398,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         scheduler = schedule_for(self.optimizer, scheduler)
         self._refuse_second_schedule(scheduler)
         self._run_rates.follow(scheduler, self.optimizer.param_groups)
+        if self._unit_manager.is_alive:
+            self.optimizer.show_rates()
 
     def _refuse_second_schedule(self, scheduler: Any) -> None:
         if self.config.has_schedule and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):

@@ -22,12 +22,12 @@ class RunRates:
     """The learning rates of a run, and the schedule that is stepped with it.
 
     A resumed run goes on with the rates that it had come to, unless the program asks for others than the run began with: then
-    these count. A schedule that was saved goes on with its own rates once the program sets one, before the first step.
+    these count. A schedule that was saved goes on from its own state once the program sets one, before the first step.
     """
 
     def __init__(self, groups: list[dict[str, Any]], setter: str):
         self.schedule: Any = None
-        self.first = rates_of(groups)  # what the program asks for
+        self.first = [float(group.get("initial_lr", group["lr"])) for group in groups]  # what the program asks for
         self._asked: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "initial_lr") if k in group} for group in groups]
         self._setter = setter  # of the schedule, in the program's words
         self._saved: dict[str, Any] = {}  # with the commit that was restored, until the first step after that
@@ -47,7 +47,10 @@ class RunRates:
         """Gives groups the rates that a resumed run goes on with. A schedule is set after that."""
         rates, began = self._saved.get("rates", []), self._saved.get("first_rates", self.first)
         if len(rates) != len(self.first):
-            return
+            if rates:
+                _log.warning("learning rates: the run that is resumed had %d parameter groups, and this program has %d: rates and "
+                             "schedules are as the program makes them", len(rates), len(self.first))
+            return self.forget()
         if step > 0:
             self._came_to = rates
         if began == self.first:
@@ -55,9 +58,8 @@ class RunRates:
                 group.setdefault("initial_lr", first)  # what a schedule that is made now begins with
                 group["lr"] = rate
             return
-        for group, asked in zip(groups, self._asked, strict=True):
-            group.pop("initial_lr", None)
-            group.update(asked)
+        for group, asked, first in zip(groups, self._asked, self.first, strict=True):
+            group.update({"initial_lr": first} | asked)
         if rates != self.first and "scheduler" not in self._saved:
             _log.warning("learning rates: the run that is resumed began with %s and had come to %s; this program asks for %s, "
                          "and these count", began, rates, self.first)
@@ -82,10 +84,10 @@ class RunRates:
         if self.schedule is None or not continue_schedule(self._saved, self.schedule, groups):
             return
         if self._saved["scheduler"] and self._saved.get("first_rates", self.first) != self.first:
-            _log.warning("learning rates: the schedule goes on with the rates of the run, which began with %s, and not with "
-                         "those that this program asks for, %s. For these, step a new schedule in the program, and do not set "
-                         "%s",
-                         self._saved["first_rates"], self.first, self._setter)
+            _log.warning("learning rates: the run that is resumed began with %s, and this program asks for %s. Its schedule goes "
+                         "on from the state that was saved, with %s now. For other rates, step a new schedule in the program, "
+                         "and do not set %s", self._saved["first_rates"], self.first, rates_of(groups), self._setter)
+            self.first = self._saved["first_rates"]
         self.forget()
 
 

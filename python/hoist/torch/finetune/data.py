@@ -70,8 +70,8 @@ def _read(path: str, name: str | None = None, split: str | None = None, **option
         data = _data_set(path, name, split or "train", **options)
     except _hoist.UsageError:
         raise
-    except (datasets.exceptions.DatasetsError, ValueError) as error:
-        why = " ".join(str(error.__cause__ or error).split())
+    except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # the last one is for an empty file
+        why = " ".join(str(error.__cause__ or error).split()) or "it is empty"
         raise _hoist.UsageError(f"the data set {path} cannot be read: {why[:300]}") from error
     if not len(data):
         raise _hoist.UsageError(f"the data set {path} has no rows")

@@ -29,7 +29,14 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    is_peft_available,
+)
 
 from hoist import _hoist
 from hoist.torch.model.weight_files import TYPES, can_be_mapped
@@ -83,10 +90,17 @@ def _places_of(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_adapter(name: str, arguments: dict[str, Any]) -> None:
     """Errors: UsageError for what PEFT saved: transformers would load its base, and the adapter at once."""
-    adapter = cached_file(name, "adapter_config.json", **_places_of(arguments), _raise_exceptions_for_missing_entries=False,
-                          _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)
-    if adapter is None:
+    def found(file: str) -> str | None:
+        path: str | None = cached_file(name, file, **_places_of(arguments), _raise_exceptions_for_missing_entries=False,
+                                       _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)
+        return path
+
+    if not is_peft_available() or (adapter := found("adapter_config.json")) is None:
         return
+    if found("config.json") is not None:
+        raise _hoist.UsageError(f"{name} has an adapter of PEFT beside the model: to train the model alone, move "
+                                "adapter_config.json away; else call from_pretrained of a directory without it, and then "
+                                f"peft.PeftModel.from_pretrained(model, '{name}', is_trainable=True)")
     with open(adapter, encoding="utf-8") as opened:
         base = json.load(opened).get("base_model_name_or_path")
     raise _hoist.UsageError(f"{name} is an adapter of PEFT: call from_pretrained of '{base}', its base, and then "
