@@ -57,9 +57,8 @@ CheckedMachine checked_machine(const CheckArguments& arguments, RuntimeOptions r
 
 void add_prediction(const CheckArguments& arguments, const CheckedMachine& machine, CheckReport& report) {
   if (!arguments.model.given()) return;
-  const NamedModel model = about(arguments.model.units, [&] {
-    return read_model(arguments.model, report.config.engine.weights_dtype.value_or(DType::bf16));
-  });
+  const NamedModel model =
+      about(arguments.model.units, [&] { return read_model(arguments.model, report.config.engine); });
   report.model = model.name;
   report.program_pinned_bytes = model.program.pinned_bytes;
   EngineOptions engine = report.config.engine;

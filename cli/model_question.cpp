@@ -122,8 +122,10 @@ int ModelQuestion::bad_input(const char* command) const {
   return kBadInput;
 }
 
-NamedModel read_model(const ModelArguments& arguments, DType dtype) {
-  if (!arguments.units.empty()) return read_units(arguments.units);
+namespace {
+
+NamedModel read_any(const ModelArguments& arguments, DType dtype) {
+  if (!arguments.units.empty()) return read_units(arguments.units, dtype);
   if (!arguments.weights.empty()) return read_weights(arguments.weights, dtype);
   const auto count = parse_count(arguments.parameters);
   if (!count)
@@ -132,6 +134,14 @@ NamedModel read_model(const ModelArguments& arguments, DType dtype) {
   NamedModel named{.model = uniform_model(*count, assumed_layers(*count), dtype)};
   named.name =
       fmt::format("assumed to be {} equal units; use --units FILE for the real ones", named.model.units().size());
+  return named;
+}
+
+}  // namespace
+
+NamedModel read_model(const ModelArguments& arguments, const EngineOptions& engine) {
+  NamedModel named = read_any(arguments, engine.weights_dtype.value_or(DType::bf16));
+  check(named.model, engine);
   return named;
 }
 

@@ -72,9 +72,7 @@ PlanQuestion question_of(const PlanArguments& arguments) {
                         .is_here = arguments.is_this_machine(),
                         .tokens = arguments.tokens,
                         .disturbance = arguments.disturbance};
-  question.model = about(arguments.model.units, [&] {
-    return read_model(arguments.model, question.config.engine.weights_dtype.value_or(DType::bf16));
-  });
+  question.model = about(arguments.model.units, [&] { return read_model(arguments.model, question.config.engine); });
   const int all = arguments.machine.empty() ? 1 : largest_world(question.machine);
   question.world_size = arguments.world_size > 0 ? arguments.world_size : all;
   question.config.check_world_size(question.world_size);

@@ -137,14 +137,14 @@ void check_counts(const Model& model) {
 
 }  // namespace
 
-NamedModel read_units(const std::string& path) {
+NamedModel read_units(const std::string& path, DType dtype) {
   const UnitsJson root = read_strict_json(path, "check the path given to --units");
   if (!root.is_object() || !root.contains("units") || !root["units"].is_array() || root["units"].empty()) {
     throw ConfigError("units",
                       R"(needs a list of units: write {"units": [{"name": "layer.0", "parameters": 7077888}]})");
   }
   NamedModel named;
-  const DType dtype = root.contains("dtype") ? dtype_of("dtype", root["dtype"]) : DType::bf16;
+  if (root.contains("dtype")) dtype = dtype_of("dtype", root["dtype"]);
   for (const auto& [name, member] : root.items()) {
     if (name == "program_device_bytes") {
       named.program.device_bytes = count_of(name, member, 0);

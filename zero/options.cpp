@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <string>
@@ -11,6 +12,7 @@
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/unit_regions.hpp>
+#include <hoist/zero/model.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist {
@@ -107,6 +109,27 @@ void check(const optim::OptimizerOptions& group, const EngineOptions& options, c
       "all of them (offload_optimizer.ratio 1), to \"cpu\" or \"nvme\"";
   refuse(on_device && group.moments == MomentType::fp8, "hoist.moments_dtype", std::string(kProblem));
   refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
+}
+
+void check(const Model& model, const EngineOptions& options) {
+  if (model.units().empty()) throw UsageError("the engine has no units");
+  if (!options.weights_dtype) return;
+  const DType wanted = *options.weights_dtype;
+  for (const ParameterSpec& spec : model.parameters()) {
+    if (!spec.trainable || spec.dtype == DType::fp32 || spec.dtype == wanted) continue;
+    const std::string key =
+        wanted == DType::fp32 ? "bf16.enabled is false" : fmt::format("{}.enabled", dtype_name(wanted));
+    throw UsageError(fmt::format(
+        "parameter '{}' is {}, but the configuration asks for {} weights ({}); declare it so, or change the "
+        "configuration",
+        spec.name, dtype_name(spec.dtype), dtype_name(wanted), key));
+  }
+  // A loss scale that the program does not know of would shrink its gradients without a word.
+  const auto scales_gradient = [](const ParameterSpec& spec) { return spec.trainable && spec.dtype == DType::fp16; };
+  refuse(
+      wanted == DType::fp16 && std::ranges::none_of(model.parameters(), scales_gradient), "fp16.enabled",
+      "no trainable parameter of the program is fp16: declare its matrices so (ParameterSpec::dtype) and multiply its "
+      "loss by Engine::loss_scale(), or remove the section fp16");
 }
 
 void check(const RuntimeOptions& options) {

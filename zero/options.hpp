@@ -22,6 +22,8 @@
 
 namespace hoist {
 
+class Model;
+
 namespace aio {
 class Backend;
 struct DriveQueueOptions;
@@ -239,6 +241,8 @@ void check(const RuntimeOptions& options);
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size);
 // ConfigError for a parameter group that no engine with these options would be built with.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime);
+// UsageError or ConfigError, with the remedy, for a model that no engine with these options trains.
+void check(const Model& model, const EngineOptions& options);
 // When steps are committed, and what stays: "every step; named checkpoints that stay: 2".
 std::string describe_commits(const EngineOptions& options);
 

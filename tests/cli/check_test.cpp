@@ -396,6 +396,48 @@ TEST_F(Check, RefusesWhatEveryEngineWould) {
   EXPECT_EQ(json_of("report.json")["problems"][0]["key"], "hoist.moments_dtype");
 }
 
+// As an engine would. A units file that names no type has the configuration's.
+TEST_F(Check, RefusesTypesOfWeightsThatTheConfigurationForbids) {
+  struct Case {
+    const char *config, *type, *refusal;  // empty: accepted
+  };
+  constexpr const char *kFp16 = R"({"fp16": {"enabled": true}})", *kBf16 = R"({"bf16": {"enabled": true}})",
+                       *kFp32 = R"({"bf16": {"enabled": false}})";
+  for (const Case& one : std::initializer_list<Case>{
+           {kFp16, "", ""},
+           {kFp16, "fp16", ""},
+           {kFp16, "bf16", "parameter 'a.weight' is bf16, but the configuration asks for fp16 weights (fp16.enabled)"},
+           {kFp16, "fp32", "fp16.enabled: no trainable parameter of the program is fp16"},
+           {kBf16, "", ""},
+           {kBf16, "fp16", "asks for bf16 weights (bf16.enabled)"},
+           {kBf16, "bf16", ""},
+           {kBf16, "fp32", ""},
+           {kFp32, "", ""},
+           {kFp32, "fp16", "asks for fp32 weights (bf16.enabled is false)"},
+           {kFp32, "bf16", "asks for fp32 weights (bf16.enabled is false)"},
+           {kFp32, "fp32", ""},
+           {"{}", "", ""},
+           {"{}", "fp16", ""},
+       }) {
+    SCOPED_TRACE(fmt::format("{} {}", one.config, one.type));
+    write("file.json", one.config);
+    const std::string type = *one.type == '\0' ? "" : fmt::format(R"("dtype": "{}", )", one.type);
+    write("units.json", "{" + type + R"("units": [{"name": "a", "parameters": 1000000}]})");
+    for (const char* command : {"check", "plan"}) {
+      const auto result = run(std::string(command) + " file.json --units units.json");
+      EXPECT_EQ(result.exit_code, *one.refusal == '\0' ? 0 : 2) << result.output << result.errors;
+      EXPECT_THAT(result.errors, HasSubstr(one.refusal));
+    }
+  }
+  write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}]})");
+  write("file.json", kFp32);
+  ASSERT_EQ(run("check file.json --units units.json --json fp32.json").exit_code, 0);
+  write("file.json", kBf16);
+  ASSERT_EQ(run("check file.json --units units.json --json bf16.json").exit_code, 0);
+  EXPECT_GT(json_of("fp32.json")["prediction"]["device"]["least_bytes"].get<double>(),
+            json_of("bf16.json")["prediction"]["device"]["least_bytes"].get<double>() + 1e6);
+}
+
 // On a machine with GPUs, as on one without.
 TEST_F(Check, OffloadsTheStatesOfOffloadedWeights) {
   write("weights.json",

@@ -100,8 +100,9 @@ void EngineCore::make(Call call) {
 }
 
 void EngineCore::agree_on_engine(const char* call) {
-  ranks.compare_groups(options, [&] { require_model(); });
+  ranks.compare_groups(options, [&] { check(table.model(), options); });
   ranks.agree_on_model(call, table, options, settings.groups());
+  check(table.model(), options);  // after that, since all ranks of the group refuse it alike
 }
 
 // A run that begins at a later step took its state from elsewhere: a first commit of it that only some ranks have

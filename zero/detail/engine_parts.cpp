@@ -20,16 +20,6 @@ EngineOptions checked(EngineOptions options, const Runtime& runtime, const Model
   check(options, runtime.options(), runtime.world_size());
   for (const std::optional<GroupOptions>& group : model.added_groups())
     if (group) check(*group, options, runtime.options());
-  const std::optional<DType> wanted = options.weights_dtype;
-  for (const ParameterSpec& spec : model.parameters()) {
-    if (!wanted || !spec.trainable || spec.dtype == DType::fp32 || spec.dtype == *wanted) continue;
-    const std::string key =
-        *wanted == DType::fp32 ? "bf16.enabled is false" : fmt::format("{}.enabled", dtype_name(*wanted));
-    throw UsageError(fmt::format(
-        "parameter '{}' is {}, but the configuration asks for {} weights ({}); declare it so, or change the "
-        "configuration",
-        spec.name, dtype_name(spec.dtype), dtype_name(*wanted), key));
-  }
   const auto make_absolute = [](std::string& path) {
     if (!path.empty()) path = absolute_path(path);
   };
@@ -51,20 +41,7 @@ EngineParts::EngineParts(Runtime& runtime_in, const EngineOptions& options_in, M
       ranks(runtime, *notifier),
       records(table) {}
 
-// A loss scale that the program does not know of would shrink its gradients without a word.
-void EngineParts::require_model() const {
-  if (table.units().empty()) throw UsageError("the engine has no units");
-  if (options.weights_dtype != DType::fp16) return;
-  const bool has_fp16 = std::ranges::any_of(
-      table.specs(), [](const ParameterSpec& spec) { return spec.trainable && spec.dtype == DType::fp16; });
-  if (has_fp16) return;
-  throw ConfigError("fp16.enabled",
-                    "no trainable parameter of the program is fp16: declare its matrices so (ParameterSpec::dtype) and "
-                    "multiply its loss by Engine::loss_scale(), or remove the section fp16");
-}
-
 void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use, std::optional<std::uint64_t> former_run) {
-  require_model();
   const bool create_store = use == StoreUse::create;
   const std::uint64_t run = create_store ? ranks.agree_on_run(former_run) : 0;
   // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed. A

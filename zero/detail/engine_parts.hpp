@@ -63,7 +63,6 @@ class EngineParts {
   std::unique_ptr<StateCalls> state_calls;
 
  protected:
-  void require_model() const;  // UsageError or ConfigError: it can be trained with these options
   enum class StoreUse : std::uint8_t { create, open };
   // [J] `former_run`: of the store that a new one takes over from.
   void make_parts(const StoreDirectory& directory, StoreUse use, std::optional<std::uint64_t> former_run = {});
