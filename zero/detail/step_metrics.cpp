@@ -41,9 +41,9 @@ StepMetrics::StepMetrics(std::string path, const Ledger& ledger)
       last_(read(ledger)),
       last_step_(Clock::now()) {
   const int code = errno;
-  const std::string remedy = open_file_remedy(code);
-  if (file_ < 0)
-    throw IoError({"open", path_, 0, 0, code}, remedy.empty() ? "choose another place for hoist.metrics" : remedy);
+  if (file_ < 0 && code == EINVAL)  // of open_regular_file() itself
+    throw ConfigError("hoist.metrics", fmt::format("{}: {}; name another file", path_, open_file_remedy(code)));
+  if (file_ < 0) throw IoError({"open", path_, 0, 0, code}, "choose another place for hoist.metrics");
   char last = '\n';  // of an earlier run
   if (const off_t bytes = ::lseek(file_, 0, SEEK_END); bytes > 0)
     static_cast<void>(::pread(file_, &last, 1, bytes - 1));
