@@ -44,13 +44,24 @@ std::string drive_text(const PlanRow& row) {
   return fmt::format("{} too little", format_bytes(row.prediction.nvme_bytes - row.drive_bytes));
 }
 
-std::string verdict(const PlanRow& row) {
-  const char* const problem = !row.refusal.empty()  ? "refused"
-                              : row.fits()          ? ""
-                              : !row.fits_budgets() ? "does not fit"
-                                                    : "exceeds the machine";
-  return fmt::format("{}{}", problem, row.configured ? " (configured)" : "");
+std::uint64_t shortfall(const Prediction::Tier& tier) { return left_of(tier.least_bytes, tier.budget_bytes); }
+
+// The bytes that the least of both tiers lacks in the memory that contains both.
+std::uint64_t host_shortfall(const Prediction& p) {
+  return p.host_budget_bytes == 0 ? 0 : left_of(p.device.least_bytes + p.pinned.least_bytes, p.host_budget_bytes);
 }
+
+// Where neither tier says how much it lacks, it is the memory of both.
+std::string problem_of(const PlanRow& row) {
+  if (!row.refusal.empty()) return "refused";
+  if (row.fits()) return "";
+  const Prediction& p = row.prediction;
+  if (p.device.fits() && p.pinned.fits() && host_shortfall(p) > 0)
+    return fmt::format("does not fit: {} too little together", format_bytes(host_shortfall(p)));
+  return row.fits_budgets() ? "exceeds the machine" : "does not fit";
+}
+
+std::string verdict(const PlanRow& row) { return problem_of(row) + (row.configured ? " (configured)" : ""); }
 
 // Each reason once, with its rows.
 std::string refusals_text(const PlanReport& report) {
@@ -70,13 +81,6 @@ std::string refusals_text(const PlanReport& report) {
 }
 
 std::string seconds_text(double seconds) { return fmt::format("{:.3g} s", seconds); }
-
-std::uint64_t shortfall(const Prediction::Tier& tier) { return left_of(tier.least_bytes, tier.budget_bytes); }
-
-// The bytes that the least of both tiers lacks in the memory that contains both.
-std::uint64_t host_shortfall(const Prediction& p) {
-  return p.host_budget_bytes == 0 ? 0 : left_of(p.device.least_bytes + p.pinned.least_bytes, p.host_budget_bytes);
-}
 
 // The bytes that this machine's memories lack, whatever the budgets.
 std::uint64_t memory_shortfall(const PlanRow& row) {

@@ -82,6 +82,17 @@ TEST_F(Plan, AnIntegratedGpuAndItsProcessorsHaveOneBudget) {
             2 * kBudget - 16 * kGiB);
 }
 
+// Each of two budgets has room, and the memory that both are parts of has not.
+TEST_F(Plan, SaysWhatOneMemoryLacksForBothBudgets) {
+  const auto result = run("plan --parameters 2e9 --json plan.json --machine " HOIST_SOURCE_DIR "/machines/laptop.json");
+  const auto both = row(json_of("plan.json"), "device", "pinned");
+  EXPECT_EQ(both["fits"], false);
+  EXPECT_EQ(both["device"]["fits"], true);
+  EXPECT_EQ(both["pinned"]["fits"], true);
+  EXPECT_THAT(result.output,
+              testing::ContainsRegex("device / pinned .* does not fit: [0-9.]+ GiB too little together"));
+}
+
 // The link is seven times as fast as PCIe, so the state may be in the processors' memory.
 TEST_F(Plan, ACoherentLinkIsSaidAndUsed) {
   const std::string arguments = " --parameters 20e9 --tokens 16384 --machine " HOIST_SOURCE_DIR "/machines/";
