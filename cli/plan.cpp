@@ -4,6 +4,7 @@
 // that fits as a configuration.
 #include <filesystem>
 #include <memory>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -49,17 +50,25 @@ MachineSpec machine_of(const PlanArguments& arguments) {
   return found.spec;
 }
 
-// The machine, with the configuration's budgets, or else with those that a run there would have.
+// The machine, with the configuration's budgets, or else with those that a run there would have. A plan does not fill a
+// budget of pinned memory that the machine has not got: it writes another.
 void set_node(const PlanArguments& arguments, PlanQuestion& question) {
   RuntimeOptions runtime = arguments.runtime(question.config);
-  if (arguments.is_this_machine()) {
-    runtime.local_ranks = question.layout.ranks_per_node;
-    question.node = this_machine(runtime);
-    question.runtime = choose(runtime, question.node).runtime;
-  } else {
-    question.node = node_of(question.machine, question.layout);
-    question.runtime = choose_on(question.machine, question.layout, runtime).runtime;
-  }
+  runtime.local_ranks = question.layout.ranks_per_node;
+  question.node = arguments.is_this_machine() ? this_machine(runtime) : node_of(question.machine, question.layout);
+  const auto choose_budgets = [&] {
+    question.runtime = arguments.is_this_machine() ? choose(runtime, question.node).runtime
+                                                   : choose_on(question.machine, question.layout, runtime).runtime;
+  };
+  choose_budgets();
+  const bool is_shared = question.runtime.device != platform::DeviceKind::cuda ||
+                         question.node.gpu_memory == platform::GpuMemory::integrated;
+  const std::uint64_t given = std::exchange(runtime.pinned_memory_bytes, 0);
+  const std::uint64_t offered = question.node.host.free_bytes / static_cast<std::uint64_t>(question.node.processes);
+  if (given == 0 || given + (is_shared ? runtime.device_memory_bytes : 0) <= offered) return;
+  choose_budgets();
+  say("hoist.pinned_memory is {}, more than the machine has free: planned with {}\n", format_bytes(given),
+      format_bytes(question.runtime.pinned_memory_bytes));
 }
 
 PlanQuestion question_of(const PlanArguments& arguments) {

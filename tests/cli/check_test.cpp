@@ -2,6 +2,7 @@
 // What `hoist check` predicts, and that the shells complete what the program has.
 #include <cstdlib>
 #include <filesystem>
+#include <regex>
 #include <sstream>
 
 #include <fmt/format.h>
@@ -436,6 +437,51 @@ TEST_F(Check, RefusesTypesOfWeightsThatTheConfigurationForbids) {
   ASSERT_EQ(run("check file.json --units units.json --json bf16.json").exit_code, 0);
   EXPECT_GT(json_of("fp32.json")["prediction"]["device"]["least_bytes"].get<double>(),
             json_of("bf16.json")["prediction"]["device"]["least_bytes"].get<double>() + 1e6);
+}
+
+// "auto" fills a budget that the machine does not have; the budget that is named instead fits.
+TEST_F(Check, NamesABudgetThatTheMachineHas) {
+  const auto file = [&](const nlohmann::json& budgets) {
+    nlohmann::json text = nlohmann::json::parse(R"({"zero_optimization": {"stage": 3, "offload_optimizer":
+        {"device": "nvme", "nvme_path": "/n"}}, "hoist": {"optimizer_pinned_fraction": "auto"}})");
+    text["hoist"].update(budgets);
+    write("file.json", text.dump());
+  };
+  for (const char* name : {"workstation", "laptop"}) {
+    SCOPED_TRACE(name);
+    const bool is_shared = name == std::string("laptop");
+    const std::string arguments = fmt::format(" --parameters {} --json report.json --machine {}/machines/{}.json",
+                                              is_shared ? "4e9" : "7e9", HOIST_SOURCE_DIR, name);
+    file(is_shared ? nlohmann::json{{"device_memory", "10GiB"}, {"pinned_memory", "500GiB"}}
+                   : nlohmann::json{{"pinned_memory", "500GiB"}});
+    const auto result = run("check file.json" + arguments);
+    EXPECT_EQ(result.exit_code, 2);
+    const std::string keys = is_shared ? "hoist.device_memory and hoist.pinned_memory together" : "hoist.pinned_memory";
+    std::smatch found;
+    ASSERT_TRUE(std::regex_search(result.output, found, std::regex("free; lower " + keys + " to (\\d+)MiB")))
+        << result.output;
+    EXPECT_THAT(result.output, Not(HasSubstr("needs less")));
+    // A plan has a budget of its own then, and writes it.
+    const auto planned = run("plan file.json --tokens 1024 --write written.json" + arguments);
+    EXPECT_EQ(planned.exit_code, 0) << planned.output << planned.errors;
+    EXPECT_THAT(planned.output, HasSubstr("hoist.pinned_memory is 500 GiB, more than the machine has free"));
+    EXPECT_EQ(run("check written.json" + arguments).exit_code, 0);
+
+    const std::uint64_t named = std::stoull(found[1]);
+    const std::uint64_t pinned = is_shared ? named - 10 * 1024 : named;
+    nlohmann::json budgets{{"pinned_memory", fmt::format("{}MiB", pinned)}};
+    if (is_shared) budgets["device_memory"] = "10GiB";
+    file(budgets);
+    EXPECT_EQ(run("check file.json" + arguments).exit_code, 0);
+    // Less would do, too, down to the least.
+    const std::uint64_t least = json_of("report.json")["prediction"]["pinned"]["least_bytes"];
+    budgets["pinned_memory"] = round_up(least, kBlockAlignment);
+    file(budgets);
+    EXPECT_EQ(run("check file.json" + arguments).exit_code, 0);
+    budgets["pinned_memory"] = round_up(least, kBlockAlignment) - kBlockAlignment;
+    file(budgets);
+    EXPECT_EQ(run("check file.json" + arguments).exit_code, 2);
+  }
 }
 
 // On a machine with GPUs, as on one without.

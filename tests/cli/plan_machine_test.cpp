@@ -243,7 +243,7 @@ TEST_F(Plan, OfThisMachineAsksWhatIsFree) {
   ::unsetenv("XDG_CACHE_HOME");
   ASSERT_EQ(planned.exit_code, 0) << planned.errors;
   const auto pinned = row(json_of("plan.json"), "pinned", "pinned");
-  EXPECT_EQ(pinned["pinned"]["fits"], true) << pinned.dump();
+  EXPECT_THAT(planned.output, HasSubstr("more than the machine has free: planned with")) << pinned.dump();
   EXPECT_THAT(pinned["problems"].dump(), HasSubstr("host memory: ")) << planned.output;
 }
 

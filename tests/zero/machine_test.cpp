@@ -141,6 +141,9 @@ TEST(MachineFit, TheRemedyMovesStateOutOfTheMemoryThatIsShort) {
   engine.stage = 2;
   EXPECT_THAT(remedy(with_gpu(), engine), HasSubstr("stage 3 with offload_param"));
   engine.stage = 3;
+  engine.optimizer_pinned_fraction = 0.5;
+  EXPECT_THAT(remedy(workstation(), engine), HasSubstr("; a smaller hoist.optimizer_pinned_fraction, or \"auto\""));
+  engine.optimizer_pinned_fraction.reset();
   engine.parameters = pinned;
   EXPECT_THAT(remedy(with_gpu(), engine), HasSubstr("more ranks"));
   EXPECT_THAT(remedy(workstation(), engine), HasSubstr(R"(; offload_param with device "nvme")"));

@@ -188,6 +188,25 @@ TEST(PinnedFraction, CostsItsShareOfThePinnedBudget) {
   EXPECT_LT(static_cast<double>(least(1) - least(0)), state);
 }
 
+// Whatever the budget, an engine that chooses the share starts under less.
+TEST(PinnedFraction, AShareThatIsChosenAddsNothingToTheLeast) {
+  const ToyShape shape{.matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.runtime.device_memory_bytes = 16 * kMiB;
+  const auto least = [&] { return predict(setup.runtime, setup.engine, describe(shape), 1).pinned.least_bytes; };
+  const std::uint64_t with_none = least();
+  setup.engine.optimizer_pinned_fraction.reset();
+  setup.engine.parameters_pinned_fraction.reset();
+  for (const std::uint64_t budget : {kMiB, 16 * kMiB, kGiB}) {
+    setup.runtime.pinned_memory_bytes = budget;
+    EXPECT_EQ(least(), with_none) << budget;
+  }
+  setup.runtime.pinned_memory_bytes = round_up(with_none, kBlockAlignment);
+  ToyModel model(setup, shape);
+  EXPECT_NO_THROW(model.initialize());
+}
+
 TEST(PinnedFraction, TheLargestThatIsNamedFitsBesideTheSameBuffers) {
   const ToyShape shape{.matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
   for (const Placement parameters : {Placement::nvme, Placement::pinned}) {

@@ -112,6 +112,13 @@ std::string remedy_on_gpu(const EngineOptions& engine) {
 
 // What leaves the host's memory for the drives. `without_gpu`: state on the device is there, too.
 std::string remedy_on_host(const EngineOptions& engine, bool without_gpu) {
+  const auto asks_for = [](Placement placement, const std::optional<double>& share) {
+    return placement == Placement::nvme && share.value_or(0) > 0;
+  };
+  if (asks_for(engine.optimizer, engine.optimizer_pinned_fraction))
+    return "a smaller hoist.optimizer_pinned_fraction, or \"auto\", needs less";
+  if (asks_for(engine.parameters, engine.parameters_pinned_fraction))
+    return "a smaller hoist.parameters_pinned_fraction, or \"auto\", needs less";
   const auto is_here = [&](Placement placement) {
     return placement == Placement::pinned || (without_gpu && placement == Placement::device);
   };
@@ -132,6 +139,24 @@ void add_start_problem(const RuntimeOptions& runtime, std::uint64_t ranks, const
       fmt::format("{}: hoist.device_memory is {}{}, all of it taken at the start, and {} is free; "
                   "lower it, or leave it out",
                   memory.name, format_bytes(runtime.device_memory_bytes), each, format_bytes(memory.free_bytes)));
+}
+
+// The machine has the least, but not what the budgets let an engine hold. `memory`: the host's, of all ranks;
+// `is_shared`: device memory is a part of it.
+void add_held_problem(const Prediction& p, const RuntimeOptions& runtime, const Machine& machine, bool is_shared,
+                      const MachineFit::Memory& memory, MachineFit& fit) {
+  if (memory.bytes <= memory.free_bytes) return;
+  RuntimeOptions open = runtime;
+  open.pinned_memory_bytes = 0;
+  if (is_shared) open.device_memory_bytes = 0;
+  const RuntimeOptions chosen = choose(open, machine).runtime;
+  const std::uint64_t offered = is_shared ? chosen.host_memory_bytes : chosen.pinned_memory_bytes;
+  const std::uint64_t least = p.pinned.least_bytes + (is_shared ? p.device.least_bytes : 0);
+  fit.problems.push_back(
+      fmt::format("{}: {} would be held, and {} is free; lower {} to {}MiB", memory.name, format_bytes(memory.bytes),
+                  format_bytes(memory.free_bytes),
+                  is_shared ? "hoist.device_memory and hoist.pinned_memory together" : "hoist.pinned_memory",
+                  divide_up(std::max(offered, least), kMiB)));
 }
 
 void add_budget_problem(const char* key, const Prediction::Tier& tier, MachineFit& fit) {
@@ -172,7 +197,7 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
                           ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           host_remedy});
-  const MachineFit::Memory device_memory = fit.memories.front();
+  const MachineFit::Memory device_memory = fit.memories.front(), host_memory = fit.memories.back();
   if (p.nvme_bytes > 0) {
     const std::uint64_t bytes = ranks * p.nvme_bytes;
     if (drive_bytes) {
@@ -192,6 +217,7 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
     add_start_problem(runtime, has_own_memory ? per_gpu : ranks, device_memory, fit);
   add_budget_problem("hoist.device_memory", p.device, fit);
   add_budget_problem("hoist.pinned_memory", p.pinned, fit);
+  add_held_problem(p, runtime, machine, !has_own_memory, host_memory, fit);
   if (fit.problems.empty() && !p.fits()) {
     fit.problems.push_back(fmt::format("host memory: {} needed by a rank, {} left beside the reserve; {}",
                                        format_bytes(p.device.least_bytes + p.pinned.least_bytes),

@@ -158,8 +158,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   EngineOptions engine = options;
   detail::choose_pinned_shares(engine, table, access, detail::free_for_pinned(engine, table, facts));
 
-  EngineOptions smallest = engine;  // with as many gradients spilled as need least
-  smallest.gradient_spill_units = options.gradient_spill_units;
+  EngineOptions smallest = options;  // with what is left to the engine as it is under the smallest budget
   detail::choose_pinned_shares(smallest, table, access, 0);
   const detail::MemoryPlan least(smallest, table, {access, 0, 0});
   const detail::MemoryPlan plan(engine, table, facts);
