@@ -163,7 +163,7 @@ def channels_over(members: Sequence[int], config: _hoist.Config,
             ranks.meet()
             return Channel(ranks, "ranks", range(size))
         except RuntimeError as error:
-            raise _hoist.CommError(f"torch.distributed: on rank {ranks.rank} of {size} {error}") from None
+            raise _hoist.CommError(f"torch.distributed: on rank {ranks.rank} of {size}: {error}") from None
     return make, size
 
 
