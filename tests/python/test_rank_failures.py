@@ -105,6 +105,24 @@ def test_a_rank_that_comes_too_late_for_wrap_waits_for_nobody(settings, tmp_path
     assert "rank 0 failed" in texts[1]
 
 
+def test_a_slow_rank_is_named_with_the_key_that_gives_it_more_time(settings, tmp_path):
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 5.0
+    texts = texts_of("""
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 1)
+        try:
+            while rank == 1 and not os.path.exists(directory + "/rank 0 gave up"):
+                time.sleep(0.1)
+            train_share(engine, rank, size, 1, first=1)
+        finally:
+            open(directory + "/rank 0 gave up", "w").close()
+    """, tmp_path / "meet", config)
+    for text in texts:
+        assert text.startswith("CommError") and "rank 1 did not come within 5 s (hoist.comm_timeout_seconds)" in text, text
+        assert "Every rank must make the same calls" not in text
+
+
 def broken():
     raise LookupError("no such token")
 

@@ -245,11 +245,11 @@ class Ranks:
 
     def explained(self, problem: str, what: str, peer: int | None) -> str:
         """The problem of a call, `what`, in which this rank waited for rank `peer` of the group. Where neither has failed, the
-        other has closed its engine, or waits elsewhere, and says where."""
+        other has closed its engine, or waits elsewhere, and says where, or is still on its way."""
         mine = f"rank {self.rank_of_job} was at {what}"
         timed_out, has_ended = "imed out" in problem, "closed by peer" in problem or "reset by peer" in problem
         theirs = ""
-        if has_ended and peer is not None and self.why() is None:
+        if has_ended and peer is not None and not self._says_why_within(2):  # gloo closes connections at a time-out
             theirs = f", and rank {self.members[peer]} has closed its engine, or ended"
         with contextlib.suppress(RuntimeError):  # the process that held the store has ended
             if timed_out and peer is not None:
@@ -259,9 +259,18 @@ class Ranks:
                     time.sleep(_LOOK_EVERY)
                 if self.store.check([f"at-{peer}"]):
                     theirs = f", and {self.store.get(f'at-{peer}').decode()}"
-        if timed_out or theirs:
+        if timed_out and not theirs:
+            late = "another rank" if peer is None else f"rank {self.members[peer]}"
+            theirs = f", and {late} did not come {self._within()}: it is slower, hangs, or makes other calls"
+        elif theirs:
             theirs += ". Every rank must make the same calls: none alone may evaluate, read the state, save, or stop early"
         return f"{mine}{theirs} ({problem})"
+
+    def _says_why_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while self.why() is None and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY)
+        return self.why() is not None
 
     def why(self) -> str | None:
         """Why nothing goes on, as far as this rank can know without waiting."""
