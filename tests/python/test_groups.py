@@ -14,7 +14,7 @@ from torch import nn
 import hoist
 import hoist.torch
 from models import on_device_of_tests
-from ranks import results, start
+from ranks import results, start, texts_of
 from test_distributed import at
 
 STEPS = 4
@@ -229,3 +229,27 @@ def test_refusals(settings, tmp_path):
         for text, part in zip(said, ("a mesh of 2 dimensions", "needs mesh=", "do not all pass the same", "is a DTensor"),
                               strict=True):
             assert part in text
+
+
+@pytest.mark.parametrize("others", ["pass", "hoist.torch.wrap(Net(), config)"])
+def test_a_mesh_that_only_some_ranks_pass_is_an_error(settings, tmp_path, others):
+    config = config_of(settings, tmp_path / "store")
+    if others == "pass":
+        config["hoist"]["comm_timeout_seconds"] = 5.0
+    texts = texts_of(f"""
+        from test_groups import Net
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            hoist.torch.wrap(Net(), config, mesh=group)
+        else:
+            {others}
+    """, tmp_path / "meet", config, size=4)
+    if others == "pass":
+        assert texts[2:] == ["no error"] * 2
+        for text in texts[:2]:
+            assert text.startswith("CommError") and "rank 2, 3 did not come within 5 s (hoist.comm_timeout_seconds)" in text, text
+            assert "Every rank of the job passes mesh=..." in text
+        return
+    for rank, text in enumerate(texts):
+        assert text.startswith("UsageError" if rank < 2 else "CommError"), text
+        assert "rank 2 does not pass mesh=..." in text

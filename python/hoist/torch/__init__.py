@@ -105,7 +105,8 @@ def wrap(model: torch.nn.Module, config: ConfigSource, *,
                    (PrivateUse1) whose memory the CPU shares. By default, of several GPUs: the one that the model is on, or that
                    torch.cuda.set_device() chose, or the launcher's local rank
     mesh           the ranks that divide the state, where other ranks hold other parameters: a DeviceMesh of one dimension
-                   (mesh["dp"]) or a process group. The norm, skipped steps and commits are those of all ranks
+                   (mesh["dp"]) or a process group. The norm, skipped steps and commits are those of all ranks,
+                   which all pass their mesh
     tensor_parallel  the ranks that hold slices of the same parameters. Slices are marked by an attribute of the parameter,
                    tensor_model_parallel = True (or model_parallel); the norm counts the others once
     deepspeed      a checkpoint of DeepSpeed's to begin with: the directory with `latest`, a tag's own, or what

@@ -121,7 +121,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if groups is not None:
             refuse_rates_of_0(config, param_groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
-        self._sharding = distributed.sharding_group_of(mesh, tensor_parallel)
+        self._sharding = distributed.sharding_group_of(mesh, tensor_parallel, config)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         self._unit_manager = self._make_unit_manager(options, group_of)
         self._has_others = self.world_size > 1 or self._is_part_of_job  # also known when it was closed, or sleeps

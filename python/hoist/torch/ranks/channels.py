@@ -156,9 +156,11 @@ class Ranks:
         self._lock = threading.Lock()
         self._why: str | None = None
 
-    def meet(self) -> None:
-        """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time."""
-        self.store.set(f"here-{self.rank}", "")
+    def meet(self, word: str = "") -> None:
+        """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time.
+
+        `word`: for words()."""
+        self.store.set(f"here-{self.rank}", word)
         if self.store.add("here", 1) == len(self.members):
             self.store.set("all-here", "")
         why = self._watch(self.timeout, lambda: bool(self.store.check(["all-here"])))
@@ -166,6 +168,10 @@ class Ranks:
             why = f"{absent} did not come {self._within()}"
         if why is not None:
             raise RuntimeError(why)
+
+    def words(self) -> list[str]:
+        """What each rank has brought to meet()."""
+        return [word.decode() for word in self.store.multi_get([f"here-{rank}" for rank in range(len(self.members))])]
 
     def connected(self, name: str, members: range) -> Any:
         """Returns a group of gloo over some of these ranks. All are there. Errors: RuntimeError if one fails or ends meanwhile.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import pathlib
@@ -124,7 +125,7 @@ def _members_of(group: Any, what: str) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def sharding_group_of(mesh: Any, tensor_parallel: Any) -> ShardingGroup | None:
+def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) -> ShardingGroup | None:
     """[C] Of the job. `mesh`: a DeviceMesh of one dimension, or a process group; None: all ranks."""
     if mesh is None:
         if tensor_parallel is not None:
@@ -134,8 +135,15 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any) -> ShardingGroup | None:
         raise _hoist.UsageError("mesh=... needs torch.distributed.init_process_group() first")
     members = _members_of(mesh, "mesh")
     slices = (dist.get_rank(),) if tensor_parallel is None else _members_of(tensor_parallel, "tensor_parallel")
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, members)
+    ranks = Ranks(timedelta(seconds=config.comm_timeout_seconds), range(dist.get_world_size()), str)
+    try:
+        ranks.meet(json.dumps(members))
+        words = ranks.words()
+    except RuntimeError as error:
+        raise _hoist.CommError(f"on rank {dist.get_rank()} of the job: {error}. Every rank of the job passes mesh=...") from None
+    if "" in words:
+        raise _hoist.UsageError(f"rank {words.index('')} does not pass mesh=..., which every rank of the job passes, or none")
+    everyones = [tuple(json.loads(word)) for word in words]
     for rank, theirs in enumerate(everyones):
         if rank not in theirs or any(everyones[other] != theirs for other in theirs):
             raise _hoist.UsageError(f"rank {rank} passes the ranks {list(theirs)} as its mesh, and they do not all pass the same")
