@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,13 @@ class Call:
     input_hooks: dict[int, Any] = field(default_factory=dict)  # by unit: the handle of the one on what the call was given
     made_before: set[Any] = field(default_factory=set)  # the graph's nodes that made what it was given
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])  # around it: the call is in an except block
+
+
+def _nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """The graph's nodes that made these tensors and, for views, the tensors that they show. After a program has changed a view
+    in place, the graph leads to the latter, and the node that made the view is not in it."""
+    views_and_bases = ((t, t._base) for t in tensors if t.grad_fn is not None)
+    return {t.grad_fn for both in views_and_bases for t in both if t is not None} - {None}
 
 
 def _is_nested(module: nn.Module) -> bool:
@@ -83,7 +91,7 @@ class ModuleHook:
         if not torch.is_grad_enabled():
             return
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        call.made_before = {tensor.grad_fn for tensor in inputs}
+        call.made_before = _nodes_of(inputs)
         is_recomputed = torch._C._current_graph_task_id() != -1
         for tensor in inputs[:1]:
             begins_graph = tensor.grad_fn is None
@@ -108,7 +116,7 @@ class ModuleHook:
         if torch.is_grad_enabled() and not failed:
             tensors = list(tensors_in(output))
             # An input that the module returns unchanged gets its gradient long after the call's own backward pass.
-            nodes = {t.grad_fn for t in tensors if t.grad_fn is not None} - call.made_before
+            nodes = _nodes_of(tensors) - call.made_before
             if not tensors and not self.is_root:
                 passes.uses.keep(entered, type(module).__name__)
             for unit in entered if nodes else ():
