@@ -405,3 +405,22 @@ def test_a_model_whose_wrapping_failed_is_as_before(settings, device):
         assert all(p.grad is not None for p in model.parameters())
     with hoist.torch.wrap(model, settings(), resume=True) as engine:
         assert engine.step_count == 1 and train(engine, 1, first=1)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("can_refuse", [False, True])
+def test_a_model_whose_engine_was_closed_is_not_wrapped_without_values(settings, monkeypatch, resume, can_refuse):
+    """Also with PyTorch before 2.13, where the weights of such a model are NaN. It has a store of its own to begin with again."""
+    if not can_refuse:
+        monkeypatch.setattr(hoist.torch.model.unit_tensors, "CAN_REFUSE", False)
+    model = make()
+    with hoist.torch.wrap(model, settings(store="first")) as engine:
+        train(engine, 1)
+    with pytest.raises(hoist.UsageError, match=r"token.weight' has no values: the engine.* was closed.*weights=DIR.*resume=True"):
+        hoist.torch.wrap(model, settings(store="empty"), resume=resume)
+    with hoist.torch.wrap(model, settings(store="first"), resume=True) as engine:
+        assert engine.step_count == 1
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    with hoist.torch.wrap(model, settings(store="second")) as engine:
+        assert not engine.read("token.weight").any()

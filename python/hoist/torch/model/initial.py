@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +25,13 @@ Source = torch.Tensor | Callable[[], torch.Tensor]  # a parameter's initial valu
 
 def values_of(source: Source) -> torch.Tensor:
     return source if isinstance(source, torch.Tensor) else source()
+
+
+def refuse_lost(name: str) -> NoReturn:
+    """The source of a parameter's values that went with an engine."""
+    raise _hoist.UsageError(f"parameter '{name}' has no values: the engine that had this model was closed, and the weights were "
+                            "in its memory. Build the model anew, or pass weights=DIR (for a Trainer hoist_options={\"weights\": "
+                            "DIR}), or resume=True with a store that holds a commit")
 
 
 def _origin(source: Source | None) -> str:

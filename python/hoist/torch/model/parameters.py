@@ -5,6 +5,7 @@ written by the names that PyTorch gives them."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,7 +18,7 @@ from hoist import _hoist
 from hoist.optim.values import DTYPES
 from hoist.shared_memory import refuse_shared_memory
 from hoist.torch.model import initial, weight_files
-from hoist.torch.model.unit_tensors import UnitTensors
+from hoist.torch.model.unit_tensors import UnitTensors, lost_its_values
 from hoist.torch.model.units import Model, Unit
 from hoist.torch.model.wrapped import keep_hooks, remove_hooks
 
@@ -131,7 +132,9 @@ class Parameters:
                 dtype = self._type_of(name, parameter)
                 absent = self.tensors.absent(index, parameter.shape, dtype)
                 parameter.__dict__.pop("__deepcopy__", None)  # of from_pretrained
-                values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data.resolve_neg())
+                built: initial.Source = (functools.partial(initial.refuse_lost, name) if lost_its_values(parameter) else
+                                         parameter.data.resolve_neg())
+                values = getattr(parameter, "initial_values", None if parameter.is_meta else built)
                 if parameter.is_meta or not torch._has_compatible_shallow_copy_type(parameter.data, absent):
                     parameter = self._replace(unit, name, parameter, absent)
                 else:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
 from hoist.torch.devices import current_stream_of, dlpack_device_of, outside_of_inference_mode
@@ -24,6 +25,14 @@ _unmark: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", Non
 CAN_REFUSE = _mark is not None and _unmark is not None
 _DisableFuncTorch: Any = torch._C._DisableFuncTorch
 _DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+
+_without_memory = WeakTensorKeyDictionary()  # by parameter: the storage that it shows while its unit has no memory
+
+
+def lost_its_values(parameter: nn.Parameter) -> bool:
+    """Whether it belonged to an engine that was closed, and has been given nothing since."""
+    storage = _without_memory.get(parameter)
+    return storage is not None and parameter.untyped_storage()._cdata == storage._cdata
 
 
 class _Unit:
@@ -100,6 +109,7 @@ class UnitTensors:
         unit = self._units[index]
         unit.parameters.append((parameter, offset))
         unit.absent.append(parameter.data)
+        _without_memory[parameter] = unit.nan.untyped_storage()
 
     def given_another(self) -> nn.Parameter | None:
         """A parameter to which the program has given other memory (`parameter.data = ...`), if any. It has its own again."""
