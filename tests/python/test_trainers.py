@@ -72,8 +72,8 @@ def make(kind, path, hub, adapters, hoisted, callbacks=(), **changes):
     if not (hub / "config.json").exists():
         torch.manual_seed(0)
         model_class(shape).save_pretrained(hub)
-    lora = None
-    if adapters:
+    lora = adapters if isinstance(adapters, peft.PeftConfig) else None
+    if adapters is True:
         lora = peft.LoraConfig(r=4, target_modules=["q", "v"] if model_class is T5[0] else ["q_proj", "v_proj"],
                                task_type="SEQ_2_SEQ_LM" if model_class is T5[0] else "CAUSAL_LM")
     if hoisted:
@@ -236,6 +236,20 @@ def test_a_reference_that_follows_the_trained_weights(tmp_path, kind):
     for name, value in runs[0][1].items():
         torch.testing.assert_close(runs[1][1][name], value, rtol=0, atol=2e-5)
     assert any(not torch.equal(begun[name].cpu(), value.cpu()) for name, value in runs[1][1].items())
+
+
+def test_a_head_that_is_trained_beside_adapters_has_its_original_as_the_reference(tmp_path):
+    """TRL reads the weights of the one or of the other without a call of their modules."""
+    torch.manual_seed(0)
+    LLAMA[0](transformers.LlamaConfig(**LLAMA[1].to_dict() | {"tie_word_embeddings": False})).save_pretrained(tmp_path / "hub")
+    losses = []
+    for hoisted in (False, True):
+        trainer = make("dpo", tmp_path / str(hoisted), tmp_path / "hub", ADAPTERS["modules_to_save"](), hoisted, max_steps=3,
+                       save_strategy="no")
+        trainer.train()
+        losses.append([row[key] for row in trainer.state.log_history for key in ("loss", "eval_loss") if key in row])
+    trainer.engine.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-5) and len(losses[0]) == 5
 
 
 def test_precomputed_reference_log_probabilities_are_not_rounded(tmp_path, monkeypatch):

@@ -438,6 +438,59 @@ def test_a_use_of_weights_that_is_new_is_found_when_the_call_is_made_again(wrap)
         close_to(losses, expected[:len(losses)])
 
 
+def test_a_reference_in_a_training_pass_may_use_weights_that_the_trained_calls_do_not(wrap):
+    """Without gradients, between a forward pass and its backward pass: the first such call is looked at as well."""
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head, self.side = Block(), nn.Linear(WIDTH, 1), nn.Sequential(nn.Identity(), nn.Linear(WIDTH, 1))
+            self.is_reference = False
+
+        def forward(self, x):
+            return F.linear(self.block(x), (self.side[1] if self.is_reference else self.head).weight)
+
+    def loss_of(model, x):
+        y = model(x)
+        own.is_reference = True
+        with torch.no_grad():
+            reference = model(x)
+        own.is_reference = False
+        return (y - reference).pow(2).mean()
+
+    own = seeded(TwoHeads)
+    expected = losses_in_memory(own, [batch(i) for i in range(3)], lambda model, x: loss_of(model, x) + 0 * sum(
+        p.sum() for p in model.parameters()))
+    own = seeded(TwoHeads)
+    with wrap(own) as engine:
+        close_to([step_of(engine, batch(i), loss_of) for i in range(3)], expected)
+
+
+def test_what_is_in_the_place_of_a_trained_copy_may_be_used_in_evaluations(wrap):
+    """As PEFT names them. Both calls are evaluations of the same module, and only the first one is looked at."""
+    class WithCopy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = Block(), nn.Module()
+            self.head.original_module = nn.Linear(WIDTH, 1)
+            self.head.modules_to_save = nn.ModuleDict({"default": nn.Linear(WIDTH, 1)})
+            self.used = self.head.modules_to_save["default"]
+
+        def forward(self, x):
+            return F.linear(self.block(x), self.used.weight)
+
+    own = seeded(WithCopy)
+    heads = (own.head.modules_to_save["default"], own.head.original_module)
+
+    def results_of(model):
+        with torch.no_grad():
+            for own.used in heads:
+                yield model(batch(0)).clone()
+
+    expected = list(results_of(own))
+    with wrap(own) as engine:
+        assert all(torch.equal(a, b) for a, b in zip(results_of(engine), expected, strict=True))
+
+
 class Experts(nn.Module):
     """Calls its experts, their parts, or uses their weights, as `form` says. Each input names those that it is routed to."""
 

@@ -8,6 +8,7 @@ modules use belongs to the first of them.
 
 from __future__ import annotations
 
+import re
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_OF_ADAPTER = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -46,6 +48,12 @@ class Model:
             return type(unit.module), unit.name.rpartition(".")[0]
 
         return [i for i, unit in enumerate(self.units) if i != index and kind(unit) == kind(self.units[index])]
+
+    def in_its_place(self, index: int) -> list[int]:
+        """Other units that a program uses in this one's place: PEFT keeps a module of modules_to_save for each adapter, and the
+        original."""
+        places = [_OF_ADAPTER.sub(".*", unit.name) for unit in self.units]
+        return [i for i, place in enumerate(places) if i != index and place == places[index]]
 
     def used_together(self) -> list[list[int]]:
         """For each unit the earlier ones that are always gathered when it is: a call needs its module's units, and those of every

@@ -125,9 +125,11 @@ class UnannouncedUses:
         self._cut = cut
         self._parameters = parameters
         self._add_hook = add_hook
-        # What has been watched: the kind of a pass, with the outermost module that was called in it, or all of its calls.
-        self._known: set[tuple[Any, nn.Module | None]] = set()
+        # What has been watched: the kind of a pass, with the outermost module that was called in it, or all of its calls, and
+        # whether that was with gradients: a training pass may contain a reference model's calls, which use other weights.
+        self._known: set[tuple[Any, nn.Module | None, bool]] = set()
         self._outermost: nn.Module | None = None  # of the call under way, or the last one
+        self._with_gradients = True  # that call
         self._watch: Watch | None = None
         self._calls: list[nn.Module] = []  # modules under way, innermost last
         self._kept: set[str] = set()  # units whose modules return no tensors
@@ -149,7 +151,11 @@ class UnannouncedUses:
     @property
     def is_watched(self) -> bool:
         """Whether the call under way is one of those that are watched."""
-        return self._watch is not None or (self._unit_manager.current_pass, self._outermost) not in self._known
+        return self._watch is not None or self._key_of_call not in self._known
+
+    @property
+    def _key_of_call(self) -> tuple[Any, nn.Module | None, bool]:
+        return self._unit_manager.current_pass, self._outermost, self._with_gradients
 
     def watch_next(self) -> None:
         """A pass of this kind has failed, perhaps for a use of weights that none before had."""
@@ -165,7 +171,7 @@ class UnannouncedUses:
 
     def begin_call(self, module: nn.Module) -> None:
         """An outermost call begins. A program may call parts of the model one after the other in a pass."""
-        self._outermost = module
+        self._outermost, self._with_gradients = module, torch.is_grad_enabled()
         if self._watch is None and self.is_watched and not torch.compiler.is_compiling():
             self._watch = self._watch_for(self._use)
             self._watch.__enter__()
@@ -174,7 +180,7 @@ class UnannouncedUses:
         if self._watch is not None:
             self._end_watch()
             if not failed:
-                self._known.add((self._unit_manager.current_pass, self._outermost))
+                self._known.add(self._key_of_call)
                 self._announce_likes()
 
     def _end_watch(self) -> None:
@@ -196,7 +202,7 @@ class UnannouncedUses:
     def of_backward(self) -> Iterator[None]:
         """Around a backward pass. Where units give way to each other for want of memory, later passes are watched, too."""
         with self._once(_BACKWARD, self._use_in_backward):
-            self._unit_manager.watch_backward((_BACKWARD, None) not in self._known)
+            self._unit_manager.watch_backward((_BACKWARD, None, True) not in self._known)
             try:
                 yield
             except BaseException:  # as in watch_next()
@@ -210,12 +216,12 @@ class UnannouncedUses:
     @contextlib.contextmanager
     def _once(self, kind: Any, missing: Callable[[int], None]) -> Iterator[None]:
         """Watches the first pass of a kind, as far as it ends without an error."""
-        if (kind, None) in self._known:
+        if (kind, None, True) in self._known:
             yield
             return
         with self._watch_for(missing):
             yield
-        self._known.add((kind, None))
+        self._known.add((kind, None, True))
         self._announce_likes()
 
     def _watch_for(self, missing: Callable[[int], None]) -> Watch:
@@ -268,14 +274,16 @@ class UnannouncedUses:
 
     def _announce_likes(self) -> None:
         """Where nothing calls a unit that was used, the others beside it that nothing has called may be used in the same way in a
-        later pass, such as experts that no token was routed to yet."""
+        later pass, such as experts that no token was routed to yet. After a call without gradients, a reference
+        model's call may use what PEFT has in the unit's place."""
         def is_called(unit: int) -> bool:
             return self._add_hook(self._cut.units[unit].module, unit).was_called
 
         for unit, user in self._found:
-            for other in () if is_called(unit) else self._cut.like(unit):
-                if is_called(other):
-                    continue
+            likes = [] if is_called(unit) else [other for other in self._cut.like(unit) if not is_called(other)]
+            if not self._with_gradients:
+                likes += self._cut.in_its_place(unit)
+            for other in likes:
                 if user is None:
                     for part in called_parts(self._cut.units[other].module):
                         self._add_hook(part, other)
