@@ -190,3 +190,41 @@ def test_a_second_train_after_the_configurations_schedule_is_refused(tmp_path):
     own.train()
     assert own.engine.step_count == 4
     own.engine.close()
+
+
+class Falls(torch.nn.Module):
+    """Its weight falls by the rate of each step of SGD."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.line.weight)
+
+    def forward(self, x, labels=None):
+        return {"loss": self.line(x).mean()}
+
+
+@pytest.mark.parametrize("kind", [None, "WarmupDecayLR", "WarmupCosineLR"])
+def test_logged_rates_are_those_that_steps_used(tmp_path, kind):
+    fallen = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **_):
+            fallen.append(model.state_dict()["line.weight"].item())
+
+        on_train_end = on_step_begin
+
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    if kind is not None:
+        config["scheduler"] = {"type": kind, "params": {"warmup_num_steps": 2, "total_num_steps": "auto"}}
+    if kind == "WarmupDecayLR":
+        config["scheduler"]["params"] |= {"warmup_max_lr": "auto", "warmup_type": "linear"}
+    args = arguments(tmp_path / "out", max_steps=6, optim="sgd", learning_rate=1e-2, warmup_steps=2, weight_decay=0.0,
+                     max_grad_norm=0.0, bf16=False)
+    rows = [{"x": torch.ones(1, device="cpu"), "labels": 0}] * 64
+    trainer = hoist_transformers.Trainer(model=Falls(), args=args, train_dataset=rows, hoist_config=config, callbacks=[Watch()])
+    trainer.train()
+    logged = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    used = [before - after for before, after in zip(fallen, fallen[1:], strict=False)]
+    assert logged == pytest.approx(used, abs=1e-6) and max(logged) > 5e-3 and len(logged) == 6
+    trainer.engine.close()

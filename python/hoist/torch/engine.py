@@ -344,10 +344,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._parameters.refuse_replaced_before_step(self._updates_in_backward, self._passes.drop_gradients)
         self._parameters.refuse_gradients()
         self._parameters.refuse_other_trainability()
-        if self.config.has_schedule:
-            self._run_rates.forget()
-        else:
-            self._run_rates.before_step(self.get_lr())
+        self._run_rates.before_step(self.get_lr())
         if self._updates_in_backward:
             self.optimizer.refuse_late_rates()
         else:

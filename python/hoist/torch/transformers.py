@@ -320,6 +320,11 @@ class Trainer(transformers.Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
         """Known after the step."""
 
+    def _get_learning_rate(self) -> float:
+        """Of the step that was just made. The configuration's schedule shows the next step's by then."""
+        used = self._made._run_rates.used
+        return used[0] if used else super()._get_learning_rate()
+
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *positional: Any, **arguments: Any) -> Any:
         norm = self._made.get_global_grad_norm()
         self._drop_pending("the epoch ended in the middle of a step")

@@ -28,6 +28,7 @@ class RunRates:
     def __init__(self, groups: list[dict[str, Any]], setter: str):
         self.schedule: Any = None
         self.first = [float(group.get("initial_lr", group["lr"])) for group in groups]  # what the program asks for
+        self.used: list[float] = []  # by the last step
         self._asked: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "initial_lr") if k in group} for group in groups]
         self._setter = setter  # of the schedule, in the program's words
         self._saved: dict[str, Any] = {}  # with the commit that was restored, until the first step after that
@@ -74,6 +75,7 @@ class RunRates:
         if self._came_to not in (None, rates):
             _log.warning("learning rates: the run that is resumed had come to %s, and the program has set %s. A schedule "
                          "continues if %s is set to it in both runs", self._came_to, rates, self._setter)
+        self.used = rates
         self.forget()
 
     def forget(self) -> None:
