@@ -54,7 +54,8 @@ def test_a_call_while_another_thread_has_one_is_refused_by_name(settings):
         thread.start()
         assert held.entered.wait(30)
         for call, name in ((engine.step, "step"), (engine.settle, "settle"), (lambda: engine(inputs), "forward"),
-                           (engine.state_dict, "state_dict"), (engine.restore, "restore")):
+                           (engine.state_dict, "state_dict"), (engine.restore, "restore"),
+                           (lambda: engine.load_checkpoint("none"), "load_checkpoint")):
             with pytest.raises(hoist.UsageError, match=rf"{name}\(\) in thread 'MainThread' while forward\(\) is under way in "
                                                        r"thread 'the-first'"):
                 call()
@@ -93,9 +94,10 @@ def test_after_an_interrupted_forward_pass_the_engine_says_what_helps(settings):
         train(engine, 1, first=2)
 
 
-@pytest.mark.parametrize("call", ["read", "step", "save", "zero_grad", "state_dict", "load_state_dict"])
+@pytest.mark.parametrize("call", ["read", "step", "save", "zero_grad", "state_dict", "load_state_dict", "restore",
+                                  "load_checkpoint"])
 def test_a_call_of_the_engine_inside_of_forward_is_refused_and_no_more(settings, call):
-    arguments = {"read": ["norm.weight"], "load_state_dict": [{}, False]}.get(call, [])
+    arguments = {"read": ["norm.weight"], "load_state_dict": [{}, False], "load_checkpoint": ["none"]}.get(call, [])
     memory = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     with hoist.torch.wrap(make(), settings(zero_optimization=memory)) as undisturbed:
         train(undisturbed, 3)
@@ -133,6 +135,31 @@ def interrupted_in(engine, monkeypatch, name):
     with pytest.raises(KeyboardInterrupt):
         train(engine, 1, first=engine.step_count)
     monkeypatch.undo()
+
+
+def test_after_an_interrupted_forward_pass_a_checkpoint_is_loaded(settings, tmp_path):
+    def config():
+        return settings(hoist={"device_memory": "240KiB", "pinned_memory": "32MiB", "keep_steps": 2})
+
+    with hoist.torch.wrap(held_model(), config()) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "c", client_state={"epoch": 2})
+        train(engine, 1, first=2)
+        engine.module.blocks[1].raises = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            train(engine, 1, first=3)
+        engine.module.blocks[1].raises = None
+        assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
+        with pytest.raises(hoist.StoreError, match="keeps no step 'other'"):
+            engine.load_checkpoint(tmp_path / "c", tag="other")
+        with pytest.raises(hoist.UsageError, match="interrupted"):
+            train(engine, 1, first=3)
+        assert engine.load_checkpoint(tmp_path / "c")[1] == {"epoch": 2} and engine.step_count == 2
+        train(engine, 2, first=2)
+        found = digests(engine)
+    with hoist.torch.wrap(held_model(), undisturbed(config())) as engine:
+        train(engine, 4)
+        assert digests(engine) == found
 
 
 def undisturbed(config):

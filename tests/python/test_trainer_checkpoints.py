@@ -92,6 +92,35 @@ def test_killed_before_a_checkpoint_was_complete(tmp_path):
     whole.engine.close()
 
 
+def test_interrupted_in_a_forward_pass_and_resumed_by_the_same_trainer(tmp_path):
+    """As in a notebook. After the engine is closed, the error says what helps."""
+    def made(path):
+        return trainer_of(arguments(tmp_path / path / "out", max_steps=4, save_strategy="steps", save_steps=2),
+                          ds_config(tmp_path / path / "nvme"))
+
+    def interrupt(*_):
+        if trainer.state.global_step == 3:
+            raise KeyboardInterrupt
+
+    whole = made("whole")
+    whole.train()
+    expected = digests(whole.engine)
+    whole.engine.close()
+    trainer = made("interrupted")
+    hook = trainer.model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    hook.remove()
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4 and digests(trainer.engine) == expected
+    trainer.engine.close()
+    with pytest.raises(hoist.UsageError, match=r"closed.*make a new Trainer.*resume_from_checkpoint=True"):
+        trainer.train(resume_from_checkpoint=True)
+    again = made("interrupted")
+    again.train(resume_from_checkpoint=True)
+    again.engine.close()
+
+
 def test_the_newest_complete_checkpoint(tmp_path):
     newest = hoist_transformers.newest_complete_checkpoint
     assert newest(str(tmp_path / "nothing")) is None and newest(str(tmp_path)) is None

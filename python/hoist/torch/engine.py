@@ -494,7 +494,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def restore(self, name: str = "") -> int:
         """[C] Continues from a named checkpoint, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine, or a call that was interrupted."""
-        self._passes.turns.require("restore()")
+        self._passes.turns.require_outside("restore()")
         if self._unit_manager.is_alive:
             self._unit_manager.require_commit(name)
         self._passes.give_up()

@@ -210,6 +210,9 @@ class Trainer(transformers.Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.engine is not None:
+            if not self.engine._unit_manager.is_open:
+                raise _hoist.UsageError("this Trainer's engine was closed, and the model's weights with it: make a new Trainer, "
+                                        "whose train(resume_from_checkpoint=True) continues the run")
             if self.engine.module is not self.model:
                 raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
             if self.engine.config.has_schedule and self.engine.step_count > 0 and self._is_resumed is False:

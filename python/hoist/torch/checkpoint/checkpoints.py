@@ -108,12 +108,12 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     folder = os.path.join(directory, tag)
     if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
         refuse_deepspeeds(folder)
-    known = engine.checkpoints()
+    known = dict(engine._unit_manager.find_checkpoints())  # engine.checkpoints() waits for a restore() after an interruption
     if any_tag and tag not in known:
         tag = _newest_saved(engine, known, directory, tag)
         folder = os.path.join(directory, tag)
     engine._unit_manager.require_commit(tag)
-    step = engine.checkpoints()[tag]  # it may have been under way before
+    step = dict(engine._unit_manager.find_checkpoints())[tag]  # it may have been under way before
     client_file = _client_file(folder, step)
     if not os.path.isfile(client_file):
         raise _hoist.StoreError(

@@ -170,12 +170,12 @@ class DeepSpeedNames:
         checkpoints.save(cast("Engine", self), os.fspath(save_dir), tag, client_state or {}, save_latest)
         return True
 
-    @takes_turn
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False,
                         custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any] | None]:
-        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved. (path, client state)."""
+        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved, as restore() does. (path, client state)."""
+        self._passes.turns.require_outside("load_checkpoint()")
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise _hoist.UsageError("a named checkpoint comes back whole: for its weights alone, `hoist export` it, and begin a "
                                     "run with weights=...")

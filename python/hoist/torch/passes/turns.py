@@ -79,8 +79,7 @@ class Turns:
                 return
         if not may_begin:
             return self._refuse_concurrent(call)
-        if call != FORWARD and any(True for _ in modules_on_stack()):
-            raise _hoist.UsageError(f"{call} inside of {FORWARD}: call it when {FORWARD} has returned")
+        self._refuse_inside(call)
         self.interrupt(f"{FORWARD} was interrupted")  # its end was never seen
         raise _hoist.UsageError(f"{call} after {FORWARD} was interrupted. {_REMEDY}")
 
@@ -95,6 +94,16 @@ class Turns:
         is_of_another = call == BACKWARD and self._calls[-1:] == [FORWARD] and self._thread is not threading.current_thread()
         if not self.is_free_or_mine or is_of_another:
             self._refuse_concurrent(call)
+
+    def require_outside(self, call: str) -> None:
+        """Of a call that leaves those behind that were interrupted. Errors: as require(), and UsageError inside of forward()."""
+        self.require(call)
+        if self._calls[-1:] == [FORWARD]:
+            self._refuse_inside(call)
+
+    def _refuse_inside(self, call: str) -> None:
+        if call != FORWARD and any(True for _ in modules_on_stack()):
+            raise _hoist.UsageError(f"{call} inside of {FORWARD}: call it when {FORWARD} has returned")
 
     def take_over(self) -> None:
         """For another thread that works on the same call while the first one waits for it."""
