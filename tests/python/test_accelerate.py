@@ -71,6 +71,17 @@ def test_an_engine(settings, accelerator):
         assert engine.step_count == STEPS and not optimizer.step_was_skipped
 
 
+def test_an_engine_is_unwrapped_and_saved_as_its_model(settings, accelerator, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="accelerate saves models with safetensors")
+    with hoist.torch.wrap(make(), settings()) as engine:
+        train(accelerator, engine, accelerator.prepare(engine.optimizer), count=1)
+        expected = engine.module.state_dict()
+        accelerator.save_model(engine, tmp_path / "saved")
+        for found in (accelerator.unwrap_model(engine).state_dict(), accelerator.get_state_dict(engine),
+                      safetensors.load_file(tmp_path / "saved" / "model.safetensors") | {"head.weight": expected["head.weight"]}):
+            assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_an_engine_whose_configuration_accumulates(settings, accelerator):
     with hoist.torch.wrap(make(), settings(gradient_accumulation_steps=2)) as engine:
         optimizer = accelerator.prepare(engine.optimizer)

@@ -25,6 +25,11 @@ class StandsForModel:
     _passes: Passes
     _is_made = False  # until then all attributes that are set are the engine's
 
+    @property
+    def _modules(self) -> dict[str, nn.Module | None]:
+        """What accelerate's unwrap_model() looks through."""
+        return self.module._modules
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._passes.own_forwards.follow_classes()  # before PyTorch looks for the forward() of this call
         return self.module(*args, **kwargs)
