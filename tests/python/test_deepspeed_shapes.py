@@ -166,6 +166,15 @@ def test_moments_of_an_optimizer_that_is_taken_over_are_not_lost_in_silence(sett
     client.load_state_dict(client.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "SGD"])
+def test_a_new_optimizer_has_no_moments(settings, caplog, kind):
+    """PyTorch's Adagrad makes its state before the first step."""
+    model = torch.nn.Linear(8, 8)
+    client = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
+    with hoist.torch.initialize(model=model, optimizer=client, config=settings())[0]:
+        assert "has moments" not in caplog.text
+
+
 def test_an_optimizer_with_another_formula_is_refused(settings):
     """A class that is PyTorch's AdamW, Adam or SGD by its parent only."""
     class Other(torch.optim.AdamW):

@@ -112,6 +112,12 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def _has_stepped(state: dict[str, Any]) -> bool:
+    """Of one parameter. Adagrad makes its state before it steps; SGD's has no count."""
+    step = state.get("step", 1)
+    return bool(state) and not getattr(step, "is_meta", False) and float(step) > 0
+
+
 class Optimizer(torch.optim.Optimizer):
     """Steps the engine. Its state is the engine's; `param_groups` carry learning rates to it."""
 
@@ -144,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
         self._settled = [settled_of(group) for group in client.param_groups]
         if self._engine._unit_manager.is_alive:
             self.show_rates()
-        if client.state:
+        if any(_has_stepped(state) for state in client.state.values()):
             _log.warning("the %s that was passed has moments, and they are not used: the engine's are in its store",
                          type(client).__name__)
         follower = weakref.ref(self)
