@@ -114,6 +114,14 @@ def test_the_optimizer_of_a_subclass(tmp_path):
     assert digests(trainer.engine) == digests(given.engine) and rates[0] == rates[1] and trainer.engine.global_steps == 3
 
 
+@pytest.mark.parametrize("optim", ["adafactor", "rmsprop"])
+def test_an_optim_that_hoist_lacks_is_refused_with_those_it_has(tmp_path, optim):
+    config = ds_config(tmp_path / "nvme", without=("optimizer",))
+    with pytest.raises(hoist.UsageError, match=rf"optim='{optim}' of TrainingArguments.*adamw_torch, .*sgd, .*lion_32bit"):
+        trainer_of(arguments(tmp_path / "out", optim=optim), config).train()
+    assert not (tmp_path / "nvme").exists()
+
+
 def test_deepspeed_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
     made = transformers.Trainer.create_accelerator_and_postprocess
 

@@ -50,6 +50,7 @@ _SMALL = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"
           "paged_lion_8bit")
 OTHER_OPTIMS = (*_SMALL, "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit")
 _KIND_OF = {"sgd": "SGD", "adagrad": "Adagrad"} | {optim: "Lion" if "lion" in optim else "AdamW" for optim in OTHER_OPTIMS}
+OPTIMS = (*DEFAULT_OPTIMS, *_KIND_OF)
 
 
 def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
@@ -223,6 +224,9 @@ class Trainer(transformers.Trainer):
         filled = fill_in(self._hoist_config, self.args, self.state.max_steps or self._steps_of_run)
         config = hoist.torch.load_config(filled)
         own_groups = self.optimizer is None and "optimizer" not in filled
+        if own_groups and self.optimizer_cls_and_kwargs is None and optim_of(self.args) not in OPTIMS:
+            raise _hoist.UsageError(f"optim={optim_of(self.args)!r} of TrainingArguments is not among hoist's optimizers: choose "
+                                    f"one of {', '.join(OPTIMS)}")
         if own_groups and optim_of(self.args) in OTHER_OPTIMS:
             device = config.setting("zero_optimization.offload_optimizer.device")
             choose_states(filled, self.args, device in ("cpu", "nvme") or self.args.device.type == "cpu")

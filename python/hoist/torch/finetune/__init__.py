@@ -34,13 +34,7 @@ from hoist import _hoist
 from hoist.torch.commands import run_command
 from hoist.torch.finetune.data import from_the_hub, load_rows
 from hoist.torch.pretrained.loading import IS_4
-from hoist.torch.transformers import (
-    DEFAULT_OPTIMS,
-    OTHER_OPTIMS,
-    Trainer,
-    from_pretrained,
-    newest_complete_checkpoint,
-)
+from hoist.torch.transformers import OPTIMS, Trainer, from_pretrained, newest_complete_checkpoint
 
 __all__ = ["main", "run"]
 
@@ -67,7 +61,7 @@ _VALUES = {key: (values, why) for keys, values, why in (
     ("do_predict predict_with_generate", (False,), "hoist trains, and evaluates the loss on the way"),
     ("finetuning_type", ("lora", "full"), "hoist trains all weights, or LoRA adapters"),
     ("adapter", ("lora", "qlora"), "hoist trains all weights, or LoRA adapters"),
-    ("optim optimizer", (*DEFAULT_OPTIMS, *OTHER_OPTIMS, "adagrad", "sgd"), "hoist updates with its own optimizers"),
+    ("optim optimizer", OPTIMS, "hoist updates with its own optimizers"),
     ("pref_loss", ("sigmoid", "hinge", "ipo"), "the other losses are not DPO's"),
     ("pref_ftx pref_bco_weight", (0,), "TRL averages this loss differently"),
     ("pure_bf16", (False,), "hoist updates fp32 masters"),
