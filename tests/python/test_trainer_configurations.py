@@ -122,6 +122,16 @@ def test_an_optim_that_hoist_lacks_is_refused_with_those_it_has(tmp_path, optim)
     assert not (tmp_path / "nvme").exists()
 
 
+def test_evaluations_of_a_run_log_what_trainers_do(tmp_path):
+    """Nothing is prepared for them: the model is trained already."""
+    args = arguments(tmp_path / "out", max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer = trainer_of(args, ds_config(tmp_path / "nvme"), eval_dataset=Tokens(8))
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "eval_loss" in row] + [trainer.evaluate()]
+    assert len(rows) == 3 and not any("eval_model_preparation_time" in row for row in rows)
+    trainer.engine.close()
+
+
 def test_deepspeed_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
     made = transformers.Trainer.create_accelerator_and_postprocess
 

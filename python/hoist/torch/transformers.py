@@ -277,8 +277,15 @@ class Trainer(transformers.Trainer):
         for prepared in (self.model, self.optimizer):
             cast(Any, prepared)._is_accelerate_prepared = True
         own = self.accelerator.prepare_model  # which asks for that attribute itself only since accelerate 1.12
-        self.accelerator.prepare_model = lambda model, *positional, **arguments: (
-            model if getattr(model, "_is_accelerate_prepared", False) else own(model, *positional, **arguments))
+
+        def prepare_model(model: Any, *positional: Any, **arguments: Any) -> Any:
+            if not getattr(model, "_is_accelerate_prepared", False):
+                return own(model, *positional, **arguments)
+            if model not in self.accelerator._models:  # else evaluate() would prepare it again, and log how long that took
+                self.accelerator._models.append(model)
+            return model
+
+        self.accelerator.prepare_model = prepare_model
         self.accelerator.backward = self._backward
         return self.optimizer
 
