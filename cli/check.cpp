@@ -59,6 +59,7 @@ void add_prediction(const CheckArguments& arguments, const CheckedMachine& machi
   if (!arguments.model.given()) return;
   const NamedModel model =
       about(arguments.model.units, [&] { return read_model(arguments.model, report.config.engine); });
+  hoist::check(model.model, report.config.engine);
   report.model = model.name;
   report.program_pinned_bytes = model.program.pinned_bytes;
   EngineOptions engine = report.config.engine;

@@ -122,9 +122,8 @@ int ModelQuestion::bad_input(const char* command) const {
   return kBadInput;
 }
 
-namespace {
-
-NamedModel read_any(const ModelArguments& arguments, DType dtype) {
+NamedModel read_model(const ModelArguments& arguments, const EngineOptions& engine) {
+  const DType dtype = engine.weights_dtype.value_or(DType::bf16);
   if (!arguments.units.empty()) return read_units(arguments.units, dtype);
   if (!arguments.weights.empty()) return read_weights(arguments.weights, dtype);
   const auto count = parse_count(arguments.parameters);
@@ -134,14 +133,6 @@ NamedModel read_any(const ModelArguments& arguments, DType dtype) {
   NamedModel named{.model = uniform_model(*count, assumed_layers(*count), dtype)};
   named.name =
       fmt::format("assumed to be {} equal units; use --units FILE for the real ones", named.model.units().size());
-  return named;
-}
-
-}  // namespace
-
-NamedModel read_model(const ModelArguments& arguments, const EngineOptions& engine) {
-  NamedModel named = read_any(arguments, engine.weights_dtype.value_or(DType::bf16));
-  check(named.model, engine);
   return named;
 }
 

@@ -52,9 +52,8 @@ struct ModelQuestion {
   int bad_input(const char* command) const;
 };
 
-// Weights are of the type that the configuration names, unless a units file says otherwise. If only a size is given,
-// makes equal units. Errors: as of read_units; UsageError for an impossible size, and for a model that no engine with
-// these options trains.
+// Weights are of the type that the configuration names, unless a units file says otherwise: check() then says whether
+// it may. If only a size is given, makes equal units. Errors: as of read_units; UsageError for an impossible size.
 NamedModel read_model(const ModelArguments& arguments, const EngineOptions& engine);
 
 // "350000000", "3.5e8", "350M", "7b" -> a count; nullopt if it is not a count. K, M, B and T are powers of a thousand.

@@ -51,7 +51,7 @@ MachineSpec machine_of(const PlanArguments& arguments) {
 }
 
 // The machine, with the configuration's budgets, or else with those that a run there would have. A plan does not fill a
-// budget of pinned memory that the machine has not got: it writes another.
+// budget of pinned memory in the configuration that the machine has not got: it writes another.
 void set_node(const PlanArguments& arguments, PlanQuestion& question) {
   RuntimeOptions runtime = arguments.runtime(question.config);
   runtime.local_ranks = question.layout.ranks_per_node;
@@ -61,11 +61,9 @@ void set_node(const PlanArguments& arguments, PlanQuestion& question) {
                                                    : choose_on(question.machine, question.layout, runtime).runtime;
   };
   choose_budgets();
-  const bool is_shared = question.runtime.device != platform::DeviceKind::cuda ||
-                         question.node.gpu_memory == platform::GpuMemory::integrated;
   const std::uint64_t given = std::exchange(runtime.pinned_memory_bytes, 0);
   const std::uint64_t offered = question.node.host.free_bytes / static_cast<std::uint64_t>(question.node.processes);
-  if (given == 0 || given + (is_shared ? runtime.device_memory_bytes : 0) <= offered) return;
+  if (given <= offered || given != question.config.runtime.pinned_memory_bytes) return;
   choose_budgets();
   say("hoist.pinned_memory is {}, more than the machine has free: planned with {}\n", format_bytes(given),
       format_bytes(question.runtime.pinned_memory_bytes));
@@ -82,6 +80,7 @@ PlanQuestion question_of(const PlanArguments& arguments) {
                         .tokens = arguments.tokens,
                         .disturbance = arguments.disturbance};
   question.model = about(arguments.model.units, [&] { return read_model(arguments.model, question.config.engine); });
+  check(question.model.model, question.config.engine);
   const int all = arguments.machine.empty() ? 1 : largest_world(question.machine);
   question.world_size = arguments.world_size > 0 ? arguments.world_size : all;
   question.config.check_world_size(question.world_size);

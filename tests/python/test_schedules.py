@@ -435,15 +435,20 @@ def test_a_schedule_that_was_made_first_is_compared_by_what_it_began_with(settin
         assert ("learning rates" in caplog.text) == (rate == 0.02)
 
 
-def test_a_schedule_of_other_groups_is_not_continued(settings, caplog):
-    for resume in (False, True):
+@pytest.mark.parametrize("how", ["resume", "restore"])
+def test_a_schedule_of_other_groups_is_not_continued(settings, caplog, how):
+    for again in (False, True):
         model = make()
         parameters = list(model.parameters())
-        groups = [{"params": parameters[:1]}, {"params": parameters[1:]}] if resume else [{"params": parameters}]
-        with hoist.torch.wrap(model, settings(), groups=groups, resume=resume) as engine:
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.25}] if again else [{"params": parameters}]
+        with hoist.torch.wrap(model, settings(), groups=groups, resume=again and how == "resume",
+                              load_later=again and how == "restore") as engine:
             engine.lr_scheduler = lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5)
+            if again and how == "restore":
+                engine.restore()
             train(engine, 2)
     assert "had 1 parameter groups, and this program has 2" in caplog.text
+    assert engine.get_lr() == [0.25e-3, 0.0625]
 
 
 def test_a_schedule_in_a_store_that_was_written_before(settings):

@@ -283,6 +283,7 @@ class StoredModel::Impl {
       if (options.step == checkpoint->step && !options.revision) return *checkpoint;
     std::string held;
     for (const CommitHeader& commit : summary.commits) held += fmt::format(" {}", commit.step);
+    for (const CommitHeader& kept : summary.checkpoints) held += fmt::format(" {} ('{}')", kept.step, kept.name);
     if (!options.step || held.empty()) {
       std::string damage;
       for (const StoreSummary::Rank& rank : summary.ranks)

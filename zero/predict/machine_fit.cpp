@@ -115,13 +115,14 @@ std::string remedy_on_host(const EngineOptions& engine, bool without_gpu) {
   const auto asks_for = [](Placement placement, const std::optional<double>& share) {
     return placement == Placement::nvme && share.value_or(0) > 0;
   };
-  if (asks_for(engine.optimizer, engine.optimizer_pinned_fraction))
-    return "a smaller hoist.optimizer_pinned_fraction, or \"auto\", needs less";
-  if (asks_for(engine.parameters, engine.parameters_pinned_fraction))
-    return "a smaller hoist.parameters_pinned_fraction, or \"auto\", needs less";
   const auto is_here = [&](Placement placement) {
     return placement == Placement::pinned || (without_gpu && placement == Placement::device);
   };
+  if (asks_for(engine.optimizer, engine.optimizer_pinned_fraction))
+    return std::string("a smaller hoist.optimizer_pinned_fraction, or \"auto\", needs less") +
+           (is_here(engine.parameters) && engine.stage == 3 ? "; so does offload_param with device \"nvme\"" : "");
+  if (asks_for(engine.parameters, engine.parameters_pinned_fraction))
+    return "a smaller hoist.parameters_pinned_fraction, or \"auto\", needs less";
   if (is_here(engine.optimizer)) return "offload_optimizer with device \"nvme\" needs less";
   if (is_here(engine.parameters))
     return engine.stage < 3 ? "stage 3 with offload_param and device \"nvme\" needs less"

@@ -40,18 +40,17 @@ class RunRates:
 
     def go_back(self, groups: list[dict[str, Any]]) -> None:
         """Gives groups the rates of the commit, and the schedule the state that it had."""
-        for group, rate in zip(groups, self._saved.get("rates", ()), strict=False):
+        if not self._is_saved_of(groups):
+            return
+        for group, rate in zip(groups, self._saved["rates"], strict=True):
             group["lr"] = rate
         self._continue(groups)
 
     def resume(self, groups: list[dict[str, Any]], step: int) -> None:
         """Gives groups the rates that a resumed run goes on with. A schedule is set after that."""
-        rates, began = self._saved.get("rates", []), self._saved.get("first_rates", self.first)
-        if len(rates) != len(self.first):
-            if rates:
-                _log.warning("learning rates: the run that is resumed had %d parameter groups, and this program has %d: rates and "
-                             "schedules are as the program makes them", len(rates), len(self.first))
-            return self.forget()
+        if not self._is_saved_of(groups):
+            return
+        rates, began = self._saved["rates"], self._saved.get("first_rates", self.first)
         if step > 0:
             self._came_to = rates
         if began == self.first:
@@ -77,6 +76,17 @@ class RunRates:
                          "continues if %s is set to it in both runs", self._came_to, rates, self._setter)
         self.used = rates
         self.forget()
+
+    def _is_saved_of(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether rates of these groups were saved. Those of others are said, and forgotten."""
+        rates = self._saved.get("rates", [])
+        if len(rates) == len(groups):
+            return True
+        if rates:
+            _log.warning("learning rates: the run that goes on had %d parameter groups, and this program has %d: rates and "
+                         "schedules are as the program makes them", len(rates), len(groups))
+        self.forget()
+        return False
 
     def forget(self) -> None:
         """What was saved: it belongs to an earlier step now."""

@@ -174,18 +174,19 @@ class DeepSpeedNames:
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False,
                         custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any] | None]:
-        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved, as restore() does. (path, client state)."""
-        self._passes.turns.require_outside("load_checkpoint()")
+        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved. (path, client state). Also after a call that was
+        interrupted; after an error that ended the engine, restore(tag) goes back."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise _hoist.UsageError("a named checkpoint comes back whole: for its weights alone, `hoist export` it, and begin a "
                                     "run with weights=...")
-        before = self._run_rates.schedule
-        if not load_lr_scheduler_states:
-            self._run_rates.schedule = None
-        try:
-            loaded = checkpoints.load(cast("Engine", self), os.fspath(load_dir), tag)
-        finally:
-            self._run_rates.schedule = before
-        if not load_lr_scheduler_states:
-            self._run_rates.forget()
-        return loaded
+        with self._passes.turns.outside("load_checkpoint()"):
+            before = self._run_rates.schedule
+            if not load_lr_scheduler_states:
+                self._run_rates.schedule = None
+            try:
+                loaded = checkpoints.load(cast("Engine", self), os.fspath(load_dir), tag)
+            finally:
+                self._run_rates.schedule = before
+            if not load_lr_scheduler_states:
+                self._run_rates.forget()
+            return loaded

@@ -101,6 +101,20 @@ class Turns:
         if self._calls[-1:] == [FORWARD]:
             self._refuse_inside(call)
 
+    @contextlib.contextmanager
+    def outside(self, call: str) -> Iterator[None]:
+        """A turn of such a call. Errors: as require_outside()."""
+        self.require_outside(call)
+        with self._lock:
+            may_begin = self.is_free_or_mine
+            if may_begin:
+                self._thread = threading.current_thread()
+                self._calls.append(call)
+        if not may_begin:
+            self._refuse_concurrent(call)
+        with self._watched(call):
+            yield
+
     def _refuse_inside(self, call: str) -> None:
         if call != FORWARD and any(True for _ in modules_on_stack()):
             raise _hoist.UsageError(f"{call} inside of {FORWARD}: call it when {FORWARD} has returned")
@@ -119,6 +133,12 @@ class Turns:
     @contextlib.contextmanager
     def of(self, call: str) -> Iterator[None]:
         self.begin(call)
+        with self._watched(call):
+            yield
+
+    @contextlib.contextmanager
+    def _watched(self, call: str) -> Iterator[None]:
+        """Of a call that has begun: notes whether it is interrupted, and ends it."""
         try:
             yield
         except BaseException as error:
@@ -140,7 +160,7 @@ class Turns:
 
 
 _REMEDY = ("Close the engine (a `with` block does) and make a new one with resume=True, or call restore(): either continues from "
-           "the newest commit. Without a commit, the run begins anew")
+           "the newest commit; or load_checkpoint(), from a saved one. Without a commit, the run begins anew")
 
 
 class _HasPasses(Protocol):
