@@ -180,18 +180,6 @@ def test_other_rates_than_the_run_began_with_count(tmp_path, caplog):
     optimizer.close()
 
 
-def test_rates_of_other_groups_are_not_taken(tmp_path, caplog):
-    arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
-    optimizer = two_groups(**arguments)
-    rates_of(optimizer, SCHEDULES["ExponentialLR"](optimizer), 3)
-    optimizer.close()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer = hoist.optim.AdamW(parameters, lr=1e-3, **arguments, resume=True)
-    assert "had 2 parameter groups, and this program has 1" in caplog.text
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-3]
-    optimizer.close()
-
-
 @pytest.mark.parametrize("sets", [True, False])
 def test_a_saved_schedule_goes_on_with_its_own_rates_where_others_are_asked_for(tmp_path, caplog, sets):
     arguments = {"offload": "cpu", "directory": str(tmp_path / "store"), "commit_every": 1}
