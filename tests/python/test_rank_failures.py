@@ -47,24 +47,14 @@ def test_a_rank_that_dies_is_an_error_on_the_other(settings, tmp_path, how):
             process.communicate()
 
 
-# "ProcessGroupGloo": while the ranks connect, for the first time or once more; "duplicate": between two channels.
-@pytest.mark.parametrize("killed_at, number", [("ProcessGroupGloo", 1), ("ProcessGroupGloo", 2), ("duplicate", 1)])
-def test_a_rank_that_dies_in_wrap_is_an_error_on_the_others(settings, tmp_path, killed_at, number):
+def test_a_rank_that_dies_between_two_channels_is_an_error_on_the_others(settings, tmp_path):
     """Long before the time-out of ten minutes."""
     processes = start(f"""
         from hoist.torch.ranks import channels
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{free_port()}"
         dist.init_process_group("gloo")
-        channels._CONNECT_SECONDS = 4.0
         if rank == 1:
-            owner = channels.Channel if {killed_at!r} == "duplicate" else dist.distributed_c10d
-            whole, calls = getattr(owner, {killed_at!r}), []
-            def die(*arguments):
-                calls.append(arguments)
-                if len(calls) == {number}:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return whole(*arguments)
-            setattr(owner, {killed_at!r}, die)
+            channels.Channel.duplicate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         try:
             hoist.torch.wrap(make(), config)
         except hoist.CommError as error:
@@ -77,8 +67,7 @@ def test_a_rank_that_dies_in_wrap_is_an_error_on_the_others(settings, tmp_path, 
             out, error = processes[rank].communicate(timeout=120)
             assert processes[rank].returncode == 0, error
             text = json.loads(out.splitlines()[-1])
-            assert f"on rank {rank} of 3" in text
-            assert ("waiting for rank 1" if killed_at == "duplicate" else "rank 1 did not connect") in text, text
+            assert f"on rank {rank} of 3" in text and "waiting for rank 1" in text, text
         assert time.monotonic() - began < 60
     finally:
         for process in processes:
@@ -107,7 +96,7 @@ def test_a_rank_that_comes_too_late_for_wrap_waits_for_nobody(settings, tmp_path
 
 def test_a_slow_rank_is_named_with_the_key_that_gives_it_more_time(settings, tmp_path):
     config = with_room(settings)
-    config["hoist"]["comm_timeout_seconds"] = 5.0
+    config["hoist"]["comm_timeout_seconds"] = 10.0
     texts = texts_of("""
         engine = hoist.torch.wrap(make(), config)
         train_share(engine, rank, size, 1)
@@ -119,7 +108,7 @@ def test_a_slow_rank_is_named_with_the_key_that_gives_it_more_time(settings, tmp
             open(directory + "/rank 0 gave up", "w").close()
     """, tmp_path / "meet", config)
     for text in texts:
-        assert text.startswith("CommError") and "rank 1 did not come within 5 s (hoist.comm_timeout_seconds)" in text, text
+        assert text.startswith("CommError") and "rank 1 did not come within 10 s (hoist.comm_timeout_seconds)" in text, text
         assert "Every rank must make the same calls" not in text
 
 

@@ -16,7 +16,6 @@ get each other's bytes.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
 import hashlib
 import itertools
@@ -42,8 +41,6 @@ _left_words: list[Ranks | _Start] = []  # for the other ranks to read
 
 _HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
 _LOOK_EVERY = 0.1  # seconds
-# For a channel's connections, once all ranks are there: each connects to each, which takes milliseconds a rank.
-_CONNECT_SECONDS, _CONNECT_SECONDS_OF_RANK = 20.0, 0.1
 
 
 def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], itertools.count[int]], store: dist.Store) -> dist.Store:
@@ -160,64 +157,24 @@ class Ranks:
         """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time.
 
         `word`: for words()."""
+        if (why := self._reason_in_store() or self._start.why()) is not None:  # of a rank that waited for this one, and left
+            raise RuntimeError(why)
         self.store.set(f"here-{self.rank}", word)
         if self.store.add("here", 1) == len(self.members):
             self.store.set("all-here", "")
-        why = self._watch(self.timeout, lambda: bool(self.store.check(["all-here"])))
-        if why is None and not self.store.check(["all-here"]) and (absent := self._without("here-", range(len(self.members)))):
-            why = f"{absent} did not come {self._within()}"
-        if why is not None:
-            raise RuntimeError(why)
+        until = time.monotonic() + self.timeout.total_seconds()
+        while not self.store.check(["all-here"]):
+            why = self._reason_in_store() or self._start.why()
+            if why is None and time.monotonic() > until:
+                absent = [str(member) for rank, member in enumerate(self.members) if not self.store.check([f"here-{rank}"])]
+                why = f"rank {', '.join(absent)} did not come {self._within()}"
+            if why is not None:
+                raise RuntimeError(why)
+            time.sleep(_LOOK_EVERY)
 
     def words(self) -> list[str]:
         """What each rank has brought to meet()."""
         return [word.decode() for word in self.store.multi_get([f"here-{rank}" for rank in range(len(self.members))])]
-
-    def connected(self, name: str, members: range) -> Any:
-        """Returns a group of gloo over some of these ranks. All are there. Errors: RuntimeError if one fails or ends meanwhile.
-
-        gloo waits for a rank that has ended, whatever the other ranks say meanwhile. So it connects on a thread of its own, which
-        is left behind after an error, and ends by gloo's time-out.
-        """
-        store = dist.PrefixStore(name, self.store)
-        limit = min(self.timeout, timedelta(seconds=_CONNECT_SECONDS + _CONNECT_SECONDS_OF_RANK * len(members)))
-        group: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def connect() -> None:
-            try:
-                group.set_result(dist.distributed_c10d.ProcessGroupGloo(store, self.rank - members.start, len(members), limit))
-            except RuntimeError as error:
-                group.set_exception(error)
-
-        threading.Thread(target=connect, name="hoist-connect", daemon=True).start()
-        why = self._watch(limit, lambda: bool(concurrent.futures.wait([group], _LOOK_EVERY).done))
-        problem: object = group.exception() if group.done() else f"after {limit.total_seconds():g} s"
-        with contextlib.suppress(RuntimeError):  # the process that held the store has ended
-            self.store.set(f"{name}/has-tried-{self.rank}", "")
-        if problem is None:
-            return group.result()
-        if why is None:  # the others give up just now, too, but for those that have ended
-            why = self._watch(timedelta(seconds=1), lambda: not self._without(f"{name}/has-tried-", members))
-        if why is None:
-            absent = self._without(f"{name}/has-tried-", members) or "a rank"
-            why = f"{absent} did not connect: it has ended, hangs, or cannot be reached ({problem})"
-        raise RuntimeError(self.lost(why))
-
-    def _watch(self, limit: timedelta, is_over: Callable[[], bool]) -> str | None:
-        """Waits until something is over, or the time is. Returns the reason if a rank fails before."""
-        until = time.monotonic() + limit.total_seconds()
-        while not is_over() and time.monotonic() < until:
-            if (why := self.why() or self._start.why()) is not None and not is_over():
-                return why
-            time.sleep(_LOOK_EVERY)
-        return None
-
-    def _without(self, key: str, members: range) -> str:
-        """The ranks among `members` that have not set their key: "rank 1, 3"."""
-        absent = []
-        with contextlib.suppress(RuntimeError):  # the process that held the store has ended
-            absent = [str(self.members[rank]) for rank in members if not self.store.check([f"{key}{rank}"])]
-        return f"rank {', '.join(absent)}" if absent else ""
 
     def _within(self) -> str:
         return f"within {self.timeout.total_seconds():g} s (hoist.comm_timeout_seconds)"
@@ -304,7 +261,11 @@ class Channel:
         self._lock = threading.Lock()
         self._in_use = False
         self.rank, self.size = ranks.rank - members.start, len(members)
-        self._group: Any = ranks.connected(name, members)
+        try:
+            self._group: Any = dist.distributed_c10d.ProcessGroupGloo(
+                dist.PrefixStore(name, ranks.store), self.rank, self.size, ranks.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"not all ranks were met: {ranks.lost(str(error))}") from None
         ranks.add(self)
 
     def exchange(self, what: str, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
@@ -314,9 +275,7 @@ class Channel:
         return self._ranks.members[self._members[rank]]
 
     def broadcast(self, what: str, tensor: torch.Tensor, root: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = root, self._ranks.timeout  # not the group's time-out, which is for connecting
-        self._call(what, lambda group: [(root, group.broadcast([tensor], options))])
+        self._call(what, lambda group: [(root, group.broadcast(tensor, root))])
 
     def barrier(self, what: str) -> None:
         self._call(what, lambda _: [])  # all ranks' descriptions have come

@@ -140,7 +140,8 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) ->
         ranks.meet(json.dumps(members))
         words = ranks.words()
     except RuntimeError as error:
-        raise _hoist.CommError(f"on rank {dist.get_rank()} of the job: {error}. Every rank of the job passes mesh=...") from None
+        remedy = ". Every rank of the job passes mesh=..." if ranks.why() is None else ""
+        raise _hoist.CommError(f"on rank {dist.get_rank()} of the job: {error}{remedy}") from None
     if "" in words:
         raise _hoist.UsageError(f"rank {words.index('')} does not pass mesh=..., which every rank of the job passes, or none")
     everyones = [tuple(json.loads(word)) for word in words]
