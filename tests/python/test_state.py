@@ -416,8 +416,10 @@ def test_a_model_whose_engine_was_closed_is_not_wrapped_without_values(settings,
     model = make()
     with hoist.torch.wrap(model, settings(store="first")) as engine:
         train(engine, 1)
-    with pytest.raises(hoist.UsageError, match=r"token.weight' has no values: the engine.* was closed.*weights=DIR.*resume=True"):
-        hoist.torch.wrap(model, settings(store="empty"), resume=resume)
+    closed = r"token.weight' has no values: the engine.* was closed.*weights=DIR.*resume=True"
+    for store in ("empty", "empty too"):
+        with pytest.raises(hoist.UsageError, match=closed):
+            hoist.torch.wrap(model, settings(store=store), resume=resume)
     with hoist.torch.wrap(model, settings(store="first"), resume=True) as engine:
         assert engine.step_count == 1
     for parameter in model.parameters():

@@ -174,8 +174,8 @@ class DeepSpeedNames:
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False,
                         custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any] | None]:
-        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved. (path, client state). Also after a call that was
-        interrupted; after an error that ended the engine, restore(tag) goes back."""
+        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved. Returns (path, client state). Also after a call
+        that was interrupted; after an error that ended the engine, restore(tag) goes back."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise _hoist.UsageError("a named checkpoint comes back whole: for its weights alone, `hoist export` it, and begin a "
                                     "run with weights=...")

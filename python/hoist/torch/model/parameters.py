@@ -18,7 +18,7 @@ from hoist import _hoist
 from hoist.optim.values import DTYPES
 from hoist.shared_memory import refuse_shared_memory
 from hoist.torch.model import initial, weight_files
-from hoist.torch.model.unit_tensors import UnitTensors, lost_its_values
+from hoist.torch.model.unit_tensors import UnitTensors, lost_its_values, showing
 from hoist.torch.model.units import Model, Unit
 from hoist.torch.model.wrapped import keep_hooks, remove_hooks
 
@@ -103,7 +103,7 @@ class Parameters:
         """Gives every parameter to the engine, and its memory back. For the block in which the engine takes their initial
         values, by id: if that fails, the model is as it was before."""
         own = [(module, name, parameter) for module in self._module.modules() for name, parameter in module._parameters.items()]
-        former = [(p, p.data, dict(p.__dict__)) for p in {id(p): p for _, _, p in own if p is not None}.values()]
+        former = [(p, showing(p), dict(p.__dict__)) for p in {id(p): p for _, _, p in own if p is not None}.values()]
         buffers = [(module, dict(module._buffers)) for module in self._module.modules()]
         try:
             yield self._move(unit_manager, device)
@@ -111,8 +111,8 @@ class Parameters:
             remove_hooks(self._module)
             for module, name, parameter in own:
                 module._parameters[name] = parameter
-            for parameter, data, attributes in former:
-                parameter.data = data
+            for parameter, show_again, attributes in former:
+                show_again()
                 parameter.__dict__.update(attributes)
             for module, own_buffers in buffers:
                 module._buffers.update(own_buffers)

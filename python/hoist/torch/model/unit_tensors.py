@@ -35,6 +35,18 @@ def lost_its_values(parameter: nn.Parameter) -> bool:
     return storage is not None and parameter.untyped_storage()._cdata == storage._cdata
 
 
+def showing(parameter: nn.Parameter) -> Callable[[], None]:
+    """Returns what gives the parameter back its present memory, also to lost_its_values()."""
+    data, storage = parameter.data, _without_memory.get(parameter)
+
+    def show_again() -> None:
+        parameter.data = data
+        if storage is not None:
+            _without_memory[parameter] = storage
+
+    return show_again
+
+
 class _Unit:
     def __init__(self, name: str, device: torch.device):
         self.refusal = (f"the weights of unit '{name}' are not loaded: hoist gathers them for the forward and backward passes "

@@ -52,6 +52,7 @@ class ModuleHook:
         self.passes = passes
         self.unit_manager = unit_manager
         self.units = list(units)
+        self.reference_units: list[int] = []  # of calls without gradients, besides
         self.is_root = is_root
         self.module = module
         self.reads_in_backward = reads_weights_in_backward(module)
@@ -85,7 +86,7 @@ class ModuleHook:
                 passes.enter_outermost(module)
         call = Call(self)
         passes.calls.append(call)
-        for unit in self.units:
+        for unit in self.units if torch.is_grad_enabled() else self.units + self.reference_units:
             unit_manager.enter(unit)
             call.entered.append(unit)
         if not torch.is_grad_enabled():

@@ -222,6 +222,7 @@ class UnannouncedUses:
         with self._watch_for(missing):
             yield
         self._known.add((kind, None, True))
+        self._with_gradients = True
         self._announce_likes()
 
     def _watch_for(self, missing: Callable[[int], None]) -> Watch:
@@ -281,15 +282,14 @@ class UnannouncedUses:
 
         for unit, user in self._found:
             likes = [] if is_called(unit) else [other for other in self._cut.like(unit) if not is_called(other)]
-            if not self._with_gradients:
-                likes += self._cut.in_its_place(unit)
-            for other in likes:
+            replaced = [] if self._with_gradients else self._cut.in_its_place(unit)
+            for other in likes + replaced:
                 if user is None:
                     for part in called_parts(self._cut.units[other].module):
                         self._add_hook(part, other)
-                elif other not in user.units:
+                elif other not in user.units + user.reference_units:
                     self._unit_manager.share(other)
-                    user.units.append(other)
+                    (user.units if other in likes else user.reference_units).append(other)
         self._found.clear()
 
     def _part_under_way(self, unit: int) -> nn.Module | None:
