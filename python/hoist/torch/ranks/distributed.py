@@ -170,6 +170,8 @@ def channels_over(members: Sequence[int], config: _hoist.Config,
         ranks = Ranks(timeout, members, doing)
         try:
             ranks.meet()
+            if with_mesh := [str(members[rank]) for rank, word in enumerate(ranks.words()) if word]:  # in sharding_group_of()
+                raise _hoist.UsageError(f"rank {with_mesh[0]} passes mesh=..., which every rank of the job passes, or none")
             return Channel(ranks, "ranks", range(size))
         except RuntimeError as error:
             raise _hoist.CommError(f"torch.distributed: on rank {ranks.rank} of {size}: {error}") from None
