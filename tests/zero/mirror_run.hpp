@@ -80,7 +80,7 @@ class MirrorRun : public testing::TestWithParam<MirrorCell> {
     });
   }
 
-  // The state after each step of a run that nobody disturbed. It is the same for 1, 2 and 4 ranks.
+  // The digests after each step of an undisturbed run, by step. They are equal for 1, 2 and 4 ranks.
   static const std::map<std::uint64_t, Digests>& undisturbed(std::uint64_t steps) {
     static std::map<std::uint64_t, std::map<std::uint64_t, Digests>> made;
     return remembered(made, steps, [&] {

@@ -158,7 +158,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   EngineOptions engine = options;
   detail::choose_pinned_shares(engine, table, access, detail::free_for_pinned(engine, table, facts));
 
-  EngineOptions smallest = options;  // with what is left to the engine as it is under the smallest budget
+  EngineOptions smallest = options;  // shares that the engine chooses are those for the smallest budget
   detail::choose_pinned_shares(smallest, table, access, 0);
   const detail::MemoryPlan least(smallest, table, {access, 0, 0});
   const detail::MemoryPlan plan(engine, table, facts);

@@ -125,8 +125,8 @@ class UnannouncedUses:
         self._cut = cut
         self._parameters = parameters
         self._add_hook = add_hook
-        # What has been watched: the kind of a pass, with the outermost module that was called in it, or all of its calls, and
-        # whether that was with gradients: a training pass may contain a reference model's calls, which use other weights.
+        # Which calls have been watched: the kind of their pass, the outermost module (None: all calls of the pass), and whether
+        # gradients were recorded. A training pass may contain a reference model's calls, which use other weights.
         self._known: set[tuple[Any, nn.Module | None, bool]] = set()
         self._outermost: nn.Module | None = None  # of the call under way, or the last one
         self._with_gradients = True  # that call
