@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
