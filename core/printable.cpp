@@ -62,4 +62,9 @@ bool has_control_characters(std::string_view text) {
   return false;
 }
 
+std::string on_one_line(std::string text) {
+  for (std::size_t at = 0; (at = text.find('\n', at)) != std::string::npos;) text.replace(at, 1, "\\x0a");
+  return text;
+}
+
 }  // namespace hoist

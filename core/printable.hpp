@@ -17,5 +17,7 @@ std::string printable(std::string_view text);
 
 // Whether the text holds a control character: line feeds too. Names with such characters are refused.
 bool has_control_characters(std::string_view text);
+// Such a text for the error that refuses it: each line feed as "\x0a". The error shows the other control characters so.
+std::string on_one_line(std::string text);
 
 }  // namespace hoist

@@ -10,6 +10,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/printable.hpp>
 #include <hoist/tiers/detail/held_commit.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
@@ -61,7 +62,7 @@ Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const 
   HOIST_ASSERT(!step_open_ && checkpoints_max() > 0, "step {} cannot become a checkpoint", step_);
   HOIST_ASSERT(committing_ || committed_step_, "a checkpoint is made before the first commit of {}", paths_.directory);
   if (const std::string problem = wrong_step_name(name); !problem.empty())
-    throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
+    throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", on_one_line(name), problem));
   require_room(caller_state);
   const SlotHeader header{{.incarnation = incarnation_, .name = name}, caller_state.size()};
   return enqueue({header, std::move(agree), {}, Job::Kind::checkpoint, {caller_state.begin(), caller_state.end()}});

@@ -19,12 +19,6 @@ bool is_unprintable(const std::string& name) {
   return has_control_characters(name) || name.find('|') != std::string::npos;
 }
 
-// An error's text shows the other control characters as such.
-std::string on_one_line(std::string name) {
-  for (std::size_t at = 0; (at = name.find('\n', at)) != std::string::npos;) name.replace(at, 1, "\\x0a");
-  return name;
-}
-
 void check(const ParameterSpec& spec, const std::string& unit, std::size_t group_count) {
   if (spec.name.empty()) throw UsageError(fmt::format("a parameter of unit '{}' has no name", unit));
   if (is_unprintable(spec.name))

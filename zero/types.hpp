@@ -118,7 +118,7 @@ struct StepReport {
   double gradient_norm = 0;  // global, without the loss scale, before clipping
   double clip_factor = 1;    // what gradients without the loss scale were multiplied by
   double loss_scale = 1;     // what this step's losses were multiplied by; Engine::loss_scale() is the next one's
-  double learning_rate = 0;  // of group 0, by the schedule
+  double learning_rate = 0;  // by the schedule, of the first group that trains a parameter
   // Done when the step is durable at all ranks; at once without durability, and for a step that is not committed
   // (EngineOptions::commit_every): Engine::committed_step() says what is. Before you wait for it, call settle(): the
   // update waits for the next pass, which says in which order it wants the units, and goes on without it after 5 s.

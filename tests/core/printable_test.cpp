@@ -65,6 +65,11 @@ TEST(Printable, NoLineOfTheLogHasControlCharacters) {
   EXPECT_EQ(lines.str().find('\x1b'), std::string::npos);
 }
 
+TEST(Printable, ARefusedNameStaysOnItsLine) {
+  EXPECT_EQ(on_one_line("a\nb\n"), "a\\x0ab\\x0a");
+  EXPECT_EQ(on_one_line("a b"), "a b");
+}
+
 TEST(Log, StdoutIsLeftToTheProgram) {
   testing::internal::CaptureStdout();
   testing::internal::CaptureStderr();

@@ -57,6 +57,19 @@ def settings(tmp_path):
 
 
 @pytest.fixture
+def wrap(settings):
+    """For the models of small_models.py, with the optimizer that they are compared with there."""
+    from small_models import RATE
+
+    def make(model, memory="1MiB", **changes):
+        changes.setdefault("optimizer", {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}})
+        changes.setdefault("hoist", {"device_memory": memory, "pinned_memory": "32MiB"})
+        return hoist_torch.wrap(model, settings(**changes))
+
+    return make
+
+
+@pytest.fixture
 def small_units(monkeypatch):
     """hoist.optim has several units, and parameters in pieces, of models that would be one unit."""
     monkeypatch.setattr("hoist.optim.pieces._UNIT_ELEMENTS", 5000)

@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
+from small_models import RATE, WIDTH, batch, close_to, losses_in_memory, seeded, step_of
 from test_state import assert_same
-from test_unusual_passes import RATE, WIDTH, batch, close_to, losses_in_memory, seeded, step_of
 from torch import nn
 
 import hoist

@@ -251,13 +251,16 @@ def test_two_parameter_groups(settings):
     def groups(m):
         matrices = [p for p in m.parameters() if p.dim() > 1]
         vectors = [p for p in m.parameters() if p.dim() <= 1]
-        return [{"params": matrices, "lr": 1e-3, "weight_decay": 0.2, "betas": (0.9, 0.95)},
+        return [{"params": matrices, "lr": 2e-3, "weight_decay": 0.2, "betas": (0.9, 0.95)},
                 {"params": vectors, "lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.99)}]
 
     with hoist.torch.wrap(model, settings(), groups=groups(model)) as engine:
         ours = train_lifted(engine)
         assert_losses_agree(ours, train_reference(reference, torch.optim.AdamW(groups(reference), eps=1e-8)))
         assert_equal_within_ulps(engine, reference)
+        inputs, targets = next(batches(1))
+        engine.backward(loss_of(engine(inputs), targets))
+        assert engine.step().learning_rate == 2e-3  # not the configuration's
 
 
 @pytest.mark.parametrize("types", [{}, {"moments_dtype": "bf16"}, {"moments_dtype": "fp8"}], ids=str)

@@ -7,6 +7,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/printable.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/checkpointer.hpp>
@@ -142,7 +143,7 @@ void Checkpointer::check_save(const std::string& name, const SaveOptions& option
   }
   if (!keeps(name)) return;
   if (const std::string problem = tiers::wrong_step_name(name); !problem.empty())
-    throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
+    throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", on_one_line(name), problem));
 }
 
 Checkpointer::SaveNeeds Checkpointer::save_needs(const std::string& name, const SaveOptions& options) const {

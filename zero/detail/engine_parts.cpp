@@ -34,7 +34,7 @@ EngineParts::EngineParts(Runtime& runtime_in, const EngineOptions& options_in, M
     : runtime(runtime_in),
       options(checked(options_in, runtime_in, model)),
       table(model, state_forms(options, model), runtime.world_size(), gradient_sums(options)),
-      settings(options, group_options(options, table.model()), runtime.rank()),
+      settings(options, table.model(), runtime.rank()),
       notifier(std::make_shared<AbortNotifier>(runtime)),
       ranks(runtime, *notifier),
       records(table) {}

@@ -134,7 +134,7 @@ void StepMetrics::replace_prometheus(const Line& line) {
   gauge("mirrored_step", "The newest step that is whole in the mirror, -1 for none.", step(line.mirrored_step));
   gauge("step_seconds", "Wall time of the last step.", line.seconds);
   gauge("gradient_norm", "Global norm of the last step's gradient, before clipping.", line.report.gradient_norm);
-  gauge("learning_rate", "Learning rate of the first parameter group.", line.report.learning_rate);
+  gauge("learning_rate", "Learning rate of the first parameter group that trains.", line.report.learning_rate);
   gauge("loss_scale", "What the last step's losses were multiplied by.", line.report.loss_scale);
   gauge("step_applied", "1, or 0 where a gradient was not finite and the last step was skipped.",
         line.report.applied ? 1 : 0);

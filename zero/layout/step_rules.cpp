@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <array>
 #include <cstddef>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -13,6 +14,13 @@ std::vector<GroupOptions> group_options(const EngineOptions& options, const Mode
   for (const std::optional<GroupOptions>& added : model.added_groups())
     groups.push_back(added.value_or(options.optimizer_defaults));
   return groups;
+}
+
+GroupId reported_group(const Model& model) {
+  std::optional<GroupId> first;
+  for (const ParameterSpec& parameter : model.parameters())
+    if (parameter.trainable && (!first || parameter.group.index < first->index)) first = parameter.group;
+  return first.value_or(GroupId{0});
 }
 
 std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Model& model) {

@@ -14,6 +14,8 @@ namespace hoist::detail {
 
 // The options of every parameter group of a model, group 0 first.
 std::vector<GroupOptions> group_options(const EngineOptions& options, const Model& model);
+// The first of them that trains a parameter, whose learning rate a step reports; group 0 if none does.
+GroupId reported_group(const Model& model);
 // The state that the optimizer of each of them keeps.
 std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Model& model);
 

@@ -94,7 +94,7 @@ void StepRunner::check_options(const StepOptions& options) {
 // The step is applied if its norm is finite, and skipped otherwise.
 void StepRunner::decide(double norm_max, const StepOptions& options, StepReport& report) {
   StepSettings& settings = parts_.settings;
-  report.learning_rate = settings.learning_rate(GroupId{0});
+  report.learning_rate = settings.learning_rate(settings.reported_group());
   report.loss_scale = settings.scaler.scale();
   report.gradient_norm = global_norm(norm_max, options.caller_state);
   report.applied = std::isfinite(report.gradient_norm);

@@ -8,6 +8,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/update/step_settings.hpp>
 
 namespace hoist::detail {
@@ -19,6 +20,13 @@ void require_group(GroupId group, std::size_t count) {
 }
 
 }  // namespace
+
+StepSettings::StepSettings(const EngineOptions& options, const Model& model, int rank)
+    : scaler(options.loss_scale),
+      options_(options),
+      groups_(group_options(options, model)),
+      reported_group_(detail::reported_group(model)),
+      rank_(rank) {}
 
 GroupOptions StepSettings::scheduled(GroupOptions group, std::uint64_t applied_steps) const {
   const LearningRateSchedule& schedule = options_.learning_rate_schedule;
@@ -90,7 +98,7 @@ std::string StepSettings::describe_groups() const {
 }
 
 std::string StepSettings::describe(double gradient_norm_max) const {
-  return fmt::format(", learning rate {:g}, clipping {:g}", learning_rate(GroupId{0}),
+  return fmt::format(", learning rate {:g}, clipping {:g}", learning_rate(reported_group_),
                      std::isfinite(gradient_norm_max) ? gradient_norm_max : 0);
 }
 

@@ -17,14 +17,13 @@ namespace hoist::detail {
 
 class StepSettings {
  public:
-  // `groups`: every parameter group, group 0 first.
-  StepSettings(const EngineOptions& options, std::vector<GroupOptions> groups, int rank)
-      : scaler(options.loss_scale), options_(options), groups_(std::move(groups)), rank_(rank) {}
+  StepSettings(const EngineOptions& options, const Model& model, int rank);
 
   std::uint64_t step_count = 0;  // steps applied
   LossScaler scaler;             // changes in a step alone, and only after the step before has been carried out
 
   const std::vector<GroupOptions>& groups() const { return groups_; }
+  GroupId reported_group() const { return reported_group_; }  // whose learning rate a step reports
   // Errors (both): UsageError for a group that does not exist; for a rate that is negative or not finite.
   double learning_rate(GroupId group) const;  // of the next step
   // False when the group has that rate already.
@@ -47,7 +46,8 @@ class StepSettings {
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
 
   const EngineOptions& options_;
-  std::vector<GroupOptions> groups_;
+  std::vector<GroupOptions> groups_;  // group 0 first
+  GroupId reported_group_;
   int rank_;
 };
 
