@@ -11,6 +11,7 @@ import yaml  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
 from hoist.torch.finetune import data as finetune_data  # noqa: E402
+from hoist.torch.finetune.methods import method_of  # noqa: E402
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} </s>\n{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|> {% endif %}")
@@ -67,6 +68,9 @@ FULL_SFT = LORA_SFT.replace("finetuning_type: lora\nlora_rank: 8\nlora_target: a
 LORA_DPO = LORA_SFT.replace("stage: sft", "stage: dpo").replace("lora_target: all", """lora_target: all
 pref_beta: 0.1
 pref_loss: sigmoid  # choices: [sigmoid (dpo), orpo, simpo]""").replace("identity,alpaca_en_demo", "dpo_en_demo")
+LORA_KTO = LORA_SFT.replace("stage: sft", "stage: kto").replace("lora_target: all", "lora_target: all\npref_beta: 0.1").replace(
+    "identity,alpaca_en_demo", "kto_en_demo")
+LORA_RM = LORA_SFT.replace("stage: sft", "stage: rm").replace("identity,alpaca_en_demo", "dpo_en_demo")
 AXOLOTL_LORA = """
 base_model: {model}
 datasets:
@@ -157,6 +161,90 @@ saves_per_epoch: 1
 weight_decay: 0.01
 deepspeed: {deepspeed}
 """
+AXOLOTL_KTO = """
+base_model: {model}
+load_in_8bit: false
+load_in_4bit: true
+rl: kto
+rl_beta: 0.5
+kto_desirable_weight: 0.2
+datasets:
+  - path: {data}/ultra.jsonl
+    type: llama3.ultra
+    split: train
+dataset_prepared_path: last_run_prepared
+val_set_size: 0.0
+output_dir: {out}
+remove_unused_columns: false
+adapter: qlora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: false  # not supported with kto
+eval_sample_packing: false
+pad_to_sequence_len: false
+lora_r: 32
+lora_alpha: 64
+lora_dropout: 0.05
+lora_target_linear: true
+wandb_project:
+gradient_accumulation_steps: 1
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+resume_from_checkpoint:
+logging_steps: 1
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+  pad_token: "<pad>"
+"""
+AXOLOTL_REWARD = """
+base_model: {model}
+model_type: AutoModelForSequenceClassification
+num_labels: 1
+tokenizer_type: AutoTokenizer
+reward_model: true
+center_rewards_coefficient: 0.01
+chat_template: qwen_25
+datasets:
+  - path: {data}/pairs.jsonl
+    type: bradley_terry.chat_template
+val_set_size: 0.0
+output_dir: {out}
+remove_unused_columns: false
+sequence_len: 2048
+sample_packing: false
+eval_sample_packing: false
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: false
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+resume_from_checkpoint:
+logging_steps: 1
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+evals_per_epoch:
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+"""
 UNPACKED = {"sample_packing": "false", "eval_sample_packing": "false", "optimizer": "adamw_torch"}
 PRETRAIN = LORA_SFT.replace("stage: sft", "stage: pt").replace("identity,alpaca_en_demo", "texts").replace(
     "cutoff_len: 2048", "cutoff_len: 16").replace("template: llama3\n", "")
@@ -187,17 +275,25 @@ def places_in(tmp_path):
     chats = [[{"from": "human", "value": said()}, {"from": "gpt", "value": said()}] for _ in range(16)]
     pairs = [{"conversations": [{"from": "human", "value": said()}], "chosen": {"from": "gpt", "value": said()},
               "rejected": {"from": "gpt", "value": said()}} for _ in range(20)]
+    judged = [{"messages": [user(said()), assistant(said())], "label": n % 3 > 0} for n in range(20)]
+    ultra = [{"prompt": said(), "completion": said(), "label": n % 2 > 0} for n in range(8)]
+    orca = [{"system": said() if n % 2 else "", "input": said(), "chosen": said(), "rejected": said()} for n in range(16)]
     data = tmp_path / "data"
     data.mkdir()
     (data / "identity.json").write_text(json.dumps(alpaca[:8]))
     (data / "alpaca_en_demo.json").write_text(json.dumps(alpaca[8:]))
     (data / "dpo_en_demo.json").write_text(json.dumps(pairs))
-    (data / "alpaca.jsonl").write_text("\n".join(map(json.dumps, alpaca)))
+    (data / "kto_en_demo.json").write_text(json.dumps(judged))
+    for name, rows in (("alpaca", alpaca), ("ultra", ultra), ("pairs", orca)):
+        (data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (data / "chat.jsonl").write_text("\n".join(json.dumps({"conversations": chat}) for chat in chats))
     (data / "dataset_info.json").write_text(json.dumps({
         "identity": {"file_name": "identity.json"}, "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
         "dpo_en_demo": {"file_name": "dpo_en_demo.json", "ranking": True, "formatting": "sharegpt", "columns": {
-            "messages": "conversations", "chosen": "chosen", "rejected": "rejected"}}}))
+            "messages": "conversations", "chosen": "chosen", "rejected": "rejected"}},
+        "kto_en_demo": {"file_name": "kto_en_demo.json", "formatting": "sharegpt", "columns": {
+            "messages": "messages", "kto_tag": "label"}, "tags": {"role_tag": "role", "content_tag": "content",
+                                                                  "user_tag": "user", "assistant_tag": "assistant"}}}))
     nvme = {"device": "nvme", "nvme_path": str(tmp_path / "elsewhere"), "pin_memory": True}
     (tmp_path / "ds_z3_offload_config.json").write_text(json.dumps({
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -207,7 +303,8 @@ def places_in(tmp_path):
             "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
             "stage3_gather_16bit_weights_on_model_save": True}}))
     return {"model": str(tmp_path / "model"), "data": str(data), "out": str(tmp_path / "out"),
-            "deepspeed": str(tmp_path / "ds_z3_offload_config.json"), "alpaca": alpaca, "chats": chats, "pairs": pairs}
+            "deepspeed": str(tmp_path / "ds_z3_offload_config.json"), "alpaca": alpaca, "chats": chats, "pairs": pairs,
+            "judged": judged, "ultra": ultra, "orca": orca}
 
 
 def recipe(text, places, **changes):
@@ -226,7 +323,7 @@ def tokens_of(places, **keys):
     """The rows that a recipe's keys make, as words, with the trained ones in brackets."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(places["model"])
     notices = []
-    rows, _ = finetune_data.load_rows(keys, tokenizer, False, notices)
+    rows, _ = finetune_data.load_rows(keys, tokenizer, method_of(keys), notices)
     assert all(label in (-100, token) for row in rows for token, label in zip(row["input_ids"], row["labels"], strict=True))
     return [" ".join(f"[{word}]" if label >= 0 else word for word, label in zip(
         tokenizer.convert_ids_to_tokens(row["input_ids"]), row["labels"], strict=True)) for row in rows], notices

@@ -18,9 +18,13 @@ from recipes import (  # noqa: E402
     ALPACA,
     ALPACA_INPUT,
     AXOLOTL_CHAT,
+    AXOLOTL_KTO,
     AXOLOTL_LORA,
+    AXOLOTL_REWARD,
     FULL_SFT,
     LORA_DPO,
+    LORA_KTO,
+    LORA_RM,
     LORA_SFT,
     PRETRAIN,
     TEMPLATE,
@@ -72,8 +76,14 @@ def in_memory(places, base, train, evaluation=None, lora=None, **arguments):
     options |= DEVICE | arguments
     if transformers.__version__.startswith("4.") and 0 < options["warmup_steps"] < 1:
         options["warmup_ratio"] = options.pop("warmup_steps")
-    model = transformers.AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.float32)
-    kind, config = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig)}[base]
+    kind, config = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig),
+                    "kto": (trl.KTOTrainer, trl.KTOConfig), "reward": (trl.RewardTrainer, trl.RewardConfig)}[base]
+    transformers.set_seed(42)
+    if base == "reward":
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(places["model"], dtype=torch.float32,
+                                                                                num_labels=1)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.float32)
     transformers.set_seed(42)
     trainer = kind(model=model, args=config(**options), train_dataset=train, eval_dataset=evaluation, peft_config=lora,
                    processing_class=transformers.AutoTokenizer.from_pretrained(places["model"]))
@@ -105,7 +115,7 @@ def pairs_of(places):
 
 
 def adapters(**changes):
-    return peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | changes)
+    return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | changes)
 
 
 LLAMA_FACTORY = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4, "num_train_epochs": 2,
@@ -125,6 +135,56 @@ def test_llama_factory_dpo(tmp_path, places):
     assert command(LORA_DPO, places, tmp_path, pref_beta=0.2) == 0
     split = pairs_of(places).train_test_split(test_size=0.2, seed=42)
     same(history(places), in_memory(places, "dpo", split["train"], split["test"], adapters(), beta=0.2, **LLAMA_FACTORY))
+
+
+def test_llama_factory_kto(tmp_path, places, capsys):
+    assert command(LORA_KTO, places, tmp_path, pref_beta=0.2, kto_rejected_weight=1.5, logging_steps=1) == 0
+    printed = capsys.readouterr().err
+    assert "KTO: micro-batches have 2 rows, not 1, and a step has 4 of them" in printed and "it is shuffled once" in printed
+    split = datasets.Dataset.from_list([
+        {"prompt": row["messages"][:1], "completion": row["messages"][1:], "label": row["label"]} for row in places["judged"]
+        ]).train_test_split(test_size=0.2, seed=42)
+    same(history(places), in_memory(
+        places, "kto", split["train"].shuffle(seed=42), split["test"], adapters(), beta=0.2, undesirable_weight=1.5,
+        **LLAMA_FACTORY | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}))
+
+
+def test_axolotl_kto(tmp_path, places):
+    assert command(AXOLOTL_KTO, places, tmp_path, optimizer="adamw_torch") == 0
+    mark = "<|start_header_id|>{}<|end_header_id|>\n\n".format
+    rows = [{"prompt": mark("user") + row["prompt"] + "<|eot_id|>" + mark("assistant"),
+             "completion": row["completion"] + "<|eot_id|>", "label": row["label"]}
+            for row in places["ultra"]]
+    same(history(places), in_memory(
+        places, "kto", datasets.Dataset.from_list(rows).shuffle(seed=42), None, adapters(r=32, lora_alpha=64, lora_dropout=0.05),
+        beta=0.5, desirable_weight=0.2, learning_rate=2e-4, per_device_train_batch_size=2, max_steps=4, warmup_steps=0,
+        weight_decay=0.0))
+
+
+def test_llama_factory_reward_model(tmp_path, places, capsys):
+    """The head is not in the model's files."""
+    assert command(LORA_RM, places, tmp_path) == 0
+    assert "the reward is the head `score`" in capsys.readouterr().err
+    split = pairs_of(places).train_test_split(test_size=0.2, seed=42)
+    lora = adapters(task_type="SEQ_CLS")
+    same(history(places), in_memory(places, "reward", split["train"], split["test"], lora, **LLAMA_FACTORY))
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(places["model"], num_labels=1)
+    loaded = peft.PeftModel.from_pretrained(base, places["out"])
+    assert peft.PeftConfig.from_pretrained(places["out"]).task_type == "SEQ_CLS"
+    assert torch.equal(peft.get_peft_model_state_dict(loaded)["base_model.model.score.weight"].cpu(),
+                       weights(tmp_path / "out")["base_model.model.score.weight"])
+
+
+def test_axolotl_reward_model(tmp_path, places):
+    assert command(AXOLOTL_REWARD, places, tmp_path, optimizer="adamw_torch") == 0
+    rows = [{"prompt": ([{"role": "system", "content": row["system"]}] if row["system"] else []) + [user(row["input"])],
+             "chosen": [assistant(row["chosen"])], "rejected": [assistant(row["rejected"])]} for row in places["orca"]]
+    same(history(places), in_memory(
+        places, "reward", datasets.Dataset.from_list(rows).shuffle(seed=42), None, None, center_rewards_coefficient=0.01,
+        learning_rate=2e-4, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=2, warmup_steps=0,
+        weight_decay=0.0))
+    saved, info = transformers.AutoModelForSequenceClassification.from_pretrained(places["out"], output_loading_info=True)
+    assert saved.num_labels == 1 and not info["missing_keys"]
 
 
 def alpaca_in_memory(places, **arguments):
@@ -267,6 +327,7 @@ def undisturbed():
 
 @pytest.mark.parametrize(("text", "resume"), [
     (LORA_SFT, {"overwrite_output_dir": "false"}), (FULL_SFT, {"resume_from_checkpoint": "{out}/checkpoint-2"}),
+    (LORA_RM, {"overwrite_output_dir": "false"}),
     (AXOLOTL_CHAT, {"auto_resume_from_checkpoints": "true"}), (AXOLOTL_CHAT, {"resume_from_checkpoint": "true"})])
 def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places, monkeypatch, undisturbed, text, resume):
     changes = {"save_steps": 1, "saves_per_epoch": "null"} if text is AXOLOTL_CHAT else {"save_steps": 1}

@@ -2,6 +2,7 @@
 """Recipes and data sets of LLaMA-Factory and axolotl that are read, without training: the rows they make, and what is refused."""
 
 import json
+import types
 
 import pytest
 
@@ -10,8 +11,12 @@ pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
 pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
 from recipes import (  # noqa: E402
     AXOLOTL_CHAT,
+    AXOLOTL_KTO,
+    AXOLOTL_REWARD,
     FULL_SFT,
     LORA_DPO,
+    LORA_KTO,
+    LORA_RM,
     LORA_SFT,
     TEMPLATE,
     assistant,
@@ -24,6 +29,7 @@ from recipes import (  # noqa: E402
 import hoist  # noqa: E402
 from hoist.torch import finetune  # noqa: E402
 from hoist.torch.finetune import data as finetune_data  # noqa: E402
+from hoist.torch.finetune.methods import KTO, SFT  # noqa: E402
 
 
 @pytest.fixture
@@ -49,13 +55,24 @@ def places(tmp_path):
     (LORA_SFT, {"dataset": None}, ["dataset: the recipe lacks it"]),
     (LORA_SFT, {"model_name_or_path": None}, ["has neither"]),
     (LORA_SFT, {"dataset": "nothing"}, ["nothing is not in", "dataset_info.json"]),
-    (LORA_SFT, {"dataset": "dpo_en_demo"}, ["does not ask for DPO"]),
-    (LORA_DPO, {"dataset": "identity"}, ["DPO needs pairs of answers"]),
+    (LORA_SFT, {"dataset": "dpo_en_demo"}, ["SFT needs an answer in each row, and the data have a pair of answers"]),
+    (LORA_DPO, {"dataset": "identity"}, ["DPO needs a pair of answers in each row, and the data have an answer", "ranking"]),
+    (LORA_SFT, {"dataset": "kto_en_demo"}, ["SFT needs an answer in each row, and the data have an answer with a label"]),
+    (LORA_KTO, {"dataset": "dpo_en_demo"}, ["KTO needs an answer with a label in each row, and the data have a pair", "kto_tag"]),
+    (LORA_RM, {"dataset": "kto_en_demo"}, ["a reward model needs a pair of answers in each row"]),
+    (LORA_KTO, {"gradient_accumulation_steps": 3}, ["micro-batch, which has one row here: set per_device_train_batch_size to 2"]),
     (LORA_DPO, {"pref_loss": "simpo"}, ["pref_loss: simpo"]),
     (AXOLOTL_CHAT, {"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, ["plugins: [", "--set plugins=null"]),
     (AXOLOTL_CHAT, {"adapter": "lora"}, ["adapter: lora needs lora_r"]),
     (AXOLOTL_CHAT, {"special_tokens": {"pad_token": "<new>"}}, ["pad_token: <new> is not in the vocabulary"]),
-    (AXOLOTL_CHAT, {"rl": "kto"}, ["rl: kto"]),
+    (AXOLOTL_CHAT, {"rl": "grpo"}, ["rl: grpo"]),
+    (AXOLOTL_KTO, {"datasets": [{"path": "x", "type": "llama3.own"}]}, ["llama3.own is not supported: KTO reads llama3.argilla"]),
+    (AXOLOTL_REWARD, {"datasets": [{"path": "x", "type": "bradley_terry.llama3.icr"}]}, [
+        "type: bradley_terry.llama3.icr is not supported: a reward model reads bradley_terry.chat_template"]),
+    (AXOLOTL_REWARD, {"num_labels": 2}, ["num_labels: 2: a reward is one number"]),
+    (AXOLOTL_REWARD, {"model_type": "LlamaForCausalLM"}, ["LlamaForCausalLM is not for a reward model: leave it"]),
+    (AXOLOTL_REWARD, {"reward_model": None, "center_rewards_coefficient": None}, [
+        "model_type: AutoModelForSequenceClassification is not for SFT"]),
     (AXOLOTL_CHAT, {"datasets": [{"path": "x", "type": "sharegpt"}]}, ["type: sharegpt is not supported"]),
     (AXOLOTL_CHAT, {"datasets": [{"path": "x", "type": "alpaca", "shards": 2}]}, ["datasets, x: shards"]),
     (AXOLOTL_CHAT, {"datasets": "x"}, ["datasets: x: a list of entries with a path"]),
@@ -138,6 +155,49 @@ def test_rows_of_axolotl_that_lack_a_text_are_dropped(tmp_path, places):
     assert notices == ["training data: 4 of 6 rows dropped, which lack a text"]
 
 
+def rows_of(path, places, method, kind, *rows):
+    path.write_text(of_json(*rows))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(places["model"])
+    asked = {"base_model": "", "shuffle_merged_datasets": False, "datasets": [{"path": str(path), "type": kind}]}
+    return list(finetune_data.load_rows(asked, tokenizer, method, [])[0])
+
+
+CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(("kind", "row", "prompt"), [
+    ("chatml.argilla", {"system": "w1", "instruction": "w2"}, CHATML.format("system", "w1") + CHATML.format("user", "w2")),
+    ("chatml.intel", {"system": "", "question": "w2"}, CHATML.format("user", "w2")),
+    ("chatml.prompt_pairs", {"prompt": "w2"}, CHATML.format("user", "w2")),
+    ("chatml.argilla_chat", {"completion": [user("w2"), assistant("w3")]}, CHATML.format("user", "w2")),
+    ({"field_prompt": "asked", "field_label": "good", "prompt_format": "{system}: {prompt}>",
+      "completion_format": "{completion}<"}, {"asked": "w2", "system": "w1", "good": 1}, "w1: w2>"),
+])
+def test_rows_of_axolotl_for_kto(tmp_path, places, kind, row, prompt):
+    expected = ({"prompt": prompt, "completion": "w3<"} if isinstance(kind, dict) else
+                {"prompt": prompt + "<|im_start|>assistant\n", "completion": "w3<|im_end|>"})
+    found = rows_of(tmp_path / "x.jsonl", places, KTO, kind, {"completion": "w3", "label": True} | row)
+    assert found == [expected | {"label": True}]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), [
+    ("llama3.ultra", {"prompt": "w2"}, "no column for label; they have"),
+    ("llama3.argilla", {"prompt": "w2", "label": True}, r"no column for prompt \(instruction\)"),
+    ("llama3.ultra", {"prompt": "w2", "label": "good"}, "label: 'good' is neither true nor false"),
+    ({"prompt_format": "{question}"}, {"prompt": "w2", "label": True}, "type: a format has .*question"),
+    ({"format": "{prompt}"}, {"prompt": "w2", "label": True}, "type: format: hoist does not know this"),
+])
+def test_unusable_rows_of_axolotl_for_kto(tmp_path, places, kind, row, message):
+    with pytest.raises(hoist.UsageError, match=message):
+        rows_of(tmp_path / "x.jsonl", places, KTO, kind, {"completion": "w3"} | row)
+
+
+def test_a_release_of_trl_without_the_trainer_is_named(places, monkeypatch):
+    monkeypatch.setattr(finetune, "trl", types.SimpleNamespace(__version__="0.99"))
+    with pytest.raises(hoist.UsageError, match="KTO: trl 0.99 has no KTOTrainer; install trl 0.24 or 1.16"):
+        finetune.run(recipe(LORA_KTO, places))
+
+
 @pytest.mark.parametrize(("keys", "expected"), [
     ({"saves_per_epoch": 1, "evals_per_epoch": 1}, ("epoch", None, "epoch", None)),
     ({"saves_per_epoch": 1, "evals_per_epoch": 2, "num_epochs": 2}, ("steps", 0.5, "steps", 0.25)),
@@ -197,11 +257,11 @@ def test_conversations_need_a_chat_template_that_keeps_earlier_turns(tmp_path, p
     for template, why in ((None, "no chat template"), (counted, "renders earlier turns differently")):
         tokenizer.chat_template = template
         with pytest.raises(hoist.UsageError, match=why):
-            finetune_data.load_rows(asked, tokenizer, False, [])
+            finetune_data.load_rows(asked, tokenizer, SFT, [])
     # The end of an answer, which is trained, is the template's.
     tokenizer.chat_template = TEMPLATE
-    rows, _ = finetune_data.load_rows(asked | {"eot_tokens": ["</s>"]}, tokenizer, False, [])
-    assert rows["labels"] == finetune_data.load_rows(asked, tokenizer, False, [])[0]["labels"]
+    rows, _ = finetune_data.load_rows(asked | {"eot_tokens": ["</s>"]}, tokenizer, SFT, [])
+    assert rows["labels"] == finetune_data.load_rows(asked, tokenizer, SFT, [])[0]["labels"]
     tokenizer.chat_template = TEMPLATE.replace(" </s>", "")
     with pytest.raises(hoist.UsageError, match="eot_tokens: <end>"):
-        finetune_data.load_rows(asked | {"eot_tokens": ["<end>"]}, tokenizer, False, [])
+        finetune_data.load_rows(asked | {"eot_tokens": ["<end>"]}, tokenizer, SFT, [])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a recipe of LLaMA-Factory or axolotl (SFT, DPO, pretraining) with TRL's trainers, state where its DeepSpeed file says.
+"""Runs a recipe of LLaMA-Factory or axolotl with TRL's trainers, state where its DeepSpeed file says: SFT, DPO, KTO,
+reward models, pretraining.
 
     python -m hoist.torch.finetune llama3_lora_sft.yaml
     python -m hoist.torch.finetune lora-1b.yml --set num_epochs=2
@@ -33,18 +34,21 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hoist import _hoist
 from hoist.torch.commands import run_command
 from hoist.torch.finetune.data import from_the_hub, load_rows
+from hoist.torch.finetune.methods import PRETRAINING, REWARD, Method, method_of
 from hoist.torch.pretrained.loading import IS_4
 from hoist.torch.transformers import OPTIMS, Trainer, from_pretrained, newest_complete_checkpoint
 
 __all__ = ["main", "run"]
 
-# Recipes' names for fields of SFTConfig or DPOConfig. Equal names need no line here.
+# Recipes' names for fields of the trainers' settings. Equal names need no line here.
 _ARGUMENTS = {
     "cutoff_len": "max_length", "sequence_len": "max_length", "micro_batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size", "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
     "optimizer": "optim", "wandb_name": "run_name", "pref_beta": "beta", "rl_beta": "beta", "pref_loss": "loss_type",
     "dpo_loss_type": "loss_type", "dpo_loss_weights": "loss_weights", "dpo_label_smoothing": "label_smoothing",
-    "dpo_use_weighting": "use_weighting", "dataset_processes": "dataset_num_proc"}
+    "dpo_use_weighting": "use_weighting", "dataset_processes": "dataset_num_proc", "kto_chosen_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight", "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight"}
 _LORA = {
     "lora_rank": "r", "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target": "target_modules",
     "lora_target_modules": "target_modules", "additional_target": "modules_to_save", "lora_modules_to_save": "modules_to_save",
@@ -55,8 +59,10 @@ _PLACES = {"cache_dir": "cache_dir", "trust_remote_code": "trust_remote_code", "
            "revision_of_model": "revision"}
 # Keys of which hoist takes one value or a few, and why. The error proposes the first one; None leaves the key out.
 _VALUES = {key: (values, why) for keys, values, why in (
-    ("stage", ("sft", "dpo", "pt"), "hoist runs SFT, DPO and continued pretraining (pt)"),
-    ("rl", ("dpo", "ipo"), "hoist runs SFT, DPO and IPO"),
+    ("stage", ("sft", "dpo", "kto", "rm", "pt"), "hoist runs SFT, DPO, KTO, reward models (rm) and continued pretraining (pt)"),
+    ("rl", ("dpo", "ipo", "kto"), "hoist runs SFT, DPO, IPO, KTO and reward models"),
+    ("reward_model", (None, True, False), "hoist trains one, and uses none"),
+    ("num_labels", (1,), "a reward is one number"),
     ("do_train", (True,), "hoist trains, and evaluates on the way"),
     ("do_predict predict_with_generate", (False,), "hoist trains, and evaluates the loss on the way"),
     ("finetuning_type", ("lora", "full"), "hoist trains all weights, or LoRA adapters"),
@@ -122,8 +128,9 @@ class _Plan:
     """The settings that the keys of a recipe ask for."""
 
     llama_factory: bool
-    dpo: bool
-    arguments: dict[str, Any]    # of SFTConfig or DPOConfig
+    method: Method
+    config: Any                  # the class of TRL that holds the trainer's settings
+    arguments: dict[str, Any]    # of it
     lora: dict[str, Any] | None  # of LoraConfig
     notices: list[str]
 
@@ -175,11 +182,14 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
         raise _hoist.UsageError("a recipe of LLaMA-Factory has the key model_name_or_path, and one of axolotl has base_model: "
                                 f"this one has {'both' if formats else 'neither'}")
     read, llama_factory = _READ[formats[0]], formats[0] == "model_name_or_path"
-    dpo = recipe.get("stage") == "dpo" or "rl" in recipe
-    hints, lora_hints = typing.get_type_hints(trl.DPOConfig if dpo else trl.SFTConfig), typing.get_type_hints(peft.LoraConfig)
-    fields = {field.name for field in dataclasses.fields(trl.DPOConfig if dpo else trl.SFTConfig)} - _NOT_TAKEN
+    method = method_of(recipe)
+    if not hasattr(trl, method.trainer):
+        raise _hoist.UsageError(f"{method.name}: trl {trl.__version__} has no {method.trainer}; install trl 0.24 or 1.16")
+    config = getattr(trl, method.trainer.replace("Trainer", "Config"))
+    hints, lora_hints = typing.get_type_hints(config), typing.get_type_hints(peft.LoraConfig)
+    fields = {field.name for field in dataclasses.fields(config)} - _NOT_TAKEN - method.not_taken
     adapters = (recipe.get("finetuning_type", "lora") if llama_factory else recipe.get("adapter")) in ("lora", "qlora")
-    plan = _Plan(llama_factory, dpo, {}, {} if adapters else None, [])
+    plan = _Plan(llama_factory, method, config, {}, {} if adapters else None, [])
     needed = ("output_dir", "dataset") if llama_factory else ("output_dir", "datasets", "learning_rate")
     problems = [f"{key}: the recipe lacks it" for key in needed if key not in recipe]
     overrides, without_effect = [f"--set {key}=..." for key in needed if key not in recipe], []
@@ -231,8 +241,10 @@ def _complete(plan: _Plan, recipe: dict[str, Any], rows: int) -> None:
         arguments["bf16"] = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         arguments["fp16"] = torch.cuda.is_available() and not arguments["bf16"]
         plan.notices.append(f"bf16: auto means {'bf16' if arguments['bf16'] else 'fp16' if arguments['fp16'] else 'fp32'} here")
-    if not plan.dpo:
+    if plan.method.is_tokenized:
         arguments["max_length"] = None  # rows have been cut
+    if plan.method.in_order and arguments["per_device_train_batch_size"] == 1:
+        _pair_rows(plan, arguments)
     arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     plan.arguments = arguments
     if plan.lora is None:
@@ -247,6 +259,18 @@ def _complete(plan: _Plan, recipe: dict[str, Any], rows: int) -> None:
         lora["target_modules"] = "all-linear"
     if not {"r", "lora_alpha", "target_modules"} <= lora.keys():
         raise _hoist.UsageError("adapter: lora needs lora_r, lora_alpha, and lora_target_linear or lora_target_modules")
+
+
+def _pair_rows(plan: _Plan, arguments: dict[str, Any]) -> None:
+    """TRL compares each answer of KTO with those of its micro-batch. LLaMA-Factory's examples have one row in it."""
+    rows = arguments.get("gradient_accumulation_steps", 1)
+    if rows % 2:
+        key = "per_device_train_batch_size" if plan.llama_factory else "micro_batch_size"
+        raise _hoist.UsageError(f"{plan.method.name} compares an answer with the others of its micro-batch, which has one row "
+                                f"here: set {key} to 2 or more")
+    arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": rows // 2}
+    plan.notices.append(f"{plan.method.name}: micro-batches have 2 rows, not 1, and a step has {rows // 2} of them: TRL compares "
+                        "an answer with the others of its micro-batch")
 
 
 def _of_llama_factory(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -306,14 +330,14 @@ def _tokenizer(recipe: dict[str, Any], name: str, places: dict[str, Any], notice
 def _pack(plan: _Plan, recipe: dict[str, Any], rows: Any, evaluation: bool, limit: int) -> Any:
     """Several rows in one of up to `limit` tokens, where the recipe says so. None of them sees another."""
     if plan.llama_factory:
-        asked = bool(recipe.get("packing") or recipe.get("neat_packing")) and recipe.get("stage") != "pt"
+        asked = bool(recipe.get("packing") or recipe.get("neat_packing")) and plan.method is not PRETRAINING
     else:
         asked = recipe.get("sample_packing", False)
         asked = recipe.get("eval_sample_packing", asked) if evaluation else asked
     if not asked or rows is None:
         return rows
-    if plan.dpo:
-        plan.notices.append("packing: it has no effect on DPO")
+    if not plan.method.is_tokenized:
+        plan.notices.append(f"packing: it has no effect on {plan.method.name}")
         return rows
     plan.arguments["padding_free"] = True  # TRL's collator then gives each row positions of its own, which attention goes by
     packed = trl.pack_dataset(rows, limit, "bfd")
@@ -372,6 +396,9 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
     """
     recipe = {key: _as_meant(key, value) for key, value in recipe.items() if value is not None}
     plan = _plan(recipe, command)
+    method = plan.method
+    if (named := recipe.get("model_type", method.model)).endswith("ForSequenceClassification") != (method is REWARD):
+        raise _hoist.UsageError(f"model_type: {named} is not for {method.name}: leave it out, or name {method.model}")
     if isinstance(file := recipe.get("deepspeed"), str) and not os.path.isfile(file):
         raise _hoist.UsageError(f"deepspeed: there is no file {file}")
     resume = _checkpoint(plan, recipe)
@@ -379,7 +406,7 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
     places = {argument: recipe[key] for key, argument in _PLACES.items() if key in recipe}
     with from_the_hub(f"the model {name}", name):
         tokenizer = _tokenizer(recipe, name, places, plan.notices)
-    train, evaluation = load_rows(recipe, tokenizer, plan.dpo, plan.notices)
+    train, evaluation = load_rows(recipe, tokenizer, method, plan.notices)
     limit = recipe.get("cutoff_len", 2048) if plan.llama_factory else recipe.get("sequence_len", 512)
     train, evaluation = (_pack(plan, recipe, rows, rows is evaluation, limit) for rows in (train, evaluation))
     _complete(plan, recipe, len(train))
@@ -391,22 +418,29 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
     default = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
     if "deepspeed" not in recipe:
         plan.notices.append(f"no deepspeed file: parameters and optimizer states are in {nvme['nvme_path']}")
-    if plan.dpo and plan.lora is None:
-        plan.notices.append("DPO of all weights: TRL keeps a whole reference model in memory")
+    if method.has_reference and plan.lora is None:
+        plan.notices.append(f"{method.name} of all weights: TRL keeps a whole reference model in memory")
+    if method.in_order:
+        plan.notices.append(f"{method.name}: rows are read in one order, the same in each epoch"
+                            + ("; it is shuffled once" if plan.llama_factory else ""))
+    if method is REWARD and plan.llama_factory:
+        plan.notices.append("stage: rm: the reward is the head `score` of a model for sequence classification, and is saved as "
+                            "such, not as a causal model's value head")
     kernel = _attention(recipe, plan.notices)
     for notice in plan.notices if os.environ.get("RANK", "0") == "0" else []:
         print(f"hoist: {notice}", file=sys.stderr)
 
     dtype = torch.bfloat16 if arguments["bf16"] else torch.float16 if arguments.get("fp16") else torch.float32
     with from_the_hub(f"the model {name}", name):
-        model = from_pretrained(getattr(transformers, recipe.get("model_type", "AutoModelForCausalLM")), name, dtype=dtype,
-                                **places, **kernel)
-    base, config = (trl.DPOTrainer, trl.DPOConfig) if plan.dpo else (trl.SFTTrainer, trl.SFTConfig)
+        transformers.set_seed(arguments["seed"])  # of a head that the files lack
+        model = from_pretrained(getattr(transformers, named), name, dtype=dtype, **places, **kernel,
+                                **({"num_labels": 1} if method is REWARD else {}))
+    base = getattr(trl, method.trainer)
     transformers.set_seed(arguments["seed"])  # of the adapters
     with _refusals_said():
         trainer = cast(Any, type(f"Hoisted{base.__name__}", (Trainer, base), {}))(
-            model=model, args=config(**arguments), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-            peft_config=None if plan.lora is None else peft.LoraConfig(task_type="CAUSAL_LM", **plan.lora),
+            model=model, args=plan.config(**arguments), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+            peft_config=None if plan.lora is None else peft.LoraConfig(task_type=method.task, **plan.lora),
             hoist_config=recipe.get("deepspeed", default), callbacks=callbacks)
     trainer.save_metrics("train", trainer.train(resume_from_checkpoint=resume).metrics)
     trainer.save_model()
@@ -419,8 +453,9 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hoist.torch.finetune", description=(
-        "Runs a YAML recipe of LLaMA-Factory or axolotl: SFT, DPO or continued pretraining, all weights or LoRA, with parameters "
-        "and optimizer states where the recipe's DeepSpeed file says (without one: on NVMe, in the output directory)."))
+        "Runs a YAML recipe of LLaMA-Factory or axolotl: SFT, DPO, KTO, a reward model or continued pretraining, all weights or "
+        "LoRA, with parameters and optimizer states where the recipe's DeepSpeed file says (without one: on NVMe, in the output "
+        "directory)."))
     parser.add_argument("recipe", metavar="RECIPE", help="the YAML file of `llamafactory-cli train` or `axolotl train`")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="another value for a key of the recipe; null leaves the key out. May be given several times")

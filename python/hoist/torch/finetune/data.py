@@ -17,12 +17,13 @@ from typing import Any
 import datasets
 
 from hoist import _hoist
+from hoist.torch.finetune.methods import KTO, PRETRAINING, REWARD, Method
 
 __all__ = ["from_the_hub", "load_rows"]
 
 Messages = list[dict[str, str]]
 # A row becomes {"messages": [...]}, {"prompt": [...], "chosen": text, "rejected": text}, {"plain": [source, target]},
-# {"pretrain": text}, or None.
+# {"prompt": [...] or text, "completion": text, "label": bool}, {"pretrain": text}, or None.
 Convert = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 _BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "txt": "text"}
@@ -34,15 +35,20 @@ _ENTRY_KEYS = {"path", "name", "split", "type", "ds_type", "data_files", "revisi
                "roles_to_train", "train_on_eos", "chat_template"}
 _ALPACA = ("Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
            "### Instruction:\n{}\n\n{}### Response:\n")
+# In axolotl's data for KTO: a template's marks before a turn, at its end and after it, and the column that has the prompt.
+_MARKS = {"llama3": ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", ""),
+          "chatml": ("<|im_start|>{}\n", "<|im_end|>", "\n")}
+_PROMPTS = {"argilla": "instruction", "argilla_chat": "completion", "intel": "question", "prompt_pairs": "prompt",
+            "ultra": "prompt"}
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt", "system_tag": "system"}
 _ROLES = {"human": "user", "user": "user", "assistant": "assistant", "gpt": "assistant", "system": "system", "tool": "tool"}
 
 
-def load_rows(recipe: dict[str, Any], tokenizer: Any, dpo: bool,
+def load_rows(recipe: dict[str, Any], tokenizer: Any, method: Method,
               notices: list[str]) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """The rows to train on and those to evaluate on. Errors: UsageError for what neither format has, or hoist does not do."""
-    parts = (_llama_factory if "model_name_or_path" in recipe else _axolotl)(recipe, _Encoder(tokenizer, dpo, recipe), notices)
+    parts = (_llama_factory if "model_name_or_path" in recipe else _axolotl)(recipe, _Encoder(tokenizer, method, recipe), notices)
     for part, role in zip(parts, ("training", "evaluation"), strict=True):
         if part is not None and not len(part):
             why = [notice for notice in notices if notice.startswith(f"{role} data: ")]
@@ -98,9 +104,9 @@ def _data_set(path: str, name: str | None, split: str, **options: Any) -> Any:
 class _Encoder:
     """From conversations and texts to the rows that TRL's trainers take."""
 
-    def __init__(self, tokenizer: Any, dpo: bool, recipe: dict[str, Any]):
-        self.tokenizer, self.dpo = tokenizer, dpo
-        self.pretrains, self.packs = recipe.get("stage") == "pt", recipe.get("packing", True)
+    def __init__(self, tokenizer: Any, method: Method, recipe: dict[str, Any]):
+        self.tokenizer, self.method = tokenizer, method
+        self.pretrains, self.packs = method is PRETRAINING, recipe.get("packing", True)
         self.rows = recipe.get("preprocessing_batch_size", 1000) if self.pretrains else 100
         # LLaMA-Factory's template llama3 ends texts by another token than conversations.
         self.end = "<|end_of_text|>" if recipe.get("template") == "llama3" else tokenizer.eos_token
@@ -111,7 +117,7 @@ class _Encoder:
 
     def encode(self, data: Any) -> Any:
         """The rows of `_standard`, tokenized; `tokens` is their length before any cut."""
-        keys = ("prompt", "chosen", "rejected", "tokens") if self.dpo else ("input_ids", "labels", "tokens")
+        keys = (*self.method.columns, "tokens")
 
         def batch(columns: dict[str, list[str]]) -> dict[str, list[Any]]:
             rows = [json.loads(row) for row in columns["row"]]
@@ -138,11 +144,12 @@ class _Encoder:
     def one(self, row: dict[str, Any] | None) -> list[dict[str, Any]]:
         if row is None:
             return []
-        if self.dpo != ("chosen" in row):
-            raise _hoist.UsageError("the data have pairs of answers, and the recipe does not ask for DPO" if not self.dpo else
-                                    "DPO needs pairs of answers, and the data have none (LLaMA-Factory: \"ranking\": true)")
-        if self.dpo:
-            return self.preference(row["prompt"], row["chosen"], row["rejected"])
+        found = "a pair of answers" if "chosen" in row else "an answer with a label" if "label" in row else "an answer"
+        if found != self.method.needs:
+            raise _hoist.UsageError(f"{self.method.name} needs {self.method.needs} in each row, and the data have {found} (in "
+                                    "dataset_info.json, \"ranking\" makes pairs, and the column kto_tag makes labels)")
+        if "prompt" in row:
+            return self.preference(**row)
         return self.plain(*row["plain"]) if "plain" in row else self.chat(row["messages"])
 
     def render(self, messages: Messages, **options: Any) -> str:
@@ -201,11 +208,13 @@ class _Encoder:
             labels += (source if self.inputs else [-100] * len(source)) + target
         return [{"input_ids": input_ids, "labels": labels, "tokens": sum(len(part) for pair in pairs for part in pair)}]
 
-    def preference(self, prompt: Messages, chosen: str, rejected: str) -> list[dict[str, Any]]:
-        """A row of DPOTrainer, which renders and tokenizes it itself."""
-        answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
-        tokens = max(len(self.ids(self.render(prompt + answer))) for answer in answers)
-        return [{"prompt": prompt, "chosen": answers[0], "rejected": answers[1], "tokens": tokens}]
+    def preference(self, prompt: Messages | str, **row: Any) -> list[dict[str, Any]]:
+        """A row of a trainer that renders and tokenizes it itself."""
+        if isinstance(prompt, str):
+            return [{"prompt": prompt, **row, "tokens": len(self.ids(prompt)) + len(self.ids(row["completion"]))}]
+        answers = {key: [{"role": "assistant", "content": text}] for key, text in row.items() if key != "label"}
+        tokens = max(len(self.ids(self.render(prompt + answer))) for answer in answers.values())
+        return [{"prompt": prompt, **row, **answers, "tokens": tokens}]
 
 
 def _standard(data: Any, convert: Convert) -> Any:
@@ -251,7 +260,7 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
         for name in map(str.strip, names.split(",") if isinstance(names, str) else map(str, names)):
             if name not in known:
                 raise _hoist.UsageError(f"dataset: {name} is not in {directory}/dataset_info.json")
-            data, convert = _of_info(name, known[name], directory, encoder.pretrains)
+            data, convert = _of_info(name, known[name], directory, encoder.method)
             data = data.select(range(min(len(data), recipe.get("max_samples", len(data)))))
             parts.append(_standard(data, convert))
         return datasets.concatenate_datasets(parts)
@@ -261,13 +270,14 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
         if encoder.pretrains:
             notices.append(f"{role}: {len(data)} texts are {len(rows)} rows of up to {encoder.limit} tokens")
         elif len(rows) < len(data):
-            notices.append(f"{role}: {len(data) - len(rows)} rows dropped, whose turns do not alternate or lack an answer")
+            notices.append(f"{role}: {len(data) - len(rows)} rows dropped, whose turns do not alternate or lack "
+                           f"{encoder.method.needs}")
         if encoder.pretrains or not len(rows):
             return rows.remove_columns("tokens") if len(rows) else rows
         longer = sum(length > encoder.limit for length in rows["tokens"])
         if longer:
-            how = "at the end, or dropped if their prompt is that long" if encoder.dpo else "prompt and answer in proportion"
-            notices.append(f"{role}: {longer} of {len(rows)} rows have more than {encoder.limit} tokens (cutoff_len): cut {how}")
+            notices.append(f"{role}: {longer} of {len(rows)} rows have more than {encoder.limit} tokens (cutoff_len): "
+                           f"{encoder.method.long_rows}")
         return rows.remove_columns("tokens")
 
     train, evaluation = load(recipe["dataset"]), load(recipe["eval_dataset"]) if recipe.get("eval_dataset") else None
@@ -275,10 +285,12 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
         if evaluation is not None:
             raise _hoist.UsageError("val_size and eval_dataset contradict each other: leave one out")
         train, evaluation = _split(train, "val_size", share, seed=recipe.get("seed", 42))
+    if encoder.method.in_order:
+        train = train.shuffle(seed=recipe.get("seed", 42))
     return encoded(train, "training data"), None if evaluation is None else encoded(evaluation, "evaluation data")
 
 
-def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -> tuple[Any, Convert]:
+def _of_info(name: str, info: dict[str, Any], directory: str, method: Method) -> tuple[Any, Convert]:
     """A data set and how to read its rows, from its entry in dataset_info.json."""
     _known(f"dataset_info.json, {name}", info, _INFO_KEYS)
     columns, tags = info.get("columns", _COLUMNS), info.get("tags", _TAGS)
@@ -289,7 +301,7 @@ def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -
     else:
         raise _hoist.UsageError(f"dataset_info.json, {name}: only file_name and hf_hub_url are read")
     alpaca, ranks = info.get("formatting", "alpaca") == "alpaca", info.get("ranking")
-    answers = ["chosen", "rejected"] if ranks else ["response"] if alpaca and not pretrains else []
+    answers = ["chosen", "rejected"] if ranks else ["response"] if alpaca and method is not PRETRAINING else []
     named = [key for key, column in info.get("columns", {}).items() if column]
     needed = [*([] if alpaca and "query" in named else ["prompt" if alpaca else "messages"]), *answers, *named]
     _require_columns(f"dataset_info.json, {name}: columns", data, {key: columns.get(key) for key in needed})
@@ -325,13 +337,18 @@ def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -
             [{"role": "system", "content": value(row, "system")}] if value(row, "system") else [])
         if any(turn["content"] is None for turn in messages):
             return None
-        if pretrains:
+        if method is PRETRAINING:
             return {"pretrain": messages[0]["content"]} if messages else None
         alternate = all(turn["role"] == ("user", "assistant")[index % 2] for index, turn in enumerate(messages))
         if ranks:
             complete = alternate and len(messages) % 2 == 1 and isinstance(chosen, str) and isinstance(rejected, str)
             return {"prompt": system + messages, "chosen": chosen, "rejected": rejected} if complete else None
-        return {"messages": system + messages} if alternate and messages and len(messages) % 2 == 0 else None
+        if not (alternate and messages and len(messages) % 2 == 0):
+            return None
+        if "kto_tag" not in named:
+            return {"messages": system + messages}
+        labelled = {"prompt": system + messages[:-1], "completion": messages[-1]["content"], "label": value(row, "kto_tag")}
+        return labelled if isinstance(labelled["label"], bool) else None
 
     return data, convert
 
@@ -340,7 +357,7 @@ def _of_info(name: str, info: dict[str, Any], directory: str, pretrains: bool) -
 
 def _axolotl(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]) -> tuple[Any, Any]:
     def load(entries: list[dict[str, Any]], role: str) -> Any:
-        data = datasets.concatenate_datasets([_of_entry(entry, encoder.dpo) for entry in entries])
+        data = datasets.concatenate_datasets([_of_entry(entry, encoder.method) for entry in entries])
         complete = data.filter(lambda row: row["row"] != "null")
         if len(complete) < len(data):
             notices.append(f"{role}: {len(data) - len(complete)} of {len(data)} rows dropped, which lack a text")
@@ -363,13 +380,12 @@ def _axolotl(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]) -> t
     return _split(train, "val_set_size", share, shuffle=False) if len(train) else (train, None)
 
 
-def _of_entry(entry: dict[str, Any], dpo: bool) -> Any:
+def _of_entry(entry: dict[str, Any], method: Method) -> Any:
     """The standard rows of one entry of `datasets`."""
     path, kind = entry["path"], entry.get("type")
     _known(f"datasets, {path}", entry, _ENTRY_KEYS)
-    if kind not in (("chat_template.default", "chat_template") if dpo else ("alpaca", "chat_template", "completion")):
-        raise _hoist.UsageError(f"datasets, {path}: type: {kind} is not supported: " + (
-            "DPO reads chat_template.default" if dpo else "SFT reads alpaca, chat_template and completion"))
+    if kind not in method.kinds and not (method is KTO and isinstance(kind, dict)):
+        raise _hoist.UsageError(f"datasets, {path}: type: {kind} is not supported: {method.name} reads {', '.join(method.kinds)}")
     if entry.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or entry.get("train_on_eos") not in (None, "turn"):
         raise _hoist.UsageError(f"datasets, {path}: roles_to_train, train_on_eos: answers are trained with their end token, and "
                                 "nothing else; remove these keys")
@@ -397,15 +413,60 @@ def _of_entry(entry: dict[str, Any], dpo: bool) -> Any:
             return {"plain": ["", row[needed["field"]]]}
         said = row[needed["field_messages"]]
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [message(turn) for turn in said]
-        chosen, rejected = (answer(row[needed[key]]) for key in ("field_chosen", "field_rejected")) if dpo else ("", "")
+        if method is REWARD and row.get("system"):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        chosen, rejected = (answer(row[needed[key]]) for key in ("field_chosen", "field_rejected")) if pairs else ("", "")
         if any(text is None for text in (chosen, rejected, *(turn["content"] for turn in messages))):
             return None
-        return {"prompt": messages, "chosen": chosen, "rejected": rejected} if dpo else {"messages": messages}
+        return {"prompt": messages, "chosen": chosen, "rejected": rejected} if pairs else {"messages": messages}
 
     options = {key: entry[key] for key in ("data_files", "revision", "ds_type") if entry.get(key) is not None}
     data = _read(path, entry.get("name"), entry.get("split"), **options)
-    fields = {"field_messages": "messages"} | ({"field_chosen": "chosen", "field_rejected": "rejected"} if dpo else {})
+    pairs = "chosen" in method.columns
+    fields = {"field_messages": "input" if method is REWARD else "messages"} | (
+        {"field_chosen": "chosen", "field_rejected": "rejected"} if pairs else {})
     needed = {"instruction": "instruction", "output": "output"} if kind == "alpaca" else {
         key: entry.get(key) or column for key, column in ({"field": "text"} if kind == "completion" else fields).items()}
+    read: Convert = convert
+    if method is KTO:
+        needed, read = _labelled(path, kind)
     _require_columns(f"datasets, {path}", data, needed)
-    return _standard(data, convert)
+    return _standard(data, read)
+
+
+def _labelled(path: str, kind: Any) -> tuple[dict[str, str], Convert]:
+    """The columns and the reading of data for KTO: texts in the marks of a template, or in the formats of the recipe."""
+    columns = {"prompt": "prompt", "completion": "completion", "label": "label"}
+    system_column, of_system = "system", ""
+    if isinstance(kind, dict):
+        _known(f"datasets, {path}: type", kind, {"field_system", "prompt_format", "completion_format",
+                                                 *(f"field_{key}" for key in columns)})
+        columns = {key: kind.get(f"field_{key}") or key for key in columns}
+        system_column = kind.get("field_system") or "system"
+        of_prompt, of_completion = kind.get("prompt_format") or "{prompt}", kind.get("completion_format") or "{completion}"
+        try:
+            (of_prompt + of_completion).format(prompt="", system="", completion="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise _hoist.UsageError(f"datasets, {path}: type: a format has {{prompt}}, {{system}} or {{completion}}: "
+                                    f"{error!r}") from error
+    else:
+        template, _, source = kind.partition(".")
+        mark, end, between = _MARKS[template]
+        columns["prompt"] = _PROMPTS[source]
+        of_system = mark.format("system") + "{system}" + end + between
+        of_prompt = mark.format("user") + "{prompt}" + end + between + mark.format("assistant")
+        of_completion = "{completion}" + end
+
+    def convert(row: dict[str, Any]) -> dict[str, Any] | None:
+        prompt, completion, label = (row[column] for column in columns.values())
+        if isinstance(completion, list):  # argilla_chat's, of both turns
+            prompt, completion = (turn["content"] for turn in completion[:2])
+        if prompt is None or completion is None or label is None:
+            return None
+        if label not in (True, False):
+            raise _hoist.UsageError(f"datasets, {path}: {columns['label']}: {label!r} is neither true nor false")
+        system = row.get(system_column) or ""
+        return {"prompt": (of_system if system else "").format(system=system) + of_prompt.format(prompt=prompt, system=system),
+                "completion": of_completion.format(completion=completion), "label": bool(label)}
+
+    return columns, convert

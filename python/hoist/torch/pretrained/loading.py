@@ -69,7 +69,8 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
                                     "model is wrapped; the engine then decides where they are")
     _refuse_adapter(os.fspath(name), arguments)
     with_info = arguments.pop("output_loading_info", False)
-    model, info = model_class.from_pretrained(name, *positional, **arguments, device_map="meta", output_loading_info=True)
+    with torch.random.fork_rng(devices=[]):  # transformers 4 draws values that _attach draws again
+        model, info = model_class.from_pretrained(name, *positional, **arguments, device_map="meta", output_loading_info=True)
     if getattr(model, "hf_quantizer", None) is not None:
         raise _hoist.UsageError(f"{name} holds quantized weights; hoist trains only float32, bfloat16 and float16")
     files = [_tensors_in(path) for path in _files_of(os.fspath(name), model, arguments)]
