@@ -3,12 +3,11 @@
 //
 // NCCL keeps the order of one communicator's operations across streams itself. It adds in the wire type and in an
 // order of its own, so bits differ from the CPU backends; they are the same from run to run at equal world size and
-// topology. A rank that dies while a kernel waits for it is noticed by the next call here or, with the time-out, on
-// the control plane. A kernel that waits for a rank that will not come ends only when this rank's communicator is
-// aborted: with several ranks, a thread asks the control plane whether another one gave up, and does so then. NCCL
-// wants one thread at a time in a communicator, that one included. So communicators do not block: a call that NCCL has
-// only begun is polled, and gives the communicator up itself when it is told to meanwhile. That has not yet run on
-// several GPUs.
+// topology. A kernel that waits for a rank that will not come ends only when this rank's communicator is aborted. With
+// several ranks, a thread does that when the control plane knows of a rank that gave up, when NCCL reports an error of
+// the network, and when a kernel, once those before it have ended, takes longer than the time-out. NCCL wants one
+// thread at a time in a communicator, that one included. So communicators do not block: a call that NCCL has only begun
+// is polled, and gives the communicator up itself when it is told to meanwhile. That has not yet run on several GPUs.
 //
 // Threading  As Communicator; the CUDA device is that of the options, else the one current on the thread that makes it.
 //            One thread of its own, with several ranks.
@@ -18,6 +17,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <thread>
 #include <utility>
@@ -118,6 +118,7 @@ class NcclCommunicator final : public Communicator {
         note(ncclAllGather(own, piece.data, piece.shard_bytes, ncclInt8, communicator_, cuda));
       }
     });
+    follow(kWhat, stream);
     count(peers() * shard_bytes);
   }
 
@@ -134,6 +135,7 @@ class NcclCommunicator final : public Communicator {
         reduce_one(piece, cuda, note);
       }
     });
+    follow(kWhat, stream);
     for (const ReducePiece& piece : pieces) {
       const float after = detail::split_scale(piece.dtype, piece.scale).after_sum;
       if (after == 1.0f || piece.shard_elements == 0) continue;
@@ -186,13 +188,51 @@ class NcclCommunicator final : public Communicator {
         wake_.wait_for(lock, stop, kWatchPeriod, [&] { return ending_.load(); });
       }
       if (!ending_) {
-        const std::optional<std::string> why = control_->broken();
-        if (!why) continue;
-        end(*why);
+        if (const std::optional<std::string> others = control_->broken()) {
+          end(*others);
+        } else if (const std::optional<std::string> own = failure()) {
+          end(*own);
+          control_->abort(*own);
+        } else {
+          continue;
+        }
       }
       const MutexLock lock(mutex_);
       return give_up();
     }
+  }
+
+  // What has become of the collectives that the GPU was given, where nobody asks: the host may wait for one of them.
+  std::optional<std::string> failure() {
+    if (const std::optional<std::string_view> what = overdue()) return missing_text(*what);
+    if (!mutex_.try_lock()) return std::nullopt;  // a call is under way, and looks itself
+    const MutexLock lock(mutex_, std::adopt_lock);
+    if (communicator_ == nullptr) return std::nullopt;
+    ncclResult_t state = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &state);
+    const ncclResult_t code = asked == ncclSuccess ? state : asked;
+    if (code == ncclSuccess || code == ncclInProgress) return std::nullopt;
+    return nccl_text("the data plane", rank_, size_, code, communicator_);
+  }
+
+  // The oldest collective that has not ended, if its time is over. That begins when the ones before it have ended.
+  std::optional<std::string_view> overdue() {
+    const MutexLock lock(watch_mutex_);
+    for (; !enqueued_.empty() && enqueued_.front().end.reached(); enqueued_.pop_front()) head_time_.restart();
+    if (enqueued_.empty() || !head_time_.is_over()) return std::nullopt;
+    return enqueued_.front().what;
+  }
+  void follow(std::string_view what, platform::Stream& stream) {
+    if (size_ == 1) return;
+    platform::StreamEvent end = stream.record();
+    const MutexLock lock(watch_mutex_);
+    if (enqueued_.empty()) head_time_.restart();
+    enqueued_.push_back({what, std::move(end)});
+  }
+  std::string missing_text(std::string_view what) const {
+    return fmt::format(
+        "nccl: {} on rank {} of {} failed: not all ranks took part within {} ms; look for a rank that ended or hangs",
+        what, rank_, size_, timeout_.count());
   }
 
   // The communicator is unusable: the thread that holds the mutex, or the next one, gives it up. The first reason
@@ -300,11 +340,7 @@ class NcclCommunicator final : public Communicator {
     Deadline deadline(timeout_);
     for (bool asked = false; code == ncclInProgress || (code == ncclSuccess && !asked); asked = true) {
       if (asked) std::this_thread::sleep_for(kPollInterval);
-      if (deadline.is_over())
-        fail(
-            fmt::format("nccl: {} on rank {} of {} failed: not all ranks took part within {} ms; look for a rank that "
-                        "ended or hangs",
-                        what, rank_, size_, timeout_.count()));
+      if (deadline.is_over()) fail(missing_text(what));
       if (ending_) {
         give_up();
         throw_ended(what);
@@ -336,7 +372,13 @@ class NcclCommunicator final : public Communicator {
   Mutex watch_mutex_;
   std::condition_variable_any wake_;
   std::string reason_ HOIST_GUARDED_BY(watch_mutex_);  // why it is aborted
-  std::atomic<bool> ending_{false};                    // set under watch_mutex_
+  struct Enqueued {
+    std::string_view what;  // a constant
+    platform::StreamEvent end;
+  };
+  std::deque<Enqueued> enqueued_ HOIST_GUARDED_BY(watch_mutex_);  // those whose end nobody has seen
+  Deadline head_time_ HOIST_GUARDED_BY(watch_mutex_){timeout_};   // of the first
+  std::atomic<bool> ending_{false};                               // set under watch_mutex_
   std::jthread watcher_;
 };
 

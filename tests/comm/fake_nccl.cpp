@@ -35,6 +35,7 @@ struct Library {
   std::set<int> operators;
   Counts counts;
   bool stalled = false;
+  bool connection_lost = false;
   int failing_rank = -1;
   std::vector<std::jthread> late;  // last: they end before what they use
 };
@@ -97,13 +98,17 @@ void reset() {
   library.violations.clear();
   library.operators.clear();
   library.counts = {};
-  library.stalled = false;
+  library.stalled = library.connection_lost = false;
   library.failing_rank = -1;
   library.late.clear();
 }
 void stall() {
   const std::lock_guard lock(library.mutex);
   library.stalled = true;
+}
+void lose_connection() {
+  const std::lock_guard lock(library.mutex);
+  library.connection_lost = true;
 }
 void fail(int rank) {
   const std::lock_guard lock(library.mutex);
@@ -158,7 +163,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* state)
   const std::lock_guard lock(library.mutex);
   require(!communicator->ended, "ncclCommGetAsyncError after the communicator's end");
   if (communicator->polls_left > 0 && !library.stalled) --communicator->polls_left;
-  *state = communicator->polls_left > 0 ? ncclInProgress : ncclSuccess;
+  *state = library.connection_lost ? ncclRemoteError : communicator->polls_left > 0 ? ncclInProgress : ncclSuccess;
   return ncclSuccess;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t communicator) {

@@ -18,6 +18,8 @@ void reset();
 void stall();
 // The next operation of this rank fails.
 void fail(int rank);
+// From now on every communicator has an asynchronous error.
+void lose_connection();
 // "all_gather of 4096", in the order they were begun.
 std::vector<std::string> operations();
 // Rules that were broken.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How NCCL's communicators are used, over an NCCL without a GPU that knows the rules of those that do not block.
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -40,7 +41,8 @@ class NcclManners : public testing::Test {
     std::byte* memory;  // 64 KiB of the device's
   };
   // Threads of one process, each with a GPU.
-  static void run(int size, const std::function<void(const Rank&)>& body) {
+  static void run(int size, const std::function<void(const Rank&)>& body,
+                  milliseconds timeout = CommunicatorOptions().timeout) {
     ThreadGroup control(size);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
@@ -49,7 +51,8 @@ class NcclManners : public testing::Test {
             {.kind = platform::DeviceKind::cuda, .memory_bytes = 1 << 16, .ordinal = rank + 1});
         const auto stream = device->create_stream("comm");
         const std::vector<std::byte> id(128);
-        const auto communicator = make_nccl(id, rank, size, control.join(rank), {.device_ordinal = rank + 1});
+        const auto communicator =
+            make_nccl(id, rank, size, control.join(rank), {.timeout = timeout, .device_ordinal = rank + 1});
         body({*communicator, *stream, device->memory().data()});
       });
     }
@@ -139,6 +142,54 @@ TEST_F(NcclManners, AnErrorOfOneRankReachesTheOthers) {
       }
     }
     EXPECT_THROW(gather(), CommError);
+  });
+  EXPECT_THAT(nccl::violations(), IsEmpty());
+  EXPECT_EQ(nccl::counts().aborted, 2);
+}
+
+// A rank that is killed tells nobody, and no call asks for what the GPU was given: the host waits for the GPU.
+TEST_F(NcclManners, AKernelThatWaitsForARankThatIsGoneIsEndedByTheTimeOut) {
+  cuda::hold();
+  std::atomic<bool> is_over = false;
+  run(
+      2,
+      [&](const Rank& rank) {
+        const GatherPiece piece{rank.memory, 4096};
+        const auto gather = [&] { rank.communicator.all_gather({&piece, 1}, rank.stream); };
+        if (rank.communicator.rank() == 1) {
+          is_over.wait(false);
+        } else {
+          gather();
+          const TimePoint end = Clock::now() + std::chrono::seconds(20);
+          while (nccl::counts().aborted < 2 && Clock::now() < end) std::this_thread::sleep_for(milliseconds(1));
+          cuda::let_go();  // as an aborted kernel does
+          is_over = true;
+          is_over.notify_all();
+        }
+        try {
+          gather();
+          ADD_FAILURE() << "gathered after the end";
+        } catch (const CommError& error) {
+          EXPECT_THAT(error.what(),
+                      HasSubstr("all_gather on rank 0 of 2 failed: not all ranks took part within 40 ms"));
+        }
+        EXPECT_THROW(rank.communicator.barrier(), CommError) << "the others are told";
+      },
+      milliseconds(40));
+  EXPECT_THAT(nccl::violations(), IsEmpty());
+  EXPECT_EQ(nccl::counts().aborted, 2);
+}
+
+// NCCL knows of a connection that broke before any call is made again.
+TEST_F(NcclManners, AnErrorOfTheNetworkEndsTheKernelsThatWait) {
+  run(2, [](const Rank& rank) {
+    const GatherPiece piece{rank.memory, 4096};
+    rank.communicator.all_gather({&piece, 1}, rank.stream);
+    rank.communicator.barrier();
+    if (rank.communicator.rank() == 0) nccl::lose_connection();
+    const TimePoint end = Clock::now() + std::chrono::seconds(20);
+    while (nccl::counts().aborted < 2 && Clock::now() < end) std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_THROW(rank.communicator.barrier(), CommError);
   });
   EXPECT_THAT(nccl::violations(), IsEmpty());
   EXPECT_EQ(nccl::counts().aborted, 2);

@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 import struct
 import threading
 import time
@@ -40,7 +41,7 @@ _numbers: dict[tuple[int, ...], itertools.count[int]] = {}
 _left_words: list[Ranks | _Start] = []  # for the other ranks to read
 
 _HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
-_LOOK_EVERY = 0.1  # seconds
+_LOOK_EVERY, _ASK_EVERY = 0.1, 1.0  # seconds
 
 
 def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], itertools.count[int]], store: dist.Store) -> dist.Store:
@@ -152,6 +153,7 @@ class Ranks:
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._why: str | None = None
+        self._asked = -math.inf
 
     def meet(self, word: str = "") -> None:
         """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time.
@@ -239,6 +241,13 @@ class Ranks:
         """Why nothing goes on, as far as this rank can know without waiting."""
         return self._why or self._reason_in_store()
 
+    def why_lately(self) -> str | None:
+        """The same for those who ask all the time: the store is one process's, and answers to all ranks."""
+        if self._why is None and time.monotonic() - self._asked >= _ASK_EVERY:
+            self._asked = time.monotonic()
+            return self._reason_in_store()
+        return self._why
+
     def all_have_heard(self) -> bool:
         return _all_have_heard(self.store, self.members)
 
@@ -296,7 +305,7 @@ class Channel:
         self._ranks.fail(f"rank {self._ranks.rank_of_job} failed: {why}")
 
     def why(self) -> str | None:
-        return self._ranks.why()
+        return self._ranks.why_lately()
 
     def close(self) -> None:
         self._group = None

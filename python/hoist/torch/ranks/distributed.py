@@ -28,9 +28,10 @@ def launched_size() -> int:
 
 
 def initialize_as_launched() -> None:
-    """Joins the ranks that the launcher started, unless the program has, as deepspeed.initialize does."""
+    """Joins the ranks that the launcher started, unless the program has, as deepspeed.initialize does. The program's own calls of
+    torch.distributed then take tensors of its GPU as well."""
     if launched_size() > 1 and dist.is_available() and not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
 
 
 _T = TypeVar("_T")
