@@ -28,10 +28,24 @@ std::string remedy(cudaError_t code) {
     case cudaErrorHostMemoryAlreadyRegistered:
       return "register each block once";
     case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorUnsupportedPtxVersion:
       return "rebuild with CMAKE_CUDA_ARCHITECTURES naming this GPU";
+    case cudaErrorDevicesUnavailable:
+      return "another process has the GPU to itself, or its compute mode forbids new ones (nvidia-smi -q -d COMPUTE)";
+    case cudaErrorAssert:
     case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
     case cudaErrorLaunchFailure:
+    case cudaErrorMisalignedAddress:
+      return "a kernel that was enqueued earlier has failed, most often one of the program's, such as a lookup beyond "
+             "the end of an embedding: CUDA_LAUNCH_BLOCKING=1 shows which. The GPU's context is lost: restart the "
+             "process and resume from the last commit";
     case cudaErrorECCUncorrectable:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorNvlinkUncorrectable:
       return "the GPU's context is lost; restart the process and resume from the last commit";
     default:
       return "see the CUDA documentation of this code; compute-sanitizer finds the kernel at fault";
@@ -181,10 +195,10 @@ Completion CudaCore::completion(cudaEvent_t event, std::shared_ptr<const void> k
   return completion;
 }
 
-void CudaCore::measure(Measure measure) {
+void CudaCore::measure(cudaStream_t stream, Measure measure) {
   {
     MutexLock lock(measures_mutex_);
-    measures_.push_back(std::move(measure));
+    measures_[stream].push_back(std::move(measure));
   }
   MutexLock lock(mutex_);
   measures_arrived_ = true;
@@ -247,17 +261,17 @@ std::size_t CudaCore::poll_once() {
 
 std::size_t CudaCore::collect() {
   MutexLock lock(measures_mutex_);
-  std::deque<Measure> waiting;
-  for (Measure& measure : measures_) {
-    const cudaError_t code = query(measure.end.get());
-    if (code == cudaErrorNotReady) {
-      waiting.push_back(std::move(measure));
-    } else if (code == cudaSuccess) {
-      count(measure);
-    }  // otherwise the stream has failed, and every wait for it reports that
+  std::size_t pending = 0;
+  for (auto& [stream, measures] : measures_) {
+    for (; !measures.empty(); measures.pop_front()) {
+      const cudaError_t code = query(measures.front().end.get());
+      if (code == cudaErrorNotReady) break;
+      if (code == cudaSuccess) count(measures.front());  // otherwise every wait for the stream reports the error
+    }
+    pending += measures.size();
   }
-  measures_.swap(waiting);
-  return measures_.size();
+  std::erase_if(measures_, [](const auto& of_stream) { return of_stream.second.empty(); });
+  return pending;
 }
 
 void CudaCore::count(const Measure& measure) const {

@@ -11,17 +11,33 @@
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/backends.hpp>
+#include <hoist/platform/detail/cuda_kernels.hpp>
 #include <hoist/platform/detail/cuda_stream.hpp>
 #include <hoist/platform/free_memory.hpp>
 
 namespace hoist::platform {
+
+namespace {
+
+std::string why_there_is_none(cudaError_t code) {
+  if (code == cudaErrorInitializationError)
+    return "CUDA does not start; where the process was forked after CUDA had been used, start it by spawn instead";
+  int driver = 0;
+  if (code != cudaErrorInsufficientDriver || cudaDriverGetVersion(&driver) != cudaSuccess)
+    return cudaGetErrorString(code);
+  if (driver == 0) return "no NVIDIA driver is installed";
+  return fmt::format("the NVIDIA driver is one for CUDA {}.{}, and hoist was built with CUDA {}.{}", driver / 1000,
+                     driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+}
+
+}  // namespace
 
 int cuda_device_count(std::string* why) {
   int count = 0;
   const cudaError_t code = cudaGetDeviceCount(&count);
   if (code != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
-    if (why != nullptr) *why = cudaGetErrorString(code);
+    if (why != nullptr) *why = why_there_is_none(code);
     return 0;
   }
   if (count == 0 && why != nullptr) *why = "the driver lists no GPU";
@@ -55,6 +71,8 @@ class CudaDevice final : public Device {
     expect_gpu(options_.ordinal);
     const CurrentGpu gpu(options_.ordinal);
     cuda_check(cudaGetDeviceProperties(&properties_, options_.ordinal), "cudaGetDeviceProperties");
+    cuda_check(cudaDeviceGetStreamPriorityRange(nullptr, &highest_priority_), "cudaDeviceGetStreamPriorityRange");
+    cuda_check(load_kernels(), "loading the GPU's code of hoist's kernels");
     core_ = std::make_shared<CudaCore>(options_.ordinal, options_.ledger);
     take_memory();
   }
@@ -86,7 +104,8 @@ class CudaDevice final : public Device {
   std::unique_ptr<Stream> create_stream(std::string name) override {
     const CurrentGpu gpu(options_.ordinal);
     cudaStream_t stream = nullptr;
-    cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    cuda_check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest_priority_),
+               "cudaStreamCreateWithPriority");
     return wrap(std::move(name), stream, CudaStreamOptions::Owner::hoist);
   }
 
@@ -151,6 +170,7 @@ class CudaDevice final : public Device {
 
   const DeviceOptions options_;
   cudaDeviceProp properties_{};
+  int highest_priority_ = 0;
   std::shared_ptr<CudaCore> core_;
   std::span<std::byte> memory_;
   std::atomic<int> streams_alive_{0};

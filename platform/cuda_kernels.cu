@@ -49,6 +49,14 @@ __global__ void __launch_bounds__(kThreads) update_kernel(UpdateArguments a, Pac
   update_thread<Masters, Moments, Gradient>(a.factors, a.arrays, span, place());
 }
 
+// Asking for a kernel's attributes loads it. `failed` is the first error.
+template <typename... Parameters>
+void load(cudaError_t& failed, void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes;
+  const cudaError_t code = cudaFuncGetAttributes(&attributes, kernel);
+  if (failed == cudaSuccess) failed = code;
+}
+
 }  // namespace
 
 cudaError_t launch_kernel(const ScaleArguments& a, cudaStream_t stream) {
@@ -73,6 +81,29 @@ cudaError_t launch_kernel(const UpdateArguments& a, cudaStream_t stream) {
     return launch({blocks_for(span, a.arrays.count), kThreads, stream},
                   update_kernel<decltype(masters), decltype(moments), decltype(gradient)>, a, span);
   });
+}
+
+cudaError_t load_kernels() {
+  cudaError_t failed = cudaSuccess;
+  constexpr DType kAll[] = {DType::bf16, DType::fp16, DType::fp32};
+  for (const DType first : kAll) {
+    with_elements(first, [&](auto source) { load(failed, norm_kernel<decltype(source)>); });
+    for (const DType second : kAll) {
+      for (const bool flag : {false, true}) {
+        with_scale_types({.target_dtype = first, .source_dtype = second, .add = flag},
+                         [&](auto target, auto source, auto add) {
+                           load(failed, scale_kernel<decltype(target), decltype(source), decltype(add)::value>);
+                         });
+        with_update_types({.weights_dtype = first,
+                           .moment_dtype = flag ? DType::bf16 : DType::fp32,
+                           .gradient_dtype = second},
+                          [&](auto masters, auto moments, auto gradient) {
+                            load(failed, update_kernel<decltype(masters), decltype(moments), decltype(gradient)>);
+                          });
+      }
+    }
+  }
+  return failed;
 }
 
 }  // namespace hoist::platform::detail

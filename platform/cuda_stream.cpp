@@ -85,7 +85,7 @@ void CudaStream::measured(Measure::What what, Enqueue enqueue) {
   if (options_.core->ledger() == nullptr) return enqueue();
   PooledEvent start = mark(PooledEvent::Timing::on);
   enqueue();
-  options_.core->measure(Measure{std::move(start), mark(PooledEvent::Timing::on), std::move(what)});
+  options_.core->measure(options_.stream, {std::move(start), mark(PooledEvent::Timing::on), std::move(what)});
 }
 
 // An event is reached when the work before it is done: the time between two that follow each other is the time in which
@@ -95,7 +95,7 @@ std::function<void(Stream::CountIdle)> CudaStream::watch_idle() {
   const CurrentGpu gpu(options_.core->ordinal());
   return [this, start = std::make_shared<PooledEvent>(mark(PooledEvent::Timing::on))](CountIdle count) {
     const CurrentGpu current(options_.core->ordinal());
-    options_.core->measure(Measure{std::move(*start), mark(PooledEvent::Timing::on), std::move(count)});
+    options_.core->measure(options_.stream, {std::move(*start), mark(PooledEvent::Timing::on), std::move(count)});
   };
 }
 
@@ -109,7 +109,14 @@ void CudaStream::wait(const StreamEvent& event, WaitCause cause) {
                     options_.name));
   }
   if (point->reached()) return;
-  measured(cause, [&] { cuda_check(cudaStreamWaitEvent(options_.stream, point->get(), 0), "cudaStreamWaitEvent"); });
+  const auto enqueue = [&] {
+    cuda_check(cudaStreamWaitEvent(options_.stream, point->get(), 0), "cudaStreamWaitEvent");
+  };
+  if (cause == WaitCause::none) {
+    const CurrentGpu gpu(options_.core->ordinal());
+    return enqueue();
+  }
+  measured(cause, enqueue);
 }
 
 void CudaStream::copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) {

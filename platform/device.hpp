@@ -76,7 +76,7 @@ class Device {
 };
 
 // Number of CUDA devices that the driver offers; 0 without CUDA support, driver or GPU. `why` (optional) receives the
-// reason.
+// reason, part of a sentence.
 int cuda_device_count(std::string* why = nullptr);
 // The PCI address of a CUDA device, "0000:17:00.0"; empty if the driver does not say, or without CUDA support.
 std::string cuda_bus_id(int ordinal);

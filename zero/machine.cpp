@@ -87,7 +87,7 @@ class Chooser {
       say("hoist.device", "\"cuda\"",
           machine_.gpu_count == 1 ? "there is a GPU" : fmt::format("there are {} GPUs", machine_.gpu_count));
     } else {
-      say("hoist.device", "\"host\"", "there is no GPU");
+      say("hoist.device", "\"host\"", machine_.no_gpu.empty() ? "there is no GPU" : machine_.no_gpu);
     }
   }
 
@@ -218,7 +218,7 @@ Machine this_machine(const RuntimeOptions& options) {
     machine.nodes = topology->nodes();
   }
   if (options.device == DeviceKind::host) return machine;
-  machine.gpu_count = platform::cuda_device_count();
+  machine.gpu_count = platform::cuda_device_count(&machine.no_gpu);
   if (machine.gpu_count == 0) return machine;
   for (int gpu = 0; topology && gpu < machine.gpu_count; ++gpu)
     machine.gpu_nodes.push_back(topology->node_of_pci(platform::cuda_bus_id(gpu)));

@@ -31,6 +31,7 @@ namespace hoist {
 
 struct Machine {
   int gpu_count = 0;
+  std::string no_gpu{};        // why there is none that this process can use; empty where nobody looked for one
   int gpu_ordinal = 0;         // which one is this process's
   platform::MemorySize gpu{};  // its memory
   platform::GpuMemory gpu_memory = platform::GpuMemory::separate;

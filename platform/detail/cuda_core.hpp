@@ -17,6 +17,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <variant>
 #include <vector>
 
@@ -87,7 +88,8 @@ class CudaCore {
 
   // Done when `event` is reached. `keep` keeps the event's owner alive until then.
   Completion completion(cudaEvent_t event, std::shared_ptr<const void> keep);
-  void measure(Measure measure);
+  // `stream` is that of both events, so that measures end in the order of the calls.
+  void measure(cudaStream_t stream, Measure measure);
   // Counts the measures whose end has been reached; returns the number of the others. Pre: the GPU is current.
   std::size_t collect();
   // Ends the thread once all requested events have happened.
@@ -112,7 +114,7 @@ class CudaCore {
   std::vector<cudaEvent_t> stock_[2] HOIST_GUARDED_BY(stock_mutex_);  // by Timing
 
   Mutex measures_mutex_;
-  std::deque<Measure> measures_ HOIST_GUARDED_BY(measures_mutex_);
+  std::unordered_map<cudaStream_t, std::deque<Measure>> measures_ HOIST_GUARDED_BY(measures_mutex_);
 
   Mutex mutex_;
   ConditionVariable changed_;

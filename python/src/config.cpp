@@ -45,8 +45,12 @@ void bind_config(nb::module_& module) {
   module.def(
       "format_bytes", [](std::uint64_t bytes) { return format_bytes(bytes); }, "bytes"_a, "For people: \"1.5 GiB\".");
   module.def(
-      "cuda_device_count", [] { return platform::cuda_device_count(); },
-      "GPUs that this build can use; 0 also without CUDA support.");
+      "why_no_gpu",
+      [] {
+        std::string why;
+        return platform::cuda_device_count(&why) > 0 ? std::string() : why;
+      },
+      "Why this process can use no GPU, part of a sentence; empty if it can.");
   module.def(
       "plain_json", [](const std::string& text) { return config::plain_json(text); }, "text"_a,
       "The text with spaces instead of comments and of commas too many.");

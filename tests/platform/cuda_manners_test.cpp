@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/device.hpp>
@@ -18,6 +19,7 @@ namespace {
 
 namespace cuda = test::fake_cuda;
 using testing::ElementsAre;
+using testing::HasSubstr;
 
 constexpr int kGpu = 1;
 
@@ -111,6 +113,51 @@ TEST(CudaMemoryFacts, AreTheRuntimes) {
   EXPECT_FALSE(cuda_memory_facts(cuda::kGpus).is_integrated) << "there is no such GPU";
   EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left behind";
   EXPECT_TRUE(cuda::contexts().empty());
+}
+
+TEST_F(CudaManners, WaitsWithoutACauseAreNotMeasured) {
+  cuda::hold();
+  const StreamEvent event = stream_->record();
+  for (int i = 0; i < 4; ++i) stream_->wait(event, WaitCause::none);
+  stream_->wait(event, WaitCause::comm);
+  cuda::let_go();
+  stream_->synchronize();
+  stream_.reset();  // counts what is over
+  EXPECT_EQ(ledger_.waited(WaitCause::none), Nanoseconds(0));
+  EXPECT_GT(ledger_.waited(WaitCause::comm), Nanoseconds(0));
+}
+
+std::string error_of_a_device() {
+  try {
+    detail::create_cuda_device({.kind = DeviceKind::cuda, .memory_bytes = 1 << 20, .ordinal = kGpu});
+    return "made";
+  } catch (const DeviceError& error) {
+    return error.what();
+  }
+}
+
+TEST(CudaDevices, WithoutCodeForTheGpuNothingBegins) {
+  cuda::reset();
+  cuda::refuse_kernels(cudaErrorNoKernelImageForDevice);
+  EXPECT_THAT(error_of_a_device(), HasSubstr("CMAKE_CUDA_ARCHITECTURES"));
+  cuda::refuse_kernels(cudaErrorAssert);
+  EXPECT_THAT(error_of_a_device(), HasSubstr("CUDA_LAUNCH_BLOCKING=1"));
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left behind";
+  cuda::reset();
+}
+
+TEST(CudaDevices, ThatCannotBeUsedHaveTheirReason) {
+  std::string why;
+  const auto reason = [&](cudaError_t code, int driver) {
+    cuda::have_no_gpu(code, driver);
+    EXPECT_EQ(cuda_device_count(&why), 0);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left behind";
+    return why;
+  };
+  EXPECT_EQ(reason(cudaErrorInsufficientDriver, 0), "no NVIDIA driver is installed");
+  EXPECT_THAT(reason(cudaErrorInsufficientDriver, 11040), HasSubstr("is one for CUDA 11.4"));
+  EXPECT_THAT(reason(cudaErrorInitializationError, 12000), HasSubstr("forked"));
+  cuda::reset();
 }
 
 TEST_F(CudaManners, AThreadKeepsItsGpuItsModeAndItsErrors) {

@@ -31,6 +31,9 @@ struct Machine {
   bool captured_elsewhere = false;
   bool capture_broken = false;
   std::map<cudaDeviceAttr, int> attributes;
+  cudaError_t no_gpu = cudaSuccess;
+  int driver_version = 0;
+  cudaError_t kernels = cudaSuccess;
 };
 Machine machine;
 
@@ -92,6 +95,7 @@ void reset() {
   const std::lock_guard lock(machine.mutex);
   machine.contexts.clear();
   machine.attributes.clear();
+  machine.no_gpu = machine.kernels = cudaSuccess;
   machine.held = machine.captured_elsewhere = machine.capture_broken = false;
   machine.changed.notify_all();
 }
@@ -111,6 +115,15 @@ void let_go() {
 void set_attribute(cudaDeviceAttr attribute, int value) {
   const std::lock_guard lock(machine.mutex);
   machine.attributes[attribute] = value;
+}
+void have_no_gpu(cudaError_t code, int driver_version) {
+  const std::lock_guard lock(machine.mutex);
+  machine.no_gpu = code;
+  machine.driver_version = driver_version;
+}
+void refuse_kernels(cudaError_t code) {
+  const std::lock_guard lock(machine.mutex);
+  machine.kernels = code;
 }
 void begin_capture_elsewhere() {
   const std::lock_guard lock(machine.mutex);
@@ -132,7 +145,13 @@ extern "C" {
 // --- GPUs and errors -------------------------------------------------------------------------------------------------
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = kGpus;
+  const std::lock_guard lock(machine.mutex);
+  *count = machine.no_gpu == cudaSuccess ? kGpus : 0;
+  return answer(machine.no_gpu);
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  const std::lock_guard lock(machine.mutex);
+  *version = machine.driver_version;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* gpu) {
@@ -220,11 +239,21 @@ cudaError_t cudaMemsetAsync(void*, int, std::size_t, cudaStream_t) {
 
 // --- streams and events ----------------------------------------------------------------------------------------------
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  return with_context([&](auto&) {
+    if (least != nullptr) *least = 0;
+    if (greatest != nullptr) *greatest = -5;
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   return unsafe([&](auto&) {
     *stream = new CUstream_st;
     return cudaSuccess;
   });
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return with_context([&](auto&) {
@@ -277,4 +306,7 @@ namespace hoist::platform::detail {
 cudaError_t launch_kernel(const ScaleArguments&, cudaStream_t) { return cudaSuccess; }
 cudaError_t launch_kernel(const NormArguments&, cudaStream_t) { return cudaSuccess; }
 cudaError_t launch_kernel(const UpdateArguments&, cudaStream_t) { return cudaSuccess; }
+cudaError_t load_kernels() {
+  return with_context([](auto&) { return machine.kernels; });
+}
 }  // namespace hoist::platform::detail

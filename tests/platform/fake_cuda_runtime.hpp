@@ -26,6 +26,10 @@ void hold();
 void let_go();
 // Every GPU reports this value of an attribute from now on, and 0 before.
 void set_attribute(cudaDeviceAttr attribute, int value);
+// From now on counting the GPUs fails with this code. 0: no driver; else as CUDA counts, such as 12040.
+void have_no_gpu(cudaError_t code, int driver_version);
+// Loading kernels fails with this code from now on.
+void refuse_kernels(cudaError_t code);
 // Another thread captures a graph in the global mode.
 void begin_capture_elsewhere();
 // False when a call has broken the capture.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from hoist import _hoist
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_EXTENSION = 1, 2, 12
-
+_OF_NVIDIAS_DRIVER = "/dev/nvidiactl"
 
 _log = logging.getLogger("hoist")
 
@@ -58,11 +59,12 @@ def _choose_gpu(config: _hoist.Config, wanted: torch.device, parameters: Iterabl
 
 
 def _device_of_machine() -> str:
-    ours, pytorchs = _hoist.cuda_device_count() > 0, torch.cuda.is_available()
-    if ours != pytorchs:
-        _log.warning("training on the CPU: %s finds the GPU, and %s does not", *(("PyTorch", "this build of hoist") if pytorchs
-                                                                             else ("hoist", "this build of PyTorch")))
-    return "cuda" if ours and pytorchs else "host"
+    why, pytorch_has_one = _hoist.why_no_gpu(), torch.cuda.is_available()
+    if why and (pytorch_has_one or os.path.exists(_OF_NVIDIAS_DRIVER)):
+        _log.warning("training on the CPU, and there is a GPU, which hoist cannot use: %s", why)
+    elif not why and not pytorch_has_one:
+        _log.warning("training on the CPU: hoist finds the GPU, and this build of PyTorch does not")
+    return "cuda" if not why and pytorch_has_one else "host"
 
 
 def current_stream_of(device: torch.device) -> Callable[[], Any] | None:
