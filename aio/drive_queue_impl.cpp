@@ -104,7 +104,6 @@ bool DriveQueue::Impl::gave_up() const {
 bool DriveQueue::Impl::stop() noexcept {
   HOIST_ASSERT(std::this_thread::get_id() != thread_.get_id(), "a queue was destroyed by one of its continuations");
   MutexLock lock(mutex_);
-  const bool given_up_before_stop = abandoned_;  // and said so
   stopping_ = true;
   backend_->wake_up();  // under the lock: the I/O thread cannot see `stopping_` and destroy the backend meanwhile
   Deadline stuck(std::min<Nanoseconds>(options_.drain_timeout, Deadline::kLimitMax) + kStuckGrace);
@@ -115,13 +114,14 @@ bool DriveQueue::Impl::stop() noexcept {
   const bool ended = ended_;
   if (!ended) note_given_up();
   const bool clean = ended && !abandoned_;
+  const bool silence_said = silence_said_;
   lock.unlock();
   if (clean) {
     thread_.join();
   } else {
     thread_.detach();  // also after its work has ended: the kernel releases a thread only with its last transfer
   }
-  if (!clean && !given_up_before_stop) {
+  if (!clean && !silence_said) {
     log_critical(
         "{}: transfers were still in flight {} ms after the queue was told to end; their memory stays "
         "reserved and is never used again. Check the drive (dmesg, smartctl).",
@@ -148,6 +148,10 @@ void DriveQueue::Impl::run() noexcept {
           "{}: the drive of {} has not answered for {:.3g} s and is given up; the memory of its transfers stays "
           "reserved and is never used again. Check the drive (dmesg, smartctl).",
           description_, path_in_flight(), to_seconds(options_.answer_timeout));
+      {
+        const MutexLock lock(mutex_);
+        silence_said_ = true;
+      }
       abandon();
       break;
     }

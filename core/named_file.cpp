@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <optional>
+#include <random>
 #include <system_error>
 
 #include <fcntl.h>
@@ -42,10 +43,10 @@ class TemporaryFile {
  public:
   explicit TemporaryFile(const std::string& target)
       : target_(target),
-        path_(target + ".XXXXXX"),
+        path_(fmt::format("{}.{:08x}", target, std::random_device()())),
         directory_(::open(directory_of(target).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
     if (directory_.number < 0) throw io_error("open", target);
-    descriptor_ = ::mkostemp(path_.data(), O_CLOEXEC);
+    descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor_ < 0) throw io_error("create", path_);
   }
   ~TemporaryFile() {
@@ -57,17 +58,12 @@ class TemporaryFile {
 
   void write(const std::string& text) const { write_text(descriptor_, text, path_); }
 
-  // mkostemp makes it 0600.
+  // Those of the file that it replaces, if there is one.
   void take_permissions() const {
     struct stat old {};
-    if (::stat(target_.c_str(), &old) == 0) {
-      if (::fchmod(descriptor_, old.st_mode & 07777) != 0) throw io_error("fchmod", path_);
-      if (::fchown(descriptor_, old.st_uid, old.st_gid) != 0 && errno != EPERM) throw io_error("fchown", path_);
-      return;
-    }
-    const mode_t mask = ::umask(0);
-    ::umask(mask);
-    if (::fchmod(descriptor_, 0666 & ~mask) != 0) throw io_error("fchmod", path_);
+    if (::stat(target_.c_str(), &old) != 0) return;
+    if (::fchmod(descriptor_, old.st_mode & 07777) != 0) throw io_error("fchmod", path_);
+    if (::fchown(descriptor_, old.st_uid, old.st_gid) != 0 && errno != EPERM) throw io_error("fchown", path_);
   }
 
   // False if the target is a mount of its own, as a file that a container is given.

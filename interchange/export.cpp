@@ -21,7 +21,7 @@ namespace {
 // Read and converted as one piece: 4 MiB of masters.
 constexpr std::uint64_t kPieceElements = 1 << 20;
 
-// A piece of a large parameter, as hoist.optim (python/hoist/optim_pieces.py) names them: "weight[0:1024]" has its
+// A piece of a large parameter, as hoist.optim (python/hoist/optim/pieces.py) names them: "weight[0:1024]" has its
 // first 1024 rows.
 struct Rows {
   std::string_view parameter;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// scheduler/executor.hpp - the one thread per device that submits transfers and collectives, in the order they were
-// enqueued.
+// scheduler/executor.hpp - a thread that runs tasks in the order in which they were enqueued.
 //
 // Threading  One thread at a time enqueues; anyone may wait on the completions. A task may block on the disk.
 // Errors     A task that throws fails its completion and every later one with the same error, which is no UsageError

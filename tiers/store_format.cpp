@@ -63,8 +63,7 @@ bool has_magic(std::span<const std::byte> bytes, const char (&magic)[8]) {
   return std::memcmp(bytes.data(), magic, kMagicBytes) == 0;
 }
 
-// The checksum guards the version too, but which bytes it covers is the version's own business: an unknown version is
-// reported as such, whatever the checksum says.
+// Called before the checksum is checked: another version may compute it otherwise.
 std::string wrong_version(std::uint32_t version) {
   if (version == kStoreFormatVersion) return {};
   const char* const how = version == 0 || version > kStoreFormatVersion ? "" : ", whose checksums were others,";

@@ -75,6 +75,7 @@ class DriveQueue::Impl {
   std::uint64_t drain_progress_ HOIST_GUARDED_BY(mutex_) = 0;  // grows while the drive answers
   bool ended_ HOIST_GUARDED_BY(mutex_) = false;
   bool abandoned_ HOIST_GUARDED_BY(mutex_) = false;
+  bool silence_said_ HOIST_GUARDED_BY(mutex_) = false;  // in the log: that the drive is given up
 
   // I/O thread only.
   Queues queues_;

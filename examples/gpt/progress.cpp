@@ -44,7 +44,7 @@ void Progress::show(const StepRecord& step, const Tiers& tiers, TimePoint now) {
   recent_.push_back(step.seconds);
   if (recent_.size() > kRecentSteps) recent_.pop_front();
   const bool edge = step.step == options_.first_step + 1 || step.step == options_.last_step;
-  const Nanoseconds interval = options_.rewrite ? options_.rewrite_interval : options_.line_interval;
+  const std::chrono::seconds interval(options_.rewrite ? 1 : 5);
   if (!edge && now - shown_ < interval) return;
   shown_ = now;
   const std::string text = line(step, tiers);

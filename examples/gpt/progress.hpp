@@ -19,8 +19,6 @@ struct ProgressOptions {
   std::uint64_t last_step = 0;
   std::uint64_t tokens_per_step = 0;
   bool rewrite = false;  // a terminal
-  Nanoseconds line_interval = std::chrono::seconds(5);
-  Nanoseconds rewrite_interval = std::chrono::seconds(1);
   std::FILE* out = stdout;
 };
 

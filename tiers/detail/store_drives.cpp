@@ -41,15 +41,13 @@ std::string shown(const std::string& label) {
   return text;
 }
 
-// The label of a drive's data; nullopt if there is none.
+// The label of a drive's data; nullopt if there is none. Errors: IoError if there is one that cannot be read.
 std::optional<std::string> read_label(const StorePaths& drive) {
   const int file = open_regular_file(drive.label, O_RDONLY | O_NOFOLLOW);
-  if (file < 0) return std::nullopt;
-  std::string text(kLabelBytesMax, '\0');
-  const ssize_t got = ::read(file, text.data(), text.size());
-  ::close(file);
-  if (got < 0) return std::nullopt;
-  text.resize(static_cast<std::size_t>(got));
+  if (file < 0 && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
+  std::string text;
+  const int code = file < 0 ? errno : read_and_close(file, kLabelBytesMax, text);
+  if (code != 0) throw IoError({.operation = file < 0 ? "open" : "read", .path = drive.label, .code = code}, "");
   return text;
 }
 

@@ -10,6 +10,7 @@
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/completion.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/layout/record_pieces.hpp>
@@ -134,8 +135,12 @@ bool copy_commit(tiers::StoreReader& source, const tiers::StoreOptions& target, 
         source, *store, target.records, [](tiers::RecordId) { return true; }, progress);
     store->commit(source.caller_state()).wait();
   } catch (...) {
-    if (!io.gave_up() && tiers::Store::look(target.directory, target.identity.rank).commits.empty())
-      store->remove_new();
+    try {
+      if (!io.gave_up() && tiers::Store::look(target.directory, target.identity.rank).commits.empty())
+        store->remove_new();
+    } catch (const std::exception& error) {
+      log_warning("what was copied to {} stays there: {}", target.directory, error.what());
+    }
     throw;
   }
   return true;

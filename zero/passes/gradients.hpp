@@ -46,8 +46,8 @@ class Gradients {
             AbortNotifier& abort_notifier);
 
   // The unit's gradient buffer of this pass, laid out as place() says; zeroed on `stream` when it is the first request.
-  // A request on another stream than the one before makes it wait for what that one has to do so far. The stream
-  // outlives finish() or clear().
+  // If the unit's buffer was last requested on another stream, `stream` first waits for the work that is now enqueued
+  // on that one. The stream outlives finish() or clear().
   std::byte* buffer(UnitId unit, StreamRef stream);
   // Where in a buffer the program of the pass under way adds to a segment's gradient, and as what.
   struct Place {
@@ -67,14 +67,15 @@ class Gradients {
   void begin_pass(const PassOfStep& pass);
   // Who gets gradients as they arrive.
   struct Recipient {
-    // First of all. Like what follows but for announce(), on the thread that hands on.
+    // Called once, before the others. Runs on the arrivals thread, as `take` and `withdraw` do.
     std::function<void()> open;
-    // On the executor, between what was submitted before the unit's reduction and what comes after it: the unit will
-    // be taken, or withdrawn.
+    // Runs on the executor, between what was submitted before the unit's reduction and what comes after it. After it,
+    // the unit will be taken or withdrawn.
     std::function<void(UnitId)> announce;
-    // In the order of arrival; the gradient is used until what this returns is done.
+    // Starts the unit's update; units come in the order of arrival. The gradient is in use until the returned
+    // completion is done.
     std::function<Completion(UnitId)> take;
-    // The gradient did not arrive, or (null) is not finite.
+    // Called instead of `take`: with the error that the gradient failed with, or null if it is not finite.
     std::function<void(UnitId, std::exception_ptr)> withdraw;
   };
   // From the next finish() on until clear(), gradients that come to the host are handed on. Each waits until it has

@@ -143,9 +143,9 @@ WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, MutexLock& lock) {
     if (!victim->read.done()) {
       const Completion abandoned = victim->read;
       victim->use = Use::taken;  // nobody else may pick it meanwhile
-      mutex_.unlock();
+      lock.unlock();
       abandoned.wait_quietly();  // the read that matters is still to come
-      mutex_.lock();
+      lock.lock();
       victim->use = Use::free;
       continue;  // it may have been read ahead meanwhile
     }

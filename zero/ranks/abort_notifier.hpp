@@ -40,13 +40,14 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
   // the other ranks (CommError) is no news to those of the same sharding group, but may be to the rest of the norm
   // group.
   void notify(const std::exception_ptr& error, std::string_view where = {}) noexcept;
-  // Raises when the work before `event` fails: nobody waits on the host for a collective that was never started.
+  // If the work before `event` fails, tells the other ranks. No thread waits on the host for that collective, so no
+  // other place would notice.
   void watch(const platform::StreamEvent& event, const std::string& unit);
   // The sharding group has been told in an exchange of its own. Later errors go to the norm group only.
   void told_in_exchange() noexcept;
   // All ranks of the norm group have been told in an exchange. Nothing is aborted: its communicators stay usable.
   void all_ranks_told() noexcept;
-  // Ends telling when it is destroyed: the runtime may go.
+  // After its destruction the notifier no longer uses the runtime, which may then be destroyed.
   class Disarm {
    public:
     explicit Disarm(AbortNotifier& notifier) : notifier_(notifier) {}

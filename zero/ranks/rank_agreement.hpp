@@ -92,13 +92,11 @@ class RankAgreement {
 // Threading  One thread at a time, on every rank in the same order; close() on any thread.
 class JobBarrier {
  public:
-  // `channel`: over all ranks of the job, for this object alone. `what` completes "rank 3 could not ...".
-  JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what)
-      : channel_(std::move(channel)), ranks_(ranks), what_(what) {}
-  // For work that may take longer than one rank waits for another. While it goes on, every rank calls meet_when_due()
-  // at least once in each `interval`, until agree() or tell().
+  // `channel`: over all ranks of the job, for this object alone. `what` completes "rank 3 could not ...". `interval`:
+  // for work that may take longer than one rank waits for another. While it goes on, every rank calls meet_when_due()
+  // at least once in each interval, until agree() or tell().
   JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what,
-             Nanoseconds interval)
+             Nanoseconds interval = {})
       : channel_(std::move(channel)), ranks_(ranks), what_(what), interval_(interval) {}
 
   // The work begins, at about the same time on all ranks.
