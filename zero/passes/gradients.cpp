@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
 
 #include <fmt/format.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/float_environment.hpp>
-#include <hoist/optim_cpu/norm.hpp>
 #include <hoist/zero/passes/gradients.hpp>
 #include <hoist/zero/passes/waits.hpp>
 
@@ -31,6 +27,7 @@ Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitT
       abort_notifier_(abort_notifier),
       states_(table.units().size()),
       own_(table.units().size()),
+      norm_(runtime, table, memory),
       spilling_(table.units().size()) {
   for (const std::span<std::byte> bytes : memory.gradient_buffers()) shared_.push_back({.data = bytes.data()});
   for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).own_gradient;
@@ -39,26 +36,6 @@ Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitT
   if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
   if (hands_gradients_on(options) || spill != nullptr)
     arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
-  list_chunks();
-}
-
-void Gradients::list_chunks() {
-  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
-    first_chunk_.push_back(chunks_.size());
-    for (const Segment& segment : table_.units()[u].trainable_segments()) {
-      for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
-        const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
-        chunks_.push_back(
-            {.unit = u,
-             .offset_bytes = segment.gradient_shard_offset + first * dtype_bytes(segment.gradient_shard_dtype),
-             .dtype = segment.gradient_shard_dtype,
-             .count = count,
-             .in_norm = segment.counts_in_norm});
-      }
-    }
-  }
-  first_chunk_.push_back(chunks_.size());
-  partial_sums_.resize(chunks_.size());
 }
 
 bool Gradients::in_ring(UnitId unit) const { return ring_ && memory_.placement(unit).gradient_in_ring; }
@@ -217,11 +194,8 @@ void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
 }
 
 Completion Gradients::hand_on_now(UnitId id) {
-  const std::size_t begin = first_chunk_[id.index], end = first_chunk_[id.index + 1];
-  sum_unit(id, shards_[id.index]);
-  const bool finite = std::ranges::all_of(std::span(partial_sums_).subspan(begin, end - begin),
-                                          [](double sum) { return std::isfinite(sum); });
-  if (finite) return recipient_.take(id);
+  norm_.sum(id, shards_[id.index]);
+  if (norm_.is_finite(id)) return recipient_.take(id);
   recipient_.withdraw(id, nullptr);  // step() will say so
   return {};
 }
@@ -259,7 +233,7 @@ void Gradients::enqueue_spill(UnitId id, const std::byte* shards, Reduction& red
                                            added = reduction.added, completes_step = reduction.completes_step] {
     arrived.wait();
     added.wait();
-    if (completes_step) sum_unit(id, shards);
+    if (completes_step) norm_.sum(id, shards);
     *written = spill_->write(id, {shards, table_.unit(id).gradient_shard_bytes});
   });
   spilling_[id.index] = reduction.spilling;
@@ -329,70 +303,18 @@ void Gradients::wait() {
   }
 }
 
-// Pre: the gradients of device-only units have arrived.
-void Gradients::sum_on_device() {
-  auto* const sums = reinterpret_cast<double*>(memory_.device_results().data());
-  std::uint64_t count = 0;
-  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
-    if (!memory_.device_only(UnitId{u})) continue;
-    for (const Segment& segment : table_.units()[u].trainable_segments()) {
-      streams_.down->sums_of_squares(sums + count, memory_.unit(UnitId{u}).gradient + segment.gradient_shard_offset,
-                                     segment.gradient_shard_dtype, segment.shard_elements);
-      count += divide_up(segment.shard_elements, optim::kNormChunkElements);
-    }
-  }
-  const std::span<std::byte> here = memory_.results_copy().first(count * sizeof(double));
-  streams_.down->copy(here.data(), memory_.device_results().data(), here.size(), CopyKind::device_to_host);
-  streams_.down->synchronize();
-  const auto* next = reinterpret_cast<const double*>(here.data());
-  for (std::size_t i = 0; i < chunks_.size(); ++i)
-    if (memory_.device_only(UnitId{chunks_[i].unit})) partial_sums_[i] = *next++;
-}
-
-// Sums up the gradients that the device does not sum up, and that were not summed up when they arrived.
-void Gradients::sum_on_host() {
-  const auto is_left = [&](const Chunk& chunk) {
-    const UnitId unit{chunk.unit};
-    if (memory_.device_only(unit) || memory_.placement(unit).gradient_spilled) return false;
-    return !handing_on_ || memory_.state_on_device(unit);
-  };
-  for (std::size_t begin = 0, end = 0; begin < chunks_.size(); begin = end) {
-    const bool left = is_left(chunks_[begin]);
-    for (end = begin + 1; end < chunks_.size() && is_left(chunks_[end]) == left;) ++end;
-    if (left) sum_chunks(begin, end);
-  }
-}
-
-void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
-  runtime_.update_pool().run(end - begin,
-                             [&](std::size_t i) { sum_chunk(begin + i, shards_[chunks_[begin + i].unit]); });
-}
-
-void Gradients::sum_unit(UnitId id, const std::byte* shards) {
-  const std::size_t begin = first_chunk_[id.index], end = first_chunk_[id.index + 1];
-  runtime_.update_pool().run(end - begin, [&](std::size_t i) { sum_chunk(begin + i, shards); });
-}
-
-void Gradients::sum_chunk(std::size_t index, const std::byte* shards) {
-  const Chunk& chunk = chunks_[index];
-  partial_sums_[index] = optim::sum_of_squares_chunk(shards + chunk.offset_bytes, chunk.dtype, chunk.count);
+// Of which no gradient is left to sum_of_squares().
+bool Gradients::is_summed_on_arrival(UnitId id) const {
+  return memory_.placement(id).gradient_spilled || (handing_on_ && !memory_.state_on_device(id));
 }
 
 double Gradients::sum_of_squares() {
-  if (memory_.has_device_only()) sum_on_device();
-  sum_on_host();
-  double total = 0;
-  bool finite = true;
-  for (std::size_t i = 0; i < chunks_.size();) {
-    double unit_sum = 0;
-    const std::uint32_t unit = chunks_[i].unit;
-    for (; i < chunks_.size() && chunks_[i].unit == unit; ++i) {
-      if (chunks_[i].in_norm) unit_sum += partial_sums_[i];
-      finite = finite && std::isfinite(partial_sums_[i]);
-    }
-    total += unit_sum;
-  }
-  return finite ? total : std::numeric_limits<double>::infinity();
+  if (memory_.has_device_only()) norm_.sum_on_device(*streams_.down);
+  std::vector<UnitId> left;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u)
+    if (const UnitId unit{u}; !memory_.device_only(unit) && !is_summed_on_arrival(unit)) left.push_back(unit);
+  norm_.sum(left, shards_);
+  return norm_.total();
 }
 
 void Gradients::drop_buffer(State& state) {

@@ -32,6 +32,7 @@
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/memory/memory.hpp>
 #include <hoist/zero/passes/accumulator.hpp>
+#include <hoist/zero/passes/gradient_norm.hpp>
 #include <hoist/zero/passes/gradient_ring.hpp>
 #include <hoist/zero/passes/streams.hpp>
 #include <hoist/zero/ranks/abort_notifier.hpp>
@@ -128,13 +129,6 @@ class Gradients {
     bool finished = false;
     bool summed = false;  // an earlier micro-batch's gradient of the step has arrived
   };
-  struct Chunk {
-    std::uint32_t unit = 0;
-    std::uint64_t offset_bytes = 0;  // within the unit's shards
-    DType dtype = DType::bf16;
-    std::size_t count = 0;
-    bool in_norm = true;
-  };
   Buffer& acquire(UnitId unit);
   void drop_buffer(State& state);
   void take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const;
@@ -146,13 +140,8 @@ class Gradients {
   std::function<void()> reads_sums(UnitId unit, std::byte* sums);
   void enqueue_spill(UnitId unit, const std::byte* shards, Reduction& reduction);
   const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
-  void list_chunks();
   bool in_ring(UnitId unit) const;
-  void sum_on_device();  // this and the next two: partial_sums_
-  void sum_on_host();
-  void sum_chunks(std::size_t begin, std::size_t end);
-  void sum_unit(UnitId unit, const std::byte* shards);
-  void sum_chunk(std::size_t index, const std::byte* shards);
+  bool is_summed_on_arrival(UnitId unit) const;
   void enqueue_hand_on(UnitId id, Reduction& reduction);
   Completion hand_on_now(UnitId id);
 
@@ -172,10 +161,8 @@ class Gradients {
   std::vector<Buffer> shared_;      // any unit
   std::vector<Buffer> own_;         // by unit; data is null for units that share
   std::vector<std::byte*> shards_;  // by unit; where there is a ring, of the last gradient that came down
-  std::vector<Chunk> chunks_;
-  std::vector<std::size_t> first_chunk_;  // by unit, and one past the last
-  std::vector<double> partial_sums_;      // by chunk
-  platform::StreamEvent last_made_;       // of the last finish()
+  GradientNorm norm_;
+  platform::StreamEvent last_made_;  // of the last finish()
   std::optional<GradientRing> ring_;
   std::vector<Completion> spilling_;               // by unit, of its last reduction. The executor's
   Recipient recipient_;                            // of the last step that handed on
