@@ -229,6 +229,8 @@ void Engine::settle() {
   core_->run([&] { core_->stepper->settle(); });
 }
 
+bool Engine::has_begun_step() const { return core_->stepper->policy().is_decided(); }
+
 // --- state -----------------------------------------------------------------------------------------------------------
 
 void Engine::read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out) {

@@ -121,6 +121,8 @@ class Engine {
   // names this rank and `why`, instead of waiting for it until the communicator's time-out.
   void abandon(std::string_view why) noexcept;
   void settle();  // returns when every update and commit under way is done
+  // Update mode `backward`: units were updated for a step that step() has not taken. A failed engine keeps the answer.
+  bool has_begun_step() const;
 
   // --- state ---------------------------------------------------------------------------------------------------------
   // [C] Elements [first_element, first_element + out.size()) of one parameter, from whatever tier; every rank receives

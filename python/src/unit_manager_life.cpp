@@ -46,8 +46,10 @@ UnitManager::~UnitManager() { end_engine(); }
 
 void UnitManager::require_awake() const {
   if (runtime_) return;
-  throw UsageError(is_asleep() ? "the engine sleeps, and its memory was given back: call wake() first"
-                               : "the engine was closed, and the model's weights with it");
+  throw UsageError(is_asleep()
+                       ? "the engine sleeps, and its memory was given back: call wake() first"
+                       : "the engine was closed, and the model's weights with it: wrap() makes the next engine, "
+                         "with resume=True or weights=...");
 }
 
 void UnitManager::close() {
@@ -59,8 +61,16 @@ void UnitManager::close() {
     const EngineTurn turn(engine_mutex());
     try {
       engine_->settle();
-    } catch (...) {
-      failure = std::current_exception();  // after the store was given up: the next process can open it then
+    } catch (const std::exception& error) {
+      if (!engine_->has_begun_step())
+        failure = std::current_exception();  // after the store was given up: the next process can open it then
+      else if (dynamic_cast<const UsageError*>(&error) == nullptr)
+        log_warning("{}", error.what());
+      else
+        log_warning(
+            "step {} was begun by backward() (hoist.update_mode \"backward\") and not taken by step(): it is given up, "
+            "and the commits before it stay",
+            engine_->step_count() + 1);
     }
   }
   end_engine();

@@ -2,8 +2,10 @@
 """Loops as people write them for PyTorch: each trains as it does there, or is refused in the words of PyTorch's interface.
 Nothing goes untrained, and no state is lost, without an error."""
 
+import contextlib
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -531,3 +533,44 @@ def test_a_pass_after_close_is_refused_though_gradients_wait(wrapped):
 def test_data_parallel_modules_are_refused(wrapped):
     with pytest.raises(hoist.UsageError, match=r"DataParallel.*model\.module"):
         wrapped(nn.DataParallel(model_of()))
+
+
+# --- update mode "backward" -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def updated_in_backward(settings):
+    def make(model=None, store="store", **arguments):
+        config = settings(store, hoist={"device_memory": "1MiB", "pinned_memory": "32MiB", "update_mode": "backward"})
+        return hoist.torch.wrap(model or model_of(), config, **arguments)
+
+    return make
+
+
+@pytest.mark.parametrize("end", ["an error", "an error in the backward pass", "sys.exit", "the block's end", "the program's end"])
+def test_a_step_that_backward_has_begun_is_given_up_at_the_end(updated_in_backward, end, capfd):
+    def fail(_):
+        raise LookupError("no such token")
+
+    engine = updated_in_backward()
+    run(engine, 2)
+    inputs, targets = batches(1)[0]
+    outcome = {"an error": LookupError, "an error in the backward pass": LookupError, "sys.exit": SystemExit}.get(end)
+    with pytest.raises(outcome) if outcome else contextlib.nullcontext():
+        with contextlib.nullcontext() if end == "the program's end" else engine:
+            output = engine(inputs)
+            if "backward" in end:
+                output.register_hook(fail)
+                engine.module[0].down.weight.register_hook(fail)
+            engine.backward(F.mse_loss(output, targets))
+            if end == "an error":
+                fail(None)
+            if end == "sys.exit":
+                sys.exit(0)
+    if end == "the program's end":
+        engine._at_exit()
+    engine.close()
+    said = capfd.readouterr().err
+    assert "not committed" not in said and ("step 3" in said or "backward pass" in end), said
+    with updated_in_backward(resume=True) as resumed:
+        assert resumed.step_count == 2

@@ -625,7 +625,8 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def close(self) -> None:
         """Completes the commit of the last step, if it has one, and gives everything back. With "durability": {"every": N} a step
-        in between has none: save() makes one. The module's parameters stay, without values.
+        in between has none: save() makes one. In update mode "backward", a step that backward() has begun and step() has not
+        taken is given up, with a warning. The module's parameters stay, without values.
 
         On several ranks, after a pass that an exception ended: the others, who may wait in it, stop with a CommError. In a
         process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
@@ -642,7 +643,12 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         program_end.abandon_for(self._unit_manager, self._has_others, error)
-        self.close()
+        try:
+            self.close()
+        except _hoist.Error as failure:
+            if error is None:
+                raise
+            _log.error("the engine that this error leaves did not end in order: %s", failure)
 
     def compile_units(self, **options: Any) -> None:
         """torch.compile for what runs inside of each unit; weights are gathered and released around it."""
