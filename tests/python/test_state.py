@@ -170,6 +170,95 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         assert_same(engine.state_dict(), before)  # nothing has changed
 
 
+class Turned(nn.Linear):
+    """Its first version kept the weight turned, and it saves it in 16 bits."""
+
+    _version = 2
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight.detach().bfloat16()
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *arguments):
+        if local_metadata.get("version", 1) < 2 and prefix + "weight" in state_dict:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t()
+        state_dict.setdefault(prefix + "bias", self.bias + 1)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+
+class InPlace(nn.Linear):
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        self.weight.data.copy_(state_dict[prefix + "weight"])
+        self.bias = nn.Parameter(state_dict[prefix + "bias"])
+
+
+def renaming(wide=8):
+    layer = nn.Linear(wide, wide)
+    layer.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({
+        prefix + "kernel": state.pop(prefix + "weight").t(), prefix + "bias": state[prefix + "bias"] * 2}))
+
+    def back(_, state, prefix, *__):
+        state[prefix + "bias"] = state[prefix + "bias"] / 2
+        if prefix + "kernel" in state:
+            state[prefix + "weight"] = state.pop(prefix + "kernel").t()
+
+    layer.register_load_state_dict_pre_hook(back)
+    return layer
+
+
+CONVERTING = {
+    "version": (lambda: nn.Sequential(Turned(8, 8), Turned(8, 8)),
+                lambda old: {key: old[key] for key in old if "bias" not in key}),
+    "in place": (lambda: nn.Sequential(InPlace(8, 8), nn.Linear(8, 8)), dict),
+    "hooks": (lambda: nn.Sequential(renaming(), nn.Linear(8, 8)), dict),
+    "weight_norm": (lambda: nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), lambda old: {
+        "0.bias": old["0.bias"], "0.weight_g": old["0.parametrizations.weight.original0"] + 1,
+        "0.weight_v": old["0.parametrizations.weight.original1"] + 1}),
+    "spectral_norm": (lambda: nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)), dict),
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", CONVERTING)
+def test_modules_convert_what_they_save_and_load_as_in_pytorch(settings, kind, assign):
+    build, older = CONVERTING[kind]
+
+    def built(seed):
+        torch.manual_seed(seed)
+        return build()
+
+    plain, model = built(0), built(0)
+    with hoist.torch.wrap(model, settings()) as engine:
+        for each in (plain, model):  # after it was wrapped, too
+            each.register_load_state_dict_pre_hook(lambda _, state, *__: state.pop("padding", None))
+        assert_same(model.state_dict(), plain.state_dict())
+        assert [value.dtype for value in model.state_dict().values()] == [value.dtype for value in plain.state_dict().values()]
+        assert_same(model[0].state_dict(), plain[0].state_dict())
+        given = older(dict(built(1).state_dict())) | {"padding": torch.ones(1)}  # without metadata, as from safetensors
+        for each in (plain, model):
+            assert str(each.load_state_dict(given, assign=assign)) == "<All keys matched successfully>"
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(engine.read(name), parameter.detach().float().cpu(), rtol=0, atol=0)
+        part = built(2)[0].state_dict()
+        for each in (plain, model):
+            each[0].load_state_dict(part, assign=assign)
+        assert_same(model.state_dict(), plain.state_dict())
+        assert not any(has_values(p) for p in model.parameters())
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        assert engine.step().applied
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_masters_of_16_bit_weights_are_loaded_with_all_bits(settings, assign):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with hoist.torch.wrap(model, settings(bf16={"enabled": True})) as engine:
+        given = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).state_dict()
+        with torch.inference_mode():
+            model.load_state_dict(given, assign=assign)
+        assert all(torch.equal(engine.read(name), values.cpu()) for name, values in given.items())
+        assert model.state_dict()["0.weight"].dtype == torch.bfloat16
+
+
 def test_export_and_stream_in(settings, tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     with hoist.torch.wrap(make(), settings()) as engine:

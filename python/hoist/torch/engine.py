@@ -39,6 +39,7 @@ from hoist.torch.model.graphs import refuse_graphs
 from hoist.torch.model.initial import Initialize
 from hoist.torch.model.model_names import StandsForModel
 from hoist.torch.model.parameters import Parameters, dtype_of
+from hoist.torch.model.state_dicts import StateDicts
 from hoist.torch.model.units import units_of
 from hoist.torch.model.wrapped import claim, generate_together, refuse_model, remove_hooks
 from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_rates_of_0, refuse_schedule, schedule_for
@@ -180,7 +181,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                         for module, units in users.items()]
         if self.config.setting("fp16.auto_cast") is True and dtype_of(self.config) is torch.float16:
             cast_inputs(self.module, torch.float16)
-        self._parameters.keep_state_dicts_true(self._passes.turns)
+        StateDicts(self.module, self._parameters, self._passes.turns, self._between_passes)
 
     def _register(self) -> None:
         """For functions outside of the engine that ask it: generate(), those that clip, the program's end."""

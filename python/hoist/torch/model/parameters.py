@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,12 +18,10 @@ from hoist import _hoist
 from hoist.optim.values import DTYPES
 from hoist.shared_memory import refuse_shared_memory
 from hoist.torch.model import initial, weight_files
+from hoist.torch.model.state_dicts import StandIn
 from hoist.torch.model.unit_tensors import UnitTensors, lost_its_values, showing
 from hoist.torch.model.units import Model, Unit
 from hoist.torch.model.wrapped import keep_hooks, remove_hooks
-
-if TYPE_CHECKING:
-    from hoist.torch.passes.turns import Turns
 
 _PIECE = 1 << 20  # elements that are converted at a time
 
@@ -206,6 +204,11 @@ class Parameters:
             return self.note_versions()
         self._refuse_edit(next(n for n, p in zip(self._number, self._all, strict=True) if p is changed), how)
 
+    def needs_check(self, module: nn.Module) -> bool:
+        """Whether a pass is under way, or one of the module's own parameters shows a tensor of the program's."""
+        return self._unit_manager.current_pass is not None or any(
+            p is not None and id(p) in self.places and self.tensors.unit_of(p) is None for p in module._parameters.values())
+
     def _refuse_edit(self, name: str, how: str) -> None:
         self.note_versions()
         raise _hoist.UsageError(f"parameter '{name}' {how}, and the change is lost: weights lie in their memory only while they "
@@ -249,7 +252,7 @@ class Parameters:
         def settle() -> None:
             self._between_passes()
             for name, (where, values) in changes.items():
-                master = self._read(name)  # fp32: elements that were not changed keep all of its bits
+                master = self.masters_of(name)  # fp32: elements that were not changed keep all of its bits
                 master[where] = values
                 self._write(name, master)
             for name in others:
@@ -315,6 +318,8 @@ class Parameters:
         """Errors: UsageError for a trainable parameter that comes into the model, or takes another one's place, now that it is
         wrapped."""
         replaced = module._parameters.get(name)
+        if isinstance(replaced, StandIn):
+            return
         if isinstance(added, nn.Parameter) and id(added) in self.places and replaced is not None and replaced is not added:
             raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set to another parameter of the model after the "
                                     "model was wrapped: tie weights first and wrap it then")
@@ -327,7 +332,7 @@ class Parameters:
     def names_in_model(self) -> dict[str, str]:
         """The names that parameters have in the model now, and those that they were declared under. Errors: UsageError for
         another model than the one that was wrapped, whose weights would be saved under wrong names."""
-        declared = {id(p): name for name, p in zip(self._number, self._all, strict=True)}
+        declared = self.names_by_id()
         present = {name: declared[id(p)] for name, p in self._module.named_parameters(remove_duplicate=False)
                    if id(p) in declared}
         for name, own in itertools.chain(zip(self._number, self._number, strict=True), self._cut.aliases.items()):
@@ -338,6 +343,10 @@ class Parameters:
             raise _hoist.UsageError(f"parameter '{min(gone)}' was removed from the model after the model was wrapped, and would "
                                     "be saved with it: change the model first and wrap it then")
         return present
+
+    def names_by_id(self) -> dict[int, str]:
+        """The names that parameters were declared under."""
+        return {id(p): name for name, p in zip(self._number, self._all, strict=True)}
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
@@ -375,15 +384,18 @@ class Parameters:
         for name in self._number:
             yield name, self._shape[name], self._type[name]
 
+    def shape_of(self, name: str) -> torch.Size:
+        return self._shape[self.own_name(name)]
+
     def unit_of(self, name: str) -> int:
         return self._unit[self.own_name(name)]
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         self._between_passes()
-        return self._read(name, state)
+        return self.masters_of(name, state)
 
-    # Pre of this one and the next two with an underscore: between passes.
-    def _read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
+    # Pre of this one and the next two, beside read() and write(): between passes.
+    def masters_of(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         name = self.own_name(name)
         out = torch.empty(self._shape[name].numel(), dtype=torch.float32, device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
@@ -392,9 +404,9 @@ class Parameters:
 
     def read_as_stored(self, name: str) -> torch.Tensor:
         self._between_passes()
-        return self._read_as_stored(name)
+        return self.stored_values_of(name)
 
-    def _read_as_stored(self, name: str) -> torch.Tensor:
+    def stored_values_of(self, name: str) -> torch.Tensor:
         """In the parameter's own type, as the forward pass uses it. Converted in pieces: more than the result is not held."""
         name = self.own_name(name)
         out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
@@ -414,8 +426,14 @@ class Parameters:
         array: Any = self._as_masters(name, values)  # as in read()
         self._unit_manager.write(self._number[name], state, 0, array)
 
-    def _write_all(self, masters: dict[str, torch.Tensor]) -> None:
-        """Errors: UsageError for values that no master can have, before the first is written."""
+    def write_all(self, masters: dict[str, torch.Tensor]) -> None:
+        """Pre: between passes. Errors: as check_values(), before the first is written."""
+        self.check_values(masters)
+        for name, values in masters.items():
+            self._write(name, values)
+
+    def check_values(self, masters: dict[str, torch.Tensor]) -> None:
+        """Errors: UsageError for values that no master can have."""
         for name, values in masters.items():
             name = self.own_name(name)
             # The masters of fp32 weights have the range of bf16 as well.
@@ -423,8 +441,6 @@ class Parameters:
             for part in self._as_masters(name, values).split(_PIECE):
                 if not (part.isfinite().all() and as_type(part, dtype).isfinite().all()):
                     raise _hoist.UsageError(f"'{name}' is given a value that is not finite, or too large for {dtype}")
-        for name, values in masters.items():
-            self._write(name, values)
 
     def _as_masters(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.shape != self._shape[name]:
@@ -438,7 +454,7 @@ class Parameters:
         self.names_in_model()
         result: dict[str, torch.Tensor] = {}
         for name in self._number:
-            result[name] = self._read_as_stored(name) if dtype is None else as_type(self._read(name), dtype)
+            result[name] = self.stored_values_of(name) if dtype is None else as_type(self.masters_of(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
         result.update({n: p.detach().clone() for n, p in self._empty()})
@@ -473,7 +489,7 @@ class Parameters:
             if buffers[name].shape != state[name].shape:
                 raise _hoist.UsageError(f"buffer '{name}' is {tuple(buffers[name].shape)}, the values are "
                                         f"{tuple(state[name].shape)}")
-        self._write_all(masters)
+        self.write_all(masters)
         for name in buffers.keys() & state.keys():
             buffers[name].copy_(state[name])
         for name in others.keys() & state.keys():
@@ -486,42 +502,6 @@ class Parameters:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
         buffers, _alive = weight_files.file_tensors(self.persistent_buffers())
         return self._unit_manager.export(directory, DTYPES[dtype], shard_bytes_max, buffers)
-
-    def keep_state_dicts_true(self, turns: Turns) -> None:
-        """`model.state_dict()`, as save_pretrained and others call it, would have no values."""
-        def begin(*_: Any) -> None:
-            with turns.of("state_dict()"):  # before PyTorch reads the parameters
-                self._between_passes()
-
-        def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
-            with turns.of("state_dict()"):
-                for name, own in self.names_in_model().items():
-                    if prefix + name in state_dict:
-                        state_dict[prefix + name] = self._read_as_stored(own)
-
-        # PyTorch would go on to copy the values into parameters whose units are not gathered. So what was written is taken out of
-        # its (own) dictionary, and is not missing for that.
-        written: set[str] = set()
-
-        def load(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
-            with turns.of("load_state_dict()"):
-                self._between_passes()
-                names = self.names_in_model()
-                found: dict[str, torch.Tensor] = {}
-                written.clear()
-                for name, own in sorted(names.items(), key=lambda pair: pair[0] != pair[1]):  # before a tied weight's other names
-                    if prefix + name in state_dict:
-                        found.setdefault(own, state_dict.pop(prefix + name))
-                        written.add(prefix + name)
-                self._write_all(found)
-
-        def loaded(module: nn.Module, keys: Any) -> None:
-            keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
-            written.clear()
-
-        keep_hooks(self._module,
-                   self._module.register_state_dict_pre_hook(begin), self._module.register_state_dict_post_hook(fill),
-                   self._module.register_load_state_dict_pre_hook(load), self._module.register_load_state_dict_post_hook(loaded))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

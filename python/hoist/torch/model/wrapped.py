@@ -7,11 +7,10 @@ import functools
 import inspect
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
@@ -20,8 +19,13 @@ from hoist.torch.model.graphs import outside_of_graphs
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
 
+
+class Removable(Protocol):
+    def remove(self) -> None: ...
+
+
 # Hooks of the last engine that a module, or a parameter, belonged to.
-_hooks_of_modules: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+_hooks_of_modules: weakref.WeakKeyDictionary[nn.Module, list[Removable]] = weakref.WeakKeyDictionary()
 _own_forwards: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # the functions of OwnForwards
 _hooks_of_parameters = WeakTensorKeyDictionary()
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule")
@@ -59,7 +63,7 @@ def refuse_model(model: object) -> None:
                                     "alone. Wrap one model that contains both, or give this one a copy")
 
 
-def keep_hooks(of: nn.Module | nn.Parameter, *handles: RemovableHandle) -> None:
+def keep_hooks(of: nn.Module | nn.Parameter, *handles: Removable) -> None:
     """Hooks of the engine that is being made, until the next one is."""
     kept: Any = _hooks_of_parameters if isinstance(of, nn.Parameter) else _hooks_of_modules
     kept.setdefault(of, []).extend(handles)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""state_dict() and load_state_dict() of a wrapped model, and of its parts.
+
+PyTorch asks each module for its own entries (_save_to_state_dict) and gives it its own (_load_from_state_dict). During such a
+call CPU tensors with values stand in the places of the module's parameters. So hooks and overrides of modules, which rename or
+convert entries, do what they do in PyTorch; and a model is loaded with the values of one module in memory at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hoist.torch.devices import outside_of_inference_mode
+from hoist.torch.model.wrapped import keep_hooks
+
+if TYPE_CHECKING:
+    from hoist.torch.model.parameters import Parameters
+    from hoist.torch.passes.turns import Turns
+
+
+class StandIn(nn.Parameter):
+    """Stands in a parameter's place. Load hooks may set another parameter there."""
+
+
+class _OwnMethod:
+    """A method that one module has in place of its class's, until remove(). `replacement` is also given the one before."""
+
+    def __init__(self, module: nn.Module, name: str, replacement: Callable[..., None]):
+        self._module, self._name = weakref.ref(module), name
+        self._former = vars(module).get(name)
+        vars(module)[name] = functools.partial(replacement, module, getattr(module, name))
+
+    def remove(self) -> None:
+        if (module := self._module()) is not None:
+            del vars(module)[self._name]
+            if self._former is not None:
+                vars(module)[self._name] = self._former
+
+
+@contextlib.contextmanager
+def _standing_in(module: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[dict[str, StandIn]]:
+    own: Any = module._parameters
+    former = {name: own[name] for name in values}
+    stand_ins = {name: StandIn(values[name], requires_grad=former[name].requires_grad) for name in values}
+    own.update(stand_ins)
+    try:
+        yield stand_ins
+    finally:
+        own.update(former)
+
+
+def _converts(module: nn.Module) -> bool:
+    """Whether the module does more with its entries than to copy them."""
+    return (type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+            or len(module._load_state_dict_pre_hooks) > 0)
+
+
+class StateDicts:
+    def __init__(self, model: nn.Module, parameters: Parameters, turns: Turns, between_passes: Callable[[], None]):
+        self._model = model
+        self._parameters = parameters
+        self._turns = turns
+        self._between_passes = between_passes
+        self._name_of = parameters.names_by_id()
+        for module in model.modules():
+            if module is model or self._names_in(module):
+                keep_hooks(module, _OwnMethod(module, "_save_to_state_dict", self._save),
+                           _OwnMethod(module, "_load_from_state_dict", self._load))
+
+    def _names_in(self, module: nn.Module) -> dict[str, str]:
+        """The names that the module's own parameters were declared under."""
+        return {name: self._name_of[id(p)] for name, p in module._parameters.items() if id(p) in self._name_of}
+
+    @contextlib.contextmanager
+    def _turn(self, module: nn.Module, call: str) -> Iterator[None]:
+        with self._turns.of(call), outside_of_inference_mode():
+            if module is self._model or self._parameters.needs_check(module):  # which looks at all parameters
+                self._between_passes()
+            yield
+
+    def _save(self, module: nn.Module, save: Callable[..., None], *arguments: Any) -> None:
+        with self._turn(module, "state_dict()"):
+            if module is self._model:
+                self._parameters.names_in_model()  # or says why not
+            values = {name: self._parameters.stored_values_of(own) for name, own in self._names_in(module).items()}
+            with _standing_in(module, values):
+                save(*arguments)
+
+    def _load(self, module: nn.Module, load: Callable[..., None], state_dict: dict[str, Any], prefix: str,
+              *arguments: Any) -> None:
+        with self._turn(module, "load_state_dict()"):
+            if module is self._model:  # what can be refused is refused before anything is written
+                self._parameters.check_values({
+                    own: values for name, own in self._parameters.names_in_model().items()
+                    if (values := state_dict.get(prefix + name)) is not None
+                    and isinstance(values, torch.Tensor) and values.shape == self._parameters.shape_of(own)})
+            names, converts = self._names_in(module), _converts(module)
+            values = {name: self._parameters.masters_of(own) if converts else
+                      torch.empty(self._parameters.shape_of(own), dtype=torch.float32, device="cpu")
+                      for name, own in names.items()}
+            with _standing_in(module, values) as stand_ins:
+                before = {name: (each._version, each.data_ptr()) for name, each in stand_ins.items()}
+                load(state_dict, prefix, *arguments)
+                given = {own: p.detach() for name, own in names.items() if (p := module._parameters.get(name)) is not None and (
+                    converts or p is not stand_ins[name] or (p._version, p.data_ptr()) != before[name])}
+            self._parameters.write_all(given)
