@@ -406,6 +406,15 @@ def test_a_forward_that_changes_its_weights_is_refused(settings):
             engine(torch.arange(7))
 
 
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(settings):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with hoist.torch.wrap(model, settings()) as engine:
+        with pytest.raises(hoist.UsageError, match="changes a weight .* in the backward pass.*Remove the hook"):
+            engine.backward(engine(torch.ones(2, WIDTH)).sum())
+
+
 def test_a_module_without_hooks_is_refused(settings):
     model = Stack()
     model.blocks[1] = torch.jit.script(model.blocks[1])

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hoist")
 _BACKWARD = "backward"  # a kind of pass, beside those of the engine
+_LOST_IN_FORWARD = ("in forward(), and the change would be lost with the weight's memory. nn.Embedding does that with max_norm: "
+                    "leave it out")
+_LOST_IN_BACKWARD = ("in the backward pass, as a hook does that steps an optimizer (register_post_accumulate_grad_hook): "
+                     "engine.step() updates the weights. Remove the hook")
 
 
 class Watch(TorchDispatchMode):
@@ -40,7 +44,8 @@ class Watch(TorchDispatchMode):
     calls are under way, innermost last. Units that operators use are added to `seen`."""
 
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
-                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int], thread: int | None = None):
+                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int], change_is_lost: str,
+                 thread: int | None = None):
         TorchDispatchMode.__init__(self)
         self._unit_of = unit_of
         self._is_up = is_up
@@ -48,6 +53,7 @@ class Watch(TorchDispatchMode):
         self._calls = calls
         self._thread = thread  # whose calls they are; None: of any
         self._seen = seen
+        self._change_is_lost = change_is_lost  # where, and what to do
         self._hooks: list[Any] = []
         self._eager: Any = None
 
@@ -103,9 +109,7 @@ class Watch(TorchDispatchMode):
         """torch.nn.utils.parametrize calls set_() with the memory that a weight has already."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None:
-                raise _hoist.UsageError(f"{func} changes a weight of shape {list(value.shape)} in forward(), and the change "
-                                        "would be lost with the weight's memory. nn.Embedding does that with max_norm: leave it "
-                                        "out")
+                raise _hoist.UsageError(f"{func} changes a weight of shape {list(value.shape)} {self._change_is_lost}")
 
     def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
         try:
@@ -229,14 +233,16 @@ class UnannouncedUses:
         """Until its end, `missing` is told of units that operators use and nothing has gathered for that use. In forward() a unit
         may still be there after its own call, as memory allows; in the backward pass gradients are what uses it last."""
         self._calls.clear()
-        has_it = self._unit_manager.is_up if missing == self._use_in_backward else self._unit_manager.is_held
+        in_backward = missing == self._use_in_backward
+        has_it = self._unit_manager.is_up if in_backward else self._unit_manager.is_held
 
         def is_announced(unit: int) -> bool:
             return has_it(unit) and self._unit_manager.is_up(unit) and not self._is_left_over(unit)
 
         # In vertical order other micro-batches' calls are under way in their threads.
         thread = None if self._passes.forward_of_all is None else threading.get_ident()
-        return Watch(self._parameters.tensors.unit_of, is_announced, missing, self._calls, self._parameters.watched_units, thread)
+        return Watch(self._parameters.tensors.unit_of, is_announced, missing, self._calls, self._parameters.watched_units,
+                     _LOST_IN_BACKWARD if in_backward else _LOST_IN_FORWARD, thread)
 
     # --- uses --------------------------------------------------------------------------------------------------------
 
