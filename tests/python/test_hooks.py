@@ -70,6 +70,22 @@ def test_no_python_for_a_tensor(settings, changes):
     assert counts[0]["ModuleHook.before" if sys.version_info >= (3, 11) else "before"] >= 6
 
 
+@pytest.mark.parametrize("what", ["calls", "gradients of inputs", "results that need no gradients"])
+def test_hooks_on_inputs_are_forgotten_with_them(settings, what):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if "no gradients" in what:
+        model[0].register_forward_hook(lambda *arguments: arguments[-1].detach())
+    kept = torch.ones(2, 8, requires_grad=True)
+    with hoist.torch.wrap(model, settings()) as engine:
+        for _ in range(6):
+            inputs = kept if "no gradients" in what else torch.ones(2, 8, requires_grad=True)
+            result = engine(inputs)
+            if "inputs" in what:
+                torch.autograd.grad(result.sum(), inputs)
+            del inputs, result
+        assert sum(map(len, engine._passes.input_hooks.values())) <= 3
+
+
 @pytest.mark.host_device("its batches are on the CPU")
 def test_a_program_that_compiles_nothing_does_without_the_compiler(settings):
     """torch._dynamo is not imported; hooks stay outside of graphs all the same (test_training.py)."""

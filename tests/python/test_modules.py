@@ -415,6 +415,17 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(settings):
             engine.backward(engine(torch.ones(2, WIDTH)).sum())
 
 
+@pytest.mark.parametrize("layer", [lambda: nn.LazyLinear(WIDTH), lambda: nn.LazyBatchNorm1d(affine=False)])
+def test_lazy_modules_are_called_before_they_are_wrapped(settings, layer):
+    model = nn.Sequential(layer(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(hoist.UsageError, match="'0.*' is a lazy module's .*call the model with a batch"):
+        hoist.torch.wrap(model, settings())
+    model(torch.ones(2, WIDTH))
+    with hoist.torch.wrap(model, settings()) as engine:
+        engine.backward(engine(torch.ones(2, WIDTH)).sum())
+        assert engine.step().applied
+
+
 def test_a_module_without_hooks_is_refused(settings):
     model = Stack()
     model.blocks[1] = torch.jit.script(model.blocks[1])

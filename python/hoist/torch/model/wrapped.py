@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -45,6 +46,10 @@ def refuse_model(model: object) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise _hoist.UsageError(f"{type(model).__name__} is not wrapped: the engine averages gradients over ranks itself. "
                                 "Wrap the model inside of it (model.module)")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise _hoist.UsageError(f"'{name}' is a lazy module's and has no shape before the first call: call the model with a "
+                                    "batch first, and wrap it then")
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise _hoist.UsageError(f"module '{name}' makes sparse gradients, and dense ones are added up here: set "

@@ -25,7 +25,8 @@ class Call:
 
     hook: ModuleHook
     entered: list[int] = field(default_factory=list)  # units
-    input_hooks: dict[int, Any] = field(default_factory=dict)  # by unit: the handle of the one on what the call was given
+    given: torch.Tensor | None = None  # what the call was given, where it has hooks
+    input_hooks: dict[int, Any] = field(default_factory=dict)  # by unit: the handle of the one on `given`
     made_before: set[Any] = field(default_factory=set)  # the graph's nodes that made what it was given
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])  # around it: the call is in an except block
 
@@ -95,12 +96,13 @@ class ModuleHook:
         call.made_before = _nodes_of(inputs)
         is_recomputed = torch._C._current_graph_task_id() != -1
         for tensor in inputs[:1]:
+            call.given = tensor
             begins_graph = tensor.grad_fn is None
             for unit in call.entered:
                 handle = tensor.register_hook(unit_manager.input_hook(unit, begins_graph, is_recomputed))
                 call.input_hooks[unit] = handle
                 if begins_graph:  # it may be the program's, and used again
-                    passes.input_hooks.append(handle)
+                    passes.input_hooks.setdefault(tensor, set()).add(handle)
 
     @outside_of_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -138,6 +140,7 @@ class ModuleHook:
         for unit, handle in call.input_hooks.items():
             if unit not in counted:
                 handle.remove()
+                passes.input_hooks.get(call.given, set()).discard(handle)
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()  # copies of these weights, which the step will change, beyond every budget
         if forward_of_all is not None:

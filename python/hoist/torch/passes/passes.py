@@ -9,6 +9,7 @@ the pass that is open.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import sys
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
 from hoist.program_end import text_of
@@ -76,7 +77,7 @@ class Passes:
         self._says_kept = True
         self.pass_error = ""  # what ended the last pass before its time
         self.calls: list[Call] = []  # under way, innermost last
-        self.input_hooks: list[RemovableHandle] = []  # on tensors that may outlive the pass
+        self.input_hooks = WeakTensorKeyDictionary()  # handles of those on tensors that may outlive the pass
         self.forward_of_all: Forward | None = None  # under way, in vertical order
         self.without_history: set[int] = set()  # units that it called under torch.no_grad(), during the backward pass
         self.own_forwards = OwnForwards()
@@ -135,7 +136,7 @@ class Passes:
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_run()
         self._parameters.refuse_edits()
-        for handle in self.input_hooks:
+        for handle in itertools.chain.from_iterable(self.input_hooks.values()):
             handle.remove()
         self.input_hooks.clear()
         self._is_scaled = False
