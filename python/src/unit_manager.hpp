@@ -140,6 +140,7 @@ class UnitManager {
   std::optional<std::uint64_t> find_commit();
   std::vector<NamedCheckpoint> find_checkpoints();
   bool is_alive() const { return engine_.has_value(); }
+  bool has_begun_step() const { return engine_ && engine_->has_begun_step(); }
   bool is_open() const { return runtime_ != nullptr || is_asleep(); }
 
   // Errors: UsageError when it was closed, or sleeps.

@@ -376,6 +376,8 @@ void bind_unit_manager(nb::module_& module) {
       .def("require_awake", &UnitManager::require_awake, "Errors: UsageError when it was closed, or sleeps.")
       .def("require_process", &UnitManager::require_process, "Errors: UsageError in a process that was forked later.")
       .def_prop_ro("is_alive", &UnitManager::is_alive)
+      .def_prop_ro("has_begun_step", &UnitManager::has_begun_step,
+                   "Update mode `backward`: units were updated for a step that step() has not taken.")
       .def_prop_ro("is_open", &UnitManager::is_open, "Not closed yet.")
       .def(
           "begin",

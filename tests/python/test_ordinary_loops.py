@@ -574,3 +574,34 @@ def test_a_step_that_backward_has_begun_is_given_up_at_the_end(updated_in_backwa
     assert "not committed" not in said and ("step 3" in said or "backward pass" in end), said
     with updated_in_backward(resume=True) as resumed:
         assert resumed.step_count == 2
+
+
+@pytest.mark.parametrize("call", ["drop_gradients", "zero_grad", "model.zero_grad", "another backward pass", "save"])
+def test_gradients_that_have_updated_weights_are_not_dropped(updated_in_backward, call):
+    with updated_in_backward() as engine:
+        run(engine, 1)
+        engine.zero_grad()  # as at the beginning of a loop's body
+        loss = F.mse_loss(engine(batches()[0][0]), batches()[0][1])
+        engine.zero_grad()
+        engine.backward(loss)
+        calls = {"model.zero_grad": engine.module.zero_grad, "another backward pass": lambda: engine(batches()[0][0])}
+        with pytest.raises(hoist.UsageError) as error:
+            calls.get(call, getattr(engine, call, None))()
+        assert "step()" in str(error.value) and "call engine.drop_gradients" not in str(error.value)
+        assert call == "save" or '"update_mode": "backward"' in str(error.value) and "restore()" in str(error.value)
+        assert engine.step().step == 2
+        engine.zero_grad()
+        engine.drop_gradients()
+        run(engine, 1)
+
+
+def test_gradients_of_earlier_micro_batches_are_dropped_in_mode_backward_too(settings):
+    config = settings(gradient_accumulation_steps=2, hoist={
+        "device_memory": "1MiB", "pinned_memory": "32MiB", "update_mode": "backward"})
+    with hoist.torch.wrap(model_of(), config) as engine:
+        engine.backward(F.mse_loss(engine(batches()[0][0]), batches()[0][1]))
+        engine.drop_gradients()
+        for inputs, targets in batches(2):
+            engine.backward(F.mse_loss(engine(inputs), targets))
+            report = engine.step()
+        assert report.step == 1

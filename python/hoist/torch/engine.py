@@ -293,7 +293,8 @@ class Engine(StandsForModel, DeepSpeedNames):
             try:
                 losses = [self.backward(loss_of(batch)).detach() for batch in taken]
             except Exception:
-                self._passes.drop_gradients()
+                if not self._unit_manager.has_begun_step:
+                    self._passes.drop_gradients()
                 raise
         self.step()
         return torch.stack([loss.float().reshape(()) for loss in losses]).mean()

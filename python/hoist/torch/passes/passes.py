@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from hoist.torch.passes.vertical import Forward
 
 _log = logging.getLogger("hoist")
+_NO_DROP = ('With "update_mode": "backward" the backward pass has updated weights already; restore() gives those of the last '
+            "commit back. Where another model's loss passes through this engine, as in a GAN, set this engine's "
+            'hoist.update_mode to "forward", which can drop gradients')
 
 
 def _is_divided(loss: torch.Tensor, by: int) -> bool:
@@ -57,7 +60,7 @@ class Passes:
                  begin_training_pass: Callable[[], None], add_hook: Callable[[nn.Module, int], ModuleHook]):
         self._unit_manager = unit_manager
         self._cut = cut
-        self._parameters = parameters
+        self.parameters = parameters
         self._require_run = require_run
         self._begin_training_pass = begin_training_pass
         self._scales_losses = scales_losses
@@ -104,7 +107,7 @@ class Passes:
     def _open_pass(self) -> bool:
         """Begins a pass, or goes on with the one that is open. False for a recomputation, which is part of a backward pass."""
         unit_manager = self._unit_manager
-        training = torch.is_grad_enabled() and bool(self._parameters.trainable)
+        training = torch.is_grad_enabled() and bool(self.parameters.trainable)
         if self.in_gathered_block:
             if training:
                 raise _hoist.UsageError("a module of the wrapped model is called for training inside of gathered(): call it "
@@ -135,15 +138,15 @@ class Passes:
 
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_run()
-        self._parameters.refuse_edits()
+        self.parameters.refuse_edits()
         for handle in itertools.chain.from_iterable(self.input_hooks.values()):
             handle.remove()
         self.input_hooks.clear()
         self._is_scaled = False
         self.pass_error = ""
         if kind == _hoist.Pass.train:
-            self._parameters.refuse_gradients()
-            self._parameters.refuse_replaced_before_pass()
+            self.parameters.refuse_gradients()
+            self.parameters.refuse_replaced_before_pass()
             if self._is_vertical and self.forward_of_all is None:
                 raise _hoist.UsageError(
                     'in vertical order ("hoist": {"micro_batch_order": "vertical"}) all micro-batches of a step pass through '
@@ -152,8 +155,9 @@ class Passes:
                 raise _hoist.UsageError(
                     ("1 backward pass makes a step, and it is done" if self.micro_batches == 1 else
                      f"{self.micro_batches} backward passes make a step, and they are done") +
-                    ": call step(), or engine.drop_gradients() (gradient_accumulation_steps in the configuration asks "
-                    "for more passes)")
+                    ": call step()" + ("" if self._unit_manager.has_begun_step else ", or engine.drop_gradients()") +
+                    " (gradient_accumulation_steps in the configuration asks for more passes)" +
+                    (f". {_NO_DROP}" if self._unit_manager.has_begun_step else ""))
             if self._may_be_divided and self.micro_batch > 0 and not self._step_was_called:
                 raise _hoist.UsageError(
                     f"a step takes the mean of {self.micro_batches} micro-batches (gradient_accumulation_steps), and this loop "
@@ -220,7 +224,7 @@ class Passes:
             if torch._C._current_graph_task_id() != -1:
                 return
             if was_watched:
-                self._parameters.note_versions_of_watched_pass()
+                self.parameters.note_versions_of_watched_pass()
             elif not failed and not self.in_gathered_block:
                 self._refuse_edits_of_pass()
             if self._unit_manager.current_pass == _hoist.Pass.evaluate and not self.in_gathered_block:
@@ -231,7 +235,7 @@ class Passes:
     def _refuse_edits_of_pass(self) -> None:
         """Pre: a pass is under way."""
         try:
-            self._parameters.refuse_edits()
+            self.parameters.refuse_edits()
         except _hoist.UsageError:
             self._drop_pass()
             raise
@@ -315,7 +319,7 @@ class Passes:
         self._refuse_edits_of_pass()
         self._backward_seen = self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
-        self._parameters.note_versions()
+        self.parameters.note_versions()
         self.micro_batch += micro_batches
         self.due = self.micro_batch == self.micro_batches
 
@@ -392,8 +396,8 @@ class Passes:
         """Errors: UsageError where gradients wait for a step."""
         if self.micro_batch > 0:
             raise _hoist.UsageError(f"{call} after the backward pass of micro-batch {self.micro_batch} of {self.micro_batches}: "
-                                    "call it after the step() that updates the weights, which returns a report, or call "
-                                    "engine.drop_gradients() first")
+                                    "call it after the step() that updates the weights, which returns a report" +
+                                    ("" if self._unit_manager.has_begun_step else ", or call engine.drop_gradients() first"))
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -406,10 +410,16 @@ class Passes:
         return self._unit_manager.has_gradients() or (
             not self._keeps_gradients and (self._backward_seen or self.due or self.micro_batch > 0))
 
+    def _refuse_begun_step(self, call: str) -> None:
+        """Errors: UsageError in update mode "backward" once weights are updated."""
+        if self._unit_manager.has_begun_step:
+            raise _hoist.UsageError(f"{call} between backward() and step(): call step() first. {_NO_DROP}")
+
     def zero_grad(self) -> None:
         """Drops gradients that wait for a step. Without any, a forward pass stays open: zero_grad() may stand between a loss and
         its backward(). After a step() that waits for more micro-batches, it keeps gradients: the program calls both for each."""
-        self._parameters.drop_gradients()
+        self._refuse_begun_step("zero_grad()")
+        self.parameters.drop_gradients()
         if self._keeps_gradients:
             if self._says_kept:
                 self._says_kept = False
@@ -423,7 +433,8 @@ class Passes:
             self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        self._parameters.drop_gradients()
+        self._refuse_begun_step("drop_gradients()")
+        self.parameters.drop_gradients()
         if self._unit_manager.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:
             if self._unit_manager.current_pass == _hoist.Pass.evaluate:
                 self._unit_manager.discard()  # ends the evaluation alone
