@@ -46,10 +46,10 @@ UnitManager::~UnitManager() { end_engine(); }
 
 void UnitManager::require_awake() const {
   if (runtime_) return;
-  throw UsageError(is_asleep()
-                       ? "the engine sleeps, and its memory was given back: call wake() first"
-                       : "the engine was closed, and the model's weights with it: wrap() makes the next engine, "
-                         "with resume=True or weights=...");
+  throw UsageError(
+      is_asleep() ? "the engine sleeps, and its memory was given back: call wake() first"
+                  : "the engine was closed, and the model's weights with it: the next wrap() needs resume=True or "
+                    "weights=..., and model.load_state_dict(state, assign=True) gives it weights for PyTorch alone");
 }
 
 void UnitManager::close() {

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hoist
 import hoist.torch
+from models import on_device_of_tests
 
 
 @pytest.fixture
@@ -519,6 +520,44 @@ def test_a_model_whose_engine_was_closed_has_no_values(wrapped):
         model[0].up.weight.sum()
     with pytest.raises(hoist.UsageError, match="has no values: the engine that had this model was closed.*resume=True"):
         wrapped(model)
+
+
+@pytest.mark.parametrize("how", ["assign", "to_empty", "to_empty and reset"])
+def test_a_model_whose_engine_was_closed_can_be_given_values_for_pytorch_alone(wrapped, how):
+    x = on_device_of_tests(torch.ones(2, WIDTH))
+    with wrapped() as engine:
+        run(engine, 2)
+        model, state = engine.module, {name: on_device_of_tests(values) for name, values in engine.state_dict().items()}
+    for call in (lambda: model.load_state_dict(state), model.state_dict, lambda: model[2].load_state_dict({}, strict=False)):
+        with pytest.raises(hoist.UsageError, match=r"engine was closed.*assign=True"):
+            call()
+    with pytest.raises(hoist.UsageError, match="not copied or pickled: it has no values"):
+        copy.deepcopy(model)
+    model.load_state_dict({"2.bias": state["2.bias"]}, assign=True, strict=False)  # a part of the values is not enough
+    with pytest.raises(hoist.UsageError, match="engine was closed"):
+        model(x)
+    if how == "assign":
+        model.load_state_dict(state, assign=True)
+    else:
+        model.to_empty(device=x.device)
+        if how == "to_empty and reset":
+            for each in model.modules():
+                getattr(each, "reset_parameters", lambda: None)()
+        else:
+            model.load_state_dict(state)
+    plain = model_of()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), plain(x))
+    for each in (plain, model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        each.zero_grad()
+        each(x).sum().backward()
+        torch.testing.assert_close(each[2].weight.grad, plain[2].weight.grad)
+        reference_of(each).step()
+    with pytest.raises(hoist.UsageError, match=r"restore\(\) of an engine that was closed"):
+        engine.restore()
+    with wrapped(model) as again:
+        assert torch.equal(again.read("2.weight"), plain[2].weight.detach().cpu())
+        run(again, 1)
 
 
 def test_a_pass_after_close_is_refused_though_gradients_wait(wrapped):

@@ -181,7 +181,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                         for module, units in users.items()]
         if self.config.setting("fp16.auto_cast") is True and dtype_of(self.config) is torch.float16:
             cast_inputs(self.module, torch.float16)
-        StateDicts(self.module, self._parameters, self._passes.turns, self._between_passes)
+        StateDicts(self.module, self._parameters, self._unit_manager, self._passes.turns, self._between_passes)
 
     def _register(self) -> None:
         """For functions outside of the engine that ask it: generate(), those that clip, the program's end."""
@@ -504,6 +504,9 @@ class Engine(StandsForModel, DeepSpeedNames):
             return self._restore(name)
 
     def _restore(self, name: str) -> int:
+        if self._parameters.was_released:
+            raise _hoist.UsageError("restore() of an engine that was closed, and whose model has been given other weights since: "
+                                    "wrap the model again, with resume=True")
         program_end.release_dropped(self.config.store_directory, self._unit_manager)
         step, state = self._unit_manager.restore(name)
         self.restored, self._waits_for_load = True, False

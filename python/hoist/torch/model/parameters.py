@@ -57,6 +57,7 @@ class Parameters:
         self._unit_by_id: dict[int, int] = {}
         self._set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
         self._trains: list[bool] = []  # of all: whether it has optimizer states
+        self.was_released = False  # release_closed() was true
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # each place in a module
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
@@ -343,6 +344,15 @@ class Parameters:
             raise _hoist.UsageError(f"parameter '{min(gone)}' was removed from the model after the model was wrapped, and would "
                                     "be saved with it: change the model first and wrap it then")
         return present
+
+    def release_closed(self) -> bool:
+        """Whether the engine was closed, and the program has given all parameters values since: the model is PyTorch's alone from
+        now on, without hooks."""
+        if self._unit_manager.is_open or any(map(lost_its_values, self._module.parameters())):
+            return False
+        remove_hooks(self._module)
+        self.was_released = True
+        return True
 
     def names_by_id(self) -> dict[int, str]:
         """The names that parameters were declared under."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hoist import _hoist
 from hoist.torch.devices import outside_of_inference_mode
 from hoist.torch.model.wrapped import keep_hooks
 
@@ -39,7 +40,7 @@ class _OwnMethod:
 
     def remove(self) -> None:
         if (module := self._module()) is not None:
-            del vars(module)[self._name]
+            vars(module).pop(self._name, None)
             if self._former is not None:
                 vars(module)[self._name] = self._former
 
@@ -63,9 +64,11 @@ def _converts(module: nn.Module) -> bool:
 
 
 class StateDicts:
-    def __init__(self, model: nn.Module, parameters: Parameters, turns: Turns, between_passes: Callable[[], None]):
+    def __init__(self, model: nn.Module, parameters: Parameters, unit_manager: _hoist.UnitManager, turns: Turns,
+                 between_passes: Callable[[], None]):
         self._model = model
         self._parameters = parameters
+        self._unit_manager = unit_manager
         self._turns = turns
         self._between_passes = between_passes
         self._name_of = parameters.names_by_id()
@@ -80,12 +83,15 @@ class StateDicts:
 
     @contextlib.contextmanager
     def _turn(self, module: nn.Module, call: str) -> Iterator[None]:
+        self._unit_manager.require_awake()
         with self._turns.of(call), outside_of_inference_mode():
             if module is self._model or self._parameters.needs_check(module):  # which looks at all parameters
                 self._between_passes()
             yield
 
     def _save(self, module: nn.Module, save: Callable[..., None], *arguments: Any) -> None:
+        if self._parameters.release_closed():
+            return save(*arguments)
         with self._turn(module, "state_dict()"):
             if module is self._model:
                 self._parameters.names_in_model()  # or says why not
@@ -94,7 +100,10 @@ class StateDicts:
                 save(*arguments)
 
     def _load(self, module: nn.Module, load: Callable[..., None], state_dict: dict[str, Any], prefix: str,
-              *arguments: Any) -> None:
+              metadata: dict[str, Any], *arguments: Any) -> None:
+        assigned_to_closed = not self._unit_manager.is_open and metadata.get("assign_to_params_buffers", False)
+        if assigned_to_closed or self._parameters.release_closed():
+            return load(state_dict, prefix, metadata, *arguments)
         with self._turn(module, "load_state_dict()"):
             if module is self._model:  # what can be refused is refused before anything is written
                 self._parameters.check_values({
@@ -107,7 +116,7 @@ class StateDicts:
                       for name, own in names.items()}
             with _standing_in(module, values) as stand_ins:
                 before = {name: (each._version, each.data_ptr()) for name, each in stand_ins.items()}
-                load(state_dict, prefix, *arguments)
+                load(state_dict, prefix, metadata, *arguments)
                 given = {own: p.detach() for name, own in names.items() if (p := module._parameters.get(name)) is not None and (
                     converts or p is not stand_ins[name] or (p._version, p.data_ptr()) != before[name])}
             self._parameters.write_all(given)

@@ -55,7 +55,8 @@ class _Unit:
                         "forward(). If forward() has just used them for the first time without a call of their module, call it "
                         "again: hoist finds the use then; in a backward pass, engine.backward(loss) finds it, and "
                         "loss.backward() does not. After close() the model has no values: the next "
-                        "wrap() needs them (resume=True, or weights=...)")
+                        "wrap() needs them (resume=True, or weights=...), and model.load_state_dict(state, assign=True) gives it "
+                        "some for PyTorch alone")
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
         self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
         self.views: list[torch.Tensor] = []  # what it is over the unit's memory

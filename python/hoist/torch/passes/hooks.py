@@ -64,6 +64,10 @@ class ModuleHook:
         passes.own_forwards.add(module)
 
     def __reduce_ex__(self, _: Any) -> Any:
+        if not self.unit_manager.is_open:
+            raise _hoist.UsageError("a model whose engine was closed is not copied or pickled: it has no values. Load another "
+                                    "one; or give this one values by load_state_dict(state, assign=True), and call it, or its "
+                                    "state_dict(), before it is copied")
         raise _hoist.UsageError("a wrapped model cannot be copied or pickled: its weights are in the engine's memory. Save or "
                                 "copy engine.state_dict(), or call engine.export(directory)")
 
@@ -75,6 +79,10 @@ class ModuleHook:
     @outside_of_graphs
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passes, unit_manager = self.passes, self.unit_manager
+        if not unit_manager.is_open:
+            if passes.parameters.release_closed():
+                return
+            unit_manager.require_awake()
         passes.turns.require(FORWARD)
         self.was_called = True
         if passes.forward_of_all is not None:
