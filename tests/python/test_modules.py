@@ -406,10 +406,11 @@ def test_a_forward_that_changes_its_weights_is_refused(settings):
             engine(torch.arange(7))
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(settings):
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(settings, foreach):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda weight: torch.optim.SGD([weight], lr=0.1, foreach=foreach).step() and None)
     with hoist.torch.wrap(model, settings()) as engine:
         with pytest.raises(hoist.UsageError, match="changes a weight .* in the backward pass.*Remove the hook"):
             engine.backward(engine(torch.ones(2, WIDTH)).sum())

@@ -107,8 +107,10 @@ class Watch(TorchDispatchMode):
 
     def _refuse_writes(self, func: Any, args: tuple[Any, ...]) -> None:
         """torch.nn.utils.parametrize calls set_() with the memory that a weight has already."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None:
+        changed = [value for argument, values in zip(func._schema.arguments, args, strict=False) if argument.is_write
+                   for value in tree_leaves(values)]  # torch._foreach_add_() takes lists, as optimizers do on accelerators
+        for value in changed:
+            if isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None:
                 raise _hoist.UsageError(f"{func} changes a weight of shape {list(value.shape)} {self._change_is_lost}")
 
     def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
