@@ -69,9 +69,6 @@ struct StoreOptions {
   Trace* trace = nullptr;  // receives transfers and commits
   // Random if 0. Ranks of one run have consecutive numbers, so that files of two runs are not taken for one run's.
   std::uint64_t store_number = 0;
-  // create(): also replaces a store of this model and world size that holds only its first commit. For a caller that
-  // knows that another rank never reached its first commit, so that no rank can have continued from there.
-  bool replace_first_commit = false;
 };
 
 class Scratch;
@@ -128,12 +125,20 @@ class Store {
   // was made, nor in one of `elsewhere`.
   static bool lacks_a_drive(const std::string& directory, int rank, std::span<const std::string> elsewhere);
 
-  // Whether the store in the directory was being made, removed or replaced, and a rank's manifest is not there: the
-  // store cannot be used.
+  // Whether the store in the directory was being made, removed or replaced, and the manifest of one of its ranks is not
+  // there: the store cannot be used. A file of a rank that the store does not have is another, unfinished store's.
   static bool is_half_removed(const std::string& directory);
   // Removes the files of all ranks of a store from the directories of its drives, manifests first. Takes all their
-  // locks first; if one is not available within `lock_timeout`, removes nothing. Returns whether the store was removed.
-  static bool remove(std::span<const std::string> directories, Nanoseconds lock_timeout);
+  // locks first; if one is not available within `lock_timeout`, removes nothing, and returns false or, with a `check`,
+  // throws StoreError naming the holder. `check` is called under the locks, and may throw.
+  static bool remove(std::span<const std::string> directories, Nanoseconds lock_timeout,
+                     const std::function<void()>& check = {});
+  // For remove(): StoreError if somebody may still want a file of any rank in these directories. A store that its ranks
+  // never all committed is wanted by nobody; the caller, who has asked all ranks, says that this is such a store, and
+  // this call looks whether that is still so: it holds at most its first commit, no data without a manifest, and
+  // no other store's data on a further drive. `world_size`: of the run that begins. Only one of as many ranks knows
+  // that files that are missing here are missing everywhere. `took_over`: as in has_more_than_first_commit().
+  static void check_unfinished(std::span<const std::string> directories, int world_size, bool took_over);
 
   // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError if a store with a commit
   // is there, or was and is unreadable now, and with BudgetError{tier "nvme"} if the file system is too small; then no

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <random>
 
 #include <fmt/format.h>
@@ -114,27 +115,11 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
                   paths.manifest, problem));
 }
 
-// Whether nothing but the initial state was ever committed, by a run of this model on as many ranks.
-bool holds_only_first_commit(const detail::ManifestView& view, const Superblock& mine) {
-  using State = SlotCheck::State;
-  const auto is_first = [](const SlotCheck& slot) {
-    return slot.state == State::valid && slot.header.incarnation == 1 && slot.header.step == 0 &&
-           slot.header.revision == 0;
-  };
-  // It was written to slot 0 after it was durable in slot 1.
-  const bool torn = view.slots[0].state == State::damaged && is_first(view.slots[1]);
-  return view.superblock->layout == mine.layout && view.superblock->world_size == mine.world_size &&
-         std::ranges::all_of(std::span(view.slots).subspan(torn ? 1 : 0),
-                             [&](const SlotCheck& slot) { return slot.state == State::blank || is_first(slot); });
-}
-
 // Refuses to replace files that hold, or may hold, a training run.
-void refuse_if_committed(const detail::ManifestView& view, const Superblock& mine, const StorePaths& paths,
-                         bool replace_first_commit) {
+void refuse_if_committed(const detail::ManifestView& view, const Superblock& mine, const StorePaths& paths) {
   if (!view.damage.empty()) throw_unreadable(paths, view.damage);
   const Store::Commits found = detail::commits_in(view.slots);
   if (!found.ever_committed) return;
-  if (replace_first_commit && holds_only_first_commit(view, mine)) return;
   if (found.commits.empty()) {
     std::string why = "it held commits and none can be read any more";
     for (const ManifestDamage& damage : detail::damaged_slots(view.slots, paths.manifest)) why += "; " + damage.text;
@@ -181,7 +166,7 @@ class NewFiles {
   void claim(const StoreOptions& options) {
     for (const auto& creation : creations_) creation->claim(options.lock_timeout);
     const detail::ManifestView view = detail::view_manifest(drives_.front().manifest);
-    refuse_if_committed(view, superblock_, drives_.front(), options.replace_first_commit);
+    refuse_if_committed(view, superblock_, drives_.front());
     const auto uncommitted = view.superblock ? std::optional(view.superblock->store_number) : std::nullopt;
     for (const StorePaths& drive : drives_) detail::refuse_foreign_data(drive, drives_.front().directory, uncommitted);
     detail::require_space(drives_, drive_needs(layout_, superblock_), options.directory_key);
@@ -334,10 +319,46 @@ bool Store::lacks_a_drive(const std::string& directory, int rank, std::span<cons
   return false;
 }
 
-bool Store::is_half_removed(const std::string& directory) { return detail::is_half_removed(directory); }
+bool Store::is_half_removed(const std::string& directory) {
+  std::optional<int> world_size;
+  for (const int rank : ranks_in(directory))
+    if (const auto identity = look(directory, rank).identity) world_size = identity->world_size;
+  return std::ranges::any_of(detail::given_up_ranks_in(directory),
+                             [&](int rank) { return !world_size || rank < *world_size; });
+}
 
-bool Store::remove(std::span<const std::string> directories, Nanoseconds lock_timeout) {
-  return detail::remove_store(directories, lock_timeout);
+bool Store::remove(std::span<const std::string> directories, Nanoseconds lock_timeout,
+                   const std::function<void()>& check) {
+  return detail::remove_store(directories, lock_timeout, check);
+}
+
+void Store::check_unfinished(std::span<const std::string> directories, int world_size, bool took_over) {
+  const std::string& home = directories.front();
+  for (const int rank : detail::ranks_with_files(directories)) {
+    const Found found = look(home, rank);
+    if (found.has_more_than_first_commit(took_over))
+      throw StoreError(
+          fmt::format("the store in {} was made by another process meanwhile; nothing was changed: start again", home));
+    const auto drives = detail::drive_paths(home, directories.subspan(1), rank);
+    // A removal that was killed may have left data without their labels.
+    const auto given_up = detail::view_superblock(drives.front().manifest_new).superblock;
+    const bool half_removed = !found.exists && given_up;
+    const detail::Stripes stripes = half_removed ? detail::decode_stripes(given_up->stripes, home) : detail::Stripes{};
+    const std::uint64_t number = half_removed ? given_up->store_number : found.store_number;
+    for (const StorePaths& drive : drives) {
+      const bool is_its_own = std::ranges::find(stripes.directories, drive.directory) != stripes.directories.end();
+      if (!is_its_own || std::filesystem::exists(drive.label))
+        detail::refuse_foreign_data(drive, drives.front().directory, number);
+    }
+    if (took_over || !found.ever_committed || found.identity->world_size == world_size) continue;
+    const std::size_t seen = ranks_in(home).size() + detail::given_up_ranks_in(home).size();
+    if (seen < static_cast<std::size_t>(found.identity->world_size))
+      throw StoreError(
+          fmt::format("the store in {0} holds the first commit of rank {1} of a run of {2} ranks, and not the files of "
+                      "all its ranks; nothing was changed: start {2} ranks, bring the files together, or remove the "
+                      "directory",
+                      home, rank, found.identity->world_size));
+  }
 }
 
 Store::Cost Store::cost(const StoreOptions& options) {

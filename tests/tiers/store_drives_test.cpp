@@ -241,16 +241,11 @@ TEST_F(StoreDrivesTest, AStoreThatNeverCommittedIsReplaced) {
   run_step(*store, fresh, 0, all_records(fresh));
 }
 
-// Ranks that died between their first commits leave stores that the next start replaces. If that is interrupted, the
-// start after it succeeds.
+// A start replaces what an earlier one left. If that is interrupted, the start after it succeeds.
 TEST_F(StoreDrivesTest, AReplacementThatFailsHalfWayLeavesNothingInTheWay) {
   for (const bool by_kill : {false, true}) {
     StoreOptions replaced = small_model_on(directory_ / (by_kill ? "killed" : "failed"), 3);
-    {
-      const auto store = create_store(replaced, *engine_);
-      run_step(*store, replaced, 0, all_records(replaced));
-    }
-    replaced.replace_first_commit = true;
+    { const auto store = create_store(replaced, *engine_); }
     if (by_kill) {  // its labels are written and its manifest has lost its name; no data was started over
       for (unsigned d = 1; d < 3; ++d) {
         const detail::StorePaths drive(replaced.stripe_directories[d - 1], 0);
@@ -264,9 +259,55 @@ TEST_F(StoreDrivesTest, AReplacementThatFailsHalfWayLeavesNothingInTheWay) {
       aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
       EXPECT_THROW(create_store(replaced, engine), IoError);
     }
-    replaced.replace_first_commit = false;
     EXPECT_EQ(refusal_to_create(replaced), "it was made");
   }
+}
+
+// Removes the store of a run that was never finished, as the next start of one rank does.
+std::string refusal_to_remove(const StoreOptions& options) {
+  std::vector<std::string> directories = options.stripe_directories;
+  directories.insert(directories.begin(), options.directory);
+  try {
+    Store::remove(directories, {}, [&] { Store::check_unfinished(directories, 1, /*took_over=*/false); });
+    return "it was removed";
+  } catch (const StoreError& error) {
+    return error.what();
+  }
+}
+
+TEST_F(StoreDrivesTest, ARemovedStoreTakesNothingAlongThatIsStillWanted) {
+  StoreOptions doomed = small_model_on(directory_ / "doomed", 2);
+  const std::string own_drive = doomed.stripe_directories[0];
+  const auto begin = [&] {
+    const auto store = create_store(doomed, *engine_);
+    run_step(*store, doomed, 0, all_records(doomed));
+  };
+  begin();
+  doomed.stripe_directories = {options_.stripe_directories[0]};  // the configuration names another drive now
+  EXPECT_THAT(refusal_to_remove(doomed), HasSubstr("holds data of another store"));
+  doomed.stripe_directories = {options_.directory};
+  EXPECT_THAT(refusal_to_remove(doomed), HasSubstr("is a store of its own"));
+  EXPECT_EQ(refusal_to_open(options_), "it was opened");
+  doomed.stripe_directories = {own_drive};
+  EXPECT_EQ(refusal_to_remove(doomed), "it was removed");
+
+  begin();  // and a removal was killed after it had removed the label
+  fs::rename(doomed.directory + "/rank-00000.manifest", doomed.directory + "/rank-00000.manifest-new");
+  fs::remove(own_drive + "/rank-00000.label");
+  EXPECT_EQ(refusal_to_remove(doomed), "it was removed");
+  EXPECT_TRUE(fs::is_empty(doomed.directory) && fs::is_empty(own_drive));
+
+  begin();
+  {
+    const auto store = open_store(doomed, *engine_);
+    store->adopt(store->commits().front());
+    run_step(*store, doomed, 1, all_records(doomed));
+  }
+  EXPECT_THAT(refusal_to_remove(doomed), HasSubstr("was made by another process meanwhile"));
+  fs::rename(doomed.directory + "/rank-00000.manifest", directory_ / "aside");
+  EXPECT_THAT(refusal_to_remove(doomed), HasSubstr("bring the manifest back"));
+  fs::rename(directory_ / "aside", doomed.directory + "/rank-00000.manifest");
+  EXPECT_EQ(refusal_to_open(doomed), "it was opened");
 }
 
 TEST_F(StoreDrivesTest, OptionsThatMakeNoSenseAreRefused) {

@@ -261,7 +261,8 @@ TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   // The files of a process that died while it was making the store of three ranks.
   const std::string half = setup_.engine.store_directory + "/reshard-0001-ranks-3";
   std::filesystem::create_directory(half);
-  std::filesystem::copy(setup_.engine.store_directory + "/rank-00000.data", half + "/rank-00000.data");
+  std::ofstream(half + "/rank-00000.data").close();
+  std::filesystem::resize_file(half + "/rank-00000.data", kMiB);
   continue_with(3, 4);
   continue_with(3, 5);  // without NVMe, what is left goes only now that the new store has a commit
   ASSERT_EQ(places().size(), 1u);
@@ -310,6 +311,94 @@ TEST_P(ReshardTest, ATornFirstCommitIsReplacedByAnotherNumberOfRanks) {
   continue_with(3, 3);
 }
 
+// One rank had made its first commit when all were killed, the other had not.
+TEST_P(ReshardTest, AFirstStartThatWasNeverFinishedIsReplacedByAnyNumberOfRanks) {
+  if (!on_nvme()) GTEST_SKIP() << "without NVMe the first commit is a save";
+  for (const int lacking : {0, 1}) {
+    for (const int ranks : {1, 2, 3}) {
+      on_engines(2, [](int, ToyModel& model) { model.initialize(); });
+      for (const std::uint32_t slot : {0u, 1u}) spoil(setup_.engine.store_directory, lacking, slot, /*blank=*/true);
+      begin_with(ranks, 2);
+      EXPECT_EQ(tiers::Store::ranks_in(setup_.engine.store_directory).size(), static_cast<std::size_t>(ranks));
+      EXPECT_EQ(StoredModel(setup_.engine.store_directory).step(), 2u);
+      continue_with(4, 3);
+      std::filesystem::remove_all(setup_.engine.store_directory);
+    }
+  }
+}
+
+// Whether its other ranks had made theirs cannot be known.
+TEST_P(ReshardTest, AFirstCommitWhoseOtherRanksAreElsewhereIsNotReplacedByAnotherNumberOfRanks) {
+  if (!on_nvme()) GTEST_SKIP() << "without NVMe the first commit is a save";
+  on_engines(2, [](int, ToyModel& model) { model.initialize(); });
+  const std::string& store = setup_.engine.store_directory;
+  std::filesystem::create_directory(directory_ / "elsewhere");
+  for (const char* file : {"data", "manifest"})
+    std::filesystem::rename(store + "/rank-00000." + file, directory_ / (std::string("elsewhere/rank-00000.") + file));
+  on_engines(1, [](int, ToyModel& model) {
+    EXPECT_THAT([&] { model.initialize(); },
+                testing::ThrowsMessage<StoreError>(HasSubstr("first commit of rank 1 of a run of 2 ranks")));
+  });
+  for (const char* file : {"data", "manifest"})
+    std::filesystem::rename(directory_ / (std::string("elsewhere/rank-00000.") + file), store + "/rank-00000." + file);
+  on_engines(2, [](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 0u); });
+}
+
+// A first start of two ranks was killed when it was about to name its manifests.
+TEST_P(ReshardTest, WhatAFirstStartLeftIsRemovedByTheNextAndTakesNoStoreWithIt) {
+  const std::string& store = setup_.engine.store_directory;
+  const std::string data = store + "/rank-00001.data", manifest_new = store + "/rank-00001.manifest-new";
+  on_engines(2, [](int, ToyModel& model) { model.initialize(); });
+  for (const int rank : {0, 1}) {
+    const tiers::detail::StorePaths paths(store, rank);
+    std::filesystem::rename(paths.manifest, paths.manifest_new);
+  }
+  std::filesystem::copy(data, directory_ / "data");
+  std::filesystem::copy(manifest_new, directory_ / "manifest-new");
+  on_engines(1, [&](int rank, ToyModel& model) {
+    model.initialize();
+    EXPECT_FALSE(std::filesystem::exists(data));
+    EXPECT_FALSE(std::filesystem::exists(manifest_new));
+    go_on(rank, model, 0, 1, before_);
+    model.engine().save("kept", {}).wait();
+  });
+  ranks_before_ = 1;
+  std::filesystem::copy(directory_ / "data", data);  // as earlier programs left them
+  std::filesystem::copy(directory_ / "manifest-new", manifest_new);
+  EXPECT_FALSE(tiers::Store::is_half_removed(store));
+  on_engines(2, [&](int rank, ToyModel& model) { go_on(rank, model, model.restore().step, 2, before_); });
+  on_engines(2, [](int, ToyModel& model) { EXPECT_EQ(model.restore({.from = "kept"}).step, 1u); });
+}
+
+// Earlier programs began a run beside what a killed start of more ranks had left.
+TEST_P(ReshardTest, FilesOfTwoRunsAreToldApart) {
+  const std::string& store = setup_.engine.store_directory;
+  on_engines(2, [](int, ToyModel& model) { model.initialize(); });
+  std::filesystem::copy(store + "/rank-00001.manifest", directory_ / "other");
+  std::filesystem::remove_all(store);
+  begin_with(1, 2);
+  std::filesystem::copy(directory_ / "other", store + "/rank-00001.manifest");
+  const std::string other = on_nvme() ? "at step 0" : "without a commit";
+  EXPECT_THAT([&] { StoredModel stored(store); },
+              testing::ThrowsMessage<StoreError>(HasSubstr("rank 0's is of a run of 1 rank, at step 2, and rank 1's is "
+                                                           "of a run of 2 ranks, " +
+                                                           other)));
+}
+
+// Of a store that nothing has replaced yet, a named checkpoint stays, even if it seems to be half removed.
+TEST_P(ReshardTest, AHalfRemovedStoreStaysWhileItHoldsANamedCheckpointThatCounts) {
+  begin_and_keep_two(3);
+  const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
+  continue_with(3, 4);
+  continue_with(3, 5);
+  std::filesystem::rename(manifest, manifest + "-new");
+  EXPECT_TRUE(tiers::Store::is_half_removed(setup_.engine.store_directory));
+  continue_with(3, 6);
+  std::filesystem::rename(manifest + "-new", manifest);
+  ranks_before_ = 2;
+  continue_with(3, 7, "two");
+}
+
 // No slot of it can be read. It must not be taken for a store that was only being made, and removed.
 TEST_P(ReshardTest, ANewerStoreWithoutAReadableCommitStays) {
   setup_.engine.keep_steps = 0;
@@ -336,7 +425,7 @@ TEST_P(ReshardTest, HalfAFirstCommitOfTheNewStoreLeavesTheOldOne) {
   std::filesystem::copy(setup_.engine.store_directory, directory_ / "old", std::filesystem::copy_options::recursive);
   on_engines(3, [&](int, ToyModel& model) { model.restore(); });
   const std::string half = setup_.engine.store_directory + "/reshard-0001-ranks-3";
-  std::filesystem::remove(half + "/rank-00002.manifest");
+  for (const std::uint32_t slot : {0u, 1u}) spoil(half, 2, slot, /*blank=*/true);
   std::filesystem::copy(directory_ / "old", setup_.engine.store_directory, std::filesystem::copy_options::recursive);
   continue_with(3, 5);
   ASSERT_EQ(places().size(), 1u);

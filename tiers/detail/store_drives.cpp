@@ -204,7 +204,7 @@ void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::
   if (label && label->ends_with(kNew)) return;  // of a store that never reached its first commit
   if (label && uncommitted && label->find(fmt::format("\nstore {:016x}\n", *uncommitted)) != std::string::npos) return;
   if (is_home && !label) return refuse_data_without_manifest(drive);
-  if (!label && is_empty(drive.data)) return;  // made by the caller
+  if (!label && (is_empty(drive.data) || !exists(drive.data))) return;  // made by the caller, or not there
   throw StoreError(
       fmt::format("{} holds data of another store (\"{}\"); nothing was changed: name that store's "
                   "directories, or remove the files if it is gone",

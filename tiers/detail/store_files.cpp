@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
+#include <set>
 #include <string_view>
 #include <thread>
 
@@ -30,12 +31,12 @@ bool same_file(const std::string& path, std::uint64_t device, std::uint64_t inod
   return ::lstat(path.c_str(), &named) == 0 && named.st_dev == device && named.st_ino == inode;
 }
 
-// Whether `path` leads to the open directory.
-bool is_at(const std::string& path, const Descriptor& directory) {
+// Whether `path` leads to the open file or directory.
+bool is_at(const std::string& path, const Descriptor& file) {
   struct stat opened {
   }, named{};
-  return ::fstat(directory.number, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
-         opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+  return ::fstat(file.number, &opened) == 0 && ::stat(path.c_str(), &named) == 0 && opened.st_dev == named.st_dev &&
+         opened.st_ino == named.st_ino;
 }
 
 bool still_named(const aio::File& file) {
@@ -116,12 +117,24 @@ std::vector<int> ranks_in(const std::string& directory) {
   return ranks;
 }
 
-bool is_half_removed(const std::string& directory) {
+std::vector<int> given_up_ranks_in(const std::string& directory) {
   const std::vector<int> whole = ranks_in(directory);
-  return std::ranges::any_of(names_in(directory), [&](const std::string& name) {
+  std::vector<int> ranks;
+  for (const std::string& name : names_in(directory)) {
     const auto rank = rank_of(name, ".manifest-new");
-    return rank && std::ranges::find(whole, *rank) == whole.end();
-  });
+    if (rank && std::ranges::find(whole, *rank) == whole.end()) ranks.push_back(*rank);
+  }
+  return ranks;
+}
+
+std::vector<int> ranks_with_files(std::span<const std::string> directories) {
+  std::set<int> ranks;
+  for (const std::string& directory : directories)
+    for (const std::string& name : names_in(directory))
+      for (const std::string_view suffix :
+           {".data", ".manifest", ".manifest-new", ".label", ".label-new", ".lock-info"})
+        if (const auto rank = rank_of(name, suffix)) ranks.insert(*rank);
+  return {ranks.begin(), ranks.end()};
 }
 
 namespace {
@@ -267,36 +280,39 @@ void reserve(aio::File& file, std::uint64_t bytes, const SpaceNeed& need) {
   }
 }
 
-namespace {
-
-// The files of any rank whose names have this ending.
-std::vector<std::string> rank_files(std::span<const std::string> directories, std::string_view suffix) {
-  std::vector<std::string> paths;
-  for (const std::string& directory : directories)
-    for (const std::string& name : names_in(directory))
-      if (rank_of(name, suffix)) paths.push_back(directory + "/" + name);
-  return paths;
-}
-
-}  // namespace
-
-bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout) {
+bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout,
+                  const std::function<void()>& check) {
   const TimePoint start = Clock::now();
-  std::vector<std::unique_ptr<aio::File>> locked;  // to the end
-  for (const std::string& path : rank_files(directories, ".data")) {
-    while (auto file = open_if_there(path, aio::OpenMode::read_write)) {
-      if (!file->lock(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}))) return false;
-      if (!still_named(*file)) continue;  // its holder removed it, and another process may have made a new one
-      locked.push_back(std::move(file));
-      break;
+  std::vector<StorePaths> of_ranks;
+  std::vector<std::unique_ptr<Creation>> claims;  // the locks, to the end; they make the data file that is missing
+  for (const std::string& directory : directories)
+    for (const int rank : ranks_with_files(std::span(&directory, 1))) of_ranks.emplace_back(directory, rank);
+  if (of_ranks.empty()) return true;
+  try {
+    for (const StorePaths& paths : of_ranks) {
+      claims.push_back(std::make_unique<Creation>(paths));
+      claims.back()->claim(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}));
     }
+  } catch (const StoreError&) {
+    if (check) throw;
+    return false;
   }
+  if (check) check();
   // A manifest that is about to be removed says that its data may be overwritten, should this process be killed.
-  for (const std::string& path : rank_files(directories, ".manifest"))
-    if (::rename(path.c_str(), (path + "-new").c_str()) != 0 && errno != ENOENT)
-      throw IoError({"rename", path, 0, 0, errno}, "");
-  for (const std::string_view suffix : {".label", ".label-new", ".lock-info", ".data", ".manifest-new"})
-    for (const std::string& path : rank_files(directories, suffix)) remove_file(path);
+  std::vector<std::unique_ptr<Descriptor>> manifests;
+  for (const StorePaths& paths : of_ranks) {
+    if (::rename(paths.manifest.c_str(), paths.manifest_new.c_str()) != 0 && errno != ENOENT)
+      throw IoError({"rename", paths.manifest, 0, 0, errno}, "");
+    manifests.push_back(std::make_unique<Descriptor>(::open(paths.manifest_new.c_str(), O_PATH | O_CLOEXEC)));
+  }
+  for (const StorePaths& paths : of_ranks)
+    for (const std::string& path : {paths.label, paths.label + "-new", paths.lock_info}) remove_file(path);
+  for (const StorePaths& paths : of_ranks) remove_file(paths.data);
+  // Durably before the manifest's other name is gone: data without it count as a store that has lost its manifest.
+  for (const std::string& directory : directories)
+    if (std::filesystem::exists(directory)) aio::sync_directory(directory);
+  for (std::size_t i = 0; i < of_ranks.size(); ++i)  // another process may make a store here already
+    if (is_at(of_ranks[i].manifest_new, *manifests[i])) remove_file(of_ranks[i].manifest_new);
   return true;
 }
 

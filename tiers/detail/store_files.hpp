@@ -8,8 +8,10 @@
 // Errors     IoError if the system refuses, StoreError for unusable stores, BudgetError for space.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,8 +39,10 @@ std::string scratch_path(const std::string& data_path);
 std::vector<std::string> names_in(const std::string& directory);
 // The ranks whose manifests are in `directory`, by their names, ascending.
 std::vector<int> ranks_in(const std::string& directory);
-// Whether a rank's manifest has the other name, which says that its data may be overwritten.
-bool is_half_removed(const std::string& directory);
+// The ranks that have only a manifest of the other name, which says that their data may be overwritten.
+std::vector<int> given_up_ranks_in(const std::string& directory);
+// The ranks that have a file of a store in one of these directories.
+std::vector<int> ranks_with_files(std::span<const std::string> directories);
 
 // Opens the data file and takes its lock. Null if there is no such file. Throws StoreError naming the holder.
 std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout);
@@ -111,7 +115,8 @@ class Creation {
 };
 
 // See Store::remove().
-bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout);
+bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout,
+                  const std::function<void()>& check = {});
 
 // StoreError unless the file is so long.
 void check_length(const aio::File& file, std::uint64_t expected_bytes);

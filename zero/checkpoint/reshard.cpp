@@ -28,28 +28,25 @@ void on_every_rank(const RankAgreement& ranks, const char* what, const std::func
   }
 }
 
-// Of another number of ranks than `world_size`, and no rank whose files are here ever committed.
-bool is_a_failed_start(const std::string& directory, int world_size) {
-  bool of_others = false;
-  for (const int rank : tiers::Store::ranks_in(directory)) {
-    const tiers::Store::Found found = tiers::Store::look(directory, rank);
-    if (!found.exists) continue;  // another rank is removing it
-    if (found.ever_committed) return false;
-    of_others = of_others || found.identity->world_size != world_size;
+// The named checkpoints of the stores that are newer than the one that is looked at.
+struct NewerCheckpoints {
+  std::vector<NamedCheckpoint> list;
+  std::uint32_t keep_steps = 0;
+  bool hold(const std::string& name) const {
+    return std::ranges::find(list, name, &NamedCheckpoint::name) != list.end();
   }
-  return of_others;
-}
+  // Whether they are as many as are to be kept, or there is one of each name.
+  bool replace(const std::vector<CommitHeader>& kept) const {
+    return (keep_steps > 0 && list.size() >= keep_steps) ||
+           std::ranges::all_of(kept, [&](const CommitHeader& checkpoint) { return hold(checkpoint.name); });
+  }
+};
 
-// Whether what this rank sees of the store is whole and keeps no named checkpoint that counts: among the `newer` ones
-// are as many as are to be kept, or one of each name. Of a store of as many ranks its own part is looked at, else all.
-bool is_replaced(const std::string& directory, int rank, bool same_ranks, const std::vector<NamedCheckpoint>& newer,
-                 std::uint32_t keep_steps) {
-  const bool enough = keep_steps > 0 && newer.size() >= keep_steps;
+// Whether what this rank sees of the store is whole and keeps no named checkpoint that counts. Of a store of as many
+// ranks its own part is looked at, else all.
+bool is_replaced(const std::string& directory, int rank, bool same_ranks, const NewerCheckpoints& newer) {
   const auto keeps_nothing = [&](const std::vector<CommitHeader>& commits, const std::vector<CommitHeader>& kept) {
-    return !commits.empty() &&
-           (enough || std::ranges::all_of(kept, [&](const CommitHeader& checkpoint) {
-              return std::ranges::find(newer, checkpoint.name, &NamedCheckpoint::name) != newer.end();
-            }));
+    return !commits.empty() && newer.replace(kept);
   };
   if (same_ranks) {
     const tiers::Store::Found own = tiers::Store::look(directory, rank);
@@ -63,32 +60,36 @@ bool is_replaced(const std::string& directory, int rank, bool same_ranks, const 
          });
 }
 
+// Whether a manifest here has a named checkpoint that newer ones do not replace, or may have one.
+bool holds_what_counts(const std::string& directory, const NewerCheckpoints& newer) {
+  return std::ranges::any_of(tiers::Store::ranks_in(directory), [&](int rank) {
+    const tiers::Store::Found found = tiers::Store::look(directory, rank);
+    return !found.identity || !newer.replace(found.checkpoints);
+  });
+}
+
+// With the one in the offload directory itself, of which no manifest may be left.
+std::vector<StoreDirectory> with_first(std::vector<StoreDirectory> stores) {
+  if (stores.empty() || stores.back().order > 0) stores.push_back({});
+  return stores;
+}
+
 }  // namespace
 
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t first) {
   const StoreSearch search(ranks, options);
   std::vector<StoreDirectory> unfinished;
-  for (const StoreDirectory& store : search.directories())
+  for (const StoreDirectory& store : with_first(search.directories()))
     if (store.order >= first && search.look(store).is_unfinished()) unfinished.push_back(store);
   if (unfinished.empty()) return;
   on_every_rank(ranks, "remove what an earlier attempt left", [&] {
     for (const StoreDirectory& store : unfinished) {
-      if (remove_store(options.drive_directories(), store, options.lock_timeout)) continue;
-      throw StoreError(
-          fmt::format("another process uses the store in {}, which holds no commit yet; wait for it to end",
-                      store.in(options.store_directory)));
+      const std::vector<std::string> drives = options.drive_directories();
+      const auto check = [&] {
+        tiers::Store::check_unfinished(store.in(drives), ranks.group().size(), /*took_over=*/store.order > 0);
+      };
+      remove_store(drives, store, options.lock_timeout, check);
     }
-  });
-}
-
-void remove_never_committed(const RankAgreement& ranks, const EngineOptions& options) {
-  ranks.run_in_job("remove what an earlier start left", [&] {  // each rank: directories may be the ranks' own
-    if (options.store_directory.empty() || !is_a_failed_start(options.store_directory, ranks.group().size())) return;
-    if (!remove_store(options.drive_directories(), {}, options.lock_timeout))
-      throw StoreError(
-          fmt::format("another process is making a store of another number of ranks in {}; wait for it "
-                      "to end",
-                      options.store_directory));
   });
 }
 
@@ -96,34 +97,33 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
                          std::span<const StoreDirectory> spared) {
   constexpr Nanoseconds kNow{0};
   const StoreSearch search(ranks, options);
-  std::vector<NamedCheckpoint> newer = search.checkpoints_in(present);  // than the store that is looked at, by name
+  NewerCheckpoints newer{search.checkpoints_in(present), options.keep_steps};
   std::vector<StoreDirectory> useless;
-  std::vector<StoreDirectory> stores = search.directories();
-  if (stores.empty() || stores.back().order > 0) stores.push_back({});  // it may have no manifest left
-  for (const StoreDirectory& other : stores) {
+  for (const StoreDirectory& other : with_first(search.directories())) {
     if (other.order == present.order) continue;
     const bool is_spared = std::ranges::find(spared, other.order, &StoreDirectory::order) != spared.end();
     const RestoreSource store = search.look(other);
     bool remove = !other.name.empty() && store.is_unfinished();
     if (!remove && other.order < present.order) {
-      bool half_removed = false;  // by a process that was killed
+      bool half_removed = false, is_kept = false;  // by a process that was killed; for a named checkpoint
       ranks.run_in_group("look at the store it took over from", [&] {
         const std::string directory = other.in(options.store_directory);
         half_removed = tiers::Store::is_half_removed(directory);
-        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size(), newer,
-                             options.keep_steps) &&
+        is_kept = holds_what_counts(directory, newer);
+        remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size(), newer) &&
                  !search.lacks_a_drive(other);
       });
-      remove = ranks.smallest(remove ? 1 : 0) == 1 || ranks.smallest(half_removed ? 0 : 1) == 0;
+      remove = ranks.smallest(remove ? 1 : 0) == 1 ||
+               (ranks.smallest(half_removed ? 0 : 1) == 0 && ranks.smallest(is_kept ? 0 : 1) == 1);
     }
     remove = remove && !is_spared;
     if (remove) useless.push_back(other);
     if (other.order > present.order) continue;
     std::string names;
     for (const NamedCheckpoint& checkpoint : search.checkpoints_in(other)) {
-      if (std::ranges::find(newer, checkpoint.name, &NamedCheckpoint::name) != newer.end()) continue;
+      if (newer.hold(checkpoint.name)) continue;
       names += fmt::format("{}'{}'", names.empty() ? "" : ", ", checkpoint.name);
-      newer.push_back(checkpoint);
+      newer.list.push_back(checkpoint);
     }
     if (!remove && !names.empty() && ranks.job().rank() == 0)
       log_info("the store in {} stays, with the named checkpoints {}", other.in(options.store_directory), names);

@@ -13,13 +13,11 @@
 
 namespace hoist::detail {
 
-// [J] Removes stores of order `first` and later that an earlier attempt did not finish. Errors: StoreError when another
-// process uses one of them.
+// [J] Removes stores of order `first` and later that an earlier attempt did not finish: no commit of theirs is on all
+// ranks, and no rank has more than the first one. Nothing of them was promised; a store of any number of ranks may take
+// their place, and none may be made beside their files, which would be taken for parts of it. Errors: StoreError when
+// another process uses one of them, or somebody may still want a file (tiers::Store::check_unfinished).
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t first);
-
-// [J] Removes the store in the offload directory itself if another number of ranks made it and never committed: its
-// files would be taken for parts of the new one. Errors: StoreError when another process is making it.
-void remove_never_committed(const RankAgreement& ranks, const EngineOptions& options);
 
 // [J] Removes stores that `present` has taken over from, but those that are `spared`. A store stays if it keeps named
 // steps that newer ones do not have, and those have fewer than EngineOptions::keep_steps; if it is not whole; and,

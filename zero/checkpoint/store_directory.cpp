@@ -60,9 +60,10 @@ std::vector<StoreDirectory> readable_stores(const std::string& directory) {
   return places;
 }
 
-bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout) {
+bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout,
+                  const std::function<void()>& check) {
   const std::vector<std::string> drives = place.in(directories);
-  if (!tiers::Store::remove(drives, lock_timeout)) return false;
+  if (!tiers::Store::remove(drives, lock_timeout, check)) return false;
   if (place.name.empty()) return true;
   std::error_code ignored;
   for (const std::string& drive : drives) fs::remove(drive, ignored);  // unless somebody has put something there

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -39,7 +40,8 @@ std::vector<StoreDirectory> readable_stores(const std::string& directory);
 StoreDirectory new_store_directory(std::uint64_t order, int world_size);
 
 // Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when
-// another process holds it. `directories`: of all its drives.
-bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout);
+// another process holds it. `directories`: of all its drives. `check`: as in tiers::Store::remove().
+bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout,
+                  const std::function<void()>& check = {});
 
 }  // namespace hoist::detail

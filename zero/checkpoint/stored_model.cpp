@@ -28,6 +28,12 @@ using tiers::Store;
 
 namespace {
 
+// For an error: whose file it is, and how far its run has come.
+std::string described(const StoreSummary::Rank& rank, int world_size) {
+  return fmt::format("rank {}'s is of a run of {} rank{}, {}", rank.rank, world_size, world_size == 1 ? "" : "s",
+                     rank.commits.empty() ? "without a commit" : fmt::format("at step {}", rank.commits.front().step));
+}
+
 // The entries that all ranks have.
 void find_common(StoreSummary& summary) {
   const std::span<const StoreSummary::Rank> ranks(summary.ranks);
@@ -77,8 +83,11 @@ StoreSummary look_at_one_store(const std::string& directory) {
     if (!found.identity) continue;
     const std::uint64_t run = found.store_number - static_cast<std::uint64_t>(rank);
     if (layout && run != first_run)
-      throw StoreError(fmt::format("{} holds files of two different runs: rank {}'s is not of the run of rank {}'s",
-                                   directory, rank, summary.ranks.front().rank));
+      throw StoreError(
+          fmt::format("{0} holds files of two different runs: {1}, and {2}; keep those of the run that you want, and "
+                      "move the files of the other ({0}/rank-*) away",
+                      directory, described(summary.ranks.front(), *summary.world_size),
+                      described(summary.ranks.back(), found.identity->world_size)));
     first_run = run;
     if (layout && (*layout != found.identity->layout || *summary.world_size != found.identity->world_size))
       throw StoreError(

@@ -111,12 +111,10 @@ StoreDirectory EngineCore::directory_for(const InitialState& state) {
   ranks.agree_on_beginning("begin", state);
   const StoreSearch search(ranks, options);
   search.refuse_others();
-  if (state.step == 0 || options.store_directory.empty()) {
-    remove_never_committed(ranks, options);
-    return {};
-  }
-  search.refuse_any();
-  remove_unfinished_stores(ranks, options, /*first=*/1);
+  if (options.store_directory.empty()) return {};
+  if (state.step > 0) search.refuse_any();
+  remove_unfinished_stores(ranks, options, /*first=*/0);
+  if (state.step == 0) return {};
   return new_store_directory(search.newest_order() + 1, runtime.world_size());
 }
 

@@ -5,7 +5,6 @@
 #include <hoist/core/log.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
-#include <hoist/zero/checkpoint/store_search.hpp>
 #include <hoist/zero/detail/engine_parts.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 
@@ -42,14 +41,10 @@ EngineParts::EngineParts(Runtime& runtime_in, const EngineOptions& options_in, M
 void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use, std::optional<std::uint64_t> former_run) {
   const bool create_store = use == StoreUse::create;
   const std::uint64_t run = create_store ? ranks.agree_on_run(former_run) : 0;
-  // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed. A
-  // store that takes over from another is in a directory of its own, where nothing is.
-  const bool first_commit_is_useless =
-      create_store && !former_run && ranks.job().size() > 1 && !StoreSearch(ranks, options).find(std::nullopt);
   if (const int size = detail::gathering_group(options, runtime.world_size()); size > 1)
     gathering_group = runtime.communicator().split(size);
   try {
-    lay_out_and_start(directory, use, run, first_commit_is_useless);
+    lay_out_and_start(directory, use, run);
   } catch (...) {  // also of another rank
     if (create_store && store) store->remove_new();
     throw;
@@ -64,13 +59,12 @@ void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use, std:
   state_calls = std::make_unique<StateCalls>(parts, *stepper, *state_access);
 }
 
-void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run,
-                                    bool replace_first_commit) {
+void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run) {
   ranks.run_in_job(
       use == StoreUse::create ? "take its memory and make its store" : "take its memory and open its store", [&] {
         if (ranks.job().rank() == 0 && !options.metrics_path.empty())
           metrics = std::make_unique<StepMetrics>(options.metrics_path, runtime.ledger());
-        lay_out(directory, use, run, replace_first_commit);
+        lay_out(directory, use, run);
       });
   // Which units are gathered when follows from the gather memory, and is the same on every rank.
   const std::uint64_t mine = memory->gather_memory().size();
@@ -83,7 +77,7 @@ void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse us
   ranks.run_in_job("start its streams and threads", [&] { start(common); });
 }
 
-void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit) {
+void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run) {
   tiers::StoreOptions wanted = store_options(options, table, records, runtime.rank(), directory, runtime.trace());
   const std::uint64_t store_memory = store_cost(options, table, records, runtime.rank()).memory_bytes;
   const MachineFacts facts = machine_facts(runtime, store_memory);
@@ -101,7 +95,6 @@ void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::ui
     return make_spill();
   }
   wanted.store_number = run + static_cast<std::uint64_t>(runtime.rank());
-  wanted.replace_first_commit = replace_first_commit;
   wanted.stripe_weights = drives->measured_weights();
   store = tiers::Store::create(wanted, drives->queues());
   make_spill();

@@ -68,8 +68,8 @@ class EngineParts {
   void make_parts(const StoreDirectory& directory, StoreUse use, std::optional<std::uint64_t> former_run = {});
 
  private:
-  void lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
-  void lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
+  void lay_out_and_start(const StoreDirectory& directory, StoreUse use, std::uint64_t run);
+  void lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run);
   void make_spill();
   void start(std::uint64_t gather_bytes);
 };
