@@ -173,7 +173,8 @@ TEST_F(StoreDrivesTest, AFurtherDriveIsNotTakenForAFreshDirectory) {
 // The first drive is not mounted: its directory is empty, and the others still hold a committed store.
 TEST_F(StoreDrivesTest, AStoreWhoseFirstDriveIsMissingIsNotReplaced) {
   fs::rename(options_.directory, directory_ / "unmounted");
-  EXPECT_THAT(refusal_to_create(options_), HasSubstr("holds data of another store"));
+  EXPECT_THAT(refusal_to_create(options_), AllOf(HasSubstr("holds data of the store in " + options_.directory),
+                                                 HasSubstr("not mounted"), Not(HasSubstr("remove"))));
   EXPECT_FALSE(fs::exists(options_.directory));
   fs::rename(directory_ / "unmounted", options_.directory);
   EXPECT_EQ(refusal_to_open(options_), "it was opened");

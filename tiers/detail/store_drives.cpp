@@ -205,6 +205,12 @@ void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::
   if (label && uncommitted && label->find(fmt::format("\nstore {:016x}\n", *uncommitted)) != std::string::npos) return;
   if (is_home && !label) return refuse_data_without_manifest(drive);
   if (!label && (is_empty(drive.data) || !exists(drive.data))) return;  // made by the caller, or not there
+  const std::string manifest = home + drive.manifest.substr(drive.directory.size());
+  if (label && label->find(fmt::format("\nhome {}\n", home)) != std::string::npos && !exists(manifest))
+    throw StoreError(
+        fmt::format("{} holds data of the store in {}, and {} is missing: that drive is not mounted, or was lost; "
+                    "nothing was changed: mount it, or continue from a mirror or a copy",
+                    drive.directory, home, manifest));
   throw StoreError(
       fmt::format("{} holds data of another store (\"{}\"); nothing was changed: name that store's "
                   "directories, or remove the files if it is gone",
