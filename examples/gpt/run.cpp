@@ -208,18 +208,12 @@ void Training::describe_units(const std::string& path) {
   say(fmt::format("{} units are described in {}", model.units().size(), path));
 }
 
-// Makes the engine: from the newest commit, or with fresh state.
+// Makes the engine: from the newest commit, or with fresh state, which Engine::create() refuses where a commit is.
 void Training::prepare() {
   for (const std::string& warning : config_.warnings) say("warning: " + warning);
   for (const std::string& note : settled_.notes) say(note);
-  std::optional<std::uint64_t> commit = Engine::find_commit(runtime_, engine_options_);
-  if (!commit && !arguments_.from.empty()) commit = 0;  // the named checkpoint may be all that is left
-  if (commit && !arguments_.resume) {
-    throw BadInputError(
-        fmt::format("the store {} holds step {}: pass --resume to continue it, or choose another directory",
-                    config_.engine.store_directory, *commit));
-  }
-  if (commit) {
+  const bool is_named = !arguments_.from.empty();  // the named checkpoint may be all that is left
+  if (arguments_.resume && (is_named || Engine::find_commit(runtime_, engine_options_))) {
     const auto accept = [&](const RestoreReport& found) {
       const RunState state = decode(found.caller_state, found.world_size);
       check_same_run(state, state_at(0));

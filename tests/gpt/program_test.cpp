@@ -157,7 +157,7 @@ TEST_F(Program, ResumesBitExactly) {
     const Outcome first = run(usual(2, {"--resume"}));
     EXPECT_EQ(first.code, 0) << first.error;
     EXPECT_THAT(first.out, HasSubstr("nothing to resume: no commit yet, starting at step 0"));
-    expect_refused(usual(6), "pass --resume");
+    expect_refused(usual(6), "hoist-gpt --resume");
     EXPECT_EQ(run(usual(3, {"--resume"})).code, 0);
     const json resumed = report_of(usual(6, {"--resume"}));
     EXPECT_EQ(resumed["digest"], whole["digest"]);
@@ -165,6 +165,14 @@ TEST_F(Program, ResumesBitExactly) {
     EXPECT_EQ(resumed["steps"][2]["loss"], whole["steps"][5]["loss"]);
     EXPECT_EQ(resumed["committed_step"], 6);
   }
+}
+
+TEST_F(Program, ARefusalNamesTheMirrorIfOnlyThatHoldsTheRun) {
+  const json mirror = {{"mirror", {{"path", path("mirror")}, {"every", 1}}}};
+  write_config("config.json", "nvme", "nvme", mirror);
+  ASSERT_EQ(run(usual(2)).code, 0);
+  remove_store();
+  expect_refused(usual(2), "the mirror in " + path("mirror"));
 }
 
 // Its manifest is gone: that there is nothing to resume would be untrue.
