@@ -12,12 +12,14 @@
 
 namespace hoist::aio::detail {
 
-// Its name is removed at once, so closing the file frees its space. Errors: IoError.
+// Its name is removed before it has any space, so that closing the file, or a kill at any moment, frees all of it.
+// Errors: IoError.
 inline File nameless_file(const std::string& directory, std::uint64_t bytes) {
   std::random_device random;  // processes of several containers can have one number
   const std::string path = fmt::format("{}/.hoist-probe-{}-{:08x}{:08x}", directory, ::getpid(), random(), random());
-  File file(path, {.mode = OpenMode::create, .reserve_bytes = bytes});
+  File file(path, {.mode = OpenMode::create});
   ::unlink(path.c_str());
+  file.start_over(bytes);
   return file;
 }
 

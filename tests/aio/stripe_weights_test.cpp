@@ -2,11 +2,14 @@
 // From measured rates to weights, and the measurement itself on drives that a test makes slow.
 #include <array>
 #include <cmath>
+#include <csignal>
 #include <filesystem>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <hoist/aio/detail/nameless_file.hpp>
 #include <hoist/aio/stripe_layout.hpp>
 #include <hoist/aio/stripe_weights.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
@@ -68,6 +71,21 @@ class Measuring : public testing::Test {
   std::vector<std::unique_ptr<DriveQueue>> engines_;
   std::vector<MeasuredDrive> drives_;
 };
+
+// The limit of file sizes kills the process while the file gets its space.
+TEST_F(Measuring, AKillLeavesNoFile) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  test::TempDirectory directory;
+  directory.hold_those_of_children();
+  const auto measure_with_a_limit = [&] {
+    const rlimit limit{64 * kKiB, 64 * kKiB};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    static_cast<void>(detail::nameless_file(directory.path().string(), kMiB));
+  };
+  EXPECT_EXIT(measure_with_a_limit(), testing::KilledBySignal(SIGXFSZ), "");
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory.path()))
+    EXPECT_TRUE(entry.is_directory()) << entry.path();
+}
 
 TEST_F(Measuring, ASlowerDriveGetsLess) {
   add_drive();
