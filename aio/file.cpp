@@ -32,6 +32,12 @@ namespace {
 constexpr Nanoseconds kLockPollInterval = std::chrono::milliseconds(5);
 constexpr std::uint64_t kZeroFillBytes = kMiB;
 
+const char* reserve_remedy(int code) {
+  if (code == ENOSPC) return "free space on this drive, or choose another directory";
+  if (code == EFBIG) return "raise the limit of file sizes (ulimit -f), or choose another file system";
+  return code == EDQUOT ? "raise the quota, or choose another directory" : "";
+}
+
 const char* open_remedy(int code, const std::string& path, OpenMode mode) {
   switch (code) {
     case EINVAL:
@@ -48,20 +54,19 @@ const char* open_remedy(int code, const std::string& path, OpenMode mode) {
       return "hoist does not follow symbolic links here; name the real path";
     case EACCES:
     case EPERM:
-    case EROFS:
       return "choose a path this user may write to";
+    case EROFS:
+      return "this file system is mounted read-only: mount it for writing (dmesg says whether it failed), or choose "
+             "another path";
+    case ENOSPC:
+    case EDQUOT:
+      return reserve_remedy(code);
     case EMFILE:
     case ENFILE:
       return "raise the limit of open files (ulimit -n)";
     default:
       return "";
   }
-}
-
-const char* reserve_remedy(int code) {
-  if (code == ENOSPC) return "free space on this drive, or choose another directory";
-  if (code == EFBIG) return "raise the limit of file sizes (ulimit -f), or choose another file system";
-  return code == EDQUOT ? "raise the quota, or choose another directory" : "";
 }
 
 int open_flags(OpenMode mode) {

@@ -164,8 +164,10 @@ SafetensorsWriter::SafetensorsWriter(SafetensorsWriterOptions options, std::span
   std::error_code failed;
   if (fs::create_directories(options_.directory, failed)) made_directory_.path = options_.directory;
   if (failed) {
-    throw IoError({.operation = "mkdir", .path = options_.directory, .code = failed.value()},
-                  "choose a directory that can be created and written");
+    const bool is_full = failed == std::errc::no_space_on_device || failed.value() == EDQUOT;
+    throw IoError(
+        {.operation = "mkdir", .path = options_.directory, .code = failed.value()},
+        is_full ? "free space, or choose another directory" : "choose a directory that can be created and written");
   }
   check_directory();
   check_space();

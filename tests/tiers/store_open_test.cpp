@@ -471,6 +471,30 @@ TEST_F(StoreOpenTest, TooLittleSpaceIsRefusedBeforeAnythingIsMade) {
   EXPECT_FALSE(fs::exists(directory_ / "a"));
 }
 
+TEST_F(StoreOpenTest, TheRemedyFollowsTheCause) {
+  const std::string mounted = directory_ / "mounted";
+  fs::create_directory(mounted);
+  const auto succeeds = [&](const std::string& command) {
+    return std::system((command + " " + mounted + " 2>/dev/null").c_str()) == 0;
+  };
+  if (!succeeds("mount -t tmpfs -o nr_inodes=1 none")) GTEST_SKIP() << "mounts a file system, which needs root";
+  options_.directory = mounted + "/store";
+  const auto refusal = [&]() -> std::string {
+    try {
+      create();
+    } catch (const IoError& error) {
+      return error.what();
+    }
+    return "it was made";
+  };
+  const std::string full = refusal();
+  EXPECT_TRUE(succeeds("mount -o remount,ro"));
+  const std::string read_only = refusal();
+  EXPECT_TRUE(succeeds("umount -l"));
+  EXPECT_THAT(full, HasSubstr("free space on this drive"));
+  EXPECT_THAT(read_only, HasSubstr("is mounted read-only"));
+}
+
 TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
   for (std::uint64_t operation = 0; operation < 2; ++operation) {  // the superblock's write, then its flush
     const auto faults = std::make_shared<Faults>(1);

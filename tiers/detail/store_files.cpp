@@ -62,6 +62,12 @@ void flush_file_system(const std::string& directory) {
     throw IoError({"syncfs", directory, 0, 0, errno}, "check the drive (dmesg, smartctl)");
 }
 
+const char* mkdir_remedy(int code) {
+  if (code == ENOSPC || code == EDQUOT) return "free space on this drive, or choose another directory for the store";
+  if (code == EROFS) return "this file system is mounted read-only: mount it for writing, or choose another directory";
+  return "choose a directory for the store that this user may write to";
+}
+
 std::string without_trailing_slashes(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   return path;
@@ -429,7 +435,7 @@ void Creation::make_directories() {
     if (::mkdir(directory->c_str(), S_IRWXU) == 0)
       directories_.push_back(*directory);
     else if (errno != EEXIST)  // another rank made it
-      throw IoError({"mkdir", *directory, 0, 0, errno}, "choose a directory for the store that this user may write to");
+      throw IoError({"mkdir", *directory, 0, 0, errno}, mkdir_remedy(errno));
   }
   if (::lstat(paths_.directory.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
     throw StoreError(fmt::format("{} is a symbolic link, which a store does not follow; name the directory it leads to",
