@@ -187,18 +187,20 @@ class NcclCommunicator final : public Communicator {
         MutexLock lock(watch_mutex_);
         wake_.wait_for(lock, stop, kWatchPeriod, [&] { return ending_.load(); });
       }
+      // The control plane last: it may itself wait for a host that is gone.
+      std::optional<std::string> own;
       if (!ending_) {
-        if (const std::optional<std::string> others = control_->broken()) {
-          end(*others);
-        } else if (const std::optional<std::string> own = failure()) {
-          end(*own);
-          control_->abort(*own);
-        } else {
-          continue;
-        }
+        own = failure();
+        const std::optional<std::string> why = own ? own : control_->broken();
+        if (!why) continue;
+        end(*why);
       }
-      const MutexLock lock(mutex_);
-      return give_up();
+      {
+        const MutexLock lock(mutex_);
+        give_up();
+      }
+      if (own) control_->abort(*own);
+      return;
     }
   }
 

@@ -143,6 +143,18 @@ TEST_F(StoreDrivesTest, AMissingDriveIsNamed) {
   EXPECT_EQ(refusal_to_open(options_), "it was opened");
 }
 
+TEST_F(StoreDrivesTest, ALabelThatCannotBeReadIsNotAMissingOne) {
+  fs::remove(drive_file(1, "label"));
+  fs::create_directory(drive_file(1, "label"));
+  try {
+    (void)open_store(options_, *engine_);
+    ADD_FAILURE() << "it was opened";
+  } catch (const IoError& error) {
+    EXPECT_EQ(error.where.path, drive_file(1, "label"));
+    EXPECT_EQ(error.where.code, EISDIR);
+  }
+}
+
 TEST_F(StoreDrivesTest, ATruncatedDriveIsRefused) {
   fs::resize_file(drive_file(1, "data"), fs::file_size(drive_file(1, "data")) - 4096);
   EXPECT_THAT(refusal_to_open(options_), HasSubstr("was cut off"));

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <exception>
 #include <map>
 #include <optional>
 #include <vector>
@@ -41,14 +43,20 @@ std::string shown(const std::string& label) {
   return text;
 }
 
-// The label of a drive's data; nullopt if there is none. Errors: IoError if there is one that cannot be read.
+// Codes of a file that is not there, or whose drive or host has gone: nobody can read it.
+bool is_gone(int code) {
+  constexpr std::array kCodes{ENOENT, ENOTDIR, EIO, ENXIO, ENODEV, ESTALE, ENOTCONN, EHOSTDOWN};
+  return std::ranges::find(kCodes, code) != kCodes.end();
+}
+
+// The label of a drive's data; nullopt if it is gone. Errors: IoError if this process cannot read it.
 std::optional<std::string> read_label(const StorePaths& drive) {
   const int file = open_regular_file(drive.label, O_RDONLY | O_NOFOLLOW);
-  if (file < 0 && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
   std::string text;
   const int code = file < 0 ? errno : read_and_close(file, kLabelBytesMax, text);
-  if (code != 0) throw IoError({.operation = file < 0 ? "open" : "read", .path = drive.label, .code = code}, "");
-  return text;
+  if (code == 0) return text;
+  if (is_gone(code)) return std::nullopt;
+  throw IoError({.operation = file < 0 ? "open" : "read", .path = drive.label, .code = code}, "");
 }
 
 std::uint64_t blocks_bytes(const std::string& path) {
@@ -186,11 +194,17 @@ std::optional<StorePaths> find_drive(const std::string& made_in, std::span<const
                                      const DriveLabel& expected) {
   std::vector<std::string> candidates{made_in};
   candidates.insert(candidates.end(), elsewhere.begin(), elsewhere.end());
+  std::exception_ptr unreadable;  // the first: the drive may be in another place, and that one another's
   for (const std::string& directory : candidates) {
     StorePaths drive(directory, rank);
-    const auto found = read_label(drive);
-    if (found && found->starts_with(identity_lines(expected))) return drive;
+    try {
+      const auto found = read_label(drive);
+      if (found && found->starts_with(identity_lines(expected))) return drive;
+    } catch (const IoError&) {
+      if (!unreadable) unreadable = std::current_exception();
+    }
   }
+  if (unreadable) std::rethrow_exception(unreadable);
   return std::nullopt;
 }
 
