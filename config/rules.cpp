@@ -11,6 +11,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/config/detail/rules.hpp>
+#include <hoist/core/named_file.hpp>
 #include <hoist/core/open_file.hpp>
 
 namespace hoist::config::detail {
@@ -419,10 +420,16 @@ class Rules {
 
   // Two writers of one file would destroy each other's lines.
   void reports() {
-    const std::string& metrics = draft_.engine.metrics_path;
-    if (!metrics.empty() && is_same_place(metrics, draft_.runtime.trace_path)) {
+    const std::string &metrics = draft_.engine.metrics_path, &trace = draft_.runtime.trace_path;
+    if (is_file_of_a_store(metrics)) refuse_file_of_a_store("hoist.metrics", metrics);
+    if (is_file_of_a_store(trace)) refuse_file_of_a_store("hoist.trace", trace);
+    if (!metrics.empty() && is_same_place(metrics, trace)) {
       read_.refuse("hoist.trace", fmt::format("\"{}\" is also the file of hoist.metrics; name another file", metrics));
     }
+  }
+
+  void refuse_file_of_a_store(std::string_view key, const std::string& path) {
+    read_.refuse(key, fmt::format("\"{}\" is a file of a store, and would be overwritten; name another file", path));
   }
 
   void remarks() {

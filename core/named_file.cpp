@@ -133,15 +133,6 @@ bool is_same_file(const std::string& one, const std::string& other) {
   return is_same_place(one, other);
 }
 
-// As docs/format.md names the files of a store.
-bool is_file_of_a_store(const std::string& path) {
-  constexpr std::array kEndings{".manifest", ".manifest-new", ".data", ".label", ".lock-info"};
-  std::error_code ignored;
-  const fs::path real = fs::weakly_canonical(path, ignored);
-  return real.filename().string().starts_with("rank-") &&
-         std::ranges::find(kEndings, real.extension().string()) != kEndings.end();
-}
-
 }  // namespace
 
 void replace_file(const std::string& path, const std::string& text) {
@@ -185,6 +176,14 @@ std::string read_file(const std::string& path, const std::string& remedy) {
   const int code = read_and_close(descriptor, kReadBytesMax, text);
   if (code != 0) throw IoError({.operation = "read", .path = path, .code = code}, remedy);
   return text;
+}
+
+bool is_file_of_a_store(const std::string& path) {
+  constexpr std::array kEndings{".manifest", ".manifest-new", ".data", ".label", ".lock-info"};
+  std::error_code ignored;
+  const fs::path real = fs::weakly_canonical(path, ignored);
+  return real.filename().string().starts_with("rank-") &&
+         std::ranges::find(kEndings, real.extension().string()) != kEndings.end();
 }
 
 void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs) {

@@ -26,6 +26,9 @@ void check_replaceable(const std::string& path, const std::string& remedy);
 inline constexpr std::size_t kReadBytesMax = 64u << 20;
 std::string read_file(const std::string& path, const std::string& remedy);
 
+// Whether docs/format.md gives this name, followed through symbolic links, to a file of a store; it need not exist.
+bool is_file_of_a_store(const std::string& path);
+
 struct OutputPath {
   std::string option;
   std::string path;  // empty: not given; "-": standard output

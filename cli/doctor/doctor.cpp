@@ -69,6 +69,7 @@ int doctor(const DoctorArguments& arguments) {
     complain("hoist doctor: {} is not a directory; name a directory for a store with --path\n", path);
     return kBadInput;
   }
+  check_json(arguments.json);
   const MachineSources machine;
   std::vector<Section> sections{look_at_devices(machine), look_at_processors(machine), look_at_memory(machine),
                                 look_at_io_uring(machine)};

@@ -95,6 +95,14 @@ TEST_F(Doctor, MemoryIsNoDrive) {
   EXPECT_EQ(found["verdict"], "lacking");
 }
 
+TEST_F(Doctor, DoesNotWriteOverAStore) {
+  write("rank-00000.manifest", "committed");
+  const auto result = run("doctor --json rank-00000.manifest");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, HasSubstr("is a file of a store"));
+  EXPECT_EQ(test::contents_of(path("rank-00000.manifest")), "committed");
+}
+
 // Makes the io_uring calls of this process, and of what it becomes, fail with EPERM, as container runtimes do.
 void forbid_io_uring() {
   sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
