@@ -65,7 +65,7 @@ std::string ranks_text(const StoreSummary& store) {
   if (!store.world_size) return "unknown: no manifest can be read";
   std::vector<int> here;
   for (const StoreSummary::Rank& rank : store.ranks) here.push_back(rank.rank);
-  if (here.size() == static_cast<std::size_t>(*store.world_size)) return fmt::format("{}", *store.world_size);
+  if (is_whole(store)) return fmt::format("{}", *store.world_size);
   return fmt::format("{}; here: rank {}; the other ranks' files are elsewhere or lost", *store.world_size,
                      fmt::join(here, ", "));
 }
@@ -80,9 +80,8 @@ std::string model_text(const Findings& findings) {
 std::string resume_text(const StoreSummary& store) {
   if (store.durability == tiers::Durability::none) return "nothing: made with durability \"none\", which never commits";
   if (!store.commits.empty()) return fmt::format("step {}", store.commits.front().step);
-  if (store.world_size && store.ranks.size() < static_cast<std::size_t>(*store.world_size)) {
+  if (store.world_size && !is_whole(store))
     return "unknown: the newest step that all ranks have, and some are not here";
-  }
   return "nothing: no step that every rank has";
 }
 
@@ -91,6 +90,8 @@ std::string checkpoint_text(const CommitHeader& checkpoint) {
 }
 
 std::string checkpoints_text(const StoreSummary& store) {
+  if (!is_whole(store))
+    return fmt::format("unknown: those that all ranks have, and some are not here; room for {}", store.checkpoints_max);
   const std::string text = listed(store.checkpoints, checkpoint_text);
   return fmt::format("{}; room for {}", text.empty() ? "none" : text, store.checkpoints_max);
 }
@@ -142,7 +143,7 @@ Json findings_json(const Findings& findings) {
   Json json{{"store", store.directory},
             {"world_size", or_null(store.world_size)},
             {"durability", store.durability == tiers::Durability::step ? "step" : "none"},
-            {"checkpoints", checkpoints_json(store.checkpoints)},
+            {"checkpoints", is_whole(store) ? checkpoints_json(store.checkpoints) : Json(nullptr)},
             {"checkpoints_max", store.checkpoints_max},
             {"resumes_from_step", store.commits.empty() ? Json(nullptr) : Json(store.commits.front().step)},
             {"units", store.unit_count},
@@ -201,8 +202,9 @@ void inspect_older(const StoredJob& job, Json& json) {
 // The stores of several sharding groups: each as if it were alone, then the step that the whole job would resume from.
 int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
   const auto commit = job.commits.empty() ? std::nullopt : std::optional(job.commits.front());
+  const bool whole = std::ranges::all_of(job.groups, is_whole);
   Json json{{"resumes_from_step", commit ? Json(commit->step) : Json(nullptr)},
-            {"checkpoints", checkpoints_json(job.checkpoints)},
+            {"checkpoints", whole ? checkpoints_json(job.checkpoints) : Json(nullptr)},
             {"groups", Json::array()}};
   bool sound = true;
   for (const StoreSummary& group : job.groups) {
@@ -212,7 +214,9 @@ int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
     say("\n");
   }
   say("the job of these {} groups resumes from {}\n", job.groups.size(),
-      commit ? fmt::format("step {}", commit->step) : "nothing: no step that every group has");
+      commit  ? fmt::format("step {}", commit->step)
+      : whole ? "nothing: no step that every group has"
+              : "unknown: the newest step that all groups have, and some ranks are not here");
   inspect_older(job, json);
   write_json(arguments.json, json);
   return sound ? kOk : kFailure;

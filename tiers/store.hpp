@@ -117,6 +117,8 @@ class Store {
   static Found look(const std::string& directory, int rank);
   // The ranks that have a manifest in `directory`, ascending; none if there is no such directory.
   static std::vector<int> ranks_in(const std::string& directory);
+  // The ranks whose data are in `directory`, and whose manifest is missing.
+  static std::vector<int> ranks_without_manifest(const std::string& directory);
   // The holder of the lock of a rank's store, for people ("process 4711 on node3"); nullopt if there is none. Takes the
   // lock for a moment, shared; a trainer that starts in that moment tries again.
   static std::optional<std::string> holder(const std::string& directory, int rank);

@@ -305,6 +305,10 @@ Store::Found Store::look(const std::string& directory, int rank) {
 
 std::vector<int> Store::ranks_in(const std::string& directory) { return detail::ranks_in(directory); }
 
+std::vector<int> Store::ranks_without_manifest(const std::string& directory) {
+  return detail::ranks_without_manifest(directory);
+}
+
 std::optional<std::string> Store::holder(const std::string& directory, int rank) {
   return detail::holder(StorePaths(directory, rank));
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist inspect: what a store holds, every damage of it, and nothing changed by looking.
 #include <map>
+#include <utility>
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -54,6 +55,27 @@ TEST_F(Inspect, ARankThatIsElsewhereIsSaid) {
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_THAT(result.output, HasSubstr("2; here: rank 1"));
   EXPECT_TRUE(json_of("report.json")["resumes_from_step"].is_null());
+  EXPECT_TRUE(json_of("report.json")["checkpoints"].is_null()) << "the other ranks' files decide";
+}
+
+// Without its manifest a rank is lost, and not elsewhere: its data are here.
+TEST_F(Inspect, ALostManifestIsAFailure) {
+  test::make_store(path("several"), 2, 1);
+  test::make_store(path("one/hoist"), 1, 1);
+  for (const auto& [store, rank] : {std::pair("several", 1), std::pair("one/hoist", 0)}) {
+    fs::remove(path(fmt::format("{}/rank-{:05}.manifest", store, rank)));
+    const auto result = run(fmt::format("inspect {} --json report.json", store));
+    EXPECT_EQ(result.exit_code, 1) << store;
+    EXPECT_THAT(result.output, HasSubstr(fmt::format("rank {}: {}/rank-{:05}.manifest is missing", rank, store, rank)));
+    EXPECT_TRUE(json_of("report.json")["resumes_from_step"].is_null());
+    const auto verified = run(fmt::format("verify {}", store));
+    EXPECT_EQ(verified.exit_code, 1) << store;
+    EXPECT_THAT(verified.errors, HasSubstr(".manifest is missing, and its data are here"));
+  }
+  EXPECT_EQ(run("inspect one").exit_code, 1) << "by the nvme_path above it";
+  fs::rename(path("one/hoist/rank-00000.data"), path("several/rank-00007.data"));
+  EXPECT_THAT(run("inspect several").output, Not(HasSubstr("rank 7"))) << "the store has no such rank";
+  EXPECT_EQ(run("inspect one").exit_code, 2) << "nothing is left";
 }
 
 TEST_F(Inspect, ADamagedManifestIsAFailure) {

@@ -224,6 +224,9 @@ TEST(StoredModel, RefusesWhatIsNotWhole) {
   trained(2, setup, {}, 2);
   std::filesystem::rename(directory / "store/rank-00001.manifest", directory / "elsewhere");
   EXPECT_THAT([&] { StoredModel model(directory / "store"); },
+              testing::ThrowsMessage<StoreError>(HasSubstr("rank-00001.manifest is missing")));
+  std::filesystem::remove(directory / "store/rank-00001.data");
+  EXPECT_THAT([&] { StoredModel model(directory / "store"); },
               testing::ThrowsMessage<StoreError>(HasSubstr("of 2 ranks")));
 }
 

@@ -54,8 +54,7 @@ bool is_replaced(const std::string& directory, int rank, bool same_ranks, const 
   }
   if (tiers::Store::ranks_in(directory).empty()) return false;
   const StoreSummary summary = look_at_one_store(directory);
-  const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
-  return whole && std::ranges::all_of(summary.ranks, [&](const StoreSummary::Rank& of) {
+  return is_whole(summary) && std::ranges::all_of(summary.ranks, [&](const StoreSummary::Rank& of) {
            return keeps_nothing(of.commits, of.checkpoints);
          });
 }

@@ -98,6 +98,13 @@ StoreSummary look_at_one_store(const std::string& directory) {
     summary.world_size = found.identity->world_size;
     summary.durability = found.durability;
   }
+  for (const int rank : Store::ranks_without_manifest(directory))
+    if (!summary.world_size || rank < *summary.world_size)
+      summary.ranks.push_back({{},
+                               rank,
+                               {{fmt::format("{}/rank-{:05}.manifest is missing, and its data are here: bring it back",
+                                             directory, rank)}}});
+  std::ranges::sort(summary.ranks, {}, &StoreSummary::Rank::rank);
   if (summary.ranks.empty()) throw StoreError(fmt::format("there is no store in {}", directory));
   if (!layout) return summary;
   summary.run = first_run;
@@ -105,7 +112,7 @@ StoreSummary look_at_one_store(const std::string& directory) {
   const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size, largest_model);
   summary.parameters = describe(table);
   summary.unit_count = table.units().size();
-  if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size)) find_common(summary);
+  if (is_whole(summary)) find_common(summary);
   return summary;
 }
 
@@ -115,7 +122,13 @@ bool lost_a_checkpoint(const StoreSummary& store) {
   });
 }
 
-bool has_store(const std::string& directory) { return !detail::readable_stores(directory).empty(); }
+bool has_store(const std::string& directory) {
+  return !detail::readable_stores(directory).empty() || !Store::ranks_without_manifest(directory).empty();
+}
+
+bool is_whole(const StoreSummary& store) {
+  return store.world_size && store.ranks.size() == static_cast<std::size_t>(*store.world_size);
+}
 
 StoreSummary without_passing_damage(StoreSummary store) {
   constexpr int kLooks = 10;
@@ -264,7 +277,7 @@ class StoredModel::Impl {
       std::erase_if(summary.ranks, [&](const StoreSummary::Rank& rank) { return rank.rank != *only; });
       if (summary.ranks.empty()) throw StoreError(fmt::format("no file of rank {} is in {}", *only, directory));
       find_common(summary);
-    } else if (summary.ranks.size() != static_cast<std::size_t>(*summary.world_size))
+    } else if (!is_whole(summary))
       throw StoreError(
           fmt::format("the store in {} is one of {} ranks, and the files of {} are here: bring them together",
                       directory, *summary.world_size, summary.ranks.size()));

@@ -67,6 +67,8 @@ StoreSummary look_at_store(const std::string& directory);
 StoreSummary without_passing_damage(StoreSummary store);
 // Whether there is one to look at.
 bool has_store(const std::string& directory);
+// Whether all its ranks are here.
+bool is_whole(const StoreSummary& store);
 // The same of the store whose files are in `directory` itself.
 StoreSummary look_at_one_store(const std::string& directory);
 // Whether a rank's damage is that of a named checkpoint.
