@@ -45,11 +45,7 @@ struct Findings {
     for (const StoreSummary::Rank& rank : store.ranks) bytes += rank.data_bytes;
     return bytes;
   }
-  // A rank without a usable commit cannot be resumed.
-  bool lost_a_rank() const {
-    return std::ranges::any_of(
-        store.ranks, [](const StoreSummary::Rank& rank) { return rank.commits.empty() && !rank.damage.empty(); });
-  }
+  bool lost_a_rank = false;  // without a usable commit, or its data, a rank cannot be resumed
 };
 
 // --- for people ------------------------------------------------------------------------------------------------------
@@ -172,16 +168,26 @@ Json findings_json(const Findings& findings) {
   return json;
 }
 
+Findings look_into(const StoreSummary& store) {
+  Findings findings{.store = store, .owner = store_owner(store), .age_seconds = {}};
+  for (StoreSummary::Rank& rank : findings.store.ranks) {
+    findings.lost_a_rank = findings.lost_a_rank || (rank.commits.empty() && !rank.damage.empty());
+    if (rank.commits.empty()) continue;  // its files may be in the making
+    if (!findings.age_seconds) findings.age_seconds = store_age_seconds(store);
+    for (const std::string& file : tiers::Store::wrong_data_files(store.directory, rank.rank)) {
+      rank.damage.push_back({file});
+      findings.lost_a_rank = true;
+    }
+  }
+  return findings;
+}
+
 // Prints and records everything about one store. Returns false if a rank of it is lost.
 bool inspect_store(const StoreSummary& store, Json& json) {
-  const bool has_commits =
-      std::ranges::any_of(store.ranks, [](const StoreSummary::Rank& rank) { return !rank.commits.empty(); });
-  const Findings findings{.store = store,
-                          .owner = store_owner(store),
-                          .age_seconds = has_commits ? store_age_seconds(store) : std::nullopt};
+  const Findings findings = look_into(store);
   json = findings_json(findings);
   print_findings(findings);
-  return !findings.lost_a_rank();
+  return !findings.lost_a_rank;
 }
 
 // Stores of earlier numbers of ranks, which stay for their named checkpoints; no row above counts their bytes.
@@ -249,7 +255,8 @@ Command add_inspect(CLI::App& app) {
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
       "Example: hoist inspect /local_nvme/hoist\n"
-      "Exit code 1: a rank's manifest cannot be used. `hoist verify` reads and checks everything.");
+      "Exit code 1: a rank's manifest cannot be used, or a data file is missing or has another length. `hoist verify`\n"
+      "reads and checks everything.");
   return {command, [arguments] { return inspect(*arguments); }};
 }
 

@@ -126,6 +126,9 @@ class Store {
   // Whether a further drive of this rank's store is lost, or not mounted: no label of it is where it was when the store
   // was made, nor in one of `elsewhere`.
   static bool lacks_a_drive(const std::string& directory, int rank, std::span<const std::string> elsewhere);
+  // The data files of this rank's store that are missing, or have another length, where it was made: a line for each.
+  // Further drives may be mounted elsewhere now: what is not there is not wrong.
+  static std::vector<std::string> wrong_data_files(const std::string& directory, int rank);
 
   // Whether the store in the directory was being made, removed or replaced, and the manifest of one of its ranks is not
   // there: the store cannot be used. A file of a rank that the store does not have is another, unfinished store's.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <random>
 
@@ -321,6 +322,39 @@ bool Store::lacks_a_drive(const std::string& directory, int rank, std::span<cons
                             {found.store_number, d, drive_count, directory}))
       return true;
   return false;
+}
+
+std::vector<std::string> Store::wrong_data_files(const std::string& directory, int rank) {
+  const StorePaths home(directory, rank);
+  const detail::ManifestView view = detail::view_superblock(home.manifest);
+  if (!view.superblock) return {};
+  detail::Stripes stripes;
+  try {
+    stripes = detail::decode_stripes(view.superblock->stripes, home.manifest);
+  } catch (const StoreError&) {
+    return {};  // look() says so
+  }
+  const unsigned drive_count = stripes.layout.drive_count();
+  std::vector<std::string> wrong;
+  for (unsigned d = 0; d < drive_count; ++d) {
+    const std::string made_in = d == 0 ? directory : stripes.directories[d - 1];
+    const StorePaths drive(made_in, rank);
+    const std::uint64_t bytes = stripes.layout.drive_bytes(d, view.superblock->data_bytes);
+    struct stat status {};
+    if (::lstat(drive.data.c_str(), &status) != 0) {
+      if (d == 0 || errno != ENOENT) wrong.push_back(fmt::format("{}: {}", drive.data, std::strerror(errno)));
+    } else if (static_cast<std::uint64_t>(status.st_size) != bytes) {
+      wrong.push_back(fmt::format("{} is {} bytes long and should be {}", drive.data, status.st_size, bytes));
+    } else if (d > 0) {
+      try {
+        if (!detail::find_drive(made_in, {}, rank, {view.superblock->store_number, d, drive_count, directory}))
+          wrong.push_back(fmt::format("{} is another store's: its label is missing, or says so", drive.data));
+      } catch (const IoError& error) {
+        wrong.emplace_back(error.what());
+      }
+    }
+  }
+  return wrong;
 }
 
 bool Store::is_half_removed(const std::string& directory) {

@@ -78,6 +78,17 @@ TEST_F(Inspect, ALostManifestIsAFailure) {
   EXPECT_EQ(run("inspect one").exit_code, 2) << "nothing is left";
 }
 
+TEST_F(Inspect, DataThatAreGoneOrCutOffAreAFailure) {
+  test::make_store(path("store"), 2, 1);
+  fs::resize_file(path("store/rank-00000.data"), 4096);
+  fs::remove(path("store/rank-00001.data"));
+  const auto result = run("inspect store --json report.json");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.output, HasSubstr("rank 0: store/rank-00000.data is 4096 bytes long and should be"));
+  EXPECT_THAT(result.output, HasSubstr("rank 1: store/rank-00001.data: No such file or directory"));
+  EXPECT_EQ(json_of("report.json")["ranks"][1]["damage"].size(), 1u);
+}
+
 TEST_F(Inspect, ADamagedManifestIsAFailure) {
   test::make_store(path("store"), 1, 1);
   test::flip_bits(path("store/rank-00000.manifest"), 64);
