@@ -7,7 +7,7 @@
 
 #include "plan_fixture.hpp"
 
-namespace hoist::plan_write_test {
+namespace hoist::plan_test {
 namespace {
 
 using ::testing::AllOf;
@@ -173,4 +173,4 @@ TEST_F(Plan, WritesForDrivesThatTheMachineNames) {
 }
 
 }  // namespace
-}  // namespace hoist::plan_write_test
+}  // namespace hoist::plan_test
