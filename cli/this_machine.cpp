@@ -45,13 +45,14 @@ constexpr double kTflopsOfCore = 0.03, kTflopsOfGpu = 200;
 constexpr double kWattsOfCore = 10, kWattsOfGpu = 500;
 constexpr double kNetworkGbPerSecond = 5;  // between processes of a machine
 
+// Empty if the environment names no directory of this user's own: in a shared one, such as /tmp, another user could
+// make the file first.
 std::string cache_file() {
   const char* const cache = std::getenv("XDG_CACHE_HOME");
   const char* const home = std::getenv("HOME");
-  const fs::path base = cache != nullptr && *cache != '\0' ? fs::path(cache)
-                        : home != nullptr && *home != '\0' ? fs::path(home) / ".cache"
-                                                           : fs::temp_directory_path();
-  return base / "hoist" / "machine.json";
+  if (cache != nullptr && *cache != '\0') return fs::path(cache) / "hoist" / "machine.json";
+  if (home != nullptr && *home != '\0') return fs::path(home) / ".cache" / "hoist" / "machine.json";
+  return {};
 }
 
 std::string host_name() {
@@ -189,6 +190,7 @@ std::optional<MachineSpec> kept_in(const std::string& path) {
 // False where there is no place for it: the machine is measured again the next time.
 bool keep(const MachineSpec& spec, const std::string& path) {
   try {
+    if (path.empty()) throw UsageError("neither XDG_CACHE_HOME nor HOME is set");
     fs::create_directories(fs::path(path).parent_path());
     const auto replace = nlohmann::ordered_json::error_handler_t::replace;  // a directory's name need not be UTF-8
     replace_file(path, machine_file_json(spec).dump(2, ' ', false, replace) + "\n");

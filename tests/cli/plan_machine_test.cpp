@@ -193,6 +193,13 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   EXPECT_THAT(run(command).output, Not(HasSubstr("does not fit"))) << "what is free is asked each time";
   write("cache/hoist/machine.json", "{");
   EXPECT_THAT(run(command).output, HasSubstr("measured now")) << "a damaged cache is measured again";
+  // Where any user can make files, another one could have put a measurement, or a link to a file of this user's.
+  std::filesystem::create_directories(path("shared"));
+  const auto without_home =
+      run("--version >/dev/null; env -u HOME -u XDG_CACHE_HOME TMPDIR=shared '" HOIST_PROGRAM "' " + command);
+  EXPECT_EQ(without_home.exit_code, 0) << without_home.errors;
+  EXPECT_THAT(without_home.errors, HasSubstr("is not kept for the next time: neither XDG_CACHE_HOME nor HOME is set"));
+  EXPECT_TRUE(std::filesystem::is_empty(path("shared")));
   write("no_folder", "");
   ::setenv("XDG_CACHE_HOME", path("no_folder").c_str(), 1);
   const auto unkept = run(command);
