@@ -15,6 +15,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/named_file.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/processors.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/machine.hpp>
@@ -55,9 +56,17 @@ std::string cache_file() {
   return {};
 }
 
-std::string host_name() {
+// Those that this process may use: `taskset` and a container may leave it fewer than the machine has.
+std::size_t usable_processors() {
+  return std::min<std::size_t>(platform::processor_count(), current_processors().size());
+}
+
+// A measurement is one of this name: with other processors the same host has other speeds.
+std::string machine_name() {
   char name[256] = {};
-  return ::gethostname(name, sizeof(name) - 1) == 0 && name[0] != '\0' ? name : "this machine";
+  const bool is_named = ::gethostname(name, sizeof(name) - 1) == 0 && name[0] != '\0';
+  const std::size_t count = usable_processors();
+  return fmt::format("{}, {} processor{}", is_named ? name : "this machine", count, count == 1 ? "" : "s");
 }
 
 std::vector<std::string> absolute(const std::vector<std::string>& directories) {
@@ -155,9 +164,9 @@ void measure_device(bool is_gpu, MachineSpec& spec) {
 
 MachineSpec measure_now(const std::vector<std::string>& directories, const measure::StopFlag* stop) {
   const auto now = std::chrono::time_point_cast<std::chrono::seconds>(std::chrono::system_clock::now());
-  MachineSpec spec{.name = host_name(),
+  MachineSpec spec{.name = machine_name(),
                    .basis = fmt::format("measured by hoist plan, {:%Y-%m-%d %H:%M} UTC", fmt::gmtime(now))};
-  const double cores = platform::processor_count();
+  const auto cores = static_cast<double>(usable_processors());
   measure_drives(directories, stop, spec);
   fill_in_quick_facts(directories, spec);
   const bool has_gpus = spec.gpus_per_node > 0;
@@ -209,7 +218,7 @@ ThisMachine this_machine_spec(const std::vector<std::string>& directories, const
   if (const auto kept = kept_in(machine.cache_path)) {
     machine.spec = *kept;
     const bool had_gpus = machine.spec.gpus_per_node > 0;
-    if (machine.spec.name == host_name() && machine.spec.drives.directories == paths &&
+    if (machine.spec.name == machine_name() && machine.spec.drives.directories == paths &&
         had_gpus == (platform::cuda_device_count() > 0)) {
       fill_in_quick_facts(paths, machine.spec);
       return machine;

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <sys/resource.h>
 
+#include <hoist/core/processors.hpp>
 #include <hoist/platform/free_memory.hpp>
 
 #include "plan_fixture.hpp"
@@ -193,6 +194,11 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   EXPECT_THAT(run(command).output, Not(HasSubstr("does not fit"))) << "what is free is asked each time";
   write("cache/hoist/machine.json", "{");
   EXPECT_THAT(run(command).output, HasSubstr("measured now")) << "a damaged cache is measured again";
+  if (const Processors all = current_processors(); all.size() > 1) {
+    bind_current_thread({all.front()});
+    EXPECT_THAT(run(command).output, HasSubstr("measured now")) << "other processors have other speeds";
+    bind_current_thread(all);
+  }
   // Where any user can make files, another one could have put a measurement, or a link to a file of this user's.
   std::filesystem::create_directories(path("shared"));
   const auto without_home =
