@@ -170,7 +170,13 @@ BenchIoReport measure_all(const BenchIoArguments& arguments, const BenchIoPlan& 
   report.storage = rig.storage();
   for (const auto& drive : drives) report.direct.push_back(drive->file().file().is_direct());
   report.result = run_once(plan, pointers(drives), stop);
-  if (!plan.compare.empty()) report.comparison = run_comparison(plan, pointers(drives), stop);
+  try {
+    if (!plan.compare.empty()) report.comparison = run_comparison(plan, pointers(drives), stop);
+  } catch (const measure::Interrupted&) {
+    throw;
+  } catch (const Error& error) {  // the measurement before it counts
+    report.comparison_failure = fmt::format("--compare {}: {}", plan.compare, error.what());
+  }
   report.warnings = rig.warnings();
   for (std::string& warning : run_warnings(plan, report.result)) report.warnings.push_back(std::move(warning));
   return report;
@@ -181,10 +187,13 @@ int bench_io(const BenchIoArguments& arguments) {
     const BenchIoPlan plan = make_plan(arguments);
     check_json(arguments.json);
     const InterruptGuard interrupt;
-    const BenchIoReport report = measure_all(arguments, plan, interrupt.flag());
+    BenchIoReport report = measure_all(arguments, plan, interrupt.flag());
     say("{}", to_text(report));
+    const bool failed = !report.comparison_failure.empty();
+    if (failed) complain("hoist bench io: {}\n", report.comparison_failure);
+    if (failed) report.warnings.push_back(report.comparison_failure);
     write_json(arguments.json, to_json(report));
-    return kOk;
+    return failed ? kFailure : kOk;
   } catch (const BudgetError& error) {
     complain("hoist bench io: {}; lower --queue-depth or --block-size\n", error.what());
     return kBadInput;

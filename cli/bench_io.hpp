@@ -27,6 +27,7 @@ struct BenchIoReport {
   std::vector<bool> direct;
   measure::WorkloadResult result;
   std::optional<measure::ComparisonResult> comparison;
+  std::string comparison_failure;  // why there is no result of the comparison that was asked for
   std::vector<std::string> warnings;
 };
 

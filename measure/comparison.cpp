@@ -18,8 +18,8 @@ class Match {
 
   ComparisonResult run() {
     result_.tool = theirs_.name();
-    result_.description = theirs_.description();
     prepare();
+    result_.description = theirs_.description();
     for (unsigned pair = 0; pair < options_.pairs; ++pair) {
       play(pair);
       if (pair % 2 == 1) control(pair);

@@ -39,7 +39,7 @@ class Contender {
   Contender& operator=(const Contender&) = delete;
 
   virtual std::string name() const = 0;
-  // Its settings, for the report: version, buffers, options.
+  // Its settings, for the report: version, buffers, options. The first leg may have changed them.
   virtual std::string description() const = 0;
   virtual LegResult run(const Leg& leg) = 0;
 };
@@ -50,7 +50,8 @@ std::unique_ptr<Contender> make_engine_contender(std::span<Drive* const> drives,
 // Errors: UsageError where there is no fio on the PATH.
 void require_fio();
 // fio's io_uring engine: same block size, depth, mix, direct, registered buffers and files, buffers on huge pages.
-// Errors: UsageError when fio cannot be started.
+// Where io_uring is not available, its libaio engine; without registered buffers where the memlock limit has no room
+// for them. Errors: UsageError when fio cannot be started.
 std::unique_ptr<Contender> make_fio_contender(std::span<Drive* const> drives, const StopFlag* stop);
 
 // A loop over Linux's older asynchronous interface in the manner of DeepSpeed's aio handle with overlap_events: one

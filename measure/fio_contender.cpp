@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
+#include <hoist/aio/io_uring_probe.hpp>
 #include <hoist/measure/contender.hpp>
 #include <hoist/measure/subprocess.hpp>
 
@@ -24,14 +28,15 @@ std::string tunables() {
 
 const char* rw_of(Pattern pattern) { return pattern == Pattern::mixed ? "rw" : pattern_name(pattern); }
 
-// A colon separates file names for fio.
-std::string escaped(const std::string& path) {
-  std::string text;
-  for (const char c : path) {
-    if (c == ':' || c == '\\') text += '\\';
-    text += c;
-  }
-  return text;
+// hoist's own descriptor: some characters of a path, such as a colon, mean something else to fio.
+std::string name_for_fio(const Drive& drive) {
+  return fmt::format("/proc/{}/fd/{}", ::getpid(), drive.file().file().descriptor());
+}
+
+// What fio says before its report.
+std::string complaint_of(const SubprocessResult& fio) {
+  const std::string said = fio.errors + fio.output.substr(0, std::min(fio.output.find('{'), fio.output.size()));
+  return said.substr(0, said.find('\n'));
 }
 
 }  // namespace
@@ -54,19 +59,25 @@ class FioContender final : public Contender {
 
   std::string name() const override { return "fio"; }
   std::string description() const override {
-    return fmt::format(
-        "{}, io_uring, fixedbufs, registerfiles, direct={}, one thread for each path, buffers on huge "
-        "pages ({})",
-        version_, direct() ? 1 : 0, tunables());
+    return fmt::format("{}, {}, direct={}, one thread for each path, buffers on huge pages ({})", version_,
+                       !has_io_uring_   ? "libaio (io_uring is not available)"
+                       : fixed_buffers_ ? "io_uring, fixedbufs, registerfiles"
+                                        : "io_uring, registerfiles, no fixedbufs (the memlock limit forbids them)",
+                       direct() ? 1 : 0, tunables());
   }
 
   LegResult run(const Leg& leg) override {
     const TimePoint begin = Clock::now();
     const SubprocessResult process = run_subprocess({.command = command(leg), .environment = {tunables()}}, stop_);
     const double wall_seconds = to_seconds(Clock::now() - begin);
-    if (process.exit_code != 0)
-      throw Error(fmt::format("fio ended with code {}: {}", process.exit_code,
-                              process.errors.empty() ? process.output : process.errors));
+    if (process.exit_code != 0) {
+      const std::string complaint = complaint_of(process);
+      const bool lacks_memory = complaint.find(std::strerror(ENOMEM)) != std::string::npos;
+      if (!lacks_memory || !fixed_buffers_)
+        throw Error(fmt::format("fio ended with code {}: {}", process.exit_code, complaint));
+      fixed_buffers_ = false;
+      return run(leg);
+    }
     LegResult result = parse(process.output, leg);
     result.setup_seconds = std::max(0.0, wall_seconds - result.seconds);
     return result;
@@ -80,9 +91,7 @@ class FioContender final : public Contender {
     // Turns off a default that costs fio time: altering buffers before each write.
     std::vector<std::string> words{"fio",
                                    "--output-format=json",
-                                   "--ioengine=io_uring",
-                                   "--fixedbufs=1",
-                                   "--registerfiles=1",
+                                   has_io_uring_ ? "--ioengine=io_uring" : "--ioengine=libaio",
                                    "--thread=1",
                                    "--invalidate=0",
                                    "--fallocate=none",
@@ -98,9 +107,11 @@ class FioContender final : public Contender {
                                    fmt::format("--offset={}", leg.region.offset_bytes),
                                    fmt::format("--size={}", leg.region.length_bytes),
                                    fmt::format("--io_size={}", leg.region.length_bytes)};
+    if (has_io_uring_) words.push_back("--registerfiles=1");
+    if (fixed_buffers_) words.push_back("--fixedbufs=1");
     for (std::size_t i = 0; i < drives_.size(); ++i) {
       words.push_back(fmt::format("--name=drive{}", i));
-      words.push_back(fmt::format("--filename={}", escaped(drives_[i]->file().path())));
+      words.push_back("--filename=" + name_for_fio(*drives_[i]));
     }
     return words;
   }
@@ -135,6 +146,8 @@ class FioContender final : public Contender {
   const std::vector<Drive*> drives_;
   const StopFlag* stop_;
   std::string version_;
+  const bool has_io_uring_ = aio::probe_io_uring().available;
+  bool fixed_buffers_ = has_io_uring_;  // until it is known that the memlock limit has no room for them
 };
 
 }  // namespace

@@ -219,13 +219,62 @@ TEST_F(BenchIo, FallsBackToThreadsWhereIoUringIsForbidden) {
   EXPECT_TRUE(drive_is_empty());
 }
 
+bool have_fio() { return std::system("fio --version >/dev/null 2>&1") == 0; }
+
+TEST_F(BenchIo, ComparesWithFioWhereIoUringIsForbidden) {
+  if (!have_fio()) GTEST_SKIP() << "fio is not installed";
+  const pid_t child = ::fork();
+  if (child == 0) {
+    forbid_io_uring();
+    ::_exit(run("bench io --path drive --size 16MiB --compare fio --pairs 1 --json io.json").exit_code);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0) << test::contents_of(path("err"));
+  EXPECT_THAT(json_of("io.json")["compare"]["description"].get<std::string>(), HasSubstr("libaio (io_uring is not"));
+}
+
+TEST_F(BenchIo, ComparesWithFioWhereTheMemlockLimitForbidsItsBuffers) {
+  if (!have_fio() || ::geteuid() != 0) GTEST_SKIP() << "needs fio, and root, which drops CAP_IPC_LOCK";
+  const auto result = run("--version >/dev/null; ulimit -l 1024; setpriv --bounding-set -ipc_lock '" HOIST_PROGRAM
+                          "' bench io --path drive --size 16MiB --compare fio --pairs 1 --json io.json");
+  if (result.errors.find("setpriv") != std::string::npos) GTEST_SKIP() << result.errors;
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(json_of("io.json")["compare"]["description"].get<std::string>(), HasSubstr("no fixedbufs"));
+}
+
+TEST_F(BenchIo, ComparesWithFioWhateverCharactersThePathHas) {
+  if (!have_fio()) GTEST_SKIP() << "fio is not installed";
+  const std::string odd = "a:b\\c;d\ne";
+  std::filesystem::create_directory(path(odd));
+  const auto result = run("bench io --path '" + odd + "' --path drive --size 16MiB --compare fio --pairs 1");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+}
+
+// What hoist has measured counts in any case.
+TEST_F(BenchIo, ARivalThatFailsIsSaidInOneLineAfterTheResult) {
+  write("fio",
+        "#!/bin/sh\n[ \"$1\" = --version ] && exec echo fio-9\n"
+        "echo 'fio: pid=1, err=5, error=Input/output error'; echo '{'; echo '\"jobs\": []}'; exit 1\n");
+  std::filesystem::permissions(path("fio"), std::filesystem::perms::owner_all);
+  const auto result = run("--version >/dev/null; PATH=\"$PWD:$PATH\" '" HOIST_PROGRAM
+                          "' bench io --path drive --size 16MiB --compare fio --json io.json --quiet");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.output, HasSubstr("GB/s"));
+  EXPECT_THAT(result.errors,
+              HasSubstr("--compare fio: fio ended with code 1: fio: pid=1, err=5, error=Input/output error\n"));
+  EXPECT_THAT(result.errors, Not(HasSubstr("jobs")));
+  EXPECT_GT(json_of("io.json")["gb_per_s"], 0);
+  EXPECT_TRUE(json_of("io.json")["compare"].is_null());
+}
+
 class BenchIoCompare : public BenchIo, public ::testing::WithParamInterface<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Rivals, BenchIoCompare, ::testing::Values("fio", "libaio"),
                          [](const auto& rival) { return rival.param; });
 
 TEST_P(BenchIoCompare, GivesARatioForEachPairAndAControl) {
   const std::string rival = GetParam();
-  if (rival == "fio" && std::system("fio --version >/dev/null 2>&1") != 0) GTEST_SKIP() << "fio is not installed";
+  if (rival == "fio" && !have_fio()) GTEST_SKIP() << "fio is not installed";
   const auto result =
       run("bench io --path drive --size 16MiB --op mixed --compare " + rival + " --pairs 4 --json io.json");
   if (rival == "libaio" && result.errors.find("this build has no libaio") != std::string::npos)
