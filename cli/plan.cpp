@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/scratch_file.hpp>
 
@@ -110,11 +111,12 @@ int plan(const PlanArguments& arguments) {
                         {arguments.model.units, arguments.model.weights, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
     check_json(arguments.json);
-    if (std::error_code unknown; arguments.config.empty() && std::filesystem::is_regular_file(arguments.write, unknown))
-      throw UsageError(fmt::format(
-          "--write {}: the file exists, and without a configuration nothing of it would stay; name it as the "
-          "configuration to keep its other keys (hoist plan {} ...), or write to another file",
-          arguments.write, arguments.write));
+    if (std::error_code unknown; std::filesystem::is_regular_file(arguments.write, unknown) &&
+                                 (arguments.config.empty() || !is_same_place(arguments.write, arguments.config)))
+      throw UsageError(
+          fmt::format("--write {}: the file exists, and nothing of it would stay; name it as the configuration to keep "
+                      "its other keys (hoist plan {} ...), or write to another file",
+                      arguments.write, arguments.write));
     const PlanQuestion question = question_of(arguments);
     if (question.config.measured.read_bytes_per_second && !arguments.machine.empty() && !arguments.is_this_machine())
       say("the drives' speeds are those of hoist.measured in {}, and not those of {}\n", arguments.config,

@@ -14,6 +14,7 @@
 #include <hoist/config/plain_json.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/named_file.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 
 #include "commands.hpp"
@@ -249,7 +250,8 @@ int tune(const TuneArguments& arguments) {
   const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
   check_outputs_apart({json, plot}, {arguments.merge});
   check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
-  if (std::error_code unknown; arguments.merge.empty() && std::filesystem::is_regular_file(arguments.out, unknown))
+  if (std::error_code unknown; std::filesystem::is_regular_file(arguments.out, unknown) &&
+                               (arguments.merge.empty() || !is_same_place(arguments.out, arguments.merge)))
     throw UsageError(fmt::format(
         "--out {}: the file exists, and nothing of it would stay; name it with --merge to keep its other keys, or "
         "write to another file",

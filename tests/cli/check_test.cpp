@@ -367,10 +367,11 @@ TEST_F(Check, NamesABudgetThatTheMachineHas) {
         << result.output;
     EXPECT_THAT(result.output, Not(HasSubstr("needs less")));
     // A plan has a budget of its own then, and writes it.
-    const auto planned = run("plan file.json --tokens 1024 --write written.json" + arguments);
+    const std::string written = name + std::string("-written.json");
+    const auto planned = run("plan file.json --tokens 1024 --write " + written + arguments);
     EXPECT_EQ(planned.exit_code, 0) << planned.output << planned.errors;
     EXPECT_THAT(planned.output, HasSubstr("hoist.pinned_memory is 500 GiB, more than the machine has free"));
-    EXPECT_EQ(run("check written.json" + arguments).exit_code, 0);
+    EXPECT_EQ(run("check " + written + arguments).exit_code, 0);
 
     const std::uint64_t named = std::stoull(found[1]);
     const std::uint64_t pinned = is_shared ? named - 10 * 1024 : named;

@@ -58,6 +58,11 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
     EXPECT_EQ(test::contents_of(path("own.json")).find("/mine") != std::string::npos,
               text.find("/mine") != std::string::npos);
   }
+  write("another.json", "{}");
+  const auto over_another = run("plan own.json --parameters 1e9 --write another.json" + std::string(kOneRank));
+  EXPECT_EQ(over_another.exit_code, 2);
+  EXPECT_THAT(over_another.errors, HasSubstr("--write another.json: the file exists"));
+  EXPECT_EQ(test::contents_of(path("another.json")), "{}");
   // What fits memory needs no drive, wherever the configuration has its state.
   write("drive.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {)" + offload + "}}");
   ASSERT_EQ(run("plan drive.json --parameters 1e9" + std::string(kOneRank)).exit_code, 0);

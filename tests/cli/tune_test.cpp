@@ -120,6 +120,7 @@ TEST_F(Tune, BadInputIsRefusedBeforeAnythingIsMeasured) {
   write("broken.json", "{\"aio\": ");
   write("list.json", "[]");
   write("odd.json", "{\"aio\": 7}");
+  write("merged.json", "{}");
   const std::vector<std::pair<std::string, std::string>> refusals{
       {"--path drive --merge missing.json", "No such file"},
       {"--path drive --merge .", "is a directory"},
@@ -128,6 +129,7 @@ TEST_F(Tune, BadInputIsRefusedBeforeAnythingIsMeasured) {
       {"--path drive --merge odd.json", "\"aio\" that is not an object"},
       {"--path drive --out no/such/place.json", "choose another directory"},
       {"--path drive --out odd.json", "nothing of it would stay; name it with --merge"},
+      {"--path drive --merge merged.json --out odd.json", "nothing of it would stay; name it with --merge"},
       {"--path drive --plot drive", "is a directory"},
       {"--path drive --engine null", "nothing to tune"},
       {"--path drive --size 1MiB", "at least 64.0 MiB are needed"},
