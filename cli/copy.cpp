@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist copy: a commit of a store as another store, which a run can continue from.
-#include <algorithm>
 #include <filesystem>
 #include <memory>
-#include <span>
 
 #include <fmt/format.h>
 
@@ -38,28 +36,12 @@ std::vector<std::string> store_directories(const std::vector<std::string>& to) {
   return directories;
 }
 
-// A copy of a store in the store's own place would be found there, and be the same. Compared as places, which links and
-// mounts name in several ways.
-void check_places(const std::vector<std::string>& directories, const std::vector<std::string>& of_store) {
-  for (std::size_t i = 0; i < directories.size(); ++i) {
-    const auto is_this = [&](const std::string& other) { return is_same_place(other, directories[i]); };
-    if (std::ranges::any_of(of_store, is_this))
-      throw UsageError(
-          fmt::format("--to: {} is where the store itself is; name a directory on another drive", directories[i]));
-    for (const std::string& before : std::span(directories).first(i))
-      if (is_this(before))
-        throw UsageError(
-            fmt::format("--to: {} and {} are one directory; name each drive once", before, directories[i]));
-  }
-}
-
 // Returns the report.
 Json make_copy(const CopyArguments& arguments) {
   const std::uint64_t rate = rate_of(arguments.bytes_per_second);
   const StoredJob job = find_job({arguments.store}, arguments.from);
   const StoredModelOptions which = choose_commit(job, arguments.step, arguments.from);
   const std::vector<std::string> directories = store_directories(arguments.to);
-  check_places(directories, {find_store(arguments.store), job.groups.front().directory});
   StoredModel model(job.groups.front().directory, which);
 
   const StoreCopyReport report =

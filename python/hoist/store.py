@@ -49,6 +49,8 @@ def verify(directory: str | os.PathLike[str], bytes_per_second: int = 0) -> list
 
 def open(directory: str | os.PathLike[str], step: int | None = None, checkpoint: str = "") -> Stored:
     """The newest commit, that of a step, or a named checkpoint."""
+    if step is not None and checkpoint:
+        raise _hoist.UsageError(f"step={step} and checkpoint={checkpoint!r} may be two commits: give one of them")
     return Stored(_hoist.StoredModel(_find(directory), step, checkpoint))
 
 

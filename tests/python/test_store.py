@@ -88,10 +88,17 @@ def test_a_run_continues_from_a_copy(settings, tmp_path):
     with hoist.store.open(tmp_path / "store") as stored:
         stored.copy(tmp_path / "backup")
         stored.copy(tmp_path / "backup")  # compared
+        with pytest.raises(hoist.UsageError, match="is where the store itself is"):
+            stored.copy(tmp_path / "store")
     assert hoist.store.steps(tmp_path / "backup").commits == [2]
     with hoist.torch.wrap(Gpt(), settings(store="backup"), resume=True) as engine:
         assert engine.step_count == 2 and engine.digest() == at_two
         train(engine, 1)
+
+
+def test_a_step_and_a_checkpoint_are_two_choices(tmp_path):
+    with pytest.raises(hoist.UsageError, match="give one of them"):
+        hoist.store.open(tmp_path, step=2, checkpoint="best")
 
 
 def test_threads_ask_while_another_copies(settings, tmp_path):

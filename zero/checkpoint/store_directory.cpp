@@ -38,6 +38,11 @@ StoreDirectory new_store_directory(std::uint64_t order, int world_size) {
   return {fmt::format("{}{:04}{}{}", kPrefix, order, kRanks, world_size), order, world_size};
 }
 
+std::string offload_directory_of(const std::string& store) {
+  const fs::path path(store);
+  return parsed(path.filename().string()).name.empty() ? store : path.parent_path().string();
+}
+
 std::vector<StoreDirectory> store_directories(const std::string& directory) {
   std::vector<StoreDirectory> places;
   std::error_code failed, ignored;

@@ -39,6 +39,9 @@ std::vector<StoreDirectory> store_directories(const std::string& directory);
 std::vector<StoreDirectory> readable_stores(const std::string& directory);
 StoreDirectory new_store_directory(std::uint64_t order, int world_size);
 
+// The offload directory of the store in `store`: that itself, or the one above it.
+std::string offload_directory_of(const std::string& store);
+
 // Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when
 // another process holds it. `directories`: of all its drives. `check`: as in tiers::Store::remove().
 bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout,

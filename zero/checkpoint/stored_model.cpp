@@ -9,6 +9,7 @@
 
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/clock.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/pace.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
@@ -64,6 +65,20 @@ std::uint64_t elements_max(const Store::Found& found) {
       found.durability == tiers::Durability::none ? std::min(found.tile_count, kTilesMax) : found.tile_count;
   const std::uint64_t tile_elements = tiers::kTileElements * static_cast<std::uint64_t>(found.identity->world_size);
   return tiles > ~std::uint64_t{0} / tile_elements ? ~std::uint64_t{0} : tiles * tile_elements;
+}
+
+// A copy of a store in the store's own place would be found there, and be the same. Compared as places, which links and
+// mounts name in several ways.
+void check_places(std::span<const std::string> directories, const std::string& store) {
+  if (directories.empty()) throw UsageError("a copy of a store needs a directory");
+  for (std::size_t i = 0; i < directories.size(); ++i) {
+    if (is_same_place(directories[i], store) || is_same_place(directories[i], detail::offload_directory_of(store)))
+      throw UsageError(
+          fmt::format("{} is where the store itself is; name a directory on another drive", directories[i]));
+    for (const std::string& before : directories.first(i))
+      if (is_same_place(before, directories[i]))
+        throw UsageError(fmt::format("{} and {} are one directory; name each drive once", before, directories[i]));
+  }
 }
 
 }  // namespace
@@ -221,7 +236,7 @@ class StoredModel::Impl {
   }
 
   StoreCopyReport copy(const StoreCopyOptions& options) {
-    if (options.directories.empty()) throw UsageError("a copy of a store needs a directory");
+    check_places(options.directories, summary_.directory);
     StoreCopyReport report{.step = commit_.step, .data_bytes = data_bytes()};
     const TimePoint begun = Clock::now();
     std::uint64_t done = 0;

@@ -150,8 +150,8 @@ class StoredModel {
   // Copies the commit into another store, which a run continues from as it would from this one. Every byte is verified
   // on its way. A rank counts as copied when its commit is durable; when an earlier copy was interrupted, the ranks
   // that it finished are compared instead. Errors: CorruptionError for damage here; StoreError when the directories
-  // hold something else; UsageError when they hold a copy of this run at another step, or this copy on other drives;
-  // BudgetError when they have too little space.
+  // hold something else; UsageError when they hold a copy of this run at another step, or this copy on other drives,
+  // when one is this store's own, and when two are one; BudgetError when they have too little space.
   StoreCopyReport copy(const StoreCopyOptions& options);
 
  private:
