@@ -181,6 +181,9 @@ Ring::Collected Ring::collect(std::span<Block*> done) {
       continue;
     }
     block->result = entry->res;
+    // A limit of threads left the kernel without a worker for the flush, which it has not begun.
+    if (block->operation == Operation::sync && entry->res == -ECANCELED)
+      block->result = ::fdatasync(block->file->descriptor()) == 0 ? 0 : -errno;
     done[collected.block_count++] = block;
   }
   io_uring_cq_advance(&ring_, seen);

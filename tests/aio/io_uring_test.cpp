@@ -147,6 +147,24 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
   ::setrlimit(RLIMIT_MEMLOCK, &before);
 }
 
+// The kernel flushes on a thread of its own, and the limit leaves no room for one.
+[[noreturn]] void flush_at_the_limit_of_threads(const File& file) {
+  const LogCapture log;
+  DriveQueue queue({.backend = BackendKind::io_uring});
+  const rlimit none{.rlim_cur = 1, .rlim_max = 1};
+  constexpr uid_t kNobody = 65534;  // no limit holds for root
+  if (::setrlimit(RLIMIT_NPROC, &none) != 0 || ::setresuid(kNobody, kNobody, kNobody) != 0) std::_Exit(2);
+  exit_if(!io_error_of(queue.sync(file)), log);
+}
+
+TEST(IoUringRefusedDeath, AFlushNeedsNoThreadOfTheKernel) {
+  if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become a user at its limit";
+  const test::TempDirectory directory;
+  const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = kMiB});
+  EXPECT_EXIT(flush_at_the_limit_of_threads(file), testing::ExitedWithCode(0), "");
+}
+
 // Run in a process of its own, where the sentences have not been said yet.
 [[noreturn]] void say_that_io_uring_is_refused() {
   const LogCapture log;
