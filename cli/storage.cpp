@@ -52,22 +52,19 @@ aio::BackendKind parse_engine_option(const std::string& text) {
 }
 
 void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes) {
-  std::map<std::string, std::string> seen;      // canonical -> as given
-  std::map<std::string, std::uint64_t> needed;  // on each file system, in all
-  std::map<std::string, std::string> first_there;
+  std::map<std::string, std::string> seen;                // canonical -> as given
+  std::map<std::string, std::vector<std::string>> there;  // on each file system
   for (const std::string& path : paths) {
-    measure::check_scratch_directory(path, bytes);
+    measure::check_scratch_directory(path);
     std::error_code ignored;
     const auto canonical = std::filesystem::canonical(path, ignored).string();
     if (const auto [at, fresh] = seen.emplace(canonical, path); !fresh) {
       throw UsageError(
           fmt::format("--path {}: is the same directory as --path {}; name each drive once", path, at->second));
     }
-    const std::string file_system = file_system_key(path);
-    first_there.emplace(file_system, path);
-    needed[file_system] += bytes;
+    there[file_system_key(path)].push_back(path);
   }
-  for (const auto& [file_system, total] : needed) measure::check_scratch_directory(first_there[file_system], total);
+  for (const auto& [file_system, directories] : there) measure::check_scratch_space(directories, bytes);
 }
 
 StorageRig::StorageRig(const std::vector<std::string>& paths, std::uint64_t file_bytes, std::uint64_t buffer_bytes)

@@ -6,6 +6,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -45,7 +46,7 @@ void remove_file(const std::string& path) {
 
 }  // namespace
 
-void check_scratch_directory(const std::string& directory, std::uint64_t bytes) {
+void check_scratch_directory(const std::string& directory) {
   struct stat info {};
   if (::stat(directory.c_str(), &info) != 0) {
     throw UsageError(
@@ -61,16 +62,23 @@ void check_scratch_directory(const std::string& directory, std::uint64_t bytes) 
     throw UsageError(
         fmt::format("--path {}: {}; choose a directory this user may write to", directory, std::strerror(errno)));
   }
+}
+
+void check_scratch_space(std::span<const std::string> directories, std::uint64_t bytes) {
   struct statvfs space {};
-  if (::statvfs(directory.c_str(), &space) != 0) throw io_error("statvfs", directory, "");
+  if (::statvfs(directories.front().c_str(), &space) != 0) throw io_error("statvfs", directories.front(), "");
   std::uint64_t have = std::uint64_t{space.f_bavail} * space.f_frsize;
-  // A run that was killed left its file, which this one removes.
-  const std::string left = directory + "/" + ScratchFile::kDirectoryName + "/" + ScratchFile::kDataName;
-  if (::lstat(left.c_str(), &info) == 0 && S_ISREG(info.st_mode))
-    have += static_cast<std::uint64_t>(info.st_blocks) * 512;
-  if (have < bytes + kSpareBytes) {
-    throw UsageError(fmt::format("--path {}: {} are free, {} are needed; lower --size or free space there", directory,
-                                 format_bytes(have), format_bytes(bytes + kSpareBytes)));
+  for (const std::string& directory : directories) {
+    // A run that was killed left its file, which this one removes.
+    const std::string left = directory + "/" + ScratchFile::kDirectoryName + "/" + ScratchFile::kDataName;
+    struct stat info {};
+    if (::lstat(left.c_str(), &info) == 0 && S_ISREG(info.st_mode))
+      have += static_cast<std::uint64_t>(info.st_blocks) * 512;
+  }
+  const std::uint64_t need = bytes * directories.size() + kSpareBytes;
+  if (have < need) {
+    throw UsageError(fmt::format("--path {}: {} are free, {} are needed; lower --size or free space there",
+                                 fmt::join(directories, " --path "), format_bytes(have), format_bytes(need)));
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include <hoist/aio/file.hpp>
@@ -18,9 +19,10 @@
 
 namespace hoist::measure {
 
-// Refuses a path that cannot hold `bytes`: not a directory, not writable, too little space. Several paths may be on one
-// file system, so the caller passes the sum that it needs there. Errors: UsageError.
-void check_scratch_directory(const std::string& directory, std::uint64_t bytes);
+// Refuses a path that is not a directory, or not writable. Errors: UsageError.
+void check_scratch_directory(const std::string& directory);
+// Refuses directories of one file system that has too little space for `bytes` in each. Errors: UsageError.
+void check_scratch_space(std::span<const std::string> directories, std::uint64_t bytes);
 
 class ScratchFile {
  public:

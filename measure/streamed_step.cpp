@@ -212,7 +212,8 @@ double StreamedStepResult::bytes_written_per_parameter() const {
 
 void check_streamed_step(const std::string& directory, std::uint64_t parameters) {
   // Two extents of at most 12 bytes per parameter, and the file of the mixed legs.
-  check_scratch_directory(directory, 36 * parameters + 64 * kMiB);
+  check_scratch_directory(directory);
+  check_scratch_space({&directory, 1}, 36 * parameters + 64 * kMiB);
   Directory::refuse_existing(Directory::below(directory));
 }
 

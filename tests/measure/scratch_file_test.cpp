@@ -65,7 +65,16 @@ TEST_F(ScratchFileTest, WhatAKilledRunHasLeftCountsAsFree) {
   fs::create_directory(drive / ScratchFile::kDirectoryName);
   write(drive / ScratchFile::kDirectoryName + "/" + ScratchFile::kDataName, std::string(4 * kMiB, 'x'));
   ASSERT_LT(free_bytes(), before - 3 * kMiB);
-  EXPECT_THAT([&] { check_scratch_directory(drive.path(), before); },
+  const std::vector<std::string> one{drive.path()};
+  EXPECT_THAT([&] { check_scratch_space(one, before); },
+              ThrowsMessage<UsageError>(HasSubstr(format_bytes(free_bytes() + 4 * kMiB) + " are free")));
+  // In each of several directories, too.
+  const std::vector<std::string> two{drive / "a", drive / "b"};
+  for (const std::string& directory : two) {
+    fs::create_directories(directory + "/" + ScratchFile::kDirectoryName);
+    write(directory + "/" + ScratchFile::kDirectoryName + "/" + ScratchFile::kDataName, std::string(2 * kMiB, 'x'));
+  }
+  EXPECT_THAT([&] { check_scratch_space(two, before); },
               ThrowsMessage<UsageError>(HasSubstr(format_bytes(free_bytes() + 4 * kMiB) + " are free")));
 }
 
@@ -130,10 +139,11 @@ TEST_F(ScratchFileTest, ASecondRunIsRefused) {
 
 TEST_F(ScratchFileTest, DirectoriesAreCheckedFirst) {
   const auto refusal = [](const std::string& part) { return ThrowsMessage<UsageError>(HasSubstr(part)); };
-  EXPECT_THAT([&] { check_scratch_directory(directory_ / "missing", 1); }, refusal("No such file"));
+  EXPECT_THAT([&] { check_scratch_directory(directory_ / "missing"); }, refusal("No such file"));
   write(directory_.path() / "file", "");
-  EXPECT_THAT([&] { check_scratch_directory(directory_ / "file", 1); }, refusal("is not a directory"));
-  EXPECT_THAT([&] { check_scratch_directory(parent(), std::uint64_t{1} << 60); }, refusal("lower --size"));
+  EXPECT_THAT([&] { check_scratch_directory(directory_ / "file"); }, refusal("is not a directory"));
+  const std::vector<std::string> here{parent()};
+  EXPECT_THAT([&] { check_scratch_space(here, std::uint64_t{1} << 60); }, refusal("lower --size"));
 }
 
 }  // namespace
