@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist export: a store's weights as safetensors files.
-#include <cerrno>
 #include <cstdio>
 #include <memory>
 
@@ -133,9 +132,7 @@ int export_store(const ExportArguments& arguments) {
     if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
       complain("The blocks of an earlier step are reused by the next one; try without --step.\n");
     }
-    const auto* io = dynamic_cast<const IoError*>(&error);
-    const bool lacks_room = io != nullptr && (io->where.code == ENOSPC || io->where.code == EDQUOT);
-    return lacks_room ? kBadInput : kFailure;
+    return lacks_room(error) ? kBadInput : kFailure;
   }
   write_json(arguments.json, report);
   return kOk;

@@ -58,6 +58,9 @@ int run(const Command& command) {
     return refused(error);
   } catch (const BudgetError& error) {
     return refused(error);
+  } catch (const IoError& error) {
+    if (!lacks_room(error)) throw;
+    return refused(error);
   } catch (const measure::Interrupted&) {
     complain("hoist {}: interrupted{}\n", command.app->get_name(), command.interrupted);
     InterruptGuard::end_by_signal();

@@ -48,6 +48,11 @@ int end_of_output(int code) {
   return code == kOk ? kFailure : code;
 }
 
+bool lacks_room(const Error& error) {
+  const auto* io = dynamic_cast<const IoError*>(&error);
+  return io != nullptr && (io->where.code == ENOSPC || io->where.code == EDQUOT);
+}
+
 void check_json(const std::string& path) {
   if (path.empty() || path == kOutputItself) return;
   check_outputs_apart({{"--json", path}}, {});

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <pwd.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -37,6 +38,14 @@ UsageError not_ours(const std::string& directory, const std::string& why) {
       fmt::format("{} exists and was not made by a hoist measurement ({}); it was not changed. Rename it, "
                   "or choose another --path",
                   directory, why));
+}
+
+// For people: "root", or "the user 1000" if that has no name.
+std::string owner_of(const std::string& path) {
+  struct stat info {};
+  if (::lstat(path.c_str(), &info) != 0) return "another user";
+  const passwd* const owner = ::getpwuid(info.st_uid);
+  return owner != nullptr ? owner->pw_name : fmt::format("the user {}", info.st_uid);
 }
 
 void remove_file(const std::string& path) {
@@ -134,6 +143,11 @@ class ScratchFile::Marker {
     const int code = errno;
     if (code == ELOOP) throw not_ours(directory_, "its marker is a link");
     if (code == EISDIR || code == EINVAL) throw not_ours(directory_, "its marker is not a regular file");
+    if (code == EACCES && !made)
+      throw UsageError(
+          fmt::format("{} belongs to {}, whose measurement uses it or was killed; remove it as that user, or choose "
+                      "another --path",
+                      directory_, owner_of(directory_)));
     if (code != ENOENT && !(made && code == EEXIST))
       throw IoError({.operation = "open", .path = path_, .code = code}, "");
     if (code == ENOENT && ::rmdir(directory_.c_str()) != 0 && errno != ENOENT)

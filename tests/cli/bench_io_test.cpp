@@ -268,6 +268,12 @@ TEST_F(BenchIo, ARivalThatFailsIsSaidInOneLineAfterTheResult) {
   EXPECT_TRUE(json_of("io.json")["compare"].is_null());
 }
 
+TEST_F(BenchIo, TooLittleRoomIsBadInputAlsoInTheMiddle) {
+  const auto result = run("bench io --path drive --size 8MiB --json /dev/full");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, HasSubstr("No space left on device"));
+}
+
 class BenchIoCompare : public BenchIo, public ::testing::WithParamInterface<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Rivals, BenchIoCompare, ::testing::Values("fio", "libaio"),
                          [](const auto& rival) { return rival.param; });

@@ -78,6 +78,15 @@ TEST_F(ScratchFileTest, WhatAKilledRunHasLeftCountsAsFree) {
               ThrowsMessage<UsageError>(HasSubstr(format_bytes(free_bytes() + 4 * kMiB) + " are free")));
 }
 
+TEST_F(ScratchFileTest, WhatAnotherUsersRunHasLeftNamesThatUser) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root is two users";
+  fs::permissions(directory_.path(), fs::perms::all);
+  leave_behind();
+  EXPECT_EQ(::seteuid(65534), 0);
+  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<UsageError>(HasSubstr("belongs to root")));
+  EXPECT_EQ(::seteuid(0), 0);
+}
+
 TEST_F(ScratchFileTest, ARunKilledBeforeItsMarkerWasWholeIsTakenOver) {
   fs::create_directory(inside());
   { const ScratchFile file(parent(), kMiB); }
