@@ -103,18 +103,11 @@ std::string bash_script(const CommandWords& top) {
   return script;
 }
 
-// Single quotes for a shell; `doubled` characters that the completion system itself reads are escaped first.
-std::string shell_quoted(const std::string& text, std::string_view doubled) {
-  std::string result = "'";
-  for (const char c : text) {
-    if (doubled.find(c) != std::string_view::npos) result += '\\';
-    if (c == '\'') {
-      result += "'\\''";
-    } else {
-      result += c;
-    }
-  }
-  return result + "'";
+// zsh's completion reads colons itself.
+std::string with_escaped_colons(const std::string& text) {
+  std::string escaped;
+  for (const char c : text) escaped += c == ':' ? "\\:" : std::string(1, c);
+  return escaped;
 }
 
 std::string zsh_function(const CommandWords& words) {
@@ -124,8 +117,8 @@ std::string zsh_function(const CommandWords& words) {
   for (const OptionWords& option : words.options) {
     for (const std::string& option_name : option.names) {
       const std::string value = option.takes_value ? ":value:_files" : "";
-      script +=
-          fmt::format("    {}\n", shell_quoted(option_name, "") + shell_quoted("[" + option.help + "]", ":") + value);
+      script += fmt::format(
+          "    {}\n", shell_quoted(option_name) + shell_quoted(with_escaped_colons("[" + option.help + "]")) + value);
     }
   }
   if (words.commands.empty()) {
@@ -135,7 +128,7 @@ std::string zsh_function(const CommandWords& words) {
   script += "  local context state line\n  _arguments -C : \"${specs[@]}\"\n  case $state in\n    command)\n";
   script += "      local -a commands=(\n";
   for (const CommandWords& command : words.commands) {
-    script += fmt::format("        {}\n", shell_quoted(last_word(command.path) + ":" + command.help, ""));
+    script += fmt::format("        {}\n", shell_quoted(last_word(command.path) + ":" + command.help));
   }
   script += "      )\n      _describe command commands ;;\n    arguments)\n";
   script += fmt::format("      (( $+functions[{0}_${{line[1]}}] )) && {0}_${{line[1]}} ;;\n  esac\n}}\n", name);
@@ -163,10 +156,10 @@ std::string fish_condition(const CommandWords& words) {
 std::string fish_script(const CommandWords& top) {
   std::string script = "# fish completion of hoist: hoist completion fish | source\n";
   for (const CommandWords* words : flattened(top)) {
-    const std::string when = shell_quoted(fish_condition(*words), "");
+    const std::string when = shell_quoted(fish_condition(*words));
     for (const CommandWords& command : words->commands) {
       script += fmt::format("complete -c hoist -n {} -f -a {} -d {}\n", when, last_word(command.path),
-                            shell_quoted(command.help, ""));
+                            shell_quoted(command.help));
     }
     for (const OptionWords& option : words->options) {
       std::string names;
@@ -174,7 +167,7 @@ std::string fish_script(const CommandWords& top) {
         names += name.starts_with("--") ? " -l " + name.substr(2) : " -s " + name.substr(1);
       }
       script += fmt::format("complete -c hoist -n {}{}{} -d {}\n", when, names, option.takes_value ? " -r" : "",
-                            shell_quoted(option.help, ""));
+                            shell_quoted(option.help));
     }
   }
   return script;

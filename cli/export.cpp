@@ -102,14 +102,15 @@ Json write_weights(const ExportArguments& arguments) {
 
 // Files of torch.save are PyTorch's to write.
 int name_universal_command(const ExportArguments& arguments) {
-  std::string which = arguments.step.empty() ? "" : " --step " + arguments.step;
-  if (!arguments.from.empty()) which += " --checkpoint " + arguments.from;
-  complain(
-      "hoist export: a universal checkpoint of DeepSpeed's is written by hoist's Python package:\n"
+  if (arguments.stores.size() > 1)
+    throw UsageError("--universal takes one store: the Python command does not join the stores of several groups");
+  std::string which = arguments.step.empty() ? "" : " --step " + shell_quoted(arguments.step);
+  if (!arguments.from.empty()) which += " --checkpoint " + shell_quoted(arguments.from);
+  say("A universal checkpoint of DeepSpeed's is written by hoist's Python package:\n"
       "  python -m hoist.torch.deepspeed export {} --to {}{} --config FILE\n"
       "FILE is the JSON that DeepSpeed will continue with.\n",
-      arguments.stores.front(), arguments.to, which);
-  return kBadInput;
+      shell_quoted(arguments.stores.front()), shell_quoted(arguments.to), which);
+  return kOk;
 }
 
 int export_store(const ExportArguments& arguments) {
@@ -147,16 +148,24 @@ Command add_export(CLI::App& app) {
   command->add_option("--to", arguments->to, "Directory for the files; created if it does not exist")
       ->required()
       ->type_name("DIR");
-  command
-      ->add_option("--dtype", arguments->dtype,
-                   "fp32: the masters, bit by bit; bf16 or fp16: the weights that the forward pass uses [fp32]")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+  CLI::Option* const dtype =
+      command
+          ->add_option("--dtype", arguments->dtype,
+                       "fp32: the masters, bit by bit; bf16 or fp16: the weights that the forward pass uses [fp32]")
+          ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
   add_commit_options(*command, arguments->step, arguments->from);
-  command->add_option("--shard-size", arguments->shard_size, "Begin another file before one holds more than this [5GB]")
-      ->type_name("BYTES");
-  command->add_flag("--universal", arguments->universal,
-                    "Print the Python command that writes a DeepSpeed universal checkpoint");
-  command->add_option("--json", arguments->json, "Write what was exported as JSON to this file");
+  CLI::Option* const shard_size = command
+                                      ->add_option("--shard-size", arguments->shard_size,
+                                                   "Begin another file before one holds more than this [5GB]")
+                                      ->type_name("BYTES");
+  CLI::Option* const json =
+      command->add_option("--json", arguments->json, "Write what was exported as JSON to this file");
+  command
+      ->add_flag("--universal", arguments->universal,
+                 "Only print the Python command that writes a DeepSpeed universal checkpoint")
+      ->excludes(dtype)
+      ->excludes(shard_size)
+      ->excludes(json);
   command->footer(
       "Example: hoist export /local_nvme --to weights/ --dtype bf16\n"
       "The files are named as Hugging Face's tools name them: model.safetensors, or shards and "

@@ -67,6 +67,12 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   replace_file(path, text);
 }
 
+std::string shell_quoted(const std::string& text) {
+  std::string quoted = "'";
+  for (const char c : text) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
 std::string columns(const std::vector<std::vector<std::string>>& given_rows, std::size_t indent) {
   auto rows = given_rows;
   for (auto& row : rows)

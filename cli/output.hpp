@@ -63,6 +63,9 @@ std::string listed(const Items& items, Text text) {
   return all;
 }
 
+// `text` in single quotes, as one word of a shell's command.
+std::string shell_quoted(const std::string& text);
+
 template <typename Value>
 nlohmann::ordered_json or_null(const std::optional<Value>& value) {
   return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);

@@ -62,11 +62,15 @@ TEST_F(Export, HoldsTheMastersBitByBit) {
 // Files of torch.save are PyTorch's to write.
 TEST_F(Export, NamesTheCommandThatWritesForDeepSpeed) {
   test::make_store(path("store"), 1, 2);
-  const auto result = run("export store --to there --universal --step 2");
-  EXPECT_EQ(result.exit_code, 2);
-  EXPECT_THAT(result.errors,
-              HasSubstr("python -m hoist.torch.deepspeed export store --to there --step 2 --config FILE"));
-  EXPECT_FALSE(fs::exists(path("there")));
+  const auto result = run("export store --to \"it's there\" --universal --step 2");
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(
+      result.output,
+      HasSubstr(R"(python -m hoist.torch.deepspeed export 'store' --to 'it'\''s there' --step '2' --config FILE)"));
+  EXPECT_FALSE(fs::exists(path("it's there")));
+  EXPECT_THAT(run("export store other --to there --universal").errors, HasSubstr("--universal takes one store"));
+  for (const char* option : {"--dtype bf16", "--shard-size 1GB", "--json report.json"})
+    EXPECT_EQ(run(std::string("export store --to there --universal ") + option).exit_code, 2) << option;
 }
 
 TEST_F(Export, Bf16HoldsTheWeightsOfTheForwardPass) {
