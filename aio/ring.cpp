@@ -181,7 +181,8 @@ Ring::Collected Ring::collect(std::span<Block*> done) {
       continue;
     }
     block->result = entry->res;
-    // A limit of threads left the kernel without a worker for the flush, which it has not begun.
+    // A limit of threads left the kernel without a worker for the flush, which it has not begun. This thread then makes
+    // it, and meanwhile cannot notice that the drive has stopped answering.
     if (block->operation == Operation::sync && entry->res == -ECANCELED)
       block->result = ::fdatasync(block->file->descriptor()) == 0 ? 0 : -errno;
     done[collected.block_count++] = block;

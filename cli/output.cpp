@@ -64,7 +64,11 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   // Bytes of a path or of the configuration need not be UTF-8.
   const std::string text = value.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
   if (path == kOutputItself) return print(text);
-  replace_file(path, text);
+  try {
+    replace_file(path, text);
+  } catch (const IoError& error) {  // output that cannot be written is a failure (1), also for lack of room
+    throw Error(error.what());
+  }
 }
 
 std::string shell_quoted(const std::string& text) {

@@ -111,11 +111,11 @@ int plan(const PlanArguments& arguments) {
                         {arguments.model.units, arguments.model.weights, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
     check_json(arguments.json);
-    if (std::error_code unknown; std::filesystem::is_regular_file(arguments.write, unknown) &&
-                                 (arguments.config.empty() || !is_same_place(arguments.write, arguments.config)))
+    if (would_replace(arguments.write) &&
+        (arguments.config.empty() || !is_same_place(arguments.write, arguments.config)))
       throw UsageError(
-          fmt::format("--write {}: the file exists, and nothing of it would stay; name it as the configuration to keep "
-                      "its other keys (hoist plan {} ...), or write to another file",
+          fmt::format("--write {}: the file exists, and nothing of it would stay; remove it first, name it as the "
+                      "configuration to keep its other keys (hoist plan {} ...), or write to another file",
                       arguments.write, arguments.write));
     const PlanQuestion question = question_of(arguments);
     if (question.config.measured.read_bytes_per_second && !arguments.machine.empty() && !arguments.is_this_machine())
@@ -167,7 +167,9 @@ Command add_plan(CLI::App& app) {
       ->check(number(0, 1e3, "SHARE"));
   command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
-  command->add_option("--write", arguments->write, "Write the fastest placement that fits as a configuration");
+  command->add_option(
+      "--write", arguments->write,
+      "Write the fastest placement that fits as a configuration: a new file, or the one that was given");
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer("Example: hoist plan --parameters 70e9 --machine machines/h100-8.json --write offload.json");
   return {command, [arguments] { return plan(*arguments); }, "; its files are removed"};

@@ -103,9 +103,10 @@ std::string find_store(const std::string& path) {
     throw UsageError(fmt::format("{}: {}", path, std::generic_category().message(errno)));
   if (!S_ISDIR(info.st_mode)) throw UsageError(fmt::format("{} is not a directory", path));
   const std::string below = (fs::path(path) / "hoist").string();
-  for (const std::string& directory : {path, below}) {
+  for (const std::string& directory : {path, below})
     if (has_store(directory)) return directory;
-  }
+  for (const std::string& directory : {path, below})  // only then, or a stray file would hide the store below
+    if (!tiers::Store::ranks_without_manifest(directory).empty()) return directory;
   throw UsageError(fmt::format("there is no store in {} (a store is the subdirectory hoist of nvme_path)", path));
 }
 

@@ -250,12 +250,12 @@ int tune(const TuneArguments& arguments) {
   const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
   check_outputs_apart({json, plot}, {arguments.merge});
   check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
-  if (std::error_code unknown; std::filesystem::is_regular_file(arguments.out, unknown) &&
-                               (arguments.merge.empty() || !is_same_place(arguments.out, arguments.merge)))
-    throw UsageError(fmt::format(
-        "--out {}: the file exists, and nothing of it would stay; name it with --merge to keep its other keys, or "
-        "write to another file",
-        arguments.out));
+  if (would_replace(arguments.out) && (arguments.merge.empty() || !is_same_place(arguments.out, arguments.merge)))
+    throw UsageError(
+        fmt::format("--out {}: the file exists, and nothing of it would stay; remove it first, name it with --merge to "
+                    "keep its other "
+                    "keys, or write to another file",
+                    arguments.out));
   const aio::BackendKind backend = engine_to_measure(arguments, read_config(arguments.merge));
   const InterruptGuard interrupt;
   TuneReport report = Tuning(arguments, backend, interrupt.flag()).run();
@@ -277,7 +277,7 @@ Command add_tune(CLI::App& app) {
   command->add_option(
       "--engine", arguments->engine,
       "io_uring or threads [with --merge the file's hoist.io_engine, else io_uring if the system allows it]");
-  command->add_option("--out", arguments->out, "Write the settings to this file");
+  command->add_option("--out", arguments->out, "Write the settings to this file, which is a new one");
   command->add_option(
       "--merge", arguments->merge,
       "Set them in this configuration and leave the rest as it is; with --out, write the result there instead");

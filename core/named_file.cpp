@@ -178,11 +178,21 @@ std::string read_file(const std::string& path, const std::string& remedy) {
   return text;
 }
 
+bool would_replace(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && !standard_descriptor(info);
+}
+
 bool is_file_of_a_store(const std::string& path) {
-  constexpr std::array kEndings{".manifest", ".manifest-new", ".data", ".label", ".lock-info"};
+  constexpr std::array kEndings{".manifest",  ".manifest-new", ".data",   ".label",
+                                ".label-new", ".lock-info",    ".scratch"};
+  constexpr std::string_view kPrefix = "rank-";
+  constexpr std::size_t kDigitsMin = 5;
   std::error_code ignored;
   const fs::path real = fs::weakly_canonical(path, ignored);
-  return real.filename().string().starts_with("rank-") &&
+  const std::string name = real.stem().string();
+  const std::string rank = name.starts_with(kPrefix) ? name.substr(kPrefix.size()) : "";
+  return rank.size() >= kDigitsMin && std::ranges::all_of(rank, [](char c) { return c >= '0' && c <= '9'; }) &&
          std::ranges::find(kEndings, real.extension().string()) != kEndings.end();
 }
 

@@ -26,6 +26,8 @@ void check_replaceable(const std::string& path, const std::string& remedy);
 inline constexpr std::size_t kReadBytesMax = 64u << 20;
 std::string read_file(const std::string& path, const std::string& remedy);
 
+// Whether replace_file() would put the text in the place of a file that is there: not of standard output or error.
+bool would_replace(const std::string& path);
 // Whether docs/format.md gives this name, followed through symbolic links, to a file of a store; it need not exist.
 bool is_file_of_a_store(const std::string& path);
 

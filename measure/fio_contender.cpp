@@ -35,8 +35,15 @@ std::string name_for_fio(const Drive& drive) {
 
 // What fio says before its report.
 std::string complaint_of(const SubprocessResult& fio) {
-  const std::string said = fio.errors + fio.output.substr(0, std::min(fio.output.find('{'), fio.output.size()));
-  return said.substr(0, said.find('\n'));
+  return fio.errors + fio.output.substr(0, std::min(fio.output.find('{'), fio.output.size()));
+}
+
+// The line of a complaint that has the cause.
+std::string cause_in(const std::string& complaint) {
+  const std::size_t error = complaint.find("error=");
+  const std::size_t before = error == std::string::npos ? std::string::npos : complaint.rfind('\n', error);
+  const std::size_t begin = before == std::string::npos ? 0 : before + 1;
+  return complaint.substr(begin, complaint.find('\n', begin) - begin);
 }
 
 }  // namespace
@@ -74,7 +81,7 @@ class FioContender final : public Contender {
       const std::string complaint = complaint_of(process);
       const bool lacks_memory = complaint.find(std::strerror(ENOMEM)) != std::string::npos;
       if (!lacks_memory || !fixed_buffers_)
-        throw Error(fmt::format("fio ended with code {}: {}", process.exit_code, complaint));
+        throw Error(fmt::format("fio ended with code {}: {}", process.exit_code, cause_in(complaint)));
       fixed_buffers_ = false;
       return run(leg);
     }

@@ -123,25 +123,6 @@ std::vector<int> ranks_in(const std::string& directory) {
   return ranks;
 }
 
-std::vector<int> ranks_without_manifest(const std::string& directory) {
-  // Data are never without a manifest but on a further drive, where a label is beside them. While a store is removed,
-  // its manifest has the other name until the data are gone; so the data are looked for again, last.
-  const auto has = [](const std::string& path) {
-    struct stat status {};
-    return ::lstat(path.c_str(), &status) == 0 && status.st_size > 0;
-  };
-  std::vector<int> ranks;
-  for (const std::string& name : names_in(directory)) {
-    const auto rank = rank_of(name, ".data");
-    if (!rank) continue;
-    const StorePaths paths(directory, *rank);
-    if (has(paths.data) && !has(paths.label) && !has(paths.manifest) && !has(paths.manifest_new) && has(paths.data))
-      ranks.push_back(*rank);
-  }
-  std::sort(ranks.begin(), ranks.end());
-  return ranks;
-}
-
 std::vector<int> given_up_ranks_in(const std::string& directory) {
   const std::vector<int> whole = ranks_in(directory);
   std::vector<int> ranks;

@@ -39,8 +39,6 @@ std::string scratch_path(const std::string& data_path);
 std::vector<std::string> names_in(const std::string& directory);
 // The ranks whose manifests are in `directory`, by their names, ascending.
 std::vector<int> ranks_in(const std::string& directory);
-// The ranks that have lost theirs: their data are in `directory`, which is their own drive, without any manifest.
-std::vector<int> ranks_without_manifest(const std::string& directory);
 // The ranks that have only a manifest of the other name, which says that their data may be overwritten.
 std::vector<int> given_up_ranks_in(const std::string& directory);
 // The ranks that have a file of a store in one of these directories.

@@ -39,7 +39,7 @@ StoreDirectory new_store_directory(std::uint64_t order, int world_size) {
 }
 
 std::string offload_directory_of(const std::string& store) {
-  const fs::path path(store);
+  const fs::path path(plain_path(absolute_path(store)));
   return parsed(path.filename().string()).name.empty() ? store : path.parent_path().string();
 }
 

@@ -137,9 +137,7 @@ bool lost_a_checkpoint(const StoreSummary& store) {
   });
 }
 
-bool has_store(const std::string& directory) {
-  return !detail::readable_stores(directory).empty() || !Store::ranks_without_manifest(directory).empty();
-}
+bool has_store(const std::string& directory) { return !detail::readable_stores(directory).empty(); }
 
 bool is_whole(const StoreSummary& store) {
   return store.world_size && store.ranks.size() == static_cast<std::size_t>(*store.world_size);
