@@ -2,13 +2,13 @@
 // hoist plan: predicts, before hardware is bought or a run is started, what a model needs of each tier, how long its
 // steps take and what limits them, for every placement of its weights and optimizer state, and writes the fastest one
 // that fits as a configuration.
-#include <filesystem>
 #include <memory>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/core/named_file.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/scratch_file.hpp>
