@@ -375,8 +375,10 @@ void Store::check_unfinished(std::span<const std::string> directories, int world
   for (const int rank : detail::ranks_with_files(directories)) {
     const Found found = look(home, rank);
     if (found.has_more_than_first_commit(took_over))
-      throw StoreError(
-          fmt::format("the store in {} was made by another process meanwhile; nothing was changed: start again", home));
+      throw StoreError(fmt::format(
+          "the store in {} cannot be replaced: rank {} has more than a first commit there{}; nothing was "
+          "changed. Continue that run, bring the files of its ranks together, or remove the directory",
+          home, rank, found.identity ? fmt::format(", in a run of {} ranks", found.identity->world_size) : ""));
     const auto drives = detail::drive_paths(home, directories.subspan(1), rank);
     // A removal that was killed may have left data without their labels.
     const auto given_up = detail::view_superblock(drives.front().manifest_new).superblock;

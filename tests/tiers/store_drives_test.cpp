@@ -316,7 +316,7 @@ TEST_F(StoreDrivesTest, ARemovedStoreTakesNothingAlongThatIsStillWanted) {
     store->adopt(store->commits().front());
     run_step(*store, doomed, 1, all_records(doomed));
   }
-  EXPECT_THAT(refusal_to_remove(doomed), HasSubstr("was made by another process meanwhile"));
+  EXPECT_THAT(refusal_to_remove(doomed), HasSubstr("cannot be replaced: rank 0 has more than a first commit there"));
   fs::rename(doomed.directory + "/rank-00000.manifest", directory_ / "aside");
   EXPECT_THAT(refusal_to_remove(doomed), HasSubstr("bring the manifest back"));
   fs::rename(directory_ / "aside", doomed.directory + "/rank-00000.manifest");

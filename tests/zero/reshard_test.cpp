@@ -327,6 +327,19 @@ TEST_P(ReshardTest, AFirstStartThatWasNeverFinishedIsReplacedByAnyNumberOfRanks)
   }
 }
 
+// A rank's drive is not mounted, say. What the other ranks trained is not a first start's.
+TEST_P(ReshardTest, APartOfAStoreThatTookOverOutlivesANewBeginning) {
+  if (!on_nvme()) GTEST_SKIP() << "without NVMe the first commit is a save";
+  begin_with(2, 2);
+  on_engines(3, [](int, ToyModel& model) { model.restore(); });  // its only commit is step 2
+  const std::string store = setup_.engine.store_directory + "/reshard-0001-ranks-3";
+  std::filesystem::create_directory(directory_ / "elsewhere");
+  for (const char* file : {"data", "manifest"})
+    std::filesystem::rename(store + "/rank-00000." + file, directory_ / (std::string("elsewhere/rank-00000.") + file));
+  on_engines(3, [](int, ToyModel& model) { model.initialize(); });
+  for (const int rank : {1, 2}) EXPECT_EQ(tiers::Store::look(store, rank).commits.size(), 1u) << rank;
+}
+
 // Whether its other ranks had made theirs cannot be known.
 TEST_P(ReshardTest, AFirstCommitWhoseOtherRanksAreElsewhereIsNotReplacedByAnotherNumberOfRanks) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe the first commit is a save";

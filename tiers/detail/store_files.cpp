@@ -299,7 +299,7 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
       claims.push_back(std::make_unique<Creation>(paths));
       claims.back()->claim(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}));
     }
-  } catch (const StoreError&) {
+  } catch (const Error&) {  // also too few descriptors for the files of a large job
     if (check) throw;
     return false;
   }
@@ -315,8 +315,13 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
     for (const std::string& path : {paths.label, paths.label + "-new", paths.lock_info}) remove_file(path);
   for (const StorePaths& paths : of_ranks) remove_file(paths.data);
   // Durably before the manifest's other name is gone: data without it count as a store that has lost its manifest.
-  for (const std::string& directory : directories)
-    if (std::filesystem::exists(directory)) aio::sync_directory(directory);
+  for (const std::string& directory : directories) {
+    try {
+      aio::sync_directory(directory);
+    } catch (const IoError& error) {
+      if (error.where.code != ENOENT) throw;  // another rank has removed the directory, which was empty
+    }
+  }
   for (std::size_t i = 0; i < of_ranks.size(); ++i)  // another process may make a store here already
     if (is_at(of_ranks[i].manifest_new, *manifests[i])) remove_file(of_ranks[i].manifest_new);
   return true;

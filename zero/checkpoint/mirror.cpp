@@ -73,7 +73,7 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const auto found = search.find(std::nullopt, StoreSearch::Incomplete::pass_over);
   const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
                         search.is_of_run(found->commits.front(), store_number);
-  if (!same_run) remove_unfinished_stores(ranks_, options_, /*first=*/0);
+  if (!same_run) remove_unfinished_stores(ranks_, options_);
   const std::vector<StoreDirectory> directories = search.directories();
   has_others_ = !same_run && !directories.empty();
   if (same_run)

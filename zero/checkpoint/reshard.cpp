@@ -75,20 +75,22 @@ std::vector<StoreDirectory> with_first(std::vector<StoreDirectory> stores) {
 
 }  // namespace
 
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t first) {
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders) {
   const StoreSearch search(ranks, options);
   std::vector<StoreDirectory> unfinished;
   for (const StoreDirectory& store : with_first(search.directories()))
-    if (store.order >= first && search.look(store).is_unfinished()) unfinished.push_back(store);
+    if (store.order >= orders.first && store.order <= orders.last && search.look(store).is_unfinished())
+      unfinished.push_back(store);
   if (unfinished.empty()) return;
+  const std::vector<std::string> drives = options.drive_directories();
+  const auto check = [&](const StoreDirectory& store) {
+    tiers::Store::check_unfinished(store.in(drives), ranks.group().size(), /*took_over=*/store.order > 0);
+  };
+  // On all ranks before anything is removed on one of them: directories may be the ranks' own.
+  ranks.run_in_job("look at what an earlier attempt left", [&] { std::ranges::for_each(unfinished, check); });
   on_every_rank(ranks, "remove what an earlier attempt left", [&] {
-    for (const StoreDirectory& store : unfinished) {
-      const std::vector<std::string> drives = options.drive_directories();
-      const auto check = [&] {
-        tiers::Store::check_unfinished(store.in(drives), ranks.group().size(), /*took_over=*/store.order > 0);
-      };
-      remove_store(drives, store, options.lock_timeout, check);
-    }
+    for (const StoreDirectory& store : unfinished)
+      remove_store(drives, store, options.lock_timeout, [&] { check(store); });
   });
 }
 

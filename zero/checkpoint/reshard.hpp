@@ -7,17 +7,25 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <span>
 
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/ranks/rank_agreement.hpp>
 
 namespace hoist::detail {
 
-// [J] Removes stores of order `first` and later that an earlier attempt did not finish: no commit of theirs is on all
-// ranks, and no rank has more than the first one. Nothing of them was promised; a store of any number of ranks may take
+// Which stores below the offload directory: 0 is the one in it itself.
+constexpr std::uint64_t kLastOrder = std::numeric_limits<std::uint64_t>::max();
+struct StoreOrders {
+  std::uint64_t first = 0, last = kLastOrder;
+};
+
+// [J] Removes stores of these orders that an earlier attempt did not finish: no commit of theirs is on all ranks, and
+// no rank has more than the first one. Nothing of them was promised; a store of any number of ranks may take
 // their place, and none may be made beside their files, which would be taken for parts of it. Errors: StoreError when
 // another process uses one of them, or somebody may still want a file (tiers::Store::check_unfinished).
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t first);
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders = {});
 
 // [J] Removes stores that `present` has taken over from, but those that are `spared`. A store stays if it keeps named
 // steps that newer ones do not have, and those have fewer than EngineOptions::keep_steps; if it is not whole; and,

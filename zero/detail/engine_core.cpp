@@ -106,15 +106,18 @@ void EngineCore::agree_on_engine(const char* call) {
 }
 
 // A run that begins at a later step took its state from elsewhere: a first commit of it that only some ranks have
-// cannot be resumed, and is removed.
+// cannot be resumed, and is removed. Otherwise only the store in the offload directory itself is looked at: one that
+// took over from another holds what was trained, though other ranks' part of it may be missing just now.
 StoreDirectory EngineCore::directory_for(const InitialState& state) {
   ranks.agree_on_beginning("begin", state);
   const StoreSearch search(ranks, options);
   search.refuse_others();
+  const bool takes_over = state.step > 0 && !options.store_directory.empty();
+  if (takes_over) search.refuse_any();
+  refuse_unfit_mirror(ranks, options, nullptr, "");
   if (options.store_directory.empty()) return {};
-  if (state.step > 0) search.refuse_any();
-  remove_unfinished_stores(ranks, options, /*first=*/0);
-  if (state.step == 0) return {};
+  remove_unfinished_stores(ranks, options, {.first = 0, .last = takes_over ? kLastOrder : 0});
+  if (!takes_over) return {};
   return new_store_directory(search.newest_order() + 1, runtime.world_size());
 }
 
@@ -124,7 +127,6 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
     agree_on_engine("Engine::create()");
     ranks.run_in_job("keep its program's state", [&] { require_room(options, program_state); });
     const StoreDirectory directory = directory_for(state);
-    refuse_unfit_mirror(ranks, options, nullptr, "");
     make_parts(directory, StoreUse::create);
     settings.step_count = state.step;
     if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
@@ -230,7 +232,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
       for (const tiers::ManifestDamage& damage : tiers::Store::look(former_store, rank).damage)
         log_warning("{}", damage.text);
   }
-  remove_unfinished_stores(ranks, options, plan.from_mirror ? 1 : plan.source.directory.order + 1);
+  remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1});
   const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   use_state(former->commit_state(), step);
