@@ -471,6 +471,21 @@ def test_a_wrapped_model_is_not_copied(wrapped):
             copy.deepcopy(engine.optimizer)
 
 
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copied", "pickled"])
+def test_a_layer_of_a_gathered_unit_is_copied_alone(settings, copies):
+    """For an average of a head's weights, or to export a layer."""
+    with hoist.torch.wrap(model_of(), settings(), unit_classes=[Block]) as engine:
+        layer, stored = engine.module[0].up, engine.state_dict()
+        with engine.gathered():
+            copied = copies(layer)
+        state = {name: values.clone() for name, values in copied.state_dict().items()}
+        assert sorted(state) == ["bias", "weight"]
+        assert all(torch.equal(values.cpu(), stored[f"0.up.{name}"]) for name, values in state.items())
+        copied.load_state_dict({name: values + 1 for name, values in state.items()})
+        assert torch.equal(copied.weight, state["weight"] + 1)
+        assert torch.equal(layer.state_dict()["weight"], stored["0.up.weight"])
+
+
 def test_forward_of_the_engine_is_a_call_of_the_model(wrapped):
     """As of DeepSpeed's engine, which is a module; here also where the model has parameters of its own."""
     class Root(nn.Module):

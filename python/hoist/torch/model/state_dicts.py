@@ -9,7 +9,7 @@ convert entries, do what they do in PyTorch; and a model is loaded with the valu
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -31,18 +31,32 @@ class StandIn(nn.Parameter):
 
 
 class _OwnMethod:
-    """A method that one module has in place of its class's, until remove(). `replacement` is also given the one before."""
+    """What one module has in place of a method of its class. `replacement` is also given the one before, which copies have."""
 
     def __init__(self, module: nn.Module, name: str, replacement: Callable[..., None]):
+        self._module, self._name, self._replacement = module, name, replacement
+        self._before = getattr(module, name)
+        self.former = vars(module).get(name)
+        vars(module)[name] = self
+
+    def __call__(self, *arguments: Any) -> None:
+        self._replacement(self._module, self._before, *arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._before, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self._name)  # as of any method: a pickled module finds its class's
+
+
+class _Handle:
+    def __init__(self, module: nn.Module, name: str):
         self._module, self._name = weakref.ref(module), name
-        self._former = vars(module).get(name)
-        vars(module)[name] = functools.partial(replacement, module, getattr(module, name))
 
     def remove(self) -> None:
-        if (module := self._module()) is not None:
-            vars(module).pop(self._name, None)
-            if self._former is not None:
-                vars(module)[self._name] = self._former
+        if (module := self._module()) is not None and isinstance(own := vars(module).pop(self._name, None), _OwnMethod):
+            if own.former is not None:
+                vars(module)[self._name] = own.former
 
 
 @contextlib.contextmanager
@@ -74,8 +88,9 @@ class StateDicts:
         self._name_of = parameters.names_by_id()
         for module in model.modules():
             if module is model or self._names_in(module):
-                keep_hooks(module, _OwnMethod(module, "_save_to_state_dict", self._save),
-                           _OwnMethod(module, "_load_from_state_dict", self._load))
+                for name, replacement in (("_save_to_state_dict", self._save), ("_load_from_state_dict", self._load)):
+                    _OwnMethod(module, name, replacement)
+                    keep_hooks(module, _Handle(module, name))
 
     def _names_in(self, module: nn.Module) -> dict[str, str]:
         """The names that the module's own parameters were declared under."""
