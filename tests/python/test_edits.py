@@ -225,6 +225,36 @@ def test_state_is_read_inside_of_gathered_and_what_was_changed_before_counts(wra
         step(engine)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gathered_part_is_saved_and_loaded_as_the_block_has_it(wrapped, dtype):
+    """As DeepSpeed's users, and transformers, save and load the parts of a model under GatheredParameters."""
+    with wrapped(**({"bf16": {"enabled": True}} if dtype == "bf16" else {})) as engine:
+        model, before = engine.module, engine.state_dict()
+        given = {name: torch.full_like(values, 0.5) for name, values in before.items() if name.startswith("2.")}
+        with engine.gathered(), torch.no_grad():
+            assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+            assert torch.equal(model[0].weight.cpu(), before["0.weight"])  # the block goes on
+        with engine.gathered(["2.weight", "2.bias"], modify=True), torch.no_grad():
+            model[2].weight.mul_(2)
+            saved = model[2].state_dict()
+            model[2]._load_from_state_dict(given, "2.", {}, True, [], [], [])
+            assert (model[2].weight == 0.5).all()
+            model[2].load_state_dict({"bias": given["2.bias"] + 1}, strict=False)
+            model[2].weight[0] = 0.25
+        assert saved["weight"].dtype == before["2.weight"].dtype and torch.equal(saved["weight"], before["2.weight"] * 2)
+        after = engine.state_dict()
+        assert (after["2.weight"][0] == 0.25).all() and (after["2.weight"][1:] == 0.5).all() and (after["2.bias"] == 1.5).all()
+        with pytest.raises(hoist.UsageError, match="inside of gathered.*modify=True"), engine.gathered(["2.weight"]):
+            model[2].load_state_dict({"weight": before["2.weight"]}, strict=False)
+        with engine.gathered(["2.weight"], modify=True):
+            with pytest.raises(hoist.UsageError, match="not finite"):
+                model[2].load_state_dict({"weight": before["2.weight"] / 0}, strict=False)
+            model[0].load_state_dict({"weight": given["2.weight"]}, strict=False)  # of another unit: ends the block
+        assert (engine.read("0.weight") == 0.5).all()
+        assert all(torch.equal(values, after[name]) for name, values in engine.state_dict().items() if name.startswith("2."))
+        step(engine)
+
+
 def test_only_what_was_named_may_be_modified(wrapped):
     with wrapped() as engine:
         before = engine.state_dict()

@@ -181,7 +181,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                         for module, units in users.items()]
         if self.config.setting("fp16.auto_cast") is True and dtype_of(self.config) is torch.float16:
             cast_inputs(self.module, torch.float16)
-        StateDicts(self.module, self._parameters, self._unit_manager, self._passes.turns, self._between_passes)
+        StateDicts(self.module, self._parameters, self._unit_manager, self._passes, self._between_passes)
 
     def _register(self) -> None:
         """For functions outside of the engine that ask it: generate(), those that clip, the program's end."""

@@ -210,6 +210,11 @@ class Parameters:
         return self._unit_manager.current_pass is not None or any(
             p is not None and id(p) in self.places and self.tensors.unit_of(p) is None for p in module._parameters.values())
 
+    def are_held(self, module: nn.Module) -> bool:
+        """Whether the module's own weights are gathered and stay so; of one without, all of its parts'."""
+        own = [p for p in module._parameters.values() if p is not None and id(p) in self.places]
+        return all(self._unit_manager.is_held(self._unit_by_id[id(p)]) for p in own or module.parameters() if id(p) in self.places)
+
     def _refuse_edit(self, name: str, how: str) -> None:
         self.note_versions()
         raise _hoist.UsageError(f"parameter '{name}' {how}, and the change is lost: weights lie in their memory only while they "
@@ -441,6 +446,15 @@ class Parameters:
         self.check_values(masters)
         for name, values in masters.items():
             self._write(name, values)
+
+    def change_gathered(self, values_by_name: dict[str, torch.Tensor]) -> None:
+        """As the block of gathered() that has them would change them. Errors: as write_all()."""
+        self.check_values(values_by_name)
+        for name, values in values_by_name.items():
+            name = self.own_name(name)
+            parameter = self._all[list(self._number).index(name)]
+            with torch.no_grad():
+                parameter.copy_(as_type(self._as_masters(name, values), self._type[name]).view(self._shape[name]))
 
     def check_values(self, masters: dict[str, torch.Tensor]) -> None:
         """Errors: UsageError for values that no master can have."""

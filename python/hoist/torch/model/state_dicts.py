@@ -4,6 +4,9 @@
 PyTorch asks each module for its own entries (_save_to_state_dict) and gives it its own (_load_from_state_dict). During such a
 call CPU tensors with values stand in the places of the module's parameters. So hooks and overrides of modules, which rename or
 convert entries, do what they do in PyTorch; and a model is loaded with the values of one module in memory at a time.
+
+Values come from the masters, and go there. Those of a module that a block of engine.gathered() has are its gathered weights:
+what the block has changed is saved, and what is loaded is a change by the block.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +26,7 @@ from hoist.torch.model.wrapped import keep_hooks
 
 if TYPE_CHECKING:
     from hoist.torch.model.parameters import Parameters
-    from hoist.torch.passes.turns import Turns
+    from hoist.torch.passes.passes import Passes
 
 
 class StandIn(nn.Parameter):
@@ -71,6 +74,10 @@ def _standing_in(module: nn.Module, values: dict[str, torch.Tensor]) -> Iterator
         own.update(former)
 
 
+def _gathered_values(module: nn.Module, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    return {name: p.detach().to("cpu", dtype, copy=True) for name in names if (p := module._parameters[name]) is not None}
+
+
 def _converts(module: nn.Module) -> bool:
     """Whether the module does more with its entries than to copy them."""
     return (type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
@@ -78,12 +85,12 @@ def _converts(module: nn.Module) -> bool:
 
 
 class StateDicts:
-    def __init__(self, model: nn.Module, parameters: Parameters, unit_manager: _hoist.UnitManager, turns: Turns,
+    def __init__(self, model: nn.Module, parameters: Parameters, unit_manager: _hoist.UnitManager, passes: Passes,
                  between_passes: Callable[[], None]):
         self._model = model
         self._parameters = parameters
         self._unit_manager = unit_manager
-        self._turns = turns
+        self._passes = passes
         self._between_passes = between_passes
         self._name_of = parameters.names_by_id()
         for module in model.modules():
@@ -97,20 +104,24 @@ class StateDicts:
         return {name: self._name_of[id(p)] for name, p in module._parameters.items() if id(p) in self._name_of}
 
     @contextlib.contextmanager
-    def _turn(self, module: nn.Module, call: str) -> Iterator[None]:
+    def _turn(self, module: nn.Module, call: str) -> Iterator[bool]:
+        """Whether a block of gathered() has the module's weights, and keeps them."""
         self._unit_manager.require_awake()
-        with self._turns.of(call), outside_of_inference_mode():
-            if module is self._model or self._parameters.needs_check(module):  # which looks at all parameters
-                self._between_passes()
-            yield
+        with self._passes.turns.of(call), outside_of_inference_mode():
+            is_gathered = self._passes.in_gathered_block and self._parameters.are_held(module)
+            if not is_gathered and (module is self._model or self._parameters.needs_check(module)):
+                self._between_passes()  # looks at all parameters
+            yield is_gathered
 
     def _save(self, module: nn.Module, save: Callable[..., None], *arguments: Any) -> None:
         if self._parameters.release_closed():
             return save(*arguments)
-        with self._turn(module, "state_dict()"):
+        with self._turn(module, "state_dict()") as is_gathered:
             if module is self._model:
                 self._parameters.names_in_model()  # or says why not
-            values = {name: self._parameters.stored_values_of(own) for name, own in self._names_in(module).items()}
+            names = self._names_in(module)
+            values = (_gathered_values(module, names) if is_gathered else
+                      {name: self._parameters.stored_values_of(own) for name, own in names.items()})
             with _standing_in(module, values):
                 save(*arguments)
 
@@ -119,19 +130,20 @@ class StateDicts:
         assigned_to_closed = not self._unit_manager.is_open and metadata.get("assign_to_params_buffers", False)
         if assigned_to_closed or self._parameters.release_closed():
             return load(state_dict, prefix, metadata, *arguments)
-        with self._turn(module, "load_state_dict()"):
+        with self._turn(module, "load_state_dict()") as is_gathered:
             if module is self._model:  # what can be refused is refused before anything is written
                 self._parameters.check_values({
                     own: values for name, own in self._parameters.names_in_model().items()
                     if (values := state_dict.get(prefix + name)) is not None
                     and isinstance(values, torch.Tensor) and values.shape == self._parameters.shape_of(own)})
             names, converts = self._names_in(module), _converts(module)
-            values = {name: self._parameters.masters_of(own) if converts else
-                      torch.empty(self._parameters.shape_of(own), dtype=torch.float32, device="cpu")
-                      for name, own in names.items()}
+            values = (_gathered_values(module, names, torch.float32) if is_gathered else
+                      {name: self._parameters.masters_of(own) if converts else
+                       torch.empty(self._parameters.shape_of(own), dtype=torch.float32, device="cpu")
+                       for name, own in names.items()})
             with _standing_in(module, values) as stand_ins:
                 before = {name: (each._version, each.data_ptr()) for name, each in stand_ins.items()}
                 load(state_dict, prefix, metadata, *arguments)
                 given = {own: p.detach() for name, own in names.items() if (p := module._parameters.get(name)) is not None and (
                     converts or p is not stand_ins[name] or (p._version, p.data_ptr()) != before[name])}
-            self._parameters.write_all(given)
+            (self._parameters.change_gathered if is_gathered else self._parameters.write_all)(given)
