@@ -13,6 +13,7 @@
 
 #include <hoist/core/completion.hpp>
 #include <hoist/core/dtype.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/strong_id.hpp>
 #include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/stream.hpp>
@@ -110,6 +111,13 @@ struct StepOptions {
   // The step's gradients are scaled down to this global norm where theirs is larger, as by
   // EngineOptions::gradient_clipping, if that is not lower. Equal on all ranks. Not in update mode `backward`.
   double gradient_norm_max = std::numeric_limits<double>::infinity();
+};
+
+// A step of update mode `backward` was given up when units were being updated for it. Nothing of it is committed, the
+// commits before it stay, and the engine has ended.
+class StepUndoneError : public Error {
+ public:
+  using Error::Error;
 };
 
 struct StepReport {

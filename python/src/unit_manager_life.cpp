@@ -59,18 +59,16 @@ void UnitManager::close() {
   std::exception_ptr failure;
   if (engine_) {
     const EngineTurn turn(engine_mutex());
+    if (engine_->has_begun_step()) engine_->discard();  // when the step before is committed
     try {
       engine_->settle();
-    } catch (const std::exception& error) {
-      if (!engine_->has_begun_step())
-        failure = std::current_exception();  // after the store was given up: the next process can open it then
-      else if (dynamic_cast<const UsageError*>(&error) == nullptr)
-        log_warning("{}", error.what());
-      else
-        log_warning(
-            "step {} was begun by backward() (hoist.update_mode \"backward\") and not taken by step(): it is given up, "
-            "and the commits before it stay",
-            engine_->step_count() + 1);
+    } catch (const StepUndoneError&) {
+      log_warning(
+          "step {} was begun by backward() (hoist.update_mode \"backward\") and not taken by step(): it is given up, "
+          "and the commits before it stay",
+          engine_->step_count() + 1);
+    } catch (...) {
+      failure = std::current_exception();  // after the store was given up: the next process can open it then
     }
   }
   end_engine();

@@ -5,7 +5,9 @@ Nothing goes untrained, and no state is lost, without an error."""
 import contextlib
 import copy
 import pickle
+import resource
 import sys
+import time
 
 import pytest
 import torch
@@ -612,11 +614,13 @@ def test_a_step_that_backward_has_begun_is_given_up_at_the_end(updated_in_backwa
     outcome = {"an error": LookupError, "an error in the backward pass": LookupError, "sys.exit": SystemExit}.get(end)
     with pytest.raises(outcome) if outcome else contextlib.nullcontext():
         with contextlib.nullcontext() if end == "the program's end" else engine:
-            output = engine(inputs)
-            if "backward" in end:
-                output.register_hook(fail)
-                engine.module[0].down.weight.register_hook(fail)
-            engine.backward(F.mse_loss(output, targets))
+            if "backward" in end:  # when the later layers are being updated
+                engine.module[0].up.weight.register_hook(fail)
+            loss = F.mse_loss(engine(inputs), targets)
+            try:
+                engine.backward(loss)
+            finally:
+                assert engine._unit_manager.has_begun_step
             if end == "an error":
                 fail(None)
             if end == "sys.exit":
@@ -625,7 +629,29 @@ def test_a_step_that_backward_has_begun_is_given_up_at_the_end(updated_in_backwa
         engine._at_exit()
     engine.close()
     said = capfd.readouterr().err
-    assert "not committed" not in said and ("step 3" in said or "backward pass" in end), said
+    assert "not committed" not in said and "step 3 was begun by backward()" in said, said
+    with updated_in_backward(resume=True) as resumed:
+        assert resumed.step_count == 2
+
+
+def test_a_drive_that_failed_is_said_at_the_end_though_a_step_was_begun(updated_in_backward):
+    engine = updated_in_backward()
+    run(engine, 2)
+    engine.settle()
+    inputs, targets = batches(1)[0]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(hoist.IoError, match="File too large"):
+            for _ in range(5):
+                engine.backward(F.mse_loss(engine(inputs), targets))
+                time.sleep(0.2)  # until updates have been written, or not
+                engine.step()
+        assert engine._unit_manager.has_begun_step
+        with pytest.raises(hoist.IoError, match="File too large"):
+            engine.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with updated_in_backward(resume=True) as resumed:
         assert resumed.step_count == 2
 

@@ -248,6 +248,7 @@ TEST_P(BackwardModeRules, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   run->train(1, 2);
   run->pass(3);
   run->engine().discard();
+  EXPECT_THROW(run->engine().settle(), StepUndoneError);
   goes_on_from(std::move(run), 2);
 }
 
@@ -258,6 +259,24 @@ void make_late(ToySetup& setup, const std::shared_ptr<Faults>& faults, std::chro
   setup.runtime.make_aio_backend = [faults](const aio::DriveQueueOptions& io) {
     return make_faulty_backend(io, faults);
   };
+}
+
+TEST(BackwardModeCommit, ThatFailsIsNotHiddenByTheStepGivenUpAfterIt) {
+  const TempDirectory directory;
+  ToySetup setup = setup_of({"", kPinned, kNvme}, UpdateMode::backward, directory / "store");
+  setup.engine.update_buffer_count = 16;  // no unit waits for another's writes
+  const auto faults = std::make_shared<Faults>(1);
+  make_late(setup, faults, std::chrono::milliseconds(100));
+  ToyProgram model(setup);
+  model.train(1, 2);
+  model.engine().settle();
+  faults->add({.operation = aio::Operation::sync, .count = Faults::kForever});
+  model.train(3, 3);
+  model.pass(4);
+  ASSERT_TRUE(model.engine().has_begun_step());
+  model.engine().discard();
+  EXPECT_THROW(model.engine().settle(), IoError);
+  EXPECT_EQ(model.engine().committed_step(), 2u);
 }
 
 TEST(BackwardModeOnRanks, AllHearOfAGradientThatIsNotFiniteOnOne) {

@@ -172,7 +172,7 @@ void Gradients::hand_on(Recipient recipient) {
   opened_ = arrivals_->enqueue(recipient_.open);
 }
 
-void Gradients::await_opened() noexcept { opened_.wait_quietly(); }  // an error is thrown where it counts
+void Gradients::await_opened() { opened_.wait(); }
 
 // On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up, and
 // what comes next waits for the new ones.

@@ -83,8 +83,8 @@ class Gradients {
   // been added to its own unit's sums; those of other units may still be on their way. Pre: made for update mode
   // `backward`.
   void hand_on(Recipient recipient);
-  // Returns when the last `open` has ended, with or without an error.
-  void await_opened() noexcept;
+  // Returns when the last `open` has ended. Errors: its.
+  void await_opened();
   // Nothing more is handed on. Pre: executor drained.
   void await_handed_on() noexcept;
   // This rank's shards of a unit's gradient; null if it is spilled.

@@ -200,12 +200,17 @@ class UpdateInBackward final : public UpdatePolicy {
 
   std::exception_ptr undone(const std::string& why) override {
     // The commit of the step before may still be under way; telling the other ranks of a failure would break it off.
-    parts_.gradients.await_opened();
-    return std::make_exception_ptr(
-        Error(fmt::format("step {} cannot be taken: {}, and units were updated for it already (hoist.update_mode "
-                          "\"backward\"). Nothing of it was committed: restore the last commit, in a new engine; "
-                          "\"forward\" can drop such a step",
-                          parts_.settings.step_count + 1, why)));
+    // Where it fails, more is lost than this step.
+    try {
+      parts_.gradients.await_opened();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return std::make_exception_ptr(StepUndoneError(
+        fmt::format("step {} cannot be taken: {}, and units were updated for it already (hoist.update_mode "
+                    "\"backward\"). Nothing of it was committed: restore the last commit, in a new engine; "
+                    "\"forward\" can drop such a step",
+                    parts_.settings.step_count + 1, why)));
   }
 
   void await_inputs() override {

@@ -59,7 +59,8 @@ class UpdatePolicy {
   virtual void require_undecided(const char*) const {}
   // UsageError when the unit's weights may be changing already.
   virtual void require_gatherable(UnitId) const {}
-  // Why the engine fails when a decided step is dropped because of `why`.
+  // Why the engine fails when a decided step is dropped because of `why`: a StepUndoneError, or what the step before
+  // failed with.
   // Pre: is_decided().
   virtual std::exception_ptr undone(const std::string& why);
 
