@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy
 import pytest
@@ -168,6 +169,29 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         with pytest.raises(hoist.UsageError, match="complex values"):
             engine.write(last, wrong[last])
         assert_same(engine.state_dict(), before)  # nothing has changed
+
+
+def test_a_state_dict_into_which_a_step_of_another_thread_comes_is_refused(settings):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def make_step(*_):
+        def body():
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+
+    with hoist.torch.wrap(model, settings()) as engine:
+        hook = model[1].register_state_dict_pre_hook(make_step)
+        with pytest.raises(hoist.UsageError, match=r"began at step 0, .* step 1 meanwhile.*engine\.state_dict\(\)"):
+            model.state_dict()
+        hook.remove()
+        assert_same(model.state_dict(), engine.state_dict())
+        result = model.state_dict()
+        make_step()
+        assert_same(model.state_dict(destination=result), engine.state_dict())
 
 
 class Turned(nn.Linear):

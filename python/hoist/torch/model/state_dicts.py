@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,7 @@ class StateDicts:
         self._passes = passes
         self._between_passes = between_passes
         self._name_of = parameters.names_by_id()
+        self._saving: tuple[weakref.ref[Any] | None, int] = (None, 0)  # the model's last state_dict(), and its step
         for module in model.modules():
             if module is model or self._names_in(module):
                 for name, replacement in (("_save_to_state_dict", self._save), ("_load_from_state_dict", self._load)):
@@ -113,17 +115,29 @@ class StateDicts:
                 self._between_passes()  # looks at all parameters
             yield is_gathered
 
-    def _save(self, module: nn.Module, save: Callable[..., None], *arguments: Any) -> None:
+    def _require_same_step(self, module: nn.Module, destination: Any) -> None:
+        """Errors: UsageError where another thread has made a step between the turns of two modules in one state_dict()."""
+        step = self._unit_manager.step_count
+        into, first = self._saving
+        if module is self._model:
+            self._saving = weakref.ref(destination) if isinstance(destination, OrderedDict) else None, step
+        elif into is not None and into() is destination and step != first:
+            raise _hoist.UsageError(f"state_dict() of the model began at step {first}, and another thread has come to step {step} "
+                                    "meanwhile: the result would have weights of both. Call it between steps, or take "
+                                    "engine.state_dict(), which other threads' calls cannot come into")
+
+    def _save(self, module: nn.Module, save: Callable[..., None], destination: Any, *arguments: Any) -> None:
         if self._parameters.release_closed():
-            return save(*arguments)
+            return save(destination, *arguments)
         with self._turn(module, "state_dict()") as is_gathered:
             if module is self._model:
                 self._parameters.names_in_model()  # or says why not
+            self._require_same_step(module, destination)
             names = self._names_in(module)
             values = (_gathered_values(module, names) if is_gathered else
                       {name: self._parameters.stored_values_of(own) for name, own in names.items()})
             with _standing_in(module, values):
-                save(*arguments)
+                save(destination, *arguments)
 
     def _load(self, module: nn.Module, load: Callable[..., None], state_dict: dict[str, Any], prefix: str,
               metadata: dict[str, Any], *arguments: Any) -> None:
