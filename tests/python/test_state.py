@@ -174,9 +174,11 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
 def test_a_state_dict_into_which_a_step_of_another_thread_comes_is_refused(settings):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
+    inputs = torch.ones(2, 8)
+
     def make_step(*_):
         def body():
-            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.backward(engine(inputs).sum())
             engine.step()
 
         thread = threading.Thread(target=body)

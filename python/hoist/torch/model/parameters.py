@@ -213,7 +213,8 @@ class Parameters:
     def are_held(self, module: nn.Module) -> bool:
         """Whether the module's own weights are gathered and stay so; of one without, all of its parts'."""
         own = [p for p in module._parameters.values() if p is not None and id(p) in self.places]
-        return all(self._unit_manager.is_held(self._unit_by_id[id(p)]) for p in own or module.parameters() if id(p) in self.places)
+        return all(self._unit_manager.is_held(self._unit_by_id[id(p)])
+                   for p in own or module.parameters() if id(p) in self.places)
 
     def _refuse_edit(self, name: str, how: str) -> None:
         self.note_versions()

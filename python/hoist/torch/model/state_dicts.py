@@ -122,8 +122,8 @@ class StateDicts:
         if module is self._model:
             self._saving = weakref.ref(destination) if isinstance(destination, OrderedDict) else None, step
         elif into is not None and into() is destination and step != first:
-            raise _hoist.UsageError(f"state_dict() of the model began at step {first}, and another thread has come to step {step} "
-                                    "meanwhile: the result would have weights of both. Call it between steps, or take "
+            raise _hoist.UsageError(f"state_dict() of the model began at step {first}, and another thread has come to step "
+                                    f"{step} meanwhile: the result would have weights of both. Call it between steps, or take "
                                     "engine.state_dict(), which other threads' calls cannot come into")
 
     def _save(self, module: nn.Module, save: Callable[..., None], destination: Any, *arguments: Any) -> None:
