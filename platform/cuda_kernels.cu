@@ -94,12 +94,11 @@ cudaError_t load_kernels() {
                          [&](auto target, auto source, auto add) {
                            load(failed, scale_kernel<decltype(target), decltype(source), decltype(add)::value>);
                          });
-        with_update_types({.weights_dtype = first,
-                           .moment_dtype = flag ? DType::bf16 : DType::fp32,
-                           .gradient_dtype = second},
-                          [&](auto masters, auto moments, auto gradient) {
-                            load(failed, update_kernel<decltype(masters), decltype(moments), decltype(gradient)>);
-                          });
+        with_update_types(
+            {.weights_dtype = first, .moment_dtype = flag ? DType::bf16 : DType::fp32, .gradient_dtype = second},
+            [&](auto masters, auto moments, auto gradient) {
+              load(failed, update_kernel<decltype(masters), decltype(moments), decltype(gradient)>);
+            });
       }
     }
   }
