@@ -143,9 +143,9 @@ WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, MutexLock& lock) {
     if (!victim->read.done()) {
       const Completion abandoned = victim->read;
       victim->use = Use::taken;  // nobody else may pick it meanwhile
-      lock.unlock();
+      mutex_.unlock();           // not `lock`, which is the caller's: Clang could not follow that
       abandoned.wait_quietly();  // the read that matters is still to come
-      lock.lock();
+      mutex_.lock();
       victim->use = Use::free;
       continue;  // it may have been read ahead meanwhile
     }
