@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <utility>
 
 #include <hoist/core/units.hpp>
 #include <hoist/optim_cpu/norm.hpp>
@@ -43,10 +42,10 @@ void GradientNorm::sum(UnitId unit, const std::byte* shards) {
 }
 
 void GradientNorm::sum(std::span<const UnitId> units, std::span<std::byte* const> shards) {
-  std::vector<std::pair<Chunk*, const std::byte*>> work;
+  work_.clear();
   for (const UnitId unit : units)
-    for (Chunk& chunk : chunks_of(unit)) work.emplace_back(&chunk, shards[unit.index]);
-  runtime_.update_pool().run(work.size(), [&](std::size_t i) { sum_chunk(*work[i].first, work[i].second); });
+    for (Chunk& chunk : chunks_of(unit)) work_.push_back({&chunk, shards[unit.index]});
+  runtime_.update_pool().run(work_.size(), [this](std::size_t i) { sum_chunk(*work_[i].chunk, work_[i].shards); });
 }
 
 void GradientNorm::sum_on_device(platform::Stream& stream) {

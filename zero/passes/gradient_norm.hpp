@@ -49,6 +49,11 @@ class GradientNorm {
   const Memory& memory_;
   std::vector<Chunk> chunks_;
   std::vector<std::size_t> first_chunk_;  // by unit, and one past the last
+  struct Work {
+    Chunk* chunk;
+    const std::byte* shards;
+  };
+  std::vector<Work> work_;  // of a call for several units; kept for its memory
 };
 
 }  // namespace hoist::detail

@@ -310,10 +310,10 @@ bool Gradients::is_summed_on_arrival(UnitId id) const {
 
 double Gradients::sum_of_squares() {
   if (memory_.has_device_only()) norm_.sum_on_device(*streams_.down);
-  std::vector<UnitId> left;
+  left_.clear();
   for (std::uint32_t u = 0; u < table_.units().size(); ++u)
-    if (const UnitId unit{u}; !memory_.device_only(unit) && !is_summed_on_arrival(unit)) left.push_back(unit);
-  norm_.sum(left, shards_);
+    if (const UnitId unit{u}; !memory_.device_only(unit) && !is_summed_on_arrival(unit)) left_.push_back(unit);
+  norm_.sum(left_, shards_);
   return norm_.total();
 }
 

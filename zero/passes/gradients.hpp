@@ -162,6 +162,7 @@ class Gradients {
   std::vector<Buffer> own_;         // by unit; data is null for units that share
   std::vector<std::byte*> shards_;  // by unit; where there is a ring, of the last gradient that came down
   GradientNorm norm_;
+  std::vector<UnitId> left_;         // in sum_of_squares(); kept for its memory
   platform::StreamEvent last_made_;  // of the last finish()
   std::optional<GradientRing> ring_;
   std::vector<Completion> spilling_;               // by unit, of its last reduction. The executor's
