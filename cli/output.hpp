@@ -35,7 +35,7 @@ void complain(fmt::format_string<Values...> format, Values&&... values) {
 // lost.
 int end_of_output(int code);
 
-// Whether the file system, or the quota, has too little room for what was asked.
+// True if the file system or the quota has too little room for what was asked.
 bool lacks_room(const Error& error);
 
 // From now on print_text() prints to standard error: standard output is for the JSON of `--json -`.

@@ -253,8 +253,7 @@ int tune(const TuneArguments& arguments) {
   if (would_replace(arguments.out) && (arguments.merge.empty() || !is_same_place(arguments.out, arguments.merge)))
     throw UsageError(
         fmt::format("--out {}: the file exists, and nothing of it would stay; remove it first, name it with --merge to "
-                    "keep its other "
-                    "keys, or write to another file",
+                    "keep its other keys, or write to another file",
                     arguments.out));
   const aio::BackendKind backend = engine_to_measure(arguments, read_config(arguments.merge));
   const InterruptGuard interrupt;

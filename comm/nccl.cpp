@@ -204,7 +204,7 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  // What has become of the collectives that the GPU was given, where nobody asks: the host may wait for one of them.
+  // Looks at the collectives on the GPU. The host may be waiting for one of them, and then makes no call that would.
   std::optional<std::string> failure() {
     if (const std::optional<std::string_view> what = overdue()) return missing_text(*what);
     if (!mutex_.try_lock()) return std::nullopt;  // a call is under way, and looks itself
@@ -378,7 +378,7 @@ class NcclCommunicator final : public Communicator {
     std::string_view what;  // a constant
     platform::StreamEvent end;
   };
-  std::deque<Enqueued> enqueued_ HOIST_GUARDED_BY(watch_mutex_);  // those whose end nobody has seen
+  std::deque<Enqueued> enqueued_ HOIST_GUARDED_BY(watch_mutex_);  // not known to have ended
   Deadline head_time_ HOIST_GUARDED_BY(watch_mutex_){timeout_};   // of the first
   std::atomic<bool> ending_{false};                               // set under watch_mutex_
   std::jthread watcher_;

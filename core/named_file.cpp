@@ -46,7 +46,8 @@ class TemporaryFile {
         path_(fmt::format("{}.{:08x}", target, std::random_device()())),
         directory_(::open(directory_of(target).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
     if (directory_.number < 0) throw io_error("open", target);
-    descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    const bool replaces = ::access(target.c_str(), F_OK) == 0;  // a file that may be private: take_permissions()
+    descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, replaces ? 0600 : 0666);
     if (descriptor_ < 0) throw io_error("create", path_);
   }
   ~TemporaryFile() {

@@ -59,8 +59,8 @@ void UnitManager::close() {
   std::exception_ptr failure;
   if (engine_) {
     const EngineTurn turn(engine_mutex());
-    if (engine_->has_begun_step()) engine_->discard();  // when the step before is committed
     try {
+      if (engine_->has_begun_step()) engine_->discard();  // when the step before is committed
       engine_->settle();
     } catch (const StepUndoneError&) {
       log_warning(

@@ -147,7 +147,7 @@ TEST_F(NcclManners, AnErrorOfOneRankReachesTheOthers) {
   EXPECT_EQ(nccl::counts().aborted, 2);
 }
 
-// A rank that is killed tells nobody, and no call asks for what the GPU was given: the host waits for the GPU.
+// A killed rank tells nobody. The host waits for the GPU, and makes no call that would notice.
 TEST_F(NcclManners, AKernelThatWaitsForARankThatIsGoneIsEndedByTheTimeOut) {
   cuda::hold();
   std::atomic<bool> is_over = false;

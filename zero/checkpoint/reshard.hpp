@@ -15,16 +15,15 @@
 
 namespace hoist::detail {
 
-// Which stores below the offload directory: 0 is the one in it itself.
-constexpr std::uint64_t kLastOrder = std::numeric_limits<std::uint64_t>::max();
+// Stores by StoreDirectory::order, which is 0 for the one in the offload directory itself.
 struct StoreOrders {
-  std::uint64_t first = 0, last = kLastOrder;
+  std::uint64_t first = 0, last = std::numeric_limits<std::uint64_t>::max();
 };
 
 // [J] Removes stores of these orders that an earlier attempt did not finish: no commit of theirs is on all ranks, and
-// no rank has more than the first one. Nothing of them was promised; a store of any number of ranks may take
-// their place, and none may be made beside their files, which would be taken for parts of it. Errors: StoreError when
-// another process uses one of them, or somebody may still want a file (tiers::Store::check_unfinished).
+// no rank has more than the first one. Nothing of them was promised; a store of any number of ranks may take their
+// place, and none may be made beside their files, which would be taken for parts of it. Errors: StoreError when another
+// process uses one of them, or somebody may still want a file (tiers::Store::check_unfinished).
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders = {});
 
 // [J] Removes stores that `present` has taken over from, but those that are `spared`. A store stays if it keeps named

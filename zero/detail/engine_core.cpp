@@ -116,7 +116,7 @@ StoreDirectory EngineCore::directory_for(const InitialState& state) {
   if (takes_over) search.refuse_any();
   refuse_unfit_mirror(ranks, options, nullptr, "");
   if (options.store_directory.empty()) return {};
-  remove_unfinished_stores(ranks, options, {.first = 0, .last = takes_over ? kLastOrder : 0});
+  remove_unfinished_stores(ranks, options, takes_over ? StoreOrders{} : StoreOrders{.last = 0});
   if (!takes_over) return {};
   return new_store_directory(search.newest_order() + 1, runtime.world_size());
 }

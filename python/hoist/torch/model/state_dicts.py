@@ -5,8 +5,8 @@ PyTorch asks each module for its own entries (_save_to_state_dict) and gives it 
 call CPU tensors with values stand in the places of the module's parameters. So hooks and overrides of modules, which rename or
 convert entries, do what they do in PyTorch; and a model is loaded with the values of one module in memory at a time.
 
-Values come from the masters, and go there. Those of a module that a block of engine.gathered() has are its gathered weights:
-what the block has changed is saved, and what is loaded is a change by the block.
+Values come from the masters, and go there. In a block of engine.gathered(), those of the modules that it has come from the
+gathered weights, with the block's changes, and go there: loading is one of its changes.
 """
 
 from __future__ import annotations
