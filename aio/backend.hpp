@@ -4,9 +4,9 @@
 // DriveQueue cuts transfers into blocks, orders them by priority, checks every result and retries; a backend only moves
 // a block and reports the kernel's result. Tests implement it to inject faults.
 //
-// Threading  Made on any thread; submit and reap run on the engine's I/O thread, where the backend is destroyed too;
+// Threading  Made on any thread; submit and reap run on its queue's I/O thread, where the backend is destroyed too;
 //            wake_up on any thread.
-// Memory     A Block belongs to the engine; it stays where it is until reported. A backend that still holds blocks is
+// Memory     A Block belongs to the queue; it stays where it is until reported. A backend that still holds blocks is
 //            never destroyed: the queue leaks it, because the kernel may still write to their memory.
 // Errors     A block's result reports every failure; submit and reap do not throw.
 #pragma once

@@ -32,12 +32,6 @@ namespace {
 constexpr Nanoseconds kLockPollInterval = std::chrono::milliseconds(5);
 constexpr std::uint64_t kZeroFillBytes = kMiB;
 
-const char* reserve_remedy(int code) {
-  if (code == ENOSPC) return "free space on this drive, or choose another directory";
-  if (code == EFBIG) return "raise the limit of file sizes (ulimit -f), or choose another file system";
-  return code == EDQUOT ? "raise the quota, or choose another directory" : "";
-}
-
 const char* open_remedy(int code, const std::string& path, OpenMode mode) {
   switch (code) {
     case EINVAL:
@@ -50,22 +44,8 @@ const char* open_remedy(int code, const std::string& path, OpenMode mode) {
                  : "the file is missing: bring it back, or correct the path";
     case EEXIST:
       return "the file already exists and was not changed; remove it or choose another path";
-    case ELOOP:
-      return "hoist does not follow symbolic links here; name the real path";
-    case EACCES:
-    case EPERM:
-      return "choose a path this user may write to";
-    case EROFS:
-      return "this file system is mounted read-only: mount it for writing (dmesg says whether it failed), or choose "
-             "another path";
-    case ENOSPC:
-    case EDQUOT:
-      return reserve_remedy(code);
-    case EMFILE:
-    case ENFILE:
-      return "raise the limit of open files (ulimit -n)";
     default:
-      return "";
+      return usual_remedy(code);
   }
 }
 
@@ -180,7 +160,7 @@ File::File(std::string path, const FileOptions& options)
   try {
     reserve(options.reserve_bytes);
     struct stat info {};
-    if (::fstat(descriptor_, &info) != 0) throw IoError({"fstat", path_, 0, 0, errno}, "");
+    if (::fstat(descriptor_, &info) != 0) throw IoError({"fstat", path_, 0, 0, errno});
     size_bytes_ = static_cast<std::uint64_t>(info.st_size);
     if (options.direct) direct_ = set_direct(descriptor_);
     if (options.direct && !direct_) say_buffered_once(descriptor_, path_, info.st_dev);
@@ -222,12 +202,12 @@ void File::reserve(std::uint64_t bytes) const {
     if (::fstat(descriptor_, &info) == 0 && info.st_size == 0) code = write_zeros(descriptor_, bytes);
   }
   if (code == 0) return;
-  throw IoError({"reserve", path_, 0, bytes, code}, reserve_remedy(code));
+  throw IoError({"reserve", path_, 0, bytes, code});
 }
 
 void File::start_over(std::uint64_t bytes) {
   HOIST_ASSERT(bytes % kAlignment == 0, "the space to reserve in {} must be a multiple of 4096 bytes", path_);
-  if (::ftruncate(descriptor_, 0) != 0) throw IoError({"truncate", path_, 0, 0, errno}, "");
+  if (::ftruncate(descriptor_, 0) != 0) throw IoError({"truncate", path_, 0, 0, errno});
   size_bytes_ = 0;
   try {
     reserve(bytes);
@@ -283,7 +263,7 @@ void sync_directory(const std::string& path) {
   }
   const int code = ::fsync(descriptor) == 0 ? 0 : errno;  // never repeated, like every flush
   ::close(descriptor);
-  if (code != 0) throw IoError({"fsync", path, 0, 0, code}, "check the drive (dmesg, smartctl)");
+  if (code != 0) throw IoError({"fsync", path, 0, 0, code});
 }
 
 }  // namespace hoist::aio

@@ -11,9 +11,9 @@ namespace hoist::aio {
 
 namespace {
 
-std::vector<StripeDrive> single(DriveQueue& engine, File file) {
+std::vector<StripeDrive> single(DriveQueue& queue, File file) {
   std::vector<StripeDrive> drives;
-  drives.push_back({&engine, std::move(file)});
+  drives.push_back({&queue, std::move(file)});
   return drives;
 }
 
@@ -23,14 +23,14 @@ StripedFile::StripedFile(StripeLayout layout, std::vector<StripeDrive> drives)
     : layout_(std::move(layout)), drives_(std::move(drives)) {
   HOIST_ASSERT(drives_.size() == layout_.drive_count(), "{} files for {} drives", drives_.size(),
                layout_.drive_count());
-  for (const StripeDrive& drive : drives_) HOIST_ASSERT(drive.engine != nullptr, "no engine for {}", drive.file.path());
+  for (const StripeDrive& drive : drives_) HOIST_ASSERT(drive.queue != nullptr, "no queue for {}", drive.file.path());
 }
 
-StripedFile::StripedFile(DriveQueue& engine, File file)
-    : StripedFile(StripeLayout::one_drive(), single(engine, std::move(file))) {}
+StripedFile::StripedFile(DriveQueue& queue, File file)
+    : StripedFile(StripeLayout::one_drive(), single(queue, std::move(file))) {}
 
 Completion StripedFile::read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority) {
-  if (drives_.size() == 1) return drives_.front().engine->read(drives_.front().file, offset_bytes, target, priority);
+  if (drives_.size() == 1) return drives_.front().queue->read(drives_.front().file, offset_bytes, target, priority);
   return start(Operation::read, offset_bytes, target, target.size(), priority);
 }
 
@@ -40,7 +40,7 @@ Completion StripedFile::read_padded(std::uint64_t offset_bytes, std::span<std::b
 }
 
 Completion StripedFile::write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority) {
-  if (drives_.size() == 1) return drives_.front().engine->write(drives_.front().file, offset_bytes, source, priority);
+  if (drives_.size() == 1) return drives_.front().queue->write(drives_.front().file, offset_bytes, source, priority);
   // As in DriveQueue::write: the memory of a write is only read.
   return start(Operation::write, offset_bytes, {const_cast<std::byte*>(source.data()), source.size()}, source.size(),
                priority);
@@ -55,26 +55,26 @@ Completion StripedFile::start(Operation operation, std::uint64_t offset_bytes, s
     const std::uint64_t end = layout_.drive_bytes(d, offset_bytes + memory.size());
     if (begin == end) continue;
     StripeDrive& drive = drives_[d];
-    parts[count++] = drive.engine->start({.operation = operation,
-                                          .file = &drive.file,
-                                          .offset_bytes = begin,
-                                          .data = memory.data(),
-                                          .length_bytes = end - begin,
-                                          .share = {&layout_, d, offset_bytes},
-                                          .optional_bytes = end - layout_.drive_bytes(d, offset_bytes + needed_bytes)},
-                                         priority);
+    parts[count++] = drive.queue->start({.operation = operation,
+                                         .file = &drive.file,
+                                         .offset_bytes = begin,
+                                         .data = memory.data(),
+                                         .length_bytes = end - begin,
+                                         .share = {&layout_, d, offset_bytes},
+                                         .optional_bytes = end - layout_.drive_bytes(d, offset_bytes + needed_bytes)},
+                                        priority);
   }
   return count == 1 ? parts.front() : when_all(std::span(parts).first(count));
 }
 
 Completion StripedFile::sync() {
   std::array<Completion, StripeLayout::kDriveCountMax> parts;
-  for (std::size_t d = 0; d < drives_.size(); ++d) parts[d] = drives_[d].engine->sync(drives_[d].file);
+  for (std::size_t d = 0; d < drives_.size(); ++d) parts[d] = drives_[d].queue->sync(drives_[d].file);
   return drives_.size() == 1 ? parts.front() : when_all(std::span(parts).first(drives_.size()));
 }
 
 bool StripedFile::gave_up() const {
-  return std::ranges::any_of(drives_, [](const StripeDrive& drive) { return drive.engine->gave_up(); });
+  return std::ranges::any_of(drives_, [](const StripeDrive& drive) { return drive.queue->gave_up(); });
 }
 
 std::vector<std::string> StripedFile::data_paths() const {

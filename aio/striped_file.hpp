@@ -20,7 +20,7 @@
 namespace hoist::aio {
 
 struct StripeDrive {
-  DriveQueue* engine = nullptr;
+  DriveQueue* queue = nullptr;
   File file;
 };
 
@@ -28,7 +28,7 @@ class StripedFile {
  public:
   // Pre: one drive for each weight of the layout, in the same order.
   StripedFile(StripeLayout layout, std::vector<StripeDrive> drives);
-  StripedFile(DriveQueue& engine, File file);  // on one drive
+  StripedFile(DriveQueue& queue, File file);  // on one drive
   StripedFile(const StripedFile&) = delete;
   StripedFile& operator=(const StripedFile&) = delete;
 

@@ -19,12 +19,6 @@ const char* remedy_of(Operation operation, int code) {
     case 0:
       return operation == Operation::read ? "the file is shorter than the requested range, or the drive gave up"
                                           : "the drive gave up; check its free space and its health";
-    case EIO:
-      return "check the drive's health (dmesg, smartctl)";
-    case ENOSPC:
-      return "free space on this drive";
-    case EDQUOT:
-      return "raise the quota, or free space under it";
     case EAGAIN:
       return "the system stayed short of resources through every retry; lower the queue depth";
     case EINVAL:
@@ -36,7 +30,7 @@ const char* remedy_of(Operation operation, int code) {
     case ETIMEDOUT:
       return "the drive did not answer; the buffer may still be written to and must not be used again";
     default:
-      return "";
+      return usual_remedy(code);
   }
 }
 

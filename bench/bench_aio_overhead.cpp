@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench_aio_overhead - what the engine itself costs: CPU time of the whole process for each block of 1 MiB, over the
+// bench_aio_overhead - what the queue itself costs: CPU time of the whole process for each block of 1 MiB, over the
 // backend that completes everything at once and moves nothing.
 //
 //   bench_aio_overhead [--smoke] [--limit-ns N] [--json FILE]
@@ -37,7 +37,7 @@ std::span<std::byte> untouchable_memory() {
 
 class Bench {
  public:
-  Bench(aio::DriveQueue& engine, const aio::File& file) : engine_(engine), file_(file) {}
+  Bench(aio::DriveQueue& queue, const aio::File& file) : queue_(queue), file_(file) {}
 
   // Long transfers, as of a whole record: the price of a block alone.
   void long_transfers(std::uint64_t blocks) {
@@ -63,10 +63,10 @@ class Bench {
 
  private:
   Completion read(std::uint64_t offset, std::uint64_t bytes) {
-    return engine_.read(file_, offset, memory_.subspan(offset, bytes), aio::Priority::foreground);
+    return queue_.read(file_, offset, memory_.subspan(offset, bytes), aio::Priority::foreground);
   }
 
-  aio::DriveQueue& engine_;
+  aio::DriveQueue& queue_;
   const aio::File& file_;
   const std::span<std::byte> memory_ = untouchable_memory();
 };
@@ -121,8 +121,8 @@ int run(const Arguments& arguments) {
   const bench::TemporaryDirectory directory(std::filesystem::temp_directory_path(), "hoist-bench-aio");
   // Any file does: it is never read.
   const aio::File file(directory.path() + "/file", {.mode = aio::OpenMode::create, .direct = false});
-  aio::DriveQueue engine({.backend = aio::BackendKind::null, .block_bytes = kBlock, .queue_depth = 32});
-  Bench bench(engine, file);
+  aio::DriveQueue queue({.backend = aio::BackendKind::null, .block_bytes = kBlock, .queue_depth = 32});
+  Bench bench(queue, file);
   bool holds = true;
   std::string json;
   fmt::print(

@@ -111,12 +111,8 @@ int plan(const PlanArguments& arguments) {
                         {arguments.model.units, arguments.model.weights, arguments.machine});
     check_outputs_apart({json}, {arguments.config});
     check_json(arguments.json);
-    if (would_replace(arguments.write) &&
-        (arguments.config.empty() || !is_same_place(arguments.write, arguments.config)))
-      throw UsageError(
-          fmt::format("--write {}: the file exists, and nothing of it would stay; remove it first, name it as the "
-                      "configuration to keep its other keys (hoist plan {} ...), or write to another file",
-                      arguments.write, arguments.write));
+    check_replaces_only({"--write", arguments.write}, arguments.config,
+                        fmt::format("name it as the configuration (hoist plan {} ...)", arguments.write));
     const PlanQuestion question = question_of(arguments);
     if (question.config.measured.read_bytes_per_second && !arguments.machine.empty() && !arguments.is_this_machine())
       say("the drives' speeds are those of hoist.measured in {}, and not those of {}\n", arguments.config,

@@ -250,11 +250,7 @@ int tune(const TuneArguments& arguments) {
   const OutputPath json{"--json", arguments.json}, plot{"--plot", arguments.plot};
   check_outputs_apart({json, plot}, {arguments.merge});
   check_outputs_apart({json, plot, {"--out", arguments.out}}, {});
-  if (would_replace(arguments.out) && (arguments.merge.empty() || !is_same_place(arguments.out, arguments.merge)))
-    throw UsageError(
-        fmt::format("--out {}: the file exists, and nothing of it would stay; remove it first, name it with --merge to "
-                    "keep its other keys, or write to another file",
-                    arguments.out));
+  check_replaces_only({"--out", arguments.out}, arguments.merge, "name it with --merge");
   const aio::BackendKind backend = engine_to_measure(arguments, read_config(arguments.merge));
   const InterruptGuard interrupt;
   TuneReport report = Tuning(arguments, backend, interrupt.flag()).run();

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <system_error>
@@ -54,11 +55,47 @@ std::string place_of(const IoError::Where& w) {
 
 }  // namespace
 
+const char* usual_remedy(int code) noexcept {
+  switch (code) {
+    case EIO:
+      return "check the drive's health (dmesg, smartctl)";
+    case ENOSPC:
+      return "free space on this drive, or choose another directory";
+    case EDQUOT:
+      return "raise the quota, or choose another directory";
+    case EFBIG:
+      return "raise the limit of file sizes (ulimit -f), or choose another file system";
+    case EROFS:
+      return "this file system is mounted read-only: mount it for writing (dmesg says whether it failed), or choose "
+             "another path";
+    case EACCES:
+    case EPERM:
+      return "choose a path that this user may use";
+    case EMFILE:
+      return "raise the limit of open files (ulimit -n)";
+    case ENFILE:
+      return "raise the system's limit of open files (sysctl fs.file-max)";
+    case ENOMEM:
+      return "free memory on this machine";
+    case ENAMETOOLONG:
+      return "choose a shorter path";
+    case ELOOP:
+      return "name the real path: symbolic links are not followed here, or lead in a circle";
+    case ESTALE:
+      return "the network file system has lost it: mount it again";
+    default:
+      return "";
+  }
+}
+
 IoError::IoError(Where w, const std::string& remedy)
-    : Error(fmt::format(
-          "{} of {}{} failed: {}{}{}", w.operation, w.path, place_of(w),
-          w.code == 0 ? "fewer bytes were transferred than asked for" : std::generic_category().message(w.code),
-          remedy.empty() ? "" : "; ", remedy)),
+    : Error([&] {
+        const std::string advice = remedy.empty() ? usual_remedy(w.code) : remedy;
+        return fmt::format(
+            "{} of {}{} failed: {}{}{}", w.operation, w.path, place_of(w),
+            w.code == 0 ? "fewer bytes were transferred than asked for" : std::generic_category().message(w.code),
+            advice.empty() ? "" : "; ", advice);
+      }()),
       where(std::move(w)) {}
 
 CorruptionError::CorruptionError(Where w, const std::string& remedy)

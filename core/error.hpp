@@ -63,9 +63,12 @@ class IoError : public Error {
     std::uint64_t length_bytes = 0;
     int code = 0;
   };
-  IoError(Where where, const std::string& remedy);
+  // Without a remedy of the caller's, who may know more, it is usual_remedy(where.code).
+  explicit IoError(Where where, const std::string& remedy = {});
   const Where where;
 };
+// What to do about an errno, whatever the operation; "" where that depends on it.
+const char* usual_remedy(int code) noexcept;
 
 // Bytes read from NVMe are not the bytes that were written.
 class CorruptionError : public Error {

@@ -25,7 +25,10 @@ namespace {
 namespace fs = std::filesystem;
 
 IoError io_error(const char* operation, const std::string& path) {
-  return IoError({.operation = operation, .path = path, .code = errno}, "nothing was changed; choose a writable place");
+  const int code = errno;
+  const std::string remedy = usual_remedy(code);
+  return IoError({.operation = operation, .path = path, .code = code},
+                 "nothing was changed; " + (remedy.empty() ? "choose a writable place" : remedy));
 }
 
 void write_text(int descriptor, const std::string& text, const std::string& path) {
@@ -179,11 +182,6 @@ std::string read_file(const std::string& path, const std::string& remedy) {
   return text;
 }
 
-bool would_replace(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && !standard_descriptor(info);
-}
-
 bool is_file_of_a_store(const std::string& path) {
   constexpr std::array kEndings{".manifest",  ".manifest-new", ".data",   ".label",
                                 ".label-new", ".lock-info",    ".scratch"};
@@ -213,6 +211,16 @@ void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vect
                                    other->option, other->path));
     }
   }
+}
+
+void check_replaces_only(const OutputPath& output, const std::string& merged, const std::string& how) {
+  struct stat info {};
+  if (::stat(output.path.c_str(), &info) != 0 || !S_ISREG(info.st_mode) || standard_descriptor(info)) return;
+  if (!merged.empty() && is_same_place(output.path, merged)) return;
+  throw UsageError(fmt::format(
+      "{} {}: the file exists, and nothing of it would stay; remove it first, {} to keep its other keys, or "
+      "write to another file",
+      output.option, output.path, how));
 }
 
 }  // namespace hoist

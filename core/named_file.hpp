@@ -26,8 +26,6 @@ void check_replaceable(const std::string& path, const std::string& remedy);
 inline constexpr std::size_t kReadBytesMax = 64u << 20;
 std::string read_file(const std::string& path, const std::string& remedy);
 
-// Whether replace_file() would put the text in the place of a file that is there: not of standard output or error.
-bool would_replace(const std::string& path);
 // Whether docs/format.md gives this name, followed through symbolic links, to a file of a store; it need not exist.
 bool is_file_of_a_store(const std::string& path);
 
@@ -38,5 +36,8 @@ struct OutputPath {
 // Errors: UsageError if an output file is an input file or another output file, which may not exist yet, or one of a
 // store's files.
 void check_outputs_apart(const std::vector<OutputPath>& outputs, const std::vector<std::string>& inputs);
+// Errors: UsageError if replace_file() would take the place of a file other than `merged`, whose other keys it keeps;
+// `how` says how to name that. Standard output and error are written to, and nothing is lost.
+void check_replaces_only(const OutputPath& output, const std::string& merged, const std::string& how);
 
 }  // namespace hoist

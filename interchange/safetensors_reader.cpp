@@ -27,7 +27,7 @@ constexpr std::uint64_t kIndexBytesMax = 32 * kMiB;  // four times that of 90,00
 std::uint64_t file_bytes_of(int descriptor, const std::string& path) {
   struct stat status {};
   if (::fstat(descriptor, &status) != 0) {
-    throw IoError({.operation = "fstat", .path = path, .code = errno}, "check the file system");
+    throw IoError({.operation = "fstat", .path = path, .code = errno});
   }
   return static_cast<std::uint64_t>(status.st_size);
 }
@@ -37,7 +37,7 @@ int open_for_reading(const std::string& path) {
   if (descriptor >= 0) return descriptor;
   const int code = errno;
   if (code == EINVAL || code == EISDIR) throw SafetensorsError(path, "this is not a regular file");
-  throw IoError({.operation = "open", .path = path, .code = code}, "check the path and its permissions");
+  throw IoError({.operation = "open", .path = path, .code = code}, code == ENOENT ? "check the path" : "");
 }
 
 }  // namespace
@@ -106,8 +106,7 @@ std::string find_entry(const std::string& directory) {
     if (path.ends_with(kFileSuffix)) files.push_back(path);
   }
   if (failed) {
-    throw IoError({.operation = "read", .path = directory, .code = failed.value()},
-                  "check the directory's permissions");
+    throw IoError({.operation = "read", .path = directory, .code = failed.value()});
   }
   if (indices.size() == 1) return indices.front();
   if (indices.empty() && files.size() == 1) return files.front();
@@ -122,7 +121,7 @@ nlohmann::json read_index(const std::string& path) {
   if (const int code = read_and_close(open_for_reading(path), kIndexBytesMax, text); code == EFBIG)
     throw SafetensorsError(path, fmt::format("more than {} bytes are too many for an index", kIndexBytesMax));
   else if (code != 0)
-    throw IoError({.operation = "read", .path = path, .code = code}, "check the drive that holds it");
+    throw IoError({.operation = "read", .path = path, .code = code});
   // Only "weight_map" is read, whose entries are texts. What lies deeper is dropped while it is parsed, and a text that
   // nests further than any writer's is refused: both would take many times its length.
   const auto is_kept = [&](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {

@@ -55,7 +55,7 @@ class SafetensorsWriter::OpenFile {
     if (::ftruncate(descriptor_, 0) == 0) return;
     const int code = errno;
     ::close(descriptor_);
-    fail("ftruncate", code, "check the file system");
+    fail("ftruncate", code);
   }
   ~OpenFile() {
     if (!renamed_ && (descriptor_ >= 0 || closed_)) ::unlink(partial_.c_str());
@@ -66,9 +66,7 @@ class SafetensorsWriter::OpenFile {
 
   void write(std::span<const std::byte> bytes) {
     const int code = write_all(descriptor_, bytes);
-    if (code == EFBIG) fail("write", code, "raise the limit of file sizes (ulimit -f)", bytes.size());
-    if (code == ENOSPC || code == EDQUOT) fail("write", code, "free space, or choose another directory", bytes.size());
-    if (code != 0) fail("write", code, "check the drive (dmesg, smartctl), or choose another directory", bytes.size());
+    if (code != 0) fail("write", code, "", bytes.size());
     written_ += bytes.size();
   }
 
@@ -104,8 +102,7 @@ class SafetensorsWriter::OpenFile {
     descriptor_ = open_regular_file(partial_, O_WRONLY | O_CREAT | O_NOFOLLOW, 0666);
     if (descriptor_ < 0) {
       const int code = errno;
-      fail("open", code,
-           *open_file_remedy(code) != 0 ? open_file_remedy(code) : "choose a directory that can be written");
+      fail("open", code, open_file_remedy(code));
     }
     // Files of a killed export are overwritten; a running export holds their locks.
     if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
@@ -116,7 +113,7 @@ class SafetensorsWriter::OpenFile {
     }
     struct stat locked {};
     struct stat named {};
-    if (::fstat(descriptor_, &locked) != 0) fail("fstat", errno, "check the file system");
+    if (::fstat(descriptor_, &locked) != 0) fail("fstat", errno);
     if (::lstat(partial_.c_str(), &named) == 0 && named.st_dev == locked.st_dev && named.st_ino == locked.st_ino)
       return true;
     ::close(descriptor_);
@@ -125,7 +122,8 @@ class SafetensorsWriter::OpenFile {
   }
 
   // `length_bytes`: of a write that failed, at the present end of the file; 0 for other operations.
-  [[noreturn]] void fail(const char* operation, int code, const char* remedy, std::uint64_t length_bytes = 0) const {
+  [[noreturn]] void fail(const char* operation, int code, const char* remedy = "",
+                         std::uint64_t length_bytes = 0) const {
     throw IoError({.operation = operation,
                    .path = partial_,
                    .offset_bytes = length_bytes == 0 ? 0 : written_,
@@ -163,12 +161,7 @@ SafetensorsWriter::SafetensorsWriter(SafetensorsWriterOptions options, std::span
   if (shards_.size() > 1) files_.push_back((fs::path(options_.directory) / kIndexName).string());
   std::error_code failed;
   if (fs::create_directories(options_.directory, failed)) made_directory_.path = options_.directory;
-  if (failed) {
-    const bool is_full = failed == std::errc::no_space_on_device || failed.value() == EDQUOT;
-    throw IoError(
-        {.operation = "mkdir", .path = options_.directory, .code = failed.value()},
-        is_full ? "free space, or choose another directory" : "choose a directory that can be created and written");
-  }
+  if (failed) throw IoError({.operation = "mkdir", .path = options_.directory, .code = failed.value()});
   check_directory();
   check_space();
   next_shard();

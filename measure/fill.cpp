@@ -26,7 +26,7 @@ constexpr Nanoseconds kProgressInterval = std::chrono::milliseconds(50);
 void fill_file(const ScratchFile& scratch, std::uint64_t seed, const StopFlag* stop, std::atomic<std::uint64_t>& done) {
   const platform::HostMemory memory({.bytes = kFillDepth * kFillBlockBytes});
   std::vector<Completion> slots(kFillDepth);
-  aio::DriveQueue engine(
+  aio::DriveQueue queue(
       {.block_bytes = kFillBlockBytes, .queue_depth = kFillDepth, .registered_memory = memory.slices()});
   for (std::uint64_t at = 0, i = 0; at < scratch.bytes(); at += kFillBlockBytes, ++i) {
     throw_if_stopped(stop);
@@ -35,11 +35,11 @@ void fill_file(const ScratchFile& scratch, std::uint64_t seed, const StopFlag* s
     const std::uint64_t length = std::min(kFillBlockBytes, scratch.bytes() - at);
     const auto block = memory.bytes().subspan(i % kFillDepth * kFillBlockBytes, length);
     fill_random(block, seed, at / sizeof(std::uint64_t));
-    slot = engine.write(scratch.file(), at, block, aio::Priority::foreground);
+    slot = queue.write(scratch.file(), at, block, aio::Priority::foreground);
     done.fetch_add(length, std::memory_order_relaxed);
   }
   for (const Completion& slot : slots) slot.wait();
-  engine.sync(scratch.file()).wait();
+  queue.sync(scratch.file()).wait();
 }
 
 }  // namespace

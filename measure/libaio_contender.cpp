@@ -18,7 +18,7 @@ namespace hoist::measure {
 namespace {
 
 IoError aio_error(const char* operation, const Drive& drive, long code) {
-  return IoError({.operation = operation, .path = drive.file().path(), .code = static_cast<int>(-code)}, "");
+  return IoError({.operation = operation, .path = drive.file().path(), .code = static_cast<int>(-code)});
 }
 
 // One file's share of a leg; run() on a thread of its own.

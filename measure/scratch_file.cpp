@@ -29,7 +29,7 @@ constexpr int kTakeOverTries = 10;  // a run that is just ending may remove the 
 // Space that a file system needs beside the file itself, and that should stay free.
 constexpr std::uint64_t kSpareBytes = 64 * kMiB;
 
-IoError io_error(const char* operation, const std::string& path, const char* remedy) {
+IoError io_error(const char* operation, const std::string& path, const char* remedy = "") {
   return IoError({.operation = operation, .path = path, .code = errno}, remedy);
 }
 
@@ -75,7 +75,7 @@ void check_scratch_directory(const std::string& directory) {
 
 void check_scratch_space(std::span<const std::string> directories, std::uint64_t bytes) {
   struct statvfs space {};
-  if (::statvfs(directories.front().c_str(), &space) != 0) throw io_error("statvfs", directories.front(), "");
+  if (::statvfs(directories.front().c_str(), &space) != 0) throw io_error("statvfs", directories.front());
   std::uint64_t have = std::uint64_t{space.f_bavail} * space.f_frsize;
   for (const std::string& directory : directories) {
     // A run that was killed left its file, which this one removes.
@@ -115,7 +115,7 @@ class ScratchFile::Marker {
   // False: another process changed the directory meanwhile.
   bool make_or_take_over() {
     const bool made = ::mkdir(directory_.c_str(), 0700) == 0;
-    if (!made && errno != EEXIST) throw io_error("mkdir", directory_, "choose a --path this user may write to");
+    if (!made && errno != EEXIST) throw io_error("mkdir", directory_);
     if (!made) check_directory();
     descriptor_ = open_regular_file(path_, O_RDWR | O_NOFOLLOW | (made ? O_CREAT | O_EXCL : 0), 0600);
     if (descriptor_ < 0) return missing_marker(made);
@@ -133,7 +133,7 @@ class ScratchFile::Marker {
     struct stat info {};
     if (::lstat(directory_.c_str(), &info) != 0) {
       if (errno == ENOENT) return;  // just removed; opening the marker will say so
-      throw io_error("lstat", directory_, "");
+      throw io_error("lstat", directory_);
     }
     if (!S_ISDIR(info.st_mode)) throw not_ours(directory_, "it is not a directory");
   }
@@ -148,8 +148,7 @@ class ScratchFile::Marker {
           fmt::format("{} belongs to {}, whose measurement uses it or was killed; remove it as that user, or choose "
                       "another --path",
                       directory_, owner_of(directory_)));
-    if (code != ENOENT && !(made && code == EEXIST))
-      throw IoError({.operation = "open", .path = path_, .code = code}, "");
+    if (code != ENOENT && !(made && code == EEXIST)) throw IoError({.operation = "open", .path = path_, .code = code});
     if (code == ENOENT && ::rmdir(directory_.c_str()) != 0 && errno != ENOENT)
       throw not_ours(directory_, fmt::format("there is no {} in it", kMarkerName));
     return false;
@@ -158,14 +157,14 @@ class ScratchFile::Marker {
   // False when the marker was removed before we had the lock.
   bool lock() const {
     if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK) throw io_error("flock", path_, "");
+      if (errno != EWOULDBLOCK) throw io_error("flock", path_);
       throw UsageError(
           fmt::format("{} is in use by another measurement, and the two would disturb each other; wait for it, "
                       "or choose another drive",
                       directory_));
     }
     struct stat info {};
-    if (::fstat(descriptor_, &info) != 0) throw io_error("fstat", path_, "");
+    if (::fstat(descriptor_, &info) != 0) throw io_error("fstat", path_);
     return info.st_nlink > 0;
   }
 
@@ -173,11 +172,10 @@ class ScratchFile::Marker {
   bool claim() const {
     char text[kMarkerText.size() + 1];
     const ssize_t length = ::pread(descriptor_, text, sizeof text, 0);
-    if (length < 0) throw io_error("read", path_, "");
+    if (length < 0) throw io_error("read", path_);
     if (!kMarkerText.starts_with(std::string_view(text, static_cast<std::size_t>(length))))
       throw not_ours(directory_, fmt::format("its {} holds something else", kMarkerName));
-    if (::pwrite(descriptor_, kMarkerText.data(), kMarkerText.size(), 0) < 0)
-      throw io_error("write", path_, "free space on this drive");
+    if (::pwrite(descriptor_, kMarkerText.data(), kMarkerText.size(), 0) < 0) throw io_error("write", path_);
     return true;
   }
 

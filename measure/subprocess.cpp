@@ -24,7 +24,7 @@ constexpr int kPollMilliseconds = 50;  // how late a stop is seen
 class Pipe {
  public:
   Pipe() {
-    if (::pipe2(ends_.data(), O_CLOEXEC) != 0) throw IoError({.operation = "pipe", .code = errno}, "");
+    if (::pipe2(ends_.data(), O_CLOEXEC) != 0) throw IoError({.operation = "pipe", .code = errno});
   }
   ~Pipe() {
     close_writer();
@@ -80,7 +80,7 @@ pid_t start(const Subprocess& process, const Pipe& output, const Pipe& errors) {
                                   pointers(process.command).data(), pointers(environment).data());
   ::posix_spawnattr_destroy(&attributes);
   ::posix_spawn_file_actions_destroy(&actions);
-  if (code != 0) throw IoError({.operation = "start", .path = process.command.front(), .code = code}, "");
+  if (code != 0) throw IoError({.operation = "start", .path = process.command.front(), .code = code});
   return pid;
 }
 

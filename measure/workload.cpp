@@ -97,10 +97,10 @@ class Pump {
     const std::uint64_t offset = options_.region.offset_bytes + cursor;
     cursor = (cursor + block_bytes_) % region_bytes_;
     issued_bytes_ += block_bytes_;
-    aio::DriveQueue& engine = drive_.queue();
+    aio::DriveQueue& queue = drive_.queue();
     const aio::File& file = drive_.file().file();
-    const Completion completion = slot.write ? engine.write(file, offset, slot.buffer, aio::Priority::foreground)
-                                             : engine.read(file, offset, slot.buffer, aio::Priority::foreground);
+    const Completion completion = slot.write ? queue.write(file, offset, slot.buffer, aio::Priority::foreground)
+                                             : queue.read(file, offset, slot.buffer, aio::Priority::foreground);
     completion.then([&slot](const std::exception_ptr& error) { slot.pump->finished(slot, error); });
   }
 

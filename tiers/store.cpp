@@ -18,8 +18,8 @@
 
 namespace hoist::tiers {
 
-Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& engine)
-    : engine_(engine),
+Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& queue)
+    : queue_(queue),
       superblock_(std::move(superblock)),
       paths_(std::move(paths)),
       durability_(options.durability),
@@ -43,7 +43,7 @@ Store::Impl::~Impl() {
   for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
 }
 
-bool Store::Impl::drive_gave_up() const { return engine_.gave_up() || (files_.data && files_.data->gave_up()); }
+bool Store::Impl::drive_gave_up() const { return queue_.gave_up() || (files_.data && files_.data->gave_up()); }
 
 std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Superblock& superblock) {
   std::uint64_t bytes = sizeof(Impl) + sizeof(detail::Transfers) + sizeof(aio::File) + sizeof(aio::StripedFile);
@@ -97,7 +97,7 @@ void Store::Impl::start_existing(Files files) {
 }
 
 void Store::Impl::read_slot(std::uint32_t slot) {
-  engine_.read(*files_.manifest, superblock_.slot_offset(slot), image_.span(), aio::Priority::foreground).wait();
+  queue_.read(*files_.manifest, superblock_.slot_offset(slot), image_.span(), aio::Priority::foreground).wait();
 }
 
 void Store::Impl::write_slot(std::uint32_t slot, const SlotHeader& header) {
@@ -105,9 +105,9 @@ void Store::Impl::write_slot(std::uint32_t slot, const SlotHeader& header) {
   SlotImage image(image_.span(), superblock_);
   table_.fill(image);
   const std::uint64_t bytes = image.seal(header);
-  engine_.write(*files_.manifest, superblock_.slot_offset(slot), image_.span().first(bytes), aio::Priority::foreground)
+  queue_.write(*files_.manifest, superblock_.slot_offset(slot), image_.span().first(bytes), aio::Priority::foreground)
       .wait();
-  engine_.sync(*files_.manifest).wait();
+  queue_.sync(*files_.manifest).wait();
 }
 
 void Store::Impl::load_slot(std::uint32_t slot) {
@@ -179,7 +179,7 @@ void Store::Impl::adopt(const CommitHeader& commit) {
     // The previous process may have died between writing this manifest and flushing it. It must be durable before the
     // other slot, until then the only one that certainly is, is overwritten. (Its data is durable: it was flushed
     // before the manifest was written.)
-    engine_.sync(*files_.manifest).wait();
+    queue_.sync(*files_.manifest).wait();
     write_slot(other, {{.step = commit.step, .incarnation = incarnation_ + 1, .revision = commit.revision},
                        caller_state_.size()});
   } catch (...) {

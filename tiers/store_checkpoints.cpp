@@ -87,8 +87,8 @@ void Store::Impl::remove_checkpoint(std::uint64_t checkpoint_serial) {
 
 void Store::Impl::blank_slot(std::uint32_t slot) {
   std::memset(image_.span().data(), 0, image_.span().size());
-  engine_.write(*files_.manifest, superblock_.slot_offset(slot), image_.span(), aio::Priority::foreground).wait();
-  engine_.sync(*files_.manifest).wait();
+  queue_.write(*files_.manifest, superblock_.slot_offset(slot), image_.span(), aio::Priority::foreground).wait();
+  queue_.sync(*files_.manifest).wait();
 }
 
 std::uint32_t Store::Impl::free_checkpoint_slot() const {
@@ -149,7 +149,7 @@ std::unique_ptr<StoreReader> Store::Impl::hold() {
                            .directory = paths_.directory,
                            .records = {table_.records().begin(), table_.records().end()},
                            .commit = {.step = *committed_step_, .incarnation = incarnation_, .revision = revision_},
-                           .engine = engine_,
+                           .queue = queue_,
                            .data = *files_.data,
                            .release = release});
   } catch (...) {

@@ -135,11 +135,11 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
                        : "use another directory, or remove this one"));
 }
 
-void write_superblock(aio::DriveQueue& engine, const aio::File& manifest, const Superblock& superblock) {
+void write_superblock(aio::DriveQueue& queue, const aio::File& manifest, const Superblock& superblock) {
   const TransferMemory buffer(superblock.superblock_bytes());
   encode_superblock(superblock, buffer.span());
-  engine.write(manifest, 0, buffer.span(), aio::Priority::foreground).wait();
-  engine.sync(manifest).wait();
+  queue.write(manifest, 0, buffer.span(), aio::Priority::foreground).wait();
+  queue.sync(manifest).wait();
 }
 
 void require_queues(Store::Queues queues, std::size_t drive_count) {
@@ -193,10 +193,10 @@ class NewFiles {
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
   }
 
-  std::unique_ptr<aio::File> make_manifest(aio::DriveQueue& engine) {
+  std::unique_ptr<aio::File> make_manifest(aio::DriveQueue& queue) {
     detail::Creation& creation = *creations_.front();
     const auto new_manifest = creation.make_new_manifest(superblock_.manifest_bytes());
-    write_superblock(engine, *new_manifest, superblock_);
+    write_superblock(queue, *new_manifest, superblock_);
     creation.name_manifest();
     return std::make_unique<aio::File>(drives_.front().manifest, aio::FileOptions{});
   }
@@ -433,7 +433,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Queues queues)
 std::unique_ptr<Store> Store::open(const StoreOptions& options, Queues queues) {
   const Superblock mine = superblock_for(options);
   require_queues(queues, options.stripe_directories.size() + 1);
-  aio::DriveQueue& engine = *queues.front();
+  aio::DriveQueue& queue = *queues.front();
   const StorePaths paths(options.directory, options.identity.rank);
   auto first = detail::open_locked(paths, options.lock_timeout);
   struct stat status {};
@@ -448,7 +448,7 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, Queues queues) {
   Superblock& stored = *view.superblock;
   check_same_model(stored, mine, paths);
   files.data = open_data(options, queues, std::move(*first), stored);
-  auto impl = std::make_unique<Impl>(options, std::move(stored), paths, engine);
+  auto impl = std::make_unique<Impl>(options, std::move(stored), paths, queue);
   impl->start_existing(std::move(files));
   detail::write_lock_info(paths);
   return std::unique_ptr<Store>(new Store(std::move(impl)));

@@ -44,12 +44,12 @@ std::unique_ptr<aio::File> open_to_read(const detail::StorePaths& paths, StoreRe
 
 // The data on all drives, further ones where the superblock says they were, or in one of `elsewhere`.
 std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& superblock,
-                                            const detail::StorePaths& paths, int rank, aio::DriveQueue& engine,
+                                            const detail::StorePaths& paths, int rank, aio::DriveQueue& queue,
                                             StoreReader::Lock lock, std::span<const std::string> elsewhere) {
   const detail::Stripes stripes = detail::decode_stripes(superblock.stripes, paths.manifest);
   const unsigned drive_count = stripes.layout.drive_count();
   std::vector<aio::StripeDrive> files;
-  files.push_back({&engine, std::move(first)});
+  files.push_back({&queue, std::move(first)});
   for (unsigned d = 1; d < drive_count; ++d) {
     const std::string& made_in = stripes.directories[d - 1];
     const auto drive =
@@ -59,7 +59,7 @@ std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& s
           fmt::format("drive {} of {} of the store in {} is not in {}, where it was when the store was made: mount it "
                       "there, or make a symbolic link there to its directory",
                       d, drive_count, paths.directory, made_in));
-    files.push_back({&engine, std::move(*open_to_read(*drive, lock))});
+    files.push_back({&queue, std::move(*open_to_read(*drive, lock))});
   }
   for (unsigned d = 0; d < drive_count; ++d)
     detail::check_length(files[d].file, stripes.layout.drive_bytes(d, superblock.data_bytes));
@@ -71,18 +71,18 @@ std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& s
 class StoreReader::Impl {
  public:
   Impl(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-       aio::DriveQueue& engine, Lock lock, std::span<const std::string> drives)
-      : engine_(engine),
+       aio::DriveQueue& queue, Lock lock, std::span<const std::string> drives)
+      : queue_(queue),
         paths_(directory, rank),
         first_(open_to_read(paths_, lock)),
         superblock_(superblock_of(paths_, rank, records)),
-        own_data_(open_data(std::move(*first_), superblock_, paths_, rank, engine, lock, drives)),
+        own_data_(open_data(std::move(*first_), superblock_, paths_, rank, queue, lock, drives)),
         data_(*own_data_),
         table_(std::move(records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
     load(commit);
   }
   explicit Impl(detail::HeldCommit held)
-      : engine_(held.engine),
+      : queue_(held.queue),
         paths_(held.directory, static_cast<int>(held.superblock.rank)),
         superblock_(held.superblock),
         data_(held.data),
@@ -132,7 +132,7 @@ class StoreReader::Impl {
     const aio::File manifest(paths_.manifest, {.mode = aio::OpenMode::read_only});
     const aio::TransferMemory bytes(superblock_.slot_bytes());
     for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {
-      engine_.read(manifest, superblock_.slot_offset(slot), bytes.span(), aio::Priority::foreground).wait();
+      queue_.read(manifest, superblock_.slot_offset(slot), bytes.span(), aio::Priority::foreground).wait();
       bytes_read_ += bytes.span().size();
       const SlotCheck check = check_slot(bytes.span(), superblock_);
       const bool wanted = check.state == SlotCheck::State::valid && check.header == commit;
@@ -149,7 +149,7 @@ class StoreReader::Impl {
                                  paths_.directory, commit.step, commit.revision, commit.incarnation));
   }
 
-  aio::DriveQueue& engine_;
+  aio::DriveQueue& queue_;
   const detail::StorePaths paths_;
   const std::unique_ptr<aio::File> first_;  // its lock, if any, is taken before anything is believed; then empty
   const Superblock superblock_;
@@ -164,9 +164,9 @@ class StoreReader::Impl {
 
 StoreReader::StoreReader(detail::HeldCommit commit) : impl_(std::make_unique<Impl>(std::move(commit))) {}
 StoreReader::StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records,
-                         const CommitHeader& commit, aio::DriveQueue& engine, Lock lock,
+                         const CommitHeader& commit, aio::DriveQueue& queue, Lock lock,
                          std::span<const std::string> drives)
-    : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine, lock, drives)) {}
+    : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, queue, lock, drives)) {}
 StoreReader::~StoreReader() = default;
 
 void StoreReader::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,

@@ -35,7 +35,7 @@ class StoreReader {
   // Nothing on disk is changed. `records` are those the store was made with (its layout text says which). `drives`:
   // directories of further drives, in any order, that may not be where they were when the store was made.
   StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-              aio::DriveQueue& engine, Lock lock = Lock::shared, std::span<const std::string> drives = {});
+              aio::DriveQueue& queue, Lock lock = Lock::shared, std::span<const std::string> drives = {});
   explicit StoreReader(detail::HeldCommit commit);  // for Store::hold()
   ~StoreReader();
   StoreReader(const StoreReader&) = delete;

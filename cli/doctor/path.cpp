@@ -49,11 +49,11 @@ Finding direct_transfers(const std::string& directory) {
     const std::span written(memory.get(), kTrialBytes), read(memory.get() + kTrialBytes, kTrialBytes);
     std::ranges::fill(written, std::byte{0x5a});
     std::ranges::fill(read, std::byte{0});
-    aio::DriveQueue engine({});
-    engine.write(file, 0, written, aio::Priority::foreground).wait();
-    engine.sync(file).wait();
-    engine.read(file, 0, read, aio::Priority::foreground).wait();
-    finding.data = {{"direct", file.is_direct()}, {"engine", engine.description()}};
+    aio::DriveQueue queue({});
+    queue.write(file, 0, written, aio::Priority::foreground).wait();
+    queue.sync(file).wait();
+    queue.read(file, 0, read, aio::Priority::foreground).wait();
+    finding.data = {{"direct", file.is_direct()}, {"engine", queue.description()}};
     if (std::memcmp(written.data(), read.data(), kTrialBytes) != 0) {
       return {.subject = "O_DIRECT",
               .found = "the drive returned other bytes than were written",
@@ -72,7 +72,7 @@ Finding direct_transfers(const std::string& directory) {
     finding.lacks(Verdict::missing, "no store can be made here",
                   error.where.code == EACCES || error.where.code == EROFS || error.where.code == EPERM
                       ? fmt::format("sudo chown $USER {}, or remount it writable", directory)
-                      : "free space, or choose another directory");
+                      : usual_remedy(error.where.code));
   } catch (const std::exception& error) {  // no thread, or no memory
     finding.found = error.what();
     finding.lacks(Verdict::missing, "no transfer was tried",

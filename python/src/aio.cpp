@@ -103,7 +103,7 @@ class OpenFile {
   std::uint64_t size_bytes() const {
     struct stat status {};
     if (::fstat(descriptor_, &status) != 0)
-      throw IoError({.operation = "fstat", .path = file_.file(0).path(), .code = errno}, "check the file system");
+      throw IoError({.operation = "fstat", .path = file_.file(0).path(), .code = errno});
     return static_cast<std::uint64_t>(status.st_size);
   }
 

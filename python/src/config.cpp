@@ -44,6 +44,8 @@ nb::object setting(const Config& config, const std::string& path) {
 void bind_config(nb::module_& module) {
   module.def(
       "format_bytes", [](std::uint64_t bytes) { return format_bytes(bytes); }, "bytes"_a, "For people: \"1.5 GiB\".");
+  module.def("usual_remedy", &usual_remedy, "code"_a,
+             "What to do about an errno; \"\" where that depends on the operation.");
   module.def(
       "why_no_gpu",
       [] {

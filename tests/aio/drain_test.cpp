@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Destruction of an engine while transfers are under way, up to drives that never answer.
+// Destruction of a queue while transfers are under way, up to drives that never answer.
 #include <future>
 #include <thread>
 
@@ -61,9 +61,9 @@ TEST_P(Drain, ASlowDriveIsWaitedForAsLongAsItAnswers) {
   faults_->add({.kind = Fault::Kind::delay, .count = Faults::kForever, .delay = milliseconds(100)});
   Completion transfer;
   {
-    const DriveQueueOptions engine_options = options(milliseconds(500));
-    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
-    transfer = engine.write(file_, 0, memory_.part(0, 12 * kBlock), Priority::background);
+    const DriveQueueOptions queue_options = options(milliseconds(500));
+    DriveQueue queue(queue_options, test::make_faulty_backend(queue_options, faults_));
+    transfer = queue.write(file_, 0, memory_.part(0, 12 * kBlock), Priority::background);
   }
   ASSERT_TRUE(transfer.done());
   EXPECT_EQ(transfer.error(), nullptr);
@@ -75,12 +75,12 @@ TEST_P(Drain, ADriveThatNeverAnswersFailsItsTransfersAndLeaksWhatItMayWriteTo) {
   std::vector<Completion> pending;
   const TimePoint start = Clock::now();
   {
-    const DriveQueueOptions engine_options = options(milliseconds(50));
-    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
-    pending.push_back(engine.write(file_, 0, memory_.part(0, 4 * kBlock), Priority::background));  // partly in flight
+    const DriveQueueOptions queue_options = options(milliseconds(50));
+    DriveQueue queue(queue_options, test::make_faulty_backend(queue_options, faults_));
+    pending.push_back(queue.write(file_, 0, memory_.part(0, 4 * kBlock), Priority::background));  // partly in flight
     pending.push_back(
-        engine.read(file_, 0, memory_.part(8 * kBlock, kBlock), Priority::foreground));  // queued or in flight
-    pending.push_back(engine.sync(file_));
+        queue.read(file_, 0, memory_.part(8 * kBlock, kBlock), Priority::foreground));  // queued or in flight
+    pending.push_back(queue.sync(file_));
   }
   EXPECT_GE(Clock::now() - start, milliseconds(50));
   for (const Completion& completion : pending) {
@@ -91,45 +91,45 @@ TEST_P(Drain, ADriveThatNeverAnswersFailsItsTransfersAndLeaksWhatItMayWriteTo) {
   }
 }
 
-// The drive goes silent in the middle of the engine's life: pending transfers fail, and so does every later one.
+// The drive goes silent in the middle of the queue's life: pending transfers fail, and so does every later one.
 TEST_P(Drain, ADriveThatStopsAnsweringIsGivenUp) {
   faults_->add({.kind = Fault::Kind::delay,
                 .path_contains = "file",
                 .first = 3,
                 .count = Faults::kForever,
                 .delay = std::chrono::hours(9)});
-  DriveQueueOptions engine_options = options(milliseconds(50));
-  engine_options.answer_timeout = milliseconds(300);
+  DriveQueueOptions queue_options = options(milliseconds(50));
+  queue_options.answer_timeout = milliseconds(300);
   const TimePoint start = Clock::now();
   {
-    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
-    engine.write(file_, 0, memory_.part(0, 3 * kBlock), Priority::background).wait();
-    EXPECT_FALSE(engine.gave_up());
-    const Completion stuck = engine.write(file_, 0, memory_.part(0, 4 * kBlock), Priority::background);
-    const Completion behind = engine.read(file_, 0, memory_.part(8 * kBlock, 8 * kBlock), Priority::background);
+    DriveQueue queue(queue_options, test::make_faulty_backend(queue_options, faults_));
+    queue.write(file_, 0, memory_.part(0, 3 * kBlock), Priority::background).wait();
+    EXPECT_FALSE(queue.gave_up());
+    const Completion stuck = queue.write(file_, 0, memory_.part(0, 4 * kBlock), Priority::background);
+    const Completion behind = queue.read(file_, 0, memory_.part(8 * kBlock, 8 * kBlock), Priority::background);
     for (const Completion& completion : {stuck, behind}) {
       const auto error = io_error_of(completion);
       ASSERT_TRUE(error);
       EXPECT_EQ(error->code, ETIMEDOUT);
     }
     EXPECT_GE(Clock::now() - start, milliseconds(300));
-    EXPECT_TRUE(engine.gave_up());
-    EXPECT_EQ(io_error_of(engine.sync(file_))->code, ETIMEDOUT);
+    EXPECT_TRUE(queue.gave_up());
+    EXPECT_EQ(io_error_of(queue.sync(file_))->code, ETIMEDOUT);
   }
   EXPECT_LT(Clock::now() - start, seconds(20));
 }
 
 // An idle drive does not count as one that does not answer.
 TEST_P(Drain, AnIdleDriveIsNotGivenUp) {
-  DriveQueueOptions engine_options = options(milliseconds(500));
-  engine_options.answer_timeout = seconds(1);  // as long as a busy drive may take for a block
-  DriveQueue engine(engine_options, make_backend(engine_options));
+  DriveQueueOptions queue_options = options(milliseconds(500));
+  queue_options.answer_timeout = seconds(1);  // as long as a busy drive may take for a block
+  DriveQueue queue(queue_options, make_backend(queue_options));
   for (int i = 0; i < 2; ++i) {
-    engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).wait();
+    queue.write(file_, 0, memory_.part(0, kBlock), Priority::background).wait();
     std::this_thread::sleep_for(milliseconds(1200));
   }
-  engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).wait();
-  EXPECT_FALSE(engine.gave_up());
+  queue.write(file_, 0, memory_.part(0, kBlock), Priority::background).wait();
+  EXPECT_FALSE(queue.gave_up());
 }
 
 // Simulates a process that is stopped (as by Ctrl-Z) while it waits: one reap() returns late and without blocks. The
@@ -158,21 +158,19 @@ class StoppedBackend final : public Backend {
 
 // A drive that answers at once: a real one that is busy may itself take longer than these time-outs.
 TEST_F(DrainOfNull, AProcessThatWasStoppedDoesNotBlameTheDrive) {
-  DriveQueueOptions engine_options = options(milliseconds(200));
-  engine_options.answer_timeout = milliseconds(200);
-  const auto stopped = [&] {
-    return std::make_unique<StoppedBackend>(make_backend(engine_options), milliseconds(600));
-  };
+  DriveQueueOptions queue_options = options(milliseconds(200));
+  queue_options.answer_timeout = milliseconds(200);
+  const auto stopped = [&] { return std::make_unique<StoppedBackend>(make_backend(queue_options), milliseconds(600)); };
   {
-    DriveQueue engine(engine_options, stopped());
-    EXPECT_FALSE(io_error_of(engine.write(file_, 0, memory_.part(0, kBlock), Priority::background)));
-    EXPECT_FALSE(engine.gave_up());
+    DriveQueue queue(queue_options, stopped());
+    EXPECT_FALSE(io_error_of(queue.write(file_, 0, memory_.part(0, kBlock), Priority::background)));
+    EXPECT_FALSE(queue.gave_up());
   }
   Completion transfer;
-  engine_options.answer_timeout = std::chrono::minutes(1);
+  queue_options.answer_timeout = std::chrono::minutes(1);
   {
-    DriveQueue engine(engine_options, stopped());
-    transfer = engine.write(file_, 0, memory_.part(0, kBlock), Priority::background);
+    DriveQueue queue(queue_options, stopped());
+    transfer = queue.write(file_, 0, memory_.part(0, kBlock), Priority::background);
   }
   EXPECT_FALSE(io_error_of(transfer)) << "at its end";
 }
@@ -181,10 +179,10 @@ TEST_P(Drain, WhatAContinuationStartsDuringTheDrainIsFinishedToo) {
   faults_->add({.kind = Fault::Kind::delay, .delay = milliseconds(20)});
   Completion second;
   {
-    const DriveQueueOptions engine_options = options(seconds(10));
-    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
-    engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).then([&](std::exception_ptr) {
-      second = engine.write(file_, kBlock, memory_.part(0, kBlock), Priority::background);
+    const DriveQueueOptions queue_options = options(seconds(10));
+    DriveQueue queue(queue_options, test::make_faulty_backend(queue_options, faults_));
+    queue.write(file_, 0, memory_.part(0, kBlock), Priority::background).then([&](std::exception_ptr) {
+      second = queue.write(file_, kBlock, memory_.part(0, kBlock), Priority::background);
     });
   }
   EXPECT_TRUE(second.done());
@@ -196,9 +194,9 @@ TEST_P(Drain, ARetryThatIsDueIsFinished) {
   faults_->add({.kind = Fault::Kind::error, .count = 6, .code = EAGAIN});
   Completion transfer;
   {
-    const DriveQueueOptions engine_options = options(seconds(10));
-    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
-    transfer = engine.write(file_, 0, memory_.part(0, kBlock), Priority::background);
+    const DriveQueueOptions queue_options = options(seconds(10));
+    DriveQueue queue(queue_options, test::make_faulty_backend(queue_options, faults_));
+    transfer = queue.write(file_, 0, memory_.part(0, kBlock), Priority::background);
   }
   ASSERT_TRUE(transfer.done());
   EXPECT_EQ(transfer.error(), nullptr);
@@ -240,7 +238,7 @@ class Freeze {
 TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheEngineHasGone) {
   const SmallFileSystem drive(directory_.path().string(), "ext4");
   if (!drive.mounted()) GTEST_SKIP() << "a loop device cannot be mounted here (needs root)";
-  // As its owner has to: given up for good when the engine says ETIMEDOUT.
+  // As its owner has to: given up for good when the queue says ETIMEDOUT.
   auto* const memory = new AlignedBuffer(4 * kBlock);
   leave_unfreed(memory);
   {
@@ -251,9 +249,9 @@ TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheEngineHasGone) {
     const TimePoint start = Clock::now();
     if (!freeze.frozen()) GTEST_SKIP() << "a file system cannot be frozen here (needs root)";
     {
-      DriveQueue engine(options(milliseconds(100)));
+      DriveQueue queue(options(milliseconds(100)));
       for (std::uint64_t i = 0; i < 4; ++i)  // two in flight, two queued
-        pending.push_back(engine.write(file, i * kBlock, memory->part(i * kBlock, kBlock), Priority::background));
+        pending.push_back(queue.write(file, i * kBlock, memory->part(i * kBlock, kBlock), Priority::background));
     }
     for (const Completion& completion : pending) {
       const auto error = io_error_of(completion);

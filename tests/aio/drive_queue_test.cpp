@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine's own rules, over backends that do what the test says: order, depth, results, retries.
+// The queue's own rules, over backends that do what the test says: order, depth, results, retries.
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -26,15 +26,15 @@ class GatedEngine : public testing::Test {
   GatedEngine()
       : file_(directory_ / "file", {.mode = OpenMode::create, .reserve_bytes = 64 * kBlock}), memory_(64 * kBlock) {}
 
-  DriveQueue make_engine(unsigned retries_max = 8) {
+  DriveQueue make_queue(unsigned retries_max = 8) {
     return DriveQueue({.block_bytes = kBlock, .queue_depth = kDepth, .retries_max = retries_max},
                       std::make_unique<GateBackend>(gate_));
   }
-  Completion write(DriveQueue& engine, std::uint64_t first_block, std::uint64_t blocks, Priority priority) {
-    return engine.write(file_, first_block * kBlock, memory_.part(0, blocks * kBlock), priority);
+  Completion write(DriveQueue& queue, std::uint64_t first_block, std::uint64_t blocks, Priority priority) {
+    return queue.write(file_, first_block * kBlock, memory_.part(0, blocks * kBlock), priority);
   }
-  Completion read(DriveQueue& engine, std::uint64_t first_block, std::uint64_t blocks, Priority priority) {
-    return engine.read(file_, first_block * kBlock, memory_.part(0, blocks * kBlock), priority);
+  Completion read(DriveQueue& queue, std::uint64_t first_block, std::uint64_t blocks, Priority priority) {
+    return queue.read(file_, first_block * kBlock, memory_.part(0, blocks * kBlock), priority);
   }
   static std::vector<std::uint64_t> block_numbers(const std::vector<Gate::Seen>& seen) {
     std::vector<std::uint64_t> numbers;
@@ -49,11 +49,11 @@ class GatedEngine : public testing::Test {
 };
 
 TEST_F(GatedEngine, AForegroundBlockOvertakesEveryQueuedBackgroundBlock) {
-  DriveQueue engine = make_engine();
-  const Completion background = write(engine, 0, 12, Priority::background);
+  DriveQueue queue = make_queue();
+  const Completion background = write(queue, 0, 12, Priority::background);
   gate_->wait_for_blocks(kDepth);
-  const Completion foreground = read(engine, 40, 3, Priority::foreground);
-  const Completion background_later = write(engine, 20, 2, Priority::background);
+  const Completion foreground = read(queue, 40, 3, Priority::foreground);
+  const Completion background_later = write(queue, 20, 2, Priority::background);
   // Everything that was in flight ends; what takes its place is the foreground transfer, then the rest in order.
   for (std::size_t i = 0; i < kDepth; ++i) gate_->finish_oldest();
   gate_->wait_for_blocks(2 * kDepth);
@@ -64,9 +64,9 @@ TEST_F(GatedEngine, AForegroundBlockOvertakesEveryQueuedBackgroundBlock) {
 }
 
 TEST_F(GatedEngine, TransfersOfOnePriorityAreInOrder) {
-  DriveQueue engine = make_engine();
+  DriveQueue queue = make_queue();
   std::vector<Completion> all;
-  for (std::uint64_t i = 0; i < 10; ++i) all.push_back(read(engine, 2 * i, 2, Priority::foreground));
+  for (std::uint64_t i = 0; i < 10; ++i) all.push_back(read(queue, 2 * i, 2, Priority::foreground));
   gate_->open();
   when_all(all).wait();
   std::vector<std::uint64_t> expected(20);
@@ -75,8 +75,8 @@ TEST_F(GatedEngine, TransfersOfOnePriorityAreInOrder) {
 }
 
 TEST_F(GatedEngine, TheQueueIsNeverDeeperThanAsked) {
-  DriveQueue engine = make_engine();
-  const Completion big = write(engine, 0, 40, Priority::background);
+  DriveQueue queue = make_queue();
+  const Completion big = write(queue, 0, 40, Priority::background);
   for (std::size_t ended = 0; ended < 40; ++ended) {
     gate_->wait_for_blocks(std::min<std::size_t>(40, kDepth + ended));
     gate_->finish_oldest();
@@ -86,8 +86,8 @@ TEST_F(GatedEngine, TheQueueIsNeverDeeperThanAsked) {
 }
 
 TEST_F(GatedEngine, TheLastBlockOfATransferMayBeShorter) {
-  DriveQueue engine = make_engine();
-  const Completion odd = engine.read(file_, kBlock, memory_.part(0, 2 * kBlock + 4 * kKiB), Priority::foreground);
+  DriveQueue queue = make_queue();
+  const Completion odd = queue.read(file_, kBlock, memory_.part(0, 2 * kBlock + 4 * kKiB), Priority::foreground);
   const auto seen = gate_->wait_for_blocks(3);
   EXPECT_EQ(seen[0].length_bytes, kBlock);
   EXPECT_EQ(seen[2].length_bytes, 4 * kKiB);
@@ -98,11 +98,11 @@ TEST_F(GatedEngine, TheLastBlockOfATransferMayBeShorter) {
 }
 
 TEST_F(GatedEngine, AFailedTransferEndsWhenItsBlocksInFlightHaveAndStartsNoMore) {
-  DriveQueue engine = make_engine();
-  const Completion doomed = write(engine, 0, 10, Priority::background);
+  DriveQueue queue = make_queue();
+  const Completion doomed = write(queue, 0, 10, Priority::background);
   gate_->wait_for_blocks(kDepth);
   gate_->finish_oldest(-EIO);
-  const Completion next = read(engine, 50, 1, Priority::background);
+  const Completion next = read(queue, 50, 1, Priority::background);
   EXPECT_EQ(block_numbers(gate_->wait_for_blocks(kDepth + 1)).back(), 50u);  // not the fifth block of the first
   EXPECT_FALSE(doomed.done()) << "three blocks still use its memory";
   gate_->finish_oldest();
@@ -118,8 +118,8 @@ TEST_F(GatedEngine, AFailedTransferEndsWhenItsBlocksInFlightHaveAndStartsNoMore)
 }
 
 TEST_F(GatedEngine, AShortBlockGoesOnWhereItStopped) {
-  DriveQueue engine = make_engine();
-  const Completion transfer = read(engine, 3, 1, Priority::foreground);
+  DriveQueue queue = make_queue();
+  const Completion transfer = read(queue, 3, 1, Priority::foreground);
   gate_->wait_for_blocks(1);
   gate_->finish_oldest(static_cast<std::int64_t>(20 * kKiB + 512));  // 512 bytes are read again
   const auto seen = gate_->wait_for_blocks(2);
@@ -127,13 +127,13 @@ TEST_F(GatedEngine, AShortBlockGoesOnWhereItStopped) {
   EXPECT_EQ(seen[1].length_bytes, kBlock - 20 * kKiB);
   gate_->finish_oldest();
   transfer.wait();
-  EXPECT_EQ(engine.stats().retries, 1u);
-  EXPECT_EQ(engine.stats().read_bytes, kBlock);
+  EXPECT_EQ(queue.stats().retries, 1u);
+  EXPECT_EQ(queue.stats().read_bytes, kBlock);
 }
 
 TEST_F(GatedEngine, AWriteThatMovesNothingIsTriedAgainWithinTheBound) {
-  DriveQueue engine = make_engine(2);
-  const Completion transfer = write(engine, 0, 1, Priority::foreground);
+  DriveQueue queue = make_queue(2);
+  const Completion transfer = write(queue, 0, 1, Priority::foreground);
   for (std::size_t i = 1; i <= 3; ++i) {
     gate_->wait_for_blocks(i);
     gate_->finish_oldest(0);
@@ -141,34 +141,34 @@ TEST_F(GatedEngine, AWriteThatMovesNothingIsTriedAgainWithinTheBound) {
   const auto error = io_error_of(transfer);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, 0);
-  EXPECT_EQ(engine.stats().retries, 2u);
+  EXPECT_EQ(queue.stats().retries, 2u);
   EXPECT_EQ(gate_->seen_count(), 3u);
 }
 
 TEST_F(GatedEngine, BusyTimeIsTheUnionOfWhatOverlaps) {
-  DriveQueue engine = make_engine();
+  DriveQueue queue = make_queue();
   const TimePoint start = Clock::now();
-  const Completion transfer = read(engine, 0, 3, Priority::foreground);
+  const Completion transfer = read(queue, 0, 3, Priority::foreground);
   gate_->wait_for_blocks(3);
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_GE(engine.stats().read_busy, std::chrono::milliseconds(20)) << "counted while it is under way";
+  EXPECT_GE(queue.stats().read_busy, std::chrono::milliseconds(20)) << "counted while it is under way";
   gate_->open();
   transfer.wait();
   const Nanoseconds wall = Clock::now() - start;
-  EXPECT_LE(engine.stats().read_busy, wall) << "three blocks at once are not three times the time";
-  EXPECT_EQ(engine.stats().write_busy, Nanoseconds::zero());
-  const Nanoseconds settled = engine.stats().read_busy;
+  EXPECT_LE(queue.stats().read_busy, wall) << "three blocks at once are not three times the time";
+  EXPECT_EQ(queue.stats().write_busy, Nanoseconds::zero());
+  const Nanoseconds settled = queue.stats().read_busy;
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  EXPECT_EQ(engine.stats().read_busy, settled);
+  EXPECT_EQ(queue.stats().read_busy, settled);
 }
 
 TEST_F(GatedEngine, MoreTransfersThanThereAreRecords) {
-  DriveQueue engine = make_engine();
+  DriveQueue queue = make_queue();
   std::vector<Completion> all;
-  for (int i = 0; i < 5000; ++i) all.push_back(read(engine, 0, 1, Priority::background));
+  for (int i = 0; i < 5000; ++i) all.push_back(read(queue, 0, 1, Priority::background));
   gate_->open();
   when_all(all).wait();
-  EXPECT_EQ(engine.stats().read_bytes, 5000 * kBlock);
+  EXPECT_EQ(queue.stats().read_bytes, 5000 * kBlock);
 }
 
 using GatedEngineDeath = GatedEngine;
@@ -176,11 +176,11 @@ using GatedEngineDeath = GatedEngine;
 TEST_F(GatedEngineDeath, MisalignmentIsABug) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   directory_.hold_those_of_children();
-  EXPECT_DEATH(static_cast<void>(make_engine().read(file_, 512, memory_.part(0, 4096), Priority::foreground)),
+  EXPECT_DEATH(static_cast<void>(make_queue().read(file_, 512, memory_.part(0, 4096), Priority::foreground)),
                "misaligned transfer: offset 512");
-  EXPECT_DEATH(static_cast<void>(make_engine().read(file_, 0, memory_.part(0, 5000), Priority::foreground)),
+  EXPECT_DEATH(static_cast<void>(make_queue().read(file_, 0, memory_.part(0, 5000), Priority::foreground)),
                "misaligned transfer: offset 0, length 5000");
-  EXPECT_DEATH(static_cast<void>(make_engine().write(file_, 0, memory_.part(64, 4096), Priority::foreground)),
+  EXPECT_DEATH(static_cast<void>(make_queue().write(file_, 0, memory_.part(64, 4096), Priority::foreground)),
                "misaligned transfer");
 }
 
@@ -189,8 +189,8 @@ TEST_F(GatedEngineDeath, ABackendThatReportsMoreThanWasAskedIsABug) {
   directory_.hold_those_of_children();
   EXPECT_DEATH(
       {
-        DriveQueue engine = make_engine();
-        const Completion transfer = read(engine, 0, 1, Priority::foreground);
+        DriveQueue queue = make_queue();
+        const Completion transfer = read(queue, 0, 1, Priority::foreground);
         gate_->wait_for_blocks(1);
         gate_->finish_oldest(static_cast<std::int64_t>(kBlock + 1));
         transfer.wait();
@@ -233,14 +233,14 @@ class FaultyEngine : public testing::Test {
     fill_pattern(source_, 7);
   }
 
-  DriveQueue make_engine(unsigned retries_max = 8) {
+  DriveQueue make_queue(unsigned retries_max = 8) {
     const DriveQueueOptions options{
         .backend = BackendKind::threads, .block_bytes = kBlock, .queue_depth = 4, .retries_max = retries_max};
     return DriveQueue(options, test::make_faulty_backend(options, faults_));
   }
-  void expect_round_trip(DriveQueue& engine) {
-    engine.write(file_, 0, source_, Priority::background).wait();
-    engine.read(file_, 0, target_, Priority::foreground).wait();
+  void expect_round_trip(DriveQueue& queue) {
+    queue.write(file_, 0, source_, Priority::background).wait();
+    queue.read(file_, 0, target_, Priority::foreground).wait();
     EXPECT_TRUE(same_bytes(source_, target_)) << "seed " << faults_->seed();
   }
 
@@ -255,29 +255,29 @@ class FaultyEngine : public testing::Test {
 TEST_F(FaultyEngine, BurstsOfEagainAndEintrAreRecoveredAndCounted) {
   faults_->add({.kind = Fault::Kind::error, .count = 5, .code = EAGAIN});
   faults_->add({.kind = Fault::Kind::error, .first = 20, .count = 3, .code = EINTR});
-  DriveQueue engine = make_engine();
-  expect_round_trip(engine);
+  DriveQueue queue = make_queue();
+  expect_round_trip(queue);
   EXPECT_EQ(faults_->hits(Fault::Kind::error), 8u);
-  EXPECT_EQ(engine.stats().retries, 8u);
+  EXPECT_EQ(queue.stats().retries, 8u);
 }
 
 TEST_F(FaultyEngine, ShortTransfersAreRecoveredAndCounted) {
   faults_->add({.kind = Fault::Kind::short_transfer, .count = Faults::kForever, .probability = 0.5});
-  DriveQueue engine = make_engine(100);  // the order of blocks is the threads' own: nine short tries in a row do happen
-  expect_round_trip(engine);
+  DriveQueue queue = make_queue(100);  // the order of blocks is the threads' own: nine short tries in a row do happen
+  expect_round_trip(queue);
   EXPECT_GT(faults_->hits(Fault::Kind::short_transfer), 5u);
-  EXPECT_EQ(engine.stats().retries, faults_->hits(Fault::Kind::short_transfer));
-  EXPECT_EQ(engine.stats().read_bytes, 16 * kBlock);
+  EXPECT_EQ(queue.stats().retries, faults_->hits(Fault::Kind::short_transfer));
+  EXPECT_EQ(queue.stats().read_bytes, 16 * kBlock);
 }
 
 TEST_F(FaultyEngine, TheRetryBoundIsReachedAndTheErrorDelivered) {
   faults_->add({.kind = Fault::Kind::error, .operation = Operation::read, .count = Faults::kForever, .code = EAGAIN});
-  DriveQueue engine = make_engine(5);
+  DriveQueue queue = make_queue(5);
   const TimePoint start = Clock::now();
-  const auto error = io_error_of(engine.read(file_, 0, target_.first(kBlock), Priority::foreground));
+  const auto error = io_error_of(queue.read(file_, 0, target_.first(kBlock), Priority::foreground));
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, EAGAIN);
-  EXPECT_EQ(engine.stats().retries, 5u);
+  EXPECT_EQ(queue.stats().retries, 5u);
   EXPECT_EQ(faults_->hits(Fault::Kind::error), 6u);
   // 100 + 200 + 400 + 800 + 1600 microseconds.
   EXPECT_GE(Clock::now() - start, std::chrono::microseconds(3100)) << "retries are spaced";
@@ -285,39 +285,39 @@ TEST_F(FaultyEngine, TheRetryBoundIsReachedAndTheErrorDelivered) {
 
 TEST_F(FaultyEngine, ShortTransfersWithoutEndReachTheBoundToo) {
   faults_->add({.kind = Fault::Kind::short_transfer, .operation = Operation::write, .count = Faults::kForever});
-  DriveQueue engine = make_engine(3);
-  const auto error = io_error_of(engine.write(file_, 0, source_.first(kBlock), Priority::foreground));
+  DriveQueue queue = make_queue(3);
+  const auto error = io_error_of(queue.write(file_, 0, source_.first(kBlock), Priority::foreground));
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, 0);
-  EXPECT_EQ(engine.stats().retries, 3u);
+  EXPECT_EQ(queue.stats().retries, 3u);
 }
 
 TEST_F(FaultyEngine, OtherErrorsAreNotRetried) {
-  DriveQueue engine = make_engine();
+  DriveQueue queue = make_queue();
   for (const int code : {EIO, ENOSPC, EINVAL}) {
     faults_->clear();
     faults_->add({.kind = Fault::Kind::error, .operation = Operation::write, .code = code});
-    const auto error = io_error_of(engine.write(file_, kBlock, source_.first(kBlock), Priority::foreground));
+    const auto error = io_error_of(queue.write(file_, kBlock, source_.first(kBlock), Priority::foreground));
     ASSERT_TRUE(error);
     EXPECT_EQ(error->code, code);
     EXPECT_EQ(error->offset_bytes, kBlock);
   }
-  EXPECT_EQ(engine.stats().retries, 0u);
+  EXPECT_EQ(queue.stats().retries, 0u);
 }
 
 TEST_F(FaultyEngine, AFlushIsNeverRetried) {
-  DriveQueue engine = make_engine();
+  DriveQueue queue = make_queue();
   for (const int code : {EIO, EAGAIN, EINTR}) {
     faults_->clear();
     faults_->add({.kind = Fault::Kind::error, .operation = Operation::sync, .code = code});
     const std::uint64_t before = faults_->blocks(Operation::sync);
-    const auto error = io_error_of(engine.sync(file_));
+    const auto error = io_error_of(queue.sync(file_));
     ASSERT_TRUE(error);
     EXPECT_EQ(error->operation, "fdatasync");
     EXPECT_EQ(error->code, code);
     EXPECT_EQ(faults_->blocks(Operation::sync), before + 1);
   }
-  EXPECT_EQ(engine.stats().retries, 0u);
+  EXPECT_EQ(queue.stats().retries, 0u);
 }
 
 }  // namespace

@@ -31,18 +31,18 @@ class FaultInjection : public testing::Test {
     reset();
   }
 
-  // A fresh engine with no faults, and none remembered.
+  // A fresh queue with no faults, and none remembered.
   void reset(std::uint64_t seed = 1) {
-    engine_.reset();
+    queue_.reset();
     faults_ = std::make_shared<Faults>(seed);
     restart();
   }
   void restart() {
     const DriveQueueOptions options{.backend = BackendKind::threads, .block_bytes = 64 * kKiB, .queue_depth = 4};
-    engine_ = std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults_));
+    queue_ = std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults_));
   }
   void write(std::uint64_t offset, std::uint64_t bytes, std::uint64_t from = 0) {
-    engine_->write(file_, offset, memory_.part(from + offset, bytes), Priority::foreground).wait();
+    queue_->write(file_, offset, memory_.part(from + offset, bytes), Priority::foreground).wait();
   }
   std::vector<std::byte> contents() const {
     std::vector<std::byte> bytes(kFileBytes);
@@ -69,12 +69,12 @@ class FaultInjection : public testing::Test {
   File file_;
   AlignedBuffer memory_;  // first half: what is in the file; second half: something else
   std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(1);
-  std::unique_ptr<DriveQueue> engine_;
+  std::unique_ptr<DriveQueue> queue_;
 };
 
 TEST_F(FaultInjection, WithoutFaultsNothingHappens) {
   EXPECT_TRUE(changed_sectors().empty());
-  EXPECT_EQ(engine_->description(), "faulty (seed 1) over threads (4)");
+  EXPECT_EQ(queue_->description(), "faulty (seed 1) over threads (4)");
 }
 
 TEST_F(FaultInjection, TheNthWriteFails) {
@@ -82,7 +82,7 @@ TEST_F(FaultInjection, TheNthWriteFails) {
   write(0, 64 * kKiB);
   write(0, 64 * kKiB);
   const auto error =
-      io_error_of(engine_->write(file_, 64 * kKiB, memory_.part(kFileBytes, 64 * kKiB), Priority::background));
+      io_error_of(queue_->write(file_, 64 * kKiB, memory_.part(kFileBytes, 64 * kKiB), Priority::background));
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, ENOSPC);
   write(0, 64 * kKiB);
@@ -103,7 +103,7 @@ TEST_F(FaultInjection, TheSameSeedHitsTheSameBlocks) {
     std::vector<bool> failed;
     for (int i = 0; i < 64; ++i)
       failed.push_back(
-          io_error_of(engine_->read(file_, 0, memory_.part(0, 4 * kKiB), Priority::foreground)).has_value());
+          io_error_of(queue_->read(file_, 0, memory_.part(0, 4 * kKiB), Priority::foreground)).has_value());
     return failed;
   };
   const auto first = hits_of(5);
@@ -114,12 +114,12 @@ TEST_F(FaultInjection, TheSameSeedHitsTheSameBlocks) {
 TEST_F(FaultInjection, AReadDeliversOneBitWrong) {
   faults_->add({.kind = Fault::Kind::bit_flip});
   const AlignedBuffer target(64 * kKiB);
-  engine_->read(file_, 0, target.span(), Priority::foreground).wait();
+  queue_->read(file_, 0, target.span(), Priority::foreground).wait();
   int bits = 0;
   for (std::size_t i = 0; i < 64 * kKiB; ++i)
     bits += std::popcount(static_cast<unsigned>(target.data()[i] ^ memory_.data()[i]));
   EXPECT_EQ(bits, 1);
-  engine_->read(file_, 0, target.span(), Priority::foreground).wait();
+  queue_->read(file_, 0, target.span(), Priority::foreground).wait();
   EXPECT_TRUE(same_bytes(target.span(), memory_.part(0, 64 * kKiB))) << "the medium is sound";
 }
 
@@ -168,14 +168,14 @@ TEST_F(FaultInjection, APowerCutLosesOnlyWhatWasNotFlushed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     reset(seed);
     write(0, kFileBytes);
-    engine_->sync(file_).wait();
+    queue_->sync(file_).wait();
     faults_->track_unflushed();
     write(0, 256 * kKiB, kFileBytes);
-    engine_->sync(file_).wait();
+    queue_->sync(file_).wait();
     EXPECT_EQ(faults_->unflushed_count(), 0u);
     write(512 * kKiB, 256 * kKiB, kFileBytes);  // four blocks, not flushed
     EXPECT_EQ(faults_->unflushed_count(), 4u);
-    engine_.reset();
+    queue_.reset();
     const auto cut = faults_->power_cut(seed);
     EXPECT_EQ(cut.writes_kept + cut.writes_lost + cut.writes_torn, 4u);
     EXPECT_TRUE(holds_new(0, 256 * kKiB)) << "flushed";
@@ -199,11 +199,11 @@ TEST_F(FaultInjection, APowerCutUnderAnOverwriteShowsOneOfThreeVersions) {
   for (std::uint64_t seed = 1; seed <= 30; ++seed) {
     reset(seed);
     write(0, kFileBytes);
-    engine_->sync(file_).wait();
+    queue_->sync(file_).wait();
     faults_->track_unflushed();
     write(0, 64 * kKiB, kFileBytes);
-    engine_->write(file_, 0, third.span(), Priority::foreground).wait();
-    engine_.reset();
+    queue_->write(file_, 0, third.span(), Priority::foreground).wait();
+    queue_.reset();
     static_cast<void>(faults_->power_cut(seed));
     const auto now = contents();
     for (std::uint64_t at = 0; at < 64 * kKiB; at += kSector) {
@@ -223,9 +223,9 @@ TEST_F(FaultInjection, AFailedFlushCoversNothingAndNorDoesTheNext) {
   faults_->track_unflushed();
   write(0, 64 * kKiB, kFileBytes);
   faults_->add({.kind = Fault::Kind::error, .operation = Operation::sync, .code = EIO});
-  EXPECT_TRUE(io_error_of(engine_->sync(file_)));
+  EXPECT_TRUE(io_error_of(queue_->sync(file_)));
   EXPECT_EQ(faults_->unflushed_count(), 1u);
-  engine_->sync(file_).wait();
+  queue_->sync(file_).wait();
   EXPECT_EQ(faults_->unflushed_count(), 1u) << "the kernel may have dropped the pages that failed";
 }
 
@@ -247,7 +247,7 @@ TEST_F(FaultInjection, AFlushDoesNotCoverAnotherFile) {
   const File other(directory_ / "other", {.mode = OpenMode::create, .reserve_bytes = kFileBytes});
   faults_->track_unflushed();
   write(0, 64 * kKiB, kFileBytes);
-  engine_->sync(other).wait();
+  queue_->sync(other).wait();
   EXPECT_EQ(faults_->unflushed_count(), 1u);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the system may refuse of io_uring, and what happens then. Each refusal is made for one thread only (a seccomp
-// filter, a dropped capability), which then builds the engine.
+// filter, a dropped capability), which then builds the queue.
 #include <array>
 #include <filesystem>
 #include <functional>
@@ -58,13 +58,13 @@ bool have_io_uring() {
   }
 }
 
-void expect_round_trip(DriveQueue& engine, const AlignedBuffer& memory) {
+void expect_round_trip(DriveQueue& queue, const AlignedBuffer& memory) {
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = kMiB});
   fill_pattern(memory.part(0, kMiB), 5);
-  engine.write(file, 0, memory.part(0, kMiB), Priority::foreground).wait();
-  engine.sync(file).wait();
-  engine.read(file, 0, memory.part(kMiB, kMiB), Priority::foreground).wait();
+  queue.write(file, 0, memory.part(0, kMiB), Priority::foreground).wait();
+  queue.sync(file).wait();
+  queue.read(file, 0, memory.part(kMiB, kMiB), Priority::foreground).wait();
   EXPECT_TRUE(same_bytes(memory.part(0, kMiB), memory.part(kMiB, kMiB)));
 }
 
@@ -74,10 +74,10 @@ TEST(IoUringRefused, FallsBackToThreadsAndSaysWhy) {
       in_a_thread([number, code] {
         if (!refuse_system_call(number, code)) GTEST_SKIP() << "no seccomp filter can be set here";
         const AlignedBuffer memory(2 * kMiB);
-        DriveQueue engine({.registered_memory = {memory.span()}});
-        EXPECT_EQ(engine.description(), code == EPERM ? "threads (io_uring: Operation not permitted)"
-                                                      : "threads (io_uring: Function not implemented)");
-        expect_round_trip(engine, memory);
+        DriveQueue queue({.registered_memory = {memory.span()}});
+        EXPECT_EQ(queue.description(), code == EPERM ? "threads (io_uring: Operation not permitted)"
+                                                     : "threads (io_uring: Function not implemented)");
+        expect_round_trip(queue, memory);
         EXPECT_FALSE(probe_io_uring().available) << "refused: system call " << number;
       });
     }
@@ -88,8 +88,8 @@ TEST(IoUringRefused, AskedForByNameItIsAnErrorWithTheRemedy) {
   in_a_thread([] {
     if (!refuse_system_call(__NR_io_uring_setup, EPERM)) GTEST_SKIP() << "no seccomp filter can be set here";
     try {
-      const DriveQueue engine({.backend = BackendKind::io_uring});
-      ADD_FAILURE() << "io_uring was had all the same: " << engine.description();
+      const DriveQueue queue({.backend = BackendKind::io_uring});
+      ADD_FAILURE() << "io_uring was had all the same: " << queue.description();
     } catch (const Error& error) {
       EXPECT_THAT(error.what(), testing::HasSubstr("Operation not permitted"));
       EXPECT_THAT(error.what(), testing::AnyOf(testing::HasSubstr("seccomp"), testing::HasSubstr("io_uring_disabled")));
@@ -105,9 +105,9 @@ TEST(IoUringRefused, WithoutRegistrationOfFilesItUsesDescriptors) {
     if (!refuse_system_call(__NR_io_uring_register, EMFILE, IORING_REGISTER_FILES))
       GTEST_SKIP() << "no seccomp filter can be set here";
     const AlignedBuffer memory(2 * kMiB);
-    DriveQueue engine({.backend = BackendKind::automatic, .registered_memory = {memory.span()}});
-    EXPECT_THAT(engine.description(), testing::HasSubstr("unregistered files: Too many open files"));
-    expect_round_trip(engine, memory);
+    DriveQueue queue({.backend = BackendKind::automatic, .registered_memory = {memory.span()}});
+    EXPECT_THAT(queue.description(), testing::HasSubstr("unregistered files: Too many open files"));
+    expect_round_trip(queue, memory);
   });
 }
 
@@ -134,15 +134,15 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
   in_a_thread([] {
     if (!drop_ipc_lock()) GTEST_SKIP() << "CAP_IPC_LOCK cannot be dropped here";
     const AlignedBuffer memory(4 * kMiB);
-    std::optional<DriveQueue> engine;
+    std::optional<DriveQueue> queue;
     try {
-      engine.emplace(DriveQueueOptions{.backend = BackendKind::io_uring, .registered_memory = {memory.span()}});
+      queue.emplace(DriveQueueOptions{.backend = BackendKind::io_uring, .registered_memory = {memory.span()}});
     } catch (const Error& error) {  // the limit is one for all processes of a user
       if (::geteuid() == 0) throw;
       GTEST_SKIP() << "other processes of this user have locked what the limit allows: " << error.what();
     }
-    EXPECT_THAT(engine->description(), testing::HasSubstr("unregistered buffers: Cannot allocate memory"));
-    expect_round_trip(*engine, memory);
+    EXPECT_THAT(queue->description(), testing::HasSubstr("unregistered buffers: Cannot allocate memory"));
+    expect_round_trip(*queue, memory);
   });
   ::setrlimit(RLIMIT_MEMLOCK, &before);
 }

@@ -54,26 +54,26 @@ class LargeTransfers : public testing::TestWithParam<Way> {
     if (std::filesystem::space(directory_.path()).available < 2 * kBytes)
       GTEST_SKIP() << "less than 9 GiB of disk are free";
     memory_ = std::make_unique<AlignedBuffer>(kBytes);
-    DriveQueueOptions options = engine_options(GetParam(), AlignedBuffer(File::kAlignment));
+    DriveQueueOptions options = queue_options(GetParam(), AlignedBuffer(File::kAlignment));
     options.registered_memory.clear();
     for (std::uint64_t at = 0; GetParam().registered && at < kBytes; at += kSlice)
       options.registered_memory.push_back(memory_->part(at, std::min(kSlice, kBytes - at)));
     for (int drive = 0; drive < 2; ++drive)
-      engines_.push_back(std::unique_ptr<DriveQueue>(new DriveQueue(make_engine(GetParam(), options))));
+      queues_.push_back(std::unique_ptr<DriveQueue>(new DriveQueue(make_queue(GetParam(), options))));
   }
   StripedFile make(const StripeLayout& layout) {
     std::vector<StripeDrive> drives;
     for (unsigned d = 0; d < layout.drive_count(); ++d)
       drives.push_back(
-          {engines_[d].get(), File(directory_ / std::to_string(d),
-                                   {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, kBytes)})});
+          {queues_[d].get(), File(directory_ / std::to_string(d),
+                                  {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, kBytes)})});
     return StripedFile(layout, std::move(drives));
   }
   void wipe() { std::fill(memory_->span().begin(), memory_->span().end(), std::byte{0}); }
 
   test::TempDirectory directory_;
   std::unique_ptr<AlignedBuffer> memory_;
-  std::vector<std::unique_ptr<DriveQueue>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> queues_;
 };
 
 TEST_P(LargeTransfers, AreByteExactInOneCall) {

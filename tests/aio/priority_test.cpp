@@ -24,12 +24,12 @@ std::size_t blocks_waited_for(unsigned queue_depth, std::uint64_t blocks, Priori
   const File file(directory / "file", {.mode = OpenMode::create});
   const AlignedBuffer memory(blocks * kBlock);
   const auto gate = std::make_shared<Gate>();
-  DriveQueue engine({.block_bytes = kBlock, .queue_depth = queue_depth}, std::make_unique<GateBackend>(gate));
+  DriveQueue queue({.block_bytes = kBlock, .queue_depth = queue_depth}, std::make_unique<GateBackend>(gate));
   std::vector<Completion> writes;
   for (std::uint64_t i = 0; i < blocks; ++i)
-    writes.push_back(engine.write(file, i * kBlock, memory.part(i * kBlock, kBlock), of_writes));
+    writes.push_back(queue.write(file, i * kBlock, memory.part(i * kBlock, kBlock), of_writes));
   gate->wait_for_blocks(std::min<std::size_t>(queue_depth, blocks));
-  const Completion read = engine.read(file, 0, memory.part(0, kBlock), of_read);
+  const Completion read = queue.read(file, 0, memory.part(0, kBlock), of_read);
   std::size_t ended = 0;
   for (; gate->held_is_write(); ++ended) {  // until the read is the oldest the drive has
     gate->finish_oldest();
@@ -57,7 +57,7 @@ TEST(Priority, AnUrgentReadWaitsForOneQueueDepthAtMost) {
   }
 }
 
-// The engine's own backend, which tells in what order blocks were handed to the kernel.
+// The queue's own backend, which tells in what order blocks were handed to the kernel.
 class SubmissionOrder final : public Backend {
  public:
   SubmissionOrder(std::unique_ptr<Backend> real, std::atomic<std::size_t>& writes_before_reads)
@@ -82,7 +82,7 @@ constexpr std::uint64_t kWriteBlock = 256 * kKiB;
 constexpr std::uint64_t kWriteBytes = 32 * kMiB;  // of each of the two writes that are under way
 constexpr unsigned kQueueDepth = 8;
 
-// For each of several reads, how many blocks of waiting writes the engine hands to a real drive before the read. The
+// For each of several reads, how many blocks of waiting writes the queue hands to a real drive before the read. The
 // drive may then change the order; that is not counted.
 std::vector<std::size_t> blocks_submitted_before_reads(Priority of_reads) {
   const test::TempDirectory directory;
@@ -91,17 +91,17 @@ std::vector<std::size_t> blocks_submitted_before_reads(Priority of_reads) {
   fill_pattern(memory.span(), 1);
   const DriveQueueOptions options{.block_bytes = kWriteBlock, .queue_depth = kQueueDepth};
   std::atomic<std::size_t> before = 0;
-  DriveQueue engine(options, std::make_unique<SubmissionOrder>(make_backend(options), before));
-  engine.write(file, 0, memory.span(), Priority::background).wait();
+  DriveQueue queue(options, std::make_unique<SubmissionOrder>(make_backend(options), before));
+  queue.write(file, 0, memory.span(), Priority::background).wait();
 
   std::vector<std::size_t> blocks;
   std::size_t written = memory.span().size() / kWriteBlock;
   Completion writes[2];
   for (int i = 0; i < 15; ++i) {
     // Nothing is in flight. Two writes start; ahead of the read are only blocks that the drive has taken meanwhile.
-    writes[0] = engine.write(file, 0, memory.part(0, kWriteBytes), Priority::background);
-    writes[1] = engine.write(file, kWriteBytes, memory.part(kWriteBytes, kWriteBytes), Priority::background);
-    const Completion read = engine.read(file, 2 * kWriteBytes, memory.part(2 * kWriteBytes, kWriteBlock), of_reads);
+    writes[0] = queue.write(file, 0, memory.part(0, kWriteBytes), Priority::background);
+    writes[1] = queue.write(file, kWriteBytes, memory.part(kWriteBytes, kWriteBytes), Priority::background);
+    const Completion read = queue.read(file, 2 * kWriteBytes, memory.part(2 * kWriteBytes, kWriteBlock), of_reads);
     read.wait();
     blocks.push_back(before - written);
     when_all(writes).wait();

@@ -62,13 +62,13 @@ class Measuring : public testing::Test {
   std::shared_ptr<Faults> add_drive(const DriveQueueOptions& options = {.backend = BackendKind::threads,
                                                                         .drain_timeout = milliseconds(50)}) {
     auto faults = std::make_shared<Faults>(1);
-    engines_.push_back(std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults)));
+    queues_.push_back(std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults)));
     directories_.push_back(std::make_unique<test::TempDirectory>());
-    drives_.push_back({engines_.back().get(), directories_.back()->path().string()});
+    drives_.push_back({queues_.back().get(), directories_.back()->path().string()});
     return faults;
   }
   std::vector<std::unique_ptr<test::TempDirectory>> directories_;
-  std::vector<std::unique_ptr<DriveQueue>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> queues_;
   std::vector<MeasuredDrive> drives_;
 };
 
@@ -125,7 +125,7 @@ class ReachBackend final : public Backend {
 
  private:
   const std::unique_ptr<Backend> inner_;
-  Reach& reach_;  // the engine's I/O thread alone, until the engine has gone
+  Reach& reach_;  // the queue's I/O thread alone, until the queue has gone
 };
 
 TEST_F(Measuring, ReadsOnlyWhatItWrote) {
@@ -138,8 +138,8 @@ TEST_F(Measuring, ReadsOnlyWhatItWrote) {
   Reach reach;
   {
     const DriveQueueOptions options{.backend = BackendKind::threads};
-    DriveQueue engine(options, std::make_unique<ReachBackend>(test::make_faulty_backend(options, faults), reach));
-    const std::array drives{MeasuredDrive{&engine, directory.path().string()}};
+    DriveQueue queue(options, std::make_unique<ReachBackend>(test::make_faulty_backend(options, faults), reach));
+    const std::array drives{MeasuredDrive{&queue, directory.path().string()}};
     static_cast<void>(measure_weights(drives, {.time_limit = milliseconds(90), .file_bytes = 512 * kMiB}));
   }
   EXPECT_GT(reach.read_bytes, 0u);

@@ -20,37 +20,37 @@ using test::Faults;
 
 constexpr std::uint64_t kUnit = 64 * kKiB;
 
-// Directories as drives, an engine each.
+// Directories as drives, a queue each.
 class Striped : public testing::Test {
  protected:
   std::string path(unsigned drive) const { return directory_ / ("drive" + std::to_string(drive)); }
 
-  void add_engine(DriveQueueOptions options = {.block_bytes = 48 * kKiB, .queue_depth = 4}) {
-    engines_.push_back(std::make_unique<DriveQueue>(options));
+  void add_queue(DriveQueueOptions options = {.block_bytes = 48 * kKiB, .queue_depth = 4}) {
+    queues_.push_back(std::make_unique<DriveQueue>(options));
   }
-  std::shared_ptr<Faults> add_faulty_engine() {
+  std::shared_ptr<Faults> add_faulty_queue() {
     const DriveQueueOptions options{.block_bytes = 48 * kKiB, .queue_depth = 4};
     auto faults = std::make_shared<Faults>(5);
-    engines_.push_back(std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults)));
+    queues_.push_back(std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults)));
     return faults;
   }
   std::unique_ptr<StripedFile> make(const StripeLayout& layout, std::uint64_t bytes) {
     std::vector<StripeDrive> drives;
     for (unsigned d = 0; d < layout.drive_count(); ++d) {
-      if (engines_.size() == d) add_engine();
-      drives.push_back({engines_[d].get(),
-                        File(path(d), {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, bytes)})});
+      if (queues_.size() == d) add_queue();
+      drives.push_back(
+          {queues_[d].get(), File(path(d), {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, bytes)})});
     }
     return std::make_unique<StripedFile>(layout, std::move(drives));
   }
   std::unique_ptr<StripedFile> open(const StripeLayout& layout) {
     std::vector<StripeDrive> drives;
-    for (unsigned d = 0; d < layout.drive_count(); ++d) drives.push_back({engines_[d].get(), File(path(d), {})});
+    for (unsigned d = 0; d < layout.drive_count(); ++d) drives.push_back({queues_[d].get(), File(path(d), {})});
     return std::make_unique<StripedFile>(layout, std::move(drives));
   }
 
   test::TempDirectory directory_;
-  std::vector<std::unique_ptr<DriveQueue>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> queues_;
 };
 
 TEST_F(Striped, EveryRangeIsByteExactWhateverTheWeights) {
@@ -96,7 +96,7 @@ TEST_F(Striped, EachByteIsOnTheDriveTheLayoutSays) {
   file->write(0, memory.span(), Priority::background).wait();
   for (std::uint64_t logical = 0; logical < kBytes; logical += File::kAlignment) {
     const auto place = layout.place(logical);
-    engines_[place.drive]->read(file->file(place.drive), place.offset_bytes, one.span(), Priority::foreground).wait();
+    queues_[place.drive]->read(file->file(place.drive), place.offset_bytes, one.span(), Priority::foreground).wait();
     ASSERT_TRUE(same_bytes(one.span(), memory.part(logical, File::kAlignment))) << logical;
   }
 }
@@ -104,7 +104,7 @@ TEST_F(Striped, EachByteIsOnTheDriveTheLayoutSays) {
 TEST_F(Striped, NeighbouringUnitsOfADriveAreOneBlock) {
   const auto gate = std::make_shared<Gate>();
   gate->open();
-  engines_.push_back(
+  queues_.push_back(
       std::make_unique<DriveQueue>(DriveQueueOptions{.block_bytes = kMiB}, std::make_unique<GateBackend>(gate)));
   const StripeLayout layout(kUnit, {3, 1});  // 0 0 1 0 | 0 0 1 0 | ...
   const auto file = make(layout, 8 * kUnit);
@@ -116,8 +116,8 @@ TEST_F(Striped, NeighbouringUnitsOfADriveAreOneBlock) {
 }
 
 TEST_F(Striped, AnErrorNamesTheDriveThatFailedAndThePlaceThere) {
-  add_engine();
-  const auto faults = add_faulty_engine();
+  add_queue();
+  const auto faults = add_faulty_queue();
   faults->add({.kind = Fault::Kind::error, .operation = Operation::write, .first = 2, .code = EIO});
   const StripeLayout layout(kUnit, {1, 1});
   const auto file = make(layout, 8 * kUnit);
@@ -128,13 +128,13 @@ TEST_F(Striped, AnErrorNamesTheDriveThatFailedAndThePlaceThere) {
   EXPECT_EQ(error->path, path(1));
   EXPECT_EQ(error->offset_bytes, kUnit);  // its third block: the first of its second unit
   EXPECT_EQ(error->length_bytes, 48 * kKiB);
-  EXPECT_EQ(engines_[0]->stats().written_bytes, 4 * kUnit) << "the other drive's part was finished";
+  EXPECT_EQ(queues_[0]->stats().written_bytes, 4 * kUnit) << "the other drive's part was finished";
 }
 
 TEST_F(Striped, AFailedFlushOfAnyDriveFailsTheFlush) {
-  add_engine();
-  add_engine();
-  const auto faults = add_faulty_engine();
+  add_queue();
+  add_queue();
+  const auto faults = add_faulty_queue();
   faults->add({.kind = Fault::Kind::error, .operation = Operation::sync, .code = EIO});
   const auto file = make(StripeLayout(kUnit, {1, 1, 1}), 3 * kUnit);
   const auto error = io_error_of(file->sync());
@@ -147,8 +147,8 @@ TEST_F(Striped, AFailedFlushOfAnyDriveFailsTheFlush) {
 TEST_F(Striped, ASlowDriveDoesNotStallTheOthersQueues) {
   constexpr int kTransfers = 6;
   const auto slow = std::make_shared<Gate>();  // does nothing until it is opened
-  engines_.push_back(std::make_unique<DriveQueue>(DriveQueueOptions{.block_bytes = 48 * kKiB, .queue_depth = 4},
-                                                  std::make_unique<GateBackend>(slow)));
+  queues_.push_back(std::make_unique<DriveQueue>(DriveQueueOptions{.block_bytes = 48 * kKiB, .queue_depth = 4},
+                                                 std::make_unique<GateBackend>(slow)));
   const StripeLayout layout(kUnit, {1, 1});
   const auto file = make(layout, 8 * kUnit * kTransfers);
   const AlignedBuffer memory(8 * kUnit * kTransfers);
@@ -156,10 +156,10 @@ TEST_F(Striped, ASlowDriveDoesNotStallTheOthersQueues) {
   for (std::uint64_t i = 0; i < kTransfers; ++i)
     pending.push_back(file->write(8 * i * kUnit, memory.part(8 * i * kUnit, 8 * kUnit), Priority::background));
   const TimePoint deadline = Clock::now() + std::chrono::minutes(1);
-  while (engines_[1]->stats().written_bytes < 4 * kUnit * kTransfers && Clock::now() < deadline)
+  while (queues_[1]->stats().written_bytes < 4 * kUnit * kTransfers && Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  EXPECT_EQ(engines_[1]->stats().written_bytes, 4 * kUnit * kTransfers) << "it waits for the slow drive";
-  EXPECT_EQ(engines_[0]->stats().written_bytes, 0u);
+  EXPECT_EQ(queues_[1]->stats().written_bytes, 4 * kUnit * kTransfers) << "it waits for the slow drive";
+  EXPECT_EQ(queues_[0]->stats().written_bytes, 0u);
   for (const Completion& transfer : pending) EXPECT_FALSE(transfer.done());
   slow->open();
   when_all(pending).wait();

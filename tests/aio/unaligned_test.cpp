@@ -67,20 +67,20 @@ class UnalignedTransfers : public testing::TestWithParam<Way> {
   UnalignedTransfers() : memory_(kMemoryBytes) {}
   void SetUp() override {
     if (const auto reason = unavailable(GetParam())) GTEST_SKIP() << *reason;
-    DriveQueueOptions options = engine_options(GetParam(), memory_);
+    DriveQueueOptions options = queue_options(GetParam(), memory_);
     options.block_bytes = kBlock;
-    for (int drive = 0; drive < 2; ++drive) engines_.push_back(make_engine(options));
+    for (int drive = 0; drive < 2; ++drive) queues_.push_back(make_queue(options));
   }
 
-  std::unique_ptr<DriveQueue> make_engine(const DriveQueueOptions& options) const {
-    return std::unique_ptr<DriveQueue>(new DriveQueue(aio::make_engine(GetParam(), options)));
+  std::unique_ptr<DriveQueue> make_queue(const DriveQueueOptions& options) const {
+    return std::unique_ptr<DriveQueue>(new DriveQueue(aio::make_queue(GetParam(), options)));
   }
   std::unique_ptr<StripedFile> make_file(const StripeLayout& layout, std::uint64_t bytes) const {
     std::vector<StripeDrive> drives;
     for (unsigned d = 0; d < layout.drive_count(); ++d)
       drives.push_back(
-          {engines_[d].get(), File(directory_ / ("drive" + std::to_string(d)),
-                                   {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, bytes)})});
+          {queues_[d].get(), File(directory_ / ("drive" + std::to_string(d)),
+                                  {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, bytes)})});
     return std::make_unique<StripedFile>(layout, std::move(drives));
   }
   std::vector<std::byte> contents(StripedFile& file, std::uint64_t bytes) const {
@@ -92,7 +92,7 @@ class UnalignedTransfers : public testing::TestWithParam<Way> {
   static constexpr std::uint64_t kMemoryBytes = 2 * kMiB;
   test::TempDirectory directory_;
   AlignedBuffer memory_;
-  std::vector<std::unique_ptr<DriveQueue>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> queues_;
 };
 
 const StripeLayout& two_drives() {
@@ -206,7 +206,7 @@ TEST_P(UnalignedTransfers, AFileOfAnyLengthIsReadToItsLastByteAndNotBeyond) {
   std::string text(10007, ' ');
   for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>('a' + i % 23);
   std::ofstream(directory_ / "odd") << text;
-  StripedFile file(*engines_[0], File(directory_ / "odd", {}));
+  StripedFile file(*queues_[0], File(directory_ / "odd", {}));
   Unaligned unaligned;
   std::string back(text.size(), '?');
   unaligned.read(file, 0, std::as_writable_bytes(std::span(back)), Priority::foreground).wait();
@@ -253,8 +253,8 @@ TEST(Unaligned, AFailureIsDeliveredOnceAndTheRestIsNotStarted) {
   const test::TempDirectory directory;
   const DriveQueueOptions options{.backend = BackendKind::threads, .block_bytes = kBlock, .queue_depth = 1};
   const auto faults = std::make_shared<test::Faults>(1);
-  DriveQueue engine(options, test::make_faulty_backend(options, faults));
-  StripedFile file(engine, File(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 64 * kBlock}));
+  DriveQueue queue(options, test::make_faulty_backend(options, faults));
+  StripedFile file(queue, File(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 64 * kBlock}));
   const AlignedBuffer memory(64 * kBlock);
   Unaligned unaligned({.bounce_bytes = kBlock, .piece_bytes = kBlock});
   faults->add({.kind = test::Fault::Kind::error, .operation = Operation::write, .first = 2, .code = ENOSPC});

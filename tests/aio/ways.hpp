@@ -21,7 +21,7 @@ struct Way {
   const char* name;
   BackendKind backend;
   bool registered = false;
-  bool faulty = false;  // with failures on top that the engine has to recover from
+  bool faulty = false;  // with failures on top that the queue has to recover from
 };
 
 inline constexpr std::array kWays{
@@ -33,14 +33,14 @@ inline constexpr std::array kWays{
 inline void PrintTo(const Way& way, std::ostream* out) { *out << way.name; }
 inline std::string name_of_way(const testing::TestParamInfo<Way>& info) { return info.param.name; }
 
-inline DriveQueueOptions engine_options(const Way& way, const AlignedBuffer& memory) {
+inline DriveQueueOptions queue_options(const Way& way, const AlignedBuffer& memory) {
   DriveQueueOptions options{.backend = way.backend};
   if (way.registered) options.registered_memory = {memory.span()};
   if (way.faulty) options.retries_max = 100;
   return options;
 }
 
-inline DriveQueue make_engine(const Way& way, const DriveQueueOptions& options) {
+inline DriveQueue make_queue(const Way& way, const DriveQueueOptions& options) {
   if (!way.faulty) return DriveQueue(options);
   const auto faults = std::make_shared<test::Faults>(20260);
   const auto add = [&](test::Fault::Kind kind, std::optional<Operation> operation, int code) {
@@ -65,7 +65,7 @@ inline std::optional<std::string> unavailable(const Way& way) {
   if (way.backend != BackendKind::io_uring) return std::nullopt;
   try {
     const AlignedBuffer memory(File::kAlignment);
-    static_cast<void>(make_engine(way, engine_options(way, memory)));
+    static_cast<void>(make_queue(way, queue_options(way, memory)));
   } catch (const Error& error) {
     return error.what();
   }

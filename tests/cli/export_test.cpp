@@ -273,7 +273,7 @@ TEST_F(Export, TooLittleRoomIsBadInput) {
   const auto result = run("export store --to small/weights");
   static_cast<void>(std::system(("umount " + path("small")).c_str()));
   EXPECT_EQ(result.exit_code, 2);
-  EXPECT_THAT(result.errors, HasSubstr("free space, or choose another directory"));
+  EXPECT_THAT(result.errors, HasSubstr(": free space, or choose another directory"));
 }
 
 // --- resources -------------------------------------------------------------------------------------------------------

@@ -35,10 +35,18 @@ TEST(Error, IoErrorSaysWhereAndWhyAndKeepsTheErrno) {
   EXPECT_EQ(error.where.code, ENOSPC);
   EXPECT_THAT(error.what(), AllOf(HasSubstr("write of /mnt/a"), HasSubstr("4096"), HasSubstr("No space left"),
                                   HasSubstr("free some space")));
-  const IoError shortened({.operation = "read", .path = "/mnt/a", .length_bytes = 512}, "");
+  const IoError shortened({.operation = "read", .path = "/mnt/a", .length_bytes = 512});
   EXPECT_THAT(shortened.what(), HasSubstr("fewer bytes"));
-  const IoError whole({.operation = "open", .path = "/mnt/a", .code = ENOENT}, "");
+  const IoError whole({.operation = "open", .path = "/mnt/a", .code = ENOENT});
   EXPECT_STREQ(whole.what(), "open of /mnt/a failed: No such file or directory");
+}
+
+TEST(Error, AnIoErrorWithoutARemedyOfTheCallersHasTheUsualOne) {
+  for (const int code : {EIO, ENOSPC, EDQUOT, EFBIG, EROFS, EACCES, EMFILE, ENAMETOOLONG}) {
+    const IoError error({.operation = "open", .path = "/mnt/a", .code = code});
+    EXPECT_STRNE(usual_remedy(code), "") << code;
+    EXPECT_THAT(error.what(), testing::EndsWith(std::string("; ") + usual_remedy(code)));
+  }
 }
 
 TEST(Error, CorruptionErrorNamesUnitRegionFileAndOffset) {

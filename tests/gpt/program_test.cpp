@@ -489,6 +489,7 @@ TEST_F(Program, TrainsWithTheConfigurationThatPlanWrites) {
        {Case{"3MiB", "3MiB", "cpu"}, Case{"3MiB", "1400KiB", "none"}, Case{"1MiB", "1400KiB", "nvme"}}) {
     SCOPED_TRACE(optimizer);
     remove_store();
+    std::filesystem::remove(path("config.json"));  // which plan would not replace
     const std::string plan = std::string(HOIST_PROGRAM) + " plan " + path("base.json") + " --units " +
                              path("units.json") + " --machine " + path("machine.json") + " --device-memory " +
                              device_memory + " --pinned-memory " + pinned_memory + " --tokens 32 --write " +

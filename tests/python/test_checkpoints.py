@@ -340,9 +340,9 @@ def test_a_failed_write_is_said_where_torch_hides_it(tmp_path):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize("code, remedy", [(errno.EDQUOT, "free space, or choose another directory"),
-                                          (errno.EROFS, "choose a directory that can be written"),
-                                          (errno.EIO, "check the drive .*, or choose another directory")])
+@pytest.mark.parametrize("code, remedy", [(errno.EDQUOT, "raise the quota, or choose another directory"),
+                                          (errno.EROFS, "this file system is mounted read-only: .*"),
+                                          (errno.EIO, "check the drive's health .*")])
 def test_a_drive_that_fails_otherwise_is_not_called_full(tmp_path, monkeypatch, code, remedy):
     def fail(_):
         raise OSError(code, os.strerror(code))

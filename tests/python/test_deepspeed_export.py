@@ -167,7 +167,8 @@ def test_a_lock_that_cannot_be_opened_is_said_with_its_path(tmp_path, monkeypatc
             hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
         return str(caught.value)
 
-    assert export(errno.ENOSPC) == f"opening {lock} failed: No space left on device; free space, or choose another directory"
+    assert export(errno.ENOSPC) == (f"opening {lock} failed: No space left on device; free space on this drive, or choose "
+                                    "another directory")
     assert not (tmp_path / "out").exists()
     lock.parent.mkdir()
     lock.touch()

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // tests/support/faults.hpp - which blocks shall fail and how, which have failed, and what a power cut would lose.
 //
-// Shared by a test and by the FaultyBackends it hands to engines; it outlives them, so a power cut can come after the
-// engine has gone. Whether the n-th block that a fault matches is hit is a pure function of (seed, fault, n).
+// Shared by a test and by the FaultyBackends it hands to queues; it outlives them, so a power cut can come after the
+// queue has gone. Whether the n-th block that a fault matches is hit is a pure function of (seed, fault, n).
 //
-// Threading  Any thread, but for power_cut: no engine may be using the files.
+// Threading  Any thread, but for power_cut: no queue may be using the files.
 #pragma once
 
 #include <array>
@@ -91,7 +91,7 @@ class Faults {
     std::uint64_t matched = 0;
   };
   using FileKey = std::pair<std::uint64_t, std::uint64_t>;  // device, inode
-  // A file of its own, which holds no lock of the engine's.
+  // A file of its own, which holds no lock of the queue's.
   struct Descriptor {
     explicit Descriptor(int other);
     ~Descriptor();

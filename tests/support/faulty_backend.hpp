@@ -3,7 +3,7 @@
 //
 //   auto faults = std::make_shared<test::Faults>(seed);
 //   faults->add({.kind = test::Fault::Kind::error, .operation = aio::Operation::write, .first = 7, .code = ENOSPC});
-//   aio::DriveQueue engine(options, test::make_faulty_backend(options, faults));
+//   aio::DriveQueue queue(options, test::make_faulty_backend(options, faults));
 #pragma once
 
 #include <deque>
@@ -25,7 +25,7 @@ class FaultyBackend final : public aio::Backend {
   void wake_up() override { inner_->wake_up(); }
 
  private:
-  // The block that the inner backend sees; the engine's own stays as it was.
+  // The block that the inner backend sees; the queue's own stays as it was.
   struct Flight : aio::Block {
     aio::Block* outer = nullptr;
     Faults::Decision decision{};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // tests/support/lost_names.hpp - simulates what a power cut does to names and small files. Created and renamed names
-// last only after a flush of their directory. Small files that are written past the engine last only after their flush.
+// last only after a flush of their directory. Small files that are written past the queue last only after their flush.
 //
 // Threading  As SystemCallObserver; power_cut when nobody uses the files.
 #pragma once

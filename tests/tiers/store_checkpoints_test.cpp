@@ -43,7 +43,7 @@ class StoreCheckpointsTest : public ::testing::Test {
   }
 
   void expect_checkpoint_holds(const std::string& name, std::uint64_t step) {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = open_store(options_, *drive);
     const auto all = store->checkpoints();
     const auto listed = std::ranges::find(all, name, &CommitHeader::name);
@@ -60,7 +60,7 @@ class StoreCheckpointsTest : public ::testing::Test {
 
 TEST_F(StoreCheckpointsTest, NamedCheckpointsHoldTheirRecordsWhileTrainingGoesOn) {
   {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 3);
     store->add_checkpoint("three", as_state("state of three")).wait();
@@ -77,7 +77,7 @@ TEST_F(StoreCheckpointsTest, NamedCheckpointsHoldTheirRecordsWhileTrainingGoesOn
 }
 
 TEST_F(StoreCheckpointsTest, TheOldestGoesWhenThereIsNoRoom) {
-  const auto drive = clean_engine();
+  const auto drive = clean_queue();
   const auto store = create_store(options_, *drive);
   take_steps(*store, 0, 0);
   for (std::uint64_t step = 1; step < 12; ++step) {
@@ -89,7 +89,7 @@ TEST_F(StoreCheckpointsTest, TheOldestGoesWhenThereIsNoRoom) {
 
 TEST_F(StoreCheckpointsTest, TheSameNameIsReplacedAndNoOtherGoes) {
   {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 2);
     store->add_checkpoint("best", as_state("of an earlier one")).wait();
@@ -108,7 +108,7 @@ TEST_F(StoreCheckpointsTest, RecordsThatDoNotChangeAreSharedByAllTheirHolders) {
   Writers writers = all_by(0);
   std::map<std::string, Writers> checkpoints;
   {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = create_store(options_, *drive);
     run_step(*store, options_, 0, all_records(options_));
     Rng rng(7);
@@ -134,7 +134,7 @@ TEST_F(StoreCheckpointsTest, RecordsThatDoNotChangeAreSharedByAllTheirHolders) {
   const auto left = Store::look(options_.directory, 0).checkpoints;
   ASSERT_FALSE(left.empty());
   for (const CommitHeader& header : left) {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = open_store(options_, *drive);
     store->adopt(header);
     EXPECT_EQ(state_of(*store), "state of " + header.name);
@@ -143,7 +143,7 @@ TEST_F(StoreCheckpointsTest, RecordsThatDoNotChangeAreSharedByAllTheirHolders) {
 }
 
 TEST_F(StoreCheckpointsTest, ForgottenSpaceIsUsedAgain) {
-  const auto drive = clean_engine();
+  const auto drive = clean_queue();
   const auto store = create_store(options_, *drive);
   take_steps(*store, 0, 1);
   store->add_checkpoint("a", {}).wait();
@@ -159,7 +159,7 @@ TEST_F(StoreCheckpointsTest, ForgottenSpaceIsUsedAgain) {
 
 TEST_F(StoreCheckpointsTest, AfterAFailedRemovalTheStoreIsOver) {
   const auto faults = std::make_shared<Faults>(1);
-  aio::DriveQueue drive(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+  aio::DriveQueue drive(queue_options(), hoist::test::make_faulty_backend(queue_options(), faults));
   const auto store = create_store(options_, drive);
   take_steps(*store, 0, 1);
   store->add_checkpoint("a", {}).wait();
@@ -170,13 +170,13 @@ TEST_F(StoreCheckpointsTest, AfterAFailedRemovalTheStoreIsOver) {
 
 TEST_F(StoreCheckpointsTest, ReadersFindACheckpointByItsHeader) {
   {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 2);
     store->add_checkpoint("two", as_state("state of two")).wait();
     take_steps(*store, 3, 8);
   }
-  const auto drive = clean_engine();
+  const auto drive = clean_queue();
   const CommitHeader kept = Store::look(options_.directory, 0).checkpoints.at(0);
   StoreReader reader(options_.directory, 0, options_.records, kept, *drive);
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(reader.caller_state().data()), reader.caller_state().size()),
@@ -191,7 +191,7 @@ TEST_F(StoreCheckpointsTest, ReadersFindACheckpointByItsHeader) {
 }
 
 TEST_F(StoreCheckpointsTest, NamesThatCannotBeAreRefusedAndNothingHappens) {
-  const auto drive = clean_engine();
+  const auto drive = clean_queue();
   const auto store = create_store(options_, *drive);
   take_steps(*store, 0, 0);
   for (const std::string& name : {std::string(), std::string(48, 'x'), std::string("line\nbreak")})
@@ -203,12 +203,12 @@ TEST_F(StoreCheckpointsTest, NamesThatCannotBeAreRefusedAndNothingHappens) {
 
 TEST_F(StoreCheckpointsTest, AskingForMoreRoomThanTheStoreHasIsRefused) {
   {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 1);
     store->add_checkpoint("one", as_state("state of one")).wait();
   }
-  const auto drive = clean_engine();
+  const auto drive = clean_queue();
   EXPECT_THROW(open_store(keeping(options_.directory, 3), *drive), StoreError);
   const auto store = open_store(keeping(options_.directory, 0), *drive);  // fewer is none of its concern
   EXPECT_EQ(store->checkpoints_max(), 2u);
@@ -218,7 +218,7 @@ TEST_F(StoreCheckpointsTest, AskingForMoreRoomThanTheStoreHasIsRefused) {
 TEST_F(StoreCheckpointsTest, ADamagedCheckpointSlotIsReportedAndTheRestIsUsed) {
   std::uint64_t slot_at = 0;
   {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 1);
     store->add_checkpoint("one", as_state("state of one")).wait();
@@ -256,7 +256,7 @@ class StoreCheckpointsCrashTest : public StoreCheckpointsTest {
   bool live(const std::shared_ptr<Faults>& faults, std::uint64_t dies_at, History& history) {
     faults->track_unflushed();
     faults->add({.kind = Fault::Kind::error, .first = dies_at, .count = Faults::kForever, .code = EIO});
-    aio::DriveQueue drive(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+    aio::DriveQueue drive(queue_options(), hoist::test::make_faulty_backend(queue_options(), faults));
     try {
       const auto store = create_store(options_, drive);
       for (std::uint64_t step = 0; step < 7; ++step) {
@@ -298,7 +298,7 @@ class StoreCheckpointsCrashTest : public StoreCheckpointsTest {
     // Newest commit first, and what is kept after it; then training goes on and nothing of what is kept changes.
     try {
       if (!found.commits.empty()) {
-        const auto drive = clean_engine();
+        const auto drive = clean_queue();
         const auto store = open_store(options_, *drive);
         store->adopt(CommitHeader(store->commits().front()));
         const std::uint64_t step = store->commits().front().step;
@@ -309,7 +309,7 @@ class StoreCheckpointsCrashTest : public StoreCheckpointsTest {
           run_step(*store, options_, next, all_records(options_));
       }
       for (const CommitHeader& checkpoint : Store::look(options_.directory, 0).checkpoints) {
-        const auto drive = clean_engine();
+        const auto drive = clean_queue();
         const auto store = open_store(options_, *drive);
         store->adopt(checkpoint);
         if (state_of(*store) != "state of " + checkpoint.name) return checkpoint.name + " has another one's state";
@@ -351,7 +351,7 @@ TEST_F(StoreCheckpointsCrashTest, PowerCutsAtEveryOperation) {
 
 TEST_F(StoreCheckpointsTest, StepsWithoutACommitBetweenThemAreCommittedTogether) {
   {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     const auto store = create_store(options_, *drive);
     run_step(*store, options_, 0, all_records(options_));
     for (std::uint64_t step = 1; step <= 5; ++step) {

@@ -43,9 +43,9 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
   // As long as a real program's state may be: a commit is more than one sector.
   static std::string long_state(std::uint64_t step) { return std::to_string(step) + std::string(9000, '.'); }
 
-  std::unique_ptr<aio::DriveQueue> engine(const std::shared_ptr<Faults>& faults, ForgetfulBackend::Drops drops) {
-    auto faulty = hoist::test::make_faulty_backend(engine_options(), faults);
-    return std::make_unique<aio::DriveQueue>(engine_options(),
+  std::unique_ptr<aio::DriveQueue> queue(const std::shared_ptr<Faults>& faults, ForgetfulBackend::Drops drops) {
+    auto faulty = hoist::test::make_faulty_backend(queue_options(), faults);
+    return std::make_unique<aio::DriveQueue>(queue_options(),
                                              std::make_unique<ForgetfulBackend>(std::move(faulty), std::move(drops)));
   }
 
@@ -76,7 +76,7 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
                   const ForgetfulBackend::Drops& drops) {
     faults->track_unflushed();
     die_at(*faults, dies_at);
-    const auto drive = engine(faults, drops);
+    const auto drive = queue(faults, drops);
     try {
       const auto store = create_store(options_, *drive);
       take_steps(*store, 0, 4, seed, history);
@@ -90,7 +90,7 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
   bool second_life(const std::shared_ptr<Faults>& faults, std::uint64_t dies_at, std::uint64_t seed, History& history,
                    const ForgetfulBackend::Drops& drops) {
     die_at(*faults, dies_at);
-    const auto drive = engine(faults, drops);
+    const auto drive = queue(faults, drops);
     try {
       const auto store = open_store(options_, *drive);
       if (store->commits().empty()) return true;
@@ -106,7 +106,7 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
 
   // The fault in the remaining files; empty when all is well.
   std::string judge(const History& history) {
-    const auto drive = clean_engine();
+    const auto drive = clean_queue();
     try {
       const auto found = Store::look(options_.directory, 0);
       if (found.commits.empty()) {
@@ -247,7 +247,7 @@ TEST_P(StoreMutationTest, WithoutFlushingTheSuperblockDamageIsFound) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".manifest-new"); }), "");
 }
 
-// The power cut takes names, too, and what was written past the engine.
+// The power cut takes names, too, and what was written past the queue.
 class StoreNamesTest : public StoreCrashTest {
  protected:
   std::string first_problem(std::uint64_t seeds, const LostNames::Forgets& forgets) {
@@ -307,8 +307,8 @@ TEST_P(StoreCrashTest, OperationsHaveTheirOrder) {
     if (log.empty() || log.back() != line) log.push_back(line);
   };
   const auto recorded = [&] {
-    return aio::DriveQueue(engine_options(),
-                           std::make_unique<ObservedBackend>(aio::make_backend(engine_options()), record));
+    return aio::DriveQueue(queue_options(),
+                           std::make_unique<ObservedBackend>(aio::make_backend(queue_options()), record));
   };
   {
     aio::DriveQueue drive = recorded();

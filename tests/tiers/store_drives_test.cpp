@@ -23,7 +23,7 @@ using testing::HasSubstr;
 class StoreDrivesTest : public ::testing::Test {
  protected:
   StoreDrivesTest() {
-    const auto store = create_store(options_, *engine_);
+    const auto store = create_store(options_, *queue_);
     run_step(*store, options_, 0, all_records(options_));
     run_step(*store, options_, 1, {0, 2});
   }
@@ -38,7 +38,7 @@ class StoreDrivesTest : public ::testing::Test {
   }
   std::string refusal_to_open(const StoreOptions& options) {
     try {
-      (void)open_store(options, *engine_);
+      (void)open_store(options, *queue_);
     } catch (const StoreError& error) {
       return error.what();
     }
@@ -46,7 +46,7 @@ class StoreDrivesTest : public ::testing::Test {
   }
   std::string refusal_to_create(const StoreOptions& options) {
     try {
-      (void)create_store(options, *engine_);
+      (void)create_store(options, *queue_);
     } catch (const StoreError& error) {
       return error.what();
     }
@@ -55,11 +55,11 @@ class StoreDrivesTest : public ::testing::Test {
 
   TempDirectory directory_;
   StoreOptions options_ = small_model_on(directory_ / "store", 3);
-  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> queue_ = clean_queue();
 };
 
 TEST_F(StoreDrivesTest, HoldsAllItsRecordsByWeight) {
-  const auto store = open_store(options_, *engine_);
+  const auto store = open_store(options_, *queue_);
   store->adopt(store->commits().front());
   EXPECT_EQ(difference(*store, options_, writers()), "");
   std::vector<double> bytes;
@@ -80,12 +80,12 @@ TEST_F(StoreDrivesTest, ADriveWithoutAByteIsADriveLikeTheOthers) {
     options.stripe_weights[empty] = 1;
     options.stripe_unit_bytes = kMiB;
     {
-      const auto store = create_store(options, *engine_);
+      const auto store = create_store(options, *queue_);
       EXPECT_EQ(fs::file_size(store->data_paths()[empty]), 0u);
       run_step(*store, options, 0, all_records(options));
       run_step(*store, options, 1, {0, 2});
     }
-    const auto store = open_store(options, *engine_);
+    const auto store = open_store(options, *queue_);
     store->adopt(store->commits().front());
     EXPECT_EQ(difference(*store, options, writers()), "");
   }
@@ -94,7 +94,7 @@ TEST_F(StoreDrivesTest, ADriveWithoutAByteIsADriveLikeTheOthers) {
 TEST_F(StoreDrivesTest, IsReadWithoutSayingWhereTheDrivesAre) {
   const auto found = Store::look(options_.directory, 0);
   EXPECT_EQ(found.stripe_directories, options_.stripe_directories);
-  StoreReader reader(options_.directory, 0, options_.records, found.commits.front(), *engine_);
+  StoreReader reader(options_.directory, 0, options_.records, found.commits.front(), *queue_);
   const RecordLayout& layout = options_.records[0].layout;
   const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
   const Buffer buffer(layout.region_bytes(Region::state));
@@ -106,7 +106,7 @@ TEST_F(StoreDrivesTest, DamageNamesTheDriveAndTheOffsetThere) {
   const auto bytes = read_file(path);
   for (std::uint64_t offset = 0; offset < bytes.size(); offset += 4096)
     poke(path, offset, std::vector(1, ~bytes[offset]));
-  const auto store = open_store(options_, *engine_);
+  const auto store = open_store(options_, *queue_);
   store->adopt(store->commits().front());
   try {
     (void)difference(*store, options_, writers());
@@ -147,7 +147,7 @@ TEST_F(StoreDrivesTest, ALabelThatCannotBeReadIsNotAMissingOne) {
   fs::remove(drive_file(1, "label"));
   fs::create_directory(drive_file(1, "label"));
   try {
-    (void)open_store(options_, *engine_);
+    (void)open_store(options_, *queue_);
     ADD_FAILURE() << "it was opened";
   } catch (const IoError& error) {
     EXPECT_EQ(error.where.path, drive_file(1, "label"));
@@ -215,7 +215,7 @@ TEST_F(StoreDrivesTest, RelativePathsAreKeptAbsolute) {
   fs::current_path(directory_.path());
   StoreOptions relative = small_model_on("relative", 2);
   {
-    const auto store = create_store(relative, *engine_);
+    const auto store = create_store(relative, *queue_);
     run_step(*store, relative, 0, all_records(relative));
   }
   fs::current_path(before);
@@ -229,28 +229,28 @@ TEST_F(StoreDrivesTest, ANameThroughALinkAndBackIsOnePlace) {
   fs::create_directory_symlink(directory_ / "deep/inside", directory_ / "link");
   const StoreOptions through = small_model_on(directory_ / "link/../other", 2);
   {
-    const auto store = create_store(through, *engine_);
+    const auto store = create_store(through, *queue_);
     run_step(*store, through, 0, all_records(through));
   }
   EXPECT_TRUE(fs::exists(directory_ / "deep/other/rank-00000.data"));
   EXPECT_TRUE(fs::exists(directory_ / "deep/other-drive1/rank-00000.data"));
   EXPECT_FALSE(fs::exists(directory_ / "other-drive1"));
   EXPECT_EQ(Store::look(directory_ / "deep/other", 0).commits.size(), 1u);
-  EXPECT_EQ(open_store(through, *engine_)->commits().size(), 1u);
+  EXPECT_EQ(open_store(through, *queue_)->commits().size(), 1u);
 }
 
 TEST_F(StoreDrivesTest, EveryDriveIsLocked) {
-  const auto store = open_store(options_, *engine_);
+  const auto store = open_store(options_, *queue_);
   const auto found = Store::look(options_.directory, 0);
   EXPECT_THAT(refusal_to_open(options_), HasSubstr("is in use"));
-  EXPECT_THROW(StoreReader(options_.directory, 0, options_.records, found.commits.front(), *engine_), StoreError);
+  EXPECT_THROW(StoreReader(options_.directory, 0, options_.records, found.commits.front(), *queue_), StoreError);
 }
 
 TEST_F(StoreDrivesTest, AStoreThatNeverCommittedIsReplaced) {
   const StoreOptions fresh = small_model_on(directory_ / "fresh", 2);
-  { const auto store = create_store(fresh, *engine_); }
-  { const auto store = create_store(fresh, *engine_); }
-  const auto store = create_store(fresh, *engine_);
+  { const auto store = create_store(fresh, *queue_); }
+  { const auto store = create_store(fresh, *queue_); }
+  const auto store = create_store(fresh, *queue_);
   run_step(*store, fresh, 0, all_records(fresh));
 }
 
@@ -258,7 +258,7 @@ TEST_F(StoreDrivesTest, AStoreThatNeverCommittedIsReplaced) {
 TEST_F(StoreDrivesTest, AReplacementThatFailsHalfWayLeavesNothingInTheWay) {
   for (const bool by_kill : {false, true}) {
     StoreOptions replaced = small_model_on(directory_ / (by_kill ? "killed" : "failed"), 3);
-    { const auto store = create_store(replaced, *engine_); }
+    { const auto store = create_store(replaced, *queue_); }
     if (by_kill) {  // its labels are written and its manifest has lost its name; no data was started over
       for (unsigned d = 1; d < 3; ++d) {
         const detail::StorePaths drive(replaced.stripe_directories[d - 1], 0);
@@ -269,8 +269,8 @@ TEST_F(StoreDrivesTest, AReplacementThatFailsHalfWayLeavesNothingInTheWay) {
     } else {
       const auto faults = std::make_shared<hoist::test::Faults>(1);
       faults->add({.kind = hoist::test::Fault::Kind::error, .code = EIO});
-      aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
-      EXPECT_THROW(create_store(replaced, engine), IoError);
+      aio::DriveQueue queue(queue_options(), hoist::test::make_faulty_backend(queue_options(), faults));
+      EXPECT_THROW(create_store(replaced, queue), IoError);
     }
     EXPECT_EQ(refusal_to_create(replaced), "it was made");
   }
@@ -292,7 +292,7 @@ TEST_F(StoreDrivesTest, ARemovedStoreTakesNothingAlongThatIsStillWanted) {
   StoreOptions doomed = small_model_on(directory_ / "doomed", 2);
   const std::string own_drive = doomed.stripe_directories[0];
   const auto begin = [&] {
-    const auto store = create_store(doomed, *engine_);
+    const auto store = create_store(doomed, *queue_);
     run_step(*store, doomed, 0, all_records(doomed));
   };
   begin();
@@ -312,7 +312,7 @@ TEST_F(StoreDrivesTest, ARemovedStoreTakesNothingAlongThatIsStillWanted) {
 
   begin();
   {
-    const auto store = open_store(doomed, *engine_);
+    const auto store = open_store(doomed, *queue_);
     store->adopt(store->commits().front());
     run_step(*store, doomed, 1, all_records(doomed));
   }
@@ -326,17 +326,17 @@ TEST_F(StoreDrivesTest, ARemovedStoreTakesNothingAlongThatIsStillWanted) {
 TEST_F(StoreDrivesTest, OptionsThatMakeNoSenseAreRefused) {
   StoreOptions twice = small_model_on(directory_ / "twice", 2);
   twice.stripe_directories = {twice.directory + "/"};
-  EXPECT_THROW(create_store(twice, *engine_), UsageError);
+  EXPECT_THROW(create_store(twice, *queue_), UsageError);
   fs::create_directory_symlink(directory_.path(), directory_ / "link");
   twice.stripe_directories = {directory_ / "link/twice"};
-  EXPECT_THROW(create_store(twice, *engine_), UsageError) << "before the directory is made";
+  EXPECT_THROW(create_store(twice, *queue_), UsageError) << "before the directory is made";
   fs::create_directory(twice.directory);
-  EXPECT_THROW(create_store(twice, *engine_), UsageError) << "and after";
+  EXPECT_THROW(create_store(twice, *queue_), UsageError) << "and after";
   StoreOptions unweighted = small_model_on(directory_ / "unweighted", 2);
   unweighted.stripe_weights = {1};
-  EXPECT_THROW(create_store(unweighted, *engine_), UsageError);
-  const std::array one{engine_.get()};
-  EXPECT_THROW((void)Store::create(small_model_on(directory_ / "engines", 2), one), UsageError);
+  EXPECT_THROW(create_store(unweighted, *queue_), UsageError);
+  const std::array one{queue_.get()};
+  EXPECT_THROW((void)Store::create(small_model_on(directory_ / "queues", 2), one), UsageError);
   EXPECT_FALSE(fs::exists(directory_ / "unweighted"));
 }
 

@@ -24,7 +24,7 @@ using testing::HasSubstr;
 class StoreFaultTest : public ::testing::Test {
  protected:
   StoreFaultTest() : options_(small_model(directory_ / "store")) {
-    store_ = create_store(options_, *engine_);
+    store_ = create_store(options_, *queue_);
     run_step(*store_, options_, 0, all_records(options_));
   }
   Writers writers(std::uint64_t step) const { return Writers(options_.records.size(), step); }
@@ -49,8 +49,8 @@ class StoreFaultTest : public ::testing::Test {
   TempDirectory directory_;
   StoreOptions options_;
   std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(7);
-  std::unique_ptr<aio::DriveQueue> engine_ =
-      std::make_unique<aio::DriveQueue>(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults_));
+  std::unique_ptr<aio::DriveQueue> queue_ =
+      std::make_unique<aio::DriveQueue>(queue_options(), hoist::test::make_faulty_backend(queue_options(), faults_));
   std::unique_ptr<Store> store_;
 };
 
@@ -82,7 +82,7 @@ TEST_F(StoreFaultTest, AFlippedBitIsReportedAfterResumption) {
   const std::string path = store_->data_paths().front();
   store_.reset();
   poke(path, first_offset(1, Region::state), std::array{std::byte{0}, std::byte{0}, std::byte{0}});
-  store_ = open_store(options_, *engine_);
+  store_ = open_store(options_, *queue_);
   store_->adopt(store_->commits().front());
   EXPECT_EQ(corruption().unit, "layer 0");
 }
@@ -204,7 +204,7 @@ TEST_F(StoreFaultTest, AFailedCommitIsFinal) {
     EXPECT_THROW(store_->commit({}), IoError);
     faults_->clear();
     store_.reset();
-    store_ = open_store(options_, *engine_);
+    store_ = open_store(options_, *queue_);
     // After a failed flush of the manifest the new commit may be there or not; here it is.
     const std::uint64_t found = store_->commits().front().step;
     EXPECT_EQ(found, cases[i].syncs == 2 ? step : 2 * i);
@@ -224,7 +224,7 @@ TEST_F(StoreFaultTest, AFailedAdoptionIsFinal) {
   run_step(*store_, options_, 1, all_records(options_));
   for (const aio::Operation operation : {aio::Operation::sync, aio::Operation::write}) {
     store_.reset();
-    store_ = open_store(options_, *engine_);
+    store_ = open_store(options_, *queue_);
     faults_->add({.kind = Fault::Kind::error, .operation = operation, .path_contains = ".manifest"});
     EXPECT_THROW(store_->adopt(store_->commits().front()), IoError);
     EXPECT_THROW(store_->adopt(store_->commits().front()), IoError);
@@ -244,7 +244,7 @@ TEST_F(StoreFaultTest, AFlippedBitInACommitTakesTheOneBefore) {
   for (const std::uint64_t offset : {std::uint64_t{33}, std::uint64_t{128 + 40}, std::uint64_t{128 + 5 * 40 + 8}}) {
     const std::uint64_t at = 4096 + slot_bytes + offset;
     poke(path, at, std::array{whole[at] ^ std::byte{1}});
-    store_ = open_store(options_, *engine_);
+    store_ = open_store(options_, *queue_);
     ASSERT_EQ(store_->commits().size(), 1u);
     EXPECT_EQ(store_->commits()[0].step, 0u);
     ASSERT_EQ(store_->damage().size(), 1u);
@@ -313,7 +313,7 @@ class StoreDamageTest : public ::testing::Test {
                                          RecordSegment{DType::fp32, true, kTileElements},
                                          RecordSegment{DType::bf16, false, kTileElements}})});
     }
-    store_ = create_store(options_, *engine_);
+    store_ = create_store(options_, *queue_);
     run_step(*store_, options_, 0, all_records(options_));
     path_ = store_->data_paths().front();
     first_ = read_file(path_);
@@ -400,7 +400,7 @@ class StoreDamageTest : public ::testing::Test {
 
   TempDirectory directory_;
   StoreOptions options_ = small_model(directory_ / "store");
-  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> queue_ = clean_queue();
   std::unique_ptr<Store> store_;
   std::string path_;
   std::vector<std::byte> first_, now_;  // the data file after steps 0 and 2

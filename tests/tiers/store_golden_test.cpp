@@ -49,8 +49,8 @@ class StoreGoldenTest : public ::testing::Test {
     options_.identity.rank = 1;
     options_.identity.world_size = 3;
     options_.store_number = 0x0123456789ABCDEFull;
-    const auto engine = clean_engine();
-    const auto store = create_store(options_, *engine);
+    const auto queue = clean_queue();
+    const auto store = create_store(options_, *queue);
     run_step(*store, options_, 0, all_records(options_));
     run_step(*store, options_, 1, {0});
     golden_ = hoist::test::contents_of(std::string(HOIST_TIERS_GOLDEN) + "/manifest-v4.hex");

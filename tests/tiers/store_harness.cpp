@@ -47,14 +47,14 @@ StoreOptions small_model_on(const std::string& directory, unsigned drives) {
   return options;
 }
 
-std::unique_ptr<Store> create_store(const StoreOptions& options, aio::DriveQueue& engine) {
-  const std::vector<aio::DriveQueue*> engines(options.stripe_directories.size() + 1, &engine);
-  return Store::create(options, engines);
+std::unique_ptr<Store> create_store(const StoreOptions& options, aio::DriveQueue& queue) {
+  const std::vector<aio::DriveQueue*> queues(options.stripe_directories.size() + 1, &queue);
+  return Store::create(options, queues);
 }
 
-std::unique_ptr<Store> open_store(const StoreOptions& options, aio::DriveQueue& engine) {
-  const std::vector<aio::DriveQueue*> engines(options.stripe_directories.size() + 1, &engine);
-  return Store::open(options, engines);
+std::unique_ptr<Store> open_store(const StoreOptions& options, aio::DriveQueue& queue) {
+  const std::vector<aio::DriveQueue*> queues(options.stripe_directories.size() + 1, &queue);
+  return Store::open(options, queues);
 }
 
 std::vector<std::uint32_t> all_records(const StoreOptions& options) {
@@ -63,7 +63,7 @@ std::vector<std::uint32_t> all_records(const StoreOptions& options) {
   return records;
 }
 
-aio::DriveQueueOptions engine_options() {
+aio::DriveQueueOptions queue_options() {
   aio::DriveQueueOptions options;
   options.backend = aio::BackendKind::threads;  // everywhere the same, and cheap to start hundreds of times
   options.thread_count = 2;
@@ -71,7 +71,7 @@ aio::DriveQueueOptions engine_options() {
   return options;
 }
 
-std::unique_ptr<aio::DriveQueue> clean_engine() { return std::make_unique<aio::DriveQueue>(engine_options()); }
+std::unique_ptr<aio::DriveQueue> clean_queue() { return std::make_unique<aio::DriveQueue>(queue_options()); }
 
 void fill_tile(std::uint32_t record, Region region, std::uint32_t tile, std::uint64_t writer,
                std::span<std::byte> bytes) {
@@ -154,8 +154,8 @@ std::string difference(Store& store, const StoreOptions& options, const Writers&
 }
 
 std::uint64_t reopen_and_compare(const StoreOptions& options, const std::map<std::uint64_t, Writers>& history) {
-  const auto engine = clean_engine();
-  const auto store = open_store(options, *engine);
+  const auto queue = clean_queue();
+  const auto store = open_store(options, *queue);
   if (store->commits().empty()) throw StoreError("no commit");
   const CommitHeader newest = store->commits().front();
   store->adopt(newest);

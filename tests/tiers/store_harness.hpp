@@ -37,12 +37,12 @@ using Writers = std::vector<std::uint64_t>;
 StoreOptions small_model(const std::string& directory);
 // The same on `drives` drives below `directory`, in units so small that every record is on all of them.
 StoreOptions small_model_on(const std::string& directory, unsigned drives);
-// With one engine for all drives, so that faults and power cuts are counted in one order.
-std::unique_ptr<Store> create_store(const StoreOptions& options, aio::DriveQueue& engine);
-std::unique_ptr<Store> open_store(const StoreOptions& options, aio::DriveQueue& engine);
+// With one queue for all drives, so that faults and power cuts are counted in one order.
+std::unique_ptr<Store> create_store(const StoreOptions& options, aio::DriveQueue& queue);
+std::unique_ptr<Store> open_store(const StoreOptions& options, aio::DriveQueue& queue);
 std::vector<std::uint32_t> all_records(const StoreOptions& options);
-aio::DriveQueueOptions engine_options();
-std::unique_ptr<aio::DriveQueue> clean_engine();
+aio::DriveQueueOptions queue_options();
+std::unique_ptr<aio::DriveQueue> clean_queue();
 
 void fill_tile(std::uint32_t record, Region region, std::uint32_t tile, std::uint64_t writer,
                std::span<std::byte> bytes);
@@ -61,10 +61,10 @@ std::string state_of(const Store& store);
 // Reads, verifies and compares everything; throws CorruptionError, or returns where the bytes differ, or nothing.
 std::string difference(Store& store, const StoreOptions& options, const Writers& writers);
 
-// Opens with a clean engine, adopts the newest commit and compares; returns the step.
+// Opens with a clean queue, adopts the newest commit and compares; returns the step.
 std::uint64_t reopen_and_compare(const StoreOptions& options, const std::map<std::uint64_t, Writers>& history);
 
-// A file's bytes, past the engine.
+// A file's bytes, past the queue.
 std::vector<std::byte> read_file(const std::string& path);
 void write_file(const std::string& path, std::span<const std::byte> bytes);
 void poke(const std::string& path, std::uint64_t offset, std::span<const std::byte> bytes);

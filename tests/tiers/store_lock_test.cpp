@@ -51,7 +51,7 @@ void end(pid_t child) {
 // As the data loaders of a program do.
 TEST_F(StoreLockTest, AForkedChildDoesNotKeepAStoreThatWasClosed) {
   make_committed();
-  auto store = open_store(options_, *engine_);
+  auto store = open_store(options_, *queue_);
   const pid_t child = forked_sleeper();
   ASSERT_GT(child, 0);
   store.reset();
@@ -122,10 +122,10 @@ void on_four_threads(const Call& call) {
   std::vector<std::jthread> threads;
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([&] {
-      const auto engine = clean_engine();
+      const auto queue = clean_queue();
       ++ready;
       while (ready < 4) std::this_thread::yield();
-      call(*engine);
+      call(*queue);
     });
   }
 }
@@ -135,9 +135,9 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndOneGetsIt) {
   options_.lock_timeout = std::chrono::milliseconds(1);
   for (int round = 0; round < 50; ++round) {
     std::atomic<int> made{0}, refused{0}, failed{0};
-    on_four_threads([&](auto& engine) {
+    on_four_threads([&](auto& queue) {
       try {
-        const auto store = create_store(options_, engine);
+        const auto store = create_store(options_, queue);
         ++made;
         while (made + refused + failed < 4) std::this_thread::yield();  // none comes after another
       } catch (const StoreError&) {
@@ -158,7 +158,7 @@ TEST_F(StoreLockTest, ADirectoryThatTakesNoFilesIsNotInUse) {
   options_.directory = "/proc";
   options_.lock_timeout = std::chrono::milliseconds(1);
   try {
-    create_store(options_, *engine_);
+    create_store(options_, *queue_);
     FAIL() << "there is a store in /proc";
   } catch (const IoError& error) {
     EXPECT_EQ(error.where.code, ENOENT);
@@ -171,9 +171,9 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
   options_.lock_timeout = std::chrono::seconds(10);
   for (int round = 0; round < 50; ++round) {
     std::atomic<int> made{0};
-    on_four_threads([&](auto& engine) {
+    on_four_threads([&](auto& queue) {
       try {
-        const auto store = create_store(options_, engine);
+        const auto store = create_store(options_, queue);
         run_step(*store, options_, 0, all_records(options_));
         ++made;
       } catch (const StoreError& error) {
@@ -181,7 +181,7 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
       }
     });
     EXPECT_EQ(made, 1);
-    EXPECT_NO_THROW(open_store(options_, *engine_));
+    EXPECT_NO_THROW(open_store(options_, *queue_));
     fs::remove_all(options_.directory);
   }
 }
@@ -191,7 +191,7 @@ TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
   make_committed(2);
   const auto before = contents();
   {
-    const auto store = open_store(options_, *engine_);
+    const auto store = open_store(options_, *queue_);
     EXPECT_FALSE(Store::remove(directories, {}));
   }
   EXPECT_EQ(contents(), before);
@@ -208,14 +208,14 @@ TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
 TEST_F(StoreLockTest, RemovingDoesNotTakeTheStoreThatCameAfterTheOneItWaitedFor) {
   const std::array directories{options_.directory};
   make_committed(2);
-  auto first = open_store(options_, *engine_);
+  auto first = open_store(options_, *queue_);
   std::optional<bool> removed;
   std::thread remover([&] { removed = Store::remove(directories, std::chrono::milliseconds(500)); });
   std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it waits for the first store's lock, mostly
   const std::string other = options_.directory + "-other";
   fs::rename(options_.directory, other);  // the files keep their locks
   make_committed(5);
-  const auto second = open_store(options_, *engine_);
+  const auto second = open_store(options_, *queue_);
   first.reset();
   remover.join();
   EXPECT_EQ(removed, false);

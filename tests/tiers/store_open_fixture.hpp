@@ -19,7 +19,7 @@ class StoreOpenTest : public ::testing::Test {
  protected:
   StoreOpenTest() : options_(small_model(directory_ / "a/b/store")) {}
 
-  std::unique_ptr<Store> create() { return create_store(options_, *engine_); }
+  std::unique_ptr<Store> create() { return create_store(options_, *queue_); }
   void make_committed(std::uint64_t last_step = 1) {
     const auto store = create();
     for (std::uint64_t step = 0; step <= last_step; ++step) run_step(*store, options_, step, all_records(options_));
@@ -27,10 +27,10 @@ class StoreOpenTest : public ::testing::Test {
   std::string file(const char* ending) const { return options_.directory + "/rank-00000." + ending; }
   // The sentence with which opening or creating is refused.
   std::string refusal_to_open() const {
-    return refusal([&] { open_store(options_, *engine_); });
+    return refusal([&] { open_store(options_, *queue_); });
   }
   std::string refusal_to_create() const {
-    return refusal([&] { create_store(options_, *engine_); });
+    return refusal([&] { create_store(options_, *queue_); });
   }
   template <typename Call>
   static std::string refusal(const Call& call) {
@@ -52,7 +52,7 @@ class StoreOpenTest : public ::testing::Test {
 
   hoist::test::TempDirectory directory_;
   StoreOptions options_;
-  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> queue_ = clean_queue();
 };
 
 }  // namespace hoist::tiers::test

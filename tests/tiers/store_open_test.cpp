@@ -87,7 +87,7 @@ TEST_F(StoreOpenTest, WhatIsNoFileIsRefusedAndNeverWaitedFor) {
         return "went well";
       };
       const std::string found = attempt([&] { Store::look(options_.directory, 0); });
-      const std::string opened = attempt([&] { open_store(options_, *engine_)->adopt({.step = 2, .incarnation = 1}); });
+      const std::string opened = attempt([&] { open_store(options_, *queue_)->adopt({.step = 2, .incarnation = 1}); });
       const std::string created = attempt([&] { create(); });
       attempt([&] { Store::holder(options_.directory, 0); });
       EXPECT_THAT(created, HasSubstr(options_.directory)) << "a store with a commit was replaced";
@@ -207,7 +207,7 @@ TEST_F(StoreOpenTest, AFileThatLosesItsNameBehindALinkEndsTheNextCommit) {
   make_committed();
   fs::create_directory_symlink(behind, directory_ / "link");
   options_ = small_model(directory_ / "link");
-  const auto store = open_store(options_, *engine_);
+  const auto store = open_store(options_, *queue_);
   store->adopt(store->commits().front());
   for (const char* ending : {"data", "manifest"}) fs::remove(behind + "/rank-00000." + ending);
   EXPECT_THAT(refusal([&] { run_step(*store, options_, 2, all_records(options_)); }),
@@ -227,9 +227,9 @@ TEST_F(StoreOpenTest, BelowADirectoryThatCannotBeListed) {
   ASSERT_EQ(::chmod(scratch.c_str(), 01733), 0);
   EXPECT_EQ(hoist::test::exit_code_of_fork([&] {
               if (::setresuid(65534, 65534, 65534) != 0) return 1;
-              const auto engine = clean_engine();
+              const auto queue = clean_queue();
               const StoreOptions options = small_model(scratch + "/mine/store");
-              const auto store = create_store(options, *engine);
+              const auto store = create_store(options, *queue);
               run_step(*store, options, 0, all_records(options));
               return 0;
             }),
@@ -447,8 +447,8 @@ TEST_F(StoreOpenTest, SymbolicLinksAreNotFollowed) {
   for (const char* ending : {"data", "manifest"}) {
     fs::rename(file(ending), directory_ / "elsewhere");
     fs::create_symlink(directory_ / "elsewhere", file(ending));
-    EXPECT_THROW(open_store(options_, *engine_), IoError) << ending;
-    EXPECT_THROW(create_store(options_, *engine_), IoError) << ending;
+    EXPECT_THROW(open_store(options_, *queue_), IoError) << ending;
+    EXPECT_THROW(create_store(options_, *queue_), IoError) << ending;
     fs::remove(file(ending));
     fs::rename(directory_ / "elsewhere", file(ending));
   }
@@ -499,8 +499,8 @@ TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
   for (std::uint64_t operation = 0; operation < 2; ++operation) {  // the superblock's write, then its flush
     const auto faults = std::make_shared<Faults>(1);
     faults->add({.kind = Fault::Kind::error, .first = operation, .code = ENOSPC});
-    aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
-    EXPECT_THROW(create_store(options_, engine), IoError);
+    aio::DriveQueue queue(queue_options(), hoist::test::make_faulty_backend(queue_options(), faults));
+    EXPECT_THROW(create_store(options_, queue), IoError);
     EXPECT_EQ(faults->hits(Fault::Kind::error), 1u);
     EXPECT_FALSE(fs::exists(directory_ / "a"));
   }
@@ -509,8 +509,8 @@ TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
   std::ofstream(options_.directory + "/notes") << "mine";
   const auto faults = std::make_shared<Faults>(1);
   faults->add({.kind = Fault::Kind::error, .code = EIO});
-  aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
-  EXPECT_THROW(create_store(options_, engine), IoError);
+  aio::DriveQueue queue(queue_options(), hoist::test::make_faulty_backend(queue_options(), faults));
+  EXPECT_THROW(create_store(options_, queue), IoError);
   EXPECT_EQ(contents().size(), 1u);
 }
 
@@ -522,9 +522,9 @@ TEST_F(StoreOpenTest, AReservationThatFailsIsUndone) {
     std::signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{64 * kKiB, 64 * kKiB};
     ::setrlimit(RLIMIT_FSIZE, &limit);
-    const auto engine = clean_engine();
+    const auto queue = clean_queue();
     try {
-      create_store(options_, *engine);
+      create_store(options_, *queue);
     } catch (const IoError&) {
       ::_exit(fs::exists(directory_ / "a") ? 77 : 0);
     }

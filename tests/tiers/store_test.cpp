@@ -21,9 +21,9 @@ class StoreTest : public ::testing::Test {
  protected:
   StoreTest() : options_(small_model(directory_ / "store")) {}
 
-  std::unique_ptr<Store> create() { return create_store(options_, *engine_); }
+  std::unique_ptr<Store> create() { return create_store(options_, *queue_); }
   std::unique_ptr<Store> resume() {
-    auto store = open_store(options_, *engine_);
+    auto store = open_store(options_, *queue_);
     store->adopt(store->commits().front());
     return store;
   }
@@ -31,7 +31,7 @@ class StoreTest : public ::testing::Test {
 
   TempDirectory directory_;
   StoreOptions options_;
-  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> queue_ = clean_queue();
 };
 
 TEST_F(StoreTest, WhatWasWrittenIsRead) {
@@ -71,7 +71,7 @@ TEST_F(StoreTest, CommitsAreListedNewestFirst) {
   EXPECT_TRUE(store->commits().empty());
   for (std::uint64_t step = 0; step < 4; ++step) run_step(*store, options_, step, all_records(options_));
   store.reset();
-  store = open_store(options_, *engine_);
+  store = open_store(options_, *queue_);
   ASSERT_EQ(store->commits().size(), 2u);
   EXPECT_EQ(store->commits()[0].step, 3u);
   EXPECT_EQ(store->commits()[0].incarnation, 1u);
@@ -90,11 +90,11 @@ TEST_F(StoreTest, AnAbandonedStepIsNeverPickedUpAgain) {
   // Step 3 rewrites one record only, so that step 2 stays readable as after a crash between the two.
   run_step(*store, options_, 3, {1});
   store.reset();
-  store = open_store(options_, *engine_);
+  store = open_store(options_, *queue_);
   store->adopt({2, 1});
   EXPECT_EQ(difference(*store, options_, writers(2)), "");
   store.reset();
-  store = open_store(options_, *engine_);
+  store = open_store(options_, *queue_);
   for (const CommitHeader& commit : store->commits()) EXPECT_EQ(commit.step, 2u);
   EXPECT_EQ(store->commits()[0].incarnation, 2u);
   store->adopt(store->commits()[0]);
@@ -115,7 +115,7 @@ TEST_F(StoreTest, AStepCommittedAgainIsItsNextRevision) {
     store->commit(as_state(std::to_string(revision))).wait();
   }
   store.reset();
-  store = open_store(options_, *engine_);
+  store = open_store(options_, *queue_);
   ASSERT_EQ(store->commits().size(), 2u);
   EXPECT_EQ(store->commits()[0].step, 1u);
   EXPECT_EQ(store->commits()[0].revision, 3u);
@@ -141,7 +141,7 @@ TEST_F(StoreTest, AnAbandonedRevisionIsNeverPickedUpAgain) {
   run_step(*store, options_, 0, all_records(options_));
   run_step(*store, options_, 0, {1});
   store.reset();
-  store = open_store(options_, *engine_);
+  store = open_store(options_, *queue_);
   store->adopt({0, 1, 0});
   store.reset();
   for (const CommitHeader& commit : Store::look(options_.directory, 0).commits) EXPECT_EQ(commit.revision, 0u);
@@ -151,7 +151,7 @@ TEST_F(StoreTest, OnlyACommitThatIsThereCanBeAdopted) {
   auto store = create();
   run_step(*store, options_, 0, all_records(options_));
   store.reset();
-  store = open_store(options_, *engine_);
+  store = open_store(options_, *queue_);
   EXPECT_THROW(store->adopt({1, 1}), StoreError);
   EXPECT_THROW(store->adopt({0, 2}), StoreError);
   store->adopt({0, 1});
@@ -160,9 +160,9 @@ TEST_F(StoreTest, OnlyACommitThatIsThereCanBeAdopted) {
 TEST_F(StoreTest, UntouchedRecordsStayWhereTheyAre) {
   auto store = create();
   run_step(*store, options_, 0, all_records(options_));
-  const auto before = engine_->stats().written_bytes;
+  const auto before = queue_->stats().written_bytes;
   run_step(*store, options_, 1, {});
-  const std::uint64_t manifest_only = engine_->stats().written_bytes - before;
+  const std::uint64_t manifest_only = queue_->stats().written_bytes - before;
   EXPECT_LE(manifest_only, 8192u);
   EXPECT_EQ(difference(*store, options_, writers(0)), "");
 }
@@ -226,7 +226,7 @@ TEST_F(StoreTest, CallerStateHasALimit) {
   store->commit(as_state(std::string(5000, 'x'))).wait();
   run_step(*store, options_, 1, {});  // a shorter one after a longer one
   store.reset();
-  store = open_store(options_, *engine_);
+  store = open_store(options_, *queue_);
   ASSERT_EQ(store->commits().size(), 2u);
   store->adopt(store->commits()[1]);
   EXPECT_EQ(state_of(*store), std::string(5000, 'x'));
@@ -334,9 +334,9 @@ TEST_F(StoreTest, WithoutDurabilityRecordsAreRewrittenInPlace) {
   EXPECT_TRUE(found.exists);
   EXPECT_TRUE(found.commits.empty());
   EXPECT_TRUE(found.damage.empty());
-  EXPECT_THROW(open_store(options_, *engine_), StoreError);
+  EXPECT_THROW(open_store(options_, *queue_), StoreError);
   options_.durability = Durability::step;
-  EXPECT_THROW(open_store(options_, *engine_), StoreError);
+  EXPECT_THROW(open_store(options_, *queue_), StoreError);
   store = create();
   run_step(*store, options_, 0, all_records(options_));
   EXPECT_EQ(difference(*store, options_, writers(0)), "");

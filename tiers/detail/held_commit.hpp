@@ -18,7 +18,7 @@ struct HeldCommit {
   std::string directory;
   std::vector<StoreRecord> records;
   CommitHeader commit;
-  aio::DriveQueue& engine;  // of the manifest
+  aio::DriveQueue& queue;  // of the manifest
   aio::StripedFile& data;
   std::function<void()> release;  // called once, at the reader's end
 };

@@ -24,7 +24,7 @@ std::vector<std::byte> read_at(const Descriptor& file, const std::string& path, 
   while (done < length) {
     const ssize_t got = ::pread(file.number, bytes.data() + done, length - done, static_cast<off_t>(offset + done));
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw IoError({"read", path, offset + done, length - done, errno}, "");
+    if (got < 0) throw IoError({"read", path, offset + done, length - done, errno});
     if (got == 0) break;
     done += static_cast<std::uint64_t>(got);
   }
@@ -48,7 +48,7 @@ ManifestView view_of(const std::string& path, Slots slots) {
   }
   view.exists = true;
   struct stat status {};
-  if (::fstat(file.number, &status) != 0) throw IoError({"fstat", path, 0, 0, errno}, "");
+  if (::fstat(file.number, &status) != 0) throw IoError({"fstat", path, 0, 0, errno});
   const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
   // Before memory is taken for it: a length costs nothing, what is on disk does. hoist reserves all of a manifest; a
   // copy may have left out what is blank.

@@ -56,7 +56,7 @@ std::optional<std::string> read_label(const StorePaths& drive) {
   const int code = file < 0 ? errno : read_and_close(file, kLabelBytesMax, text);
   if (code == 0) return text;
   if (is_gone(code)) return std::nullopt;
-  throw IoError({.operation = file < 0 ? "open" : "read", .path = drive.label, .code = code}, "");
+  throw IoError({.operation = file < 0 ? "open" : "read", .path = drive.label, .code = code});
 }
 
 std::uint64_t blocks_bytes(const std::string& path) {
@@ -180,7 +180,7 @@ void write_label(const StorePaths& drive, const DriveLabel& label) {
   const std::string partial = drive.label + "-new";
   remove_file(partial);
   const int file = open_regular_file(partial, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, S_IRUSR | S_IWUSR);
-  if (file < 0) throw IoError({"open", partial, 0, 0, errno}, "");
+  if (file < 0) throw IoError({"open", partial, 0, 0, errno});
   const std::string text = label_text(label);
   int code = write_all(file, std::as_bytes(std::span(text)));
   if (code == 0 && ::fsync(file) != 0) code = errno;
@@ -188,7 +188,7 @@ void write_label(const StorePaths& drive, const DriveLabel& label) {
   if (code == 0 && ::rename(partial.c_str(), drive.label.c_str()) != 0) code = errno;
   if (code == 0) return;
   ::unlink(partial.c_str());
-  throw IoError({"write", drive.label, 0, text.size(), code}, "");
+  throw IoError({"write", drive.label, 0, text.size(), code});
 }
 
 void check_label(const StorePaths& drive, const DriveLabel& expected) {
@@ -256,7 +256,7 @@ void require_space(std::span<const StorePaths> drives, std::span<const std::uint
   std::map<std::string, FileSystem> systems;
   for (std::size_t d = 0; d < drives.size(); ++d) {
     const std::string key_of_system = file_system_key(drives[d].directory);
-    if (key_of_system.empty()) throw IoError({"stat", drives[d].directory, 0, 0, errno}, "");
+    if (key_of_system.empty()) throw IoError({"stat", drives[d].directory, 0, 0, errno});
     auto [system, is_new] = systems.try_emplace(key_of_system);
     if (is_new) system->second = {drives[d].directory, free_bytes(drives[d].directory), 0};
     system->second.have_bytes += blocks_bytes(drives[d].data) + blocks_bytes(drives[d].manifest);

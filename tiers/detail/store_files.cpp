@@ -41,7 +41,7 @@ bool is_at(const std::string& path, const Descriptor& file) {
 
 bool still_named(const aio::File& file) {
   struct stat opened {};
-  if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
+  if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno});
   return same_file(file.path(), opened.st_dev, opened.st_ino);
 }
 
@@ -58,14 +58,7 @@ std::string host_name() {
 
 void flush_file_system(const std::string& directory) {
   const Descriptor opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (opened.number < 0 || ::syncfs(opened.number) != 0)
-    throw IoError({"syncfs", directory, 0, 0, errno}, "check the drive (dmesg, smartctl)");
-}
-
-const char* mkdir_remedy(int code) {
-  if (code == ENOSPC || code == EDQUOT) return "free space on this drive, or choose another directory for the store";
-  if (code == EROFS) return "this file system is mounted read-only: mount it for writing, or choose another directory";
-  return "choose a directory for the store that this user may write to";
+  if (opened.number < 0 || ::syncfs(opened.number) != 0) throw IoError({"syncfs", directory, 0, 0, errno});
 }
 
 std::string without_trailing_slashes(std::string path) {
@@ -180,7 +173,7 @@ std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds time
   auto file = std::make_unique<aio::File>(paths.data, aio::FileOptions{.mode = aio::OpenMode::read_only});
   while (::flock(file->descriptor(), LOCK_SH | LOCK_NB) != 0) {
     const int code = errno;
-    if (code != EWOULDBLOCK && code != EINTR) throw IoError({"flock", paths.data, 0, 0, code}, "");
+    if (code != EWOULDBLOCK && code != EINTR) throw IoError({"flock", paths.data, 0, 0, code});
     if (Clock::now() - start >= timeout) throw_in_use(paths, timeout);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
@@ -263,7 +256,7 @@ void write_lock_info(const StorePaths& paths) noexcept {
 
 std::uint64_t free_bytes(const std::string& directory) {
   struct statvfs status {};
-  if (::statvfs(directory.c_str(), &status) != 0) throw IoError({"statvfs", directory, 0, 0, errno}, "");
+  if (::statvfs(directory.c_str(), &status) != 0) throw IoError({"statvfs", directory, 0, 0, errno});
   return std::uint64_t{status.f_bavail} * status.f_frsize;
 }
 
@@ -308,7 +301,7 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
   std::vector<std::unique_ptr<Descriptor>> manifests;
   for (const StorePaths& paths : of_ranks) {
     if (::rename(paths.manifest.c_str(), paths.manifest_new.c_str()) != 0 && errno != ENOENT)
-      throw IoError({"rename", paths.manifest, 0, 0, errno}, "");
+      throw IoError({"rename", paths.manifest, 0, 0, errno});
     manifests.push_back(std::make_unique<Descriptor>(::open(paths.manifest_new.c_str(), O_PATH | O_CLOEXEC)));
   }
   for (const StorePaths& paths : of_ranks)
@@ -337,10 +330,10 @@ void check_length(const aio::File& file, std::uint64_t expected_bytes) {
 
 void FileNames::add(const aio::File& file) {
   struct stat opened {};
-  if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
+  if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno});
   const std::string path = absolute_path(file.path());
   struct stat directory {};
-  if (::stat(parent_of(path).c_str(), &directory) != 0) throw IoError({"stat", parent_of(path), 0, 0, errno}, "");
+  if (::stat(parent_of(path).c_str(), &directory) != 0) throw IoError({"stat", parent_of(path), 0, 0, errno});
   files_.push_back({path, opened.st_dev, opened.st_ino, file.size_bytes(), directory.st_dev});
 }
 
@@ -363,7 +356,7 @@ void FileNames::check() const {
     struct stat status {};
     if (::lstat(file.path.c_str(), &status) != 0) {
       const int code = errno;
-      if (code != ENOENT && code != ENOTDIR) throw IoError({"lstat", file.path, 0, 0, code}, "");
+      if (code != ENOENT && code != ENOTDIR) throw IoError({"lstat", file.path, 0, 0, code});
       if (device_of_nearest(file.path) != file.directory_device) continue;  // its mount is gone, not the file
       throw StoreError(fmt::format("{} was removed or renamed {}", file.path, kRemedy));
     }
@@ -381,7 +374,7 @@ void FileNames::remove() const noexcept {
 }
 
 void remove_file(const std::string& path) {
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT) throw IoError({"unlink", path, 0, 0, errno}, "");
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) throw IoError({"unlink", path, 0, 0, errno});
 }
 
 Creation::~Creation() {
@@ -416,10 +409,10 @@ void Creation::claim(Nanoseconds timeout) {
     }
     // An empty file may be removed even if another process made it. Checked now, because its maker may have filled it
     // meanwhile.
-    if (::fstat(file->descriptor(), &status) != 0) throw IoError({"fstat", paths_.data, 0, 0, errno}, "");
+    if (::fstat(file->descriptor(), &status) != 0) throw IoError({"fstat", paths_.data, 0, 0, errno});
     if (missing && status.st_size == 0) remember(paths_.data, file->descriptor());
     lock_ = ::fcntl(file->descriptor(), F_DUPFD_CLOEXEC, 0);
-    if (lock_ < 0) throw IoError({"dup", paths_.data, 0, 0, errno}, "raise the limit of open files (ulimit -n)");
+    if (lock_ < 0) throw IoError({"dup", paths_.data, 0, 0, errno});
     data_ = std::move(file);
   }
 }
@@ -431,7 +424,7 @@ void Creation::make_directories() {
   while (::stat(path.c_str(), &status) != 0) {
     const int code = errno;
     if (code != ENOENT || path.ends_with("/.."))  // of a directory that is not there
-      throw IoError({"stat", path, 0, 0, code}, "the store's path must be a directory");
+      throw IoError({"stat", path, 0, 0, code}, code == ENOTDIR ? "the store's path must be a directory" : "");
     missing.push_back(path);
     path = parent_of(path);
   }
@@ -440,7 +433,7 @@ void Creation::make_directories() {
     if (::mkdir(directory->c_str(), S_IRWXU) == 0)
       directories_.push_back(*directory);
     else if (errno != EEXIST)  // another rank made it
-      throw IoError({"mkdir", *directory, 0, 0, errno}, mkdir_remedy(errno));
+      throw IoError({"mkdir", *directory, 0, 0, errno});
   }
   if (::lstat(paths_.directory.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
     throw StoreError(fmt::format("{} is a symbolic link, which a store does not follow; name the directory it leads to",
@@ -449,7 +442,7 @@ void Creation::make_directories() {
 
 void Creation::remember(const std::string& path, int descriptor) {
   struct stat status {};
-  if (::fstat(descriptor, &status) != 0) throw IoError({"fstat", path, 0, 0, errno}, "");
+  if (::fstat(descriptor, &status) != 0) throw IoError({"fstat", path, 0, 0, errno});
   files_.push_back({path, status.st_dev, status.st_ino});
 }
 
@@ -460,7 +453,7 @@ void Creation::clear() {
   struct stat status {};
   if (::lstat(paths_.manifest.c_str(), &status) != 0) return;
   if (::rename(paths_.manifest.c_str(), paths_.manifest_new.c_str()) != 0)
-    throw IoError({"rename", paths_.manifest, 0, 0, errno}, "");
+    throw IoError({"rename", paths_.manifest, 0, 0, errno});
   files_.push_back({paths_.manifest_new, status.st_dev, status.st_ino});
   // Durably before the data change; otherwise, after a power loss, a manifest would refer to missing data.
   aio::sync_directory(paths_.directory);
@@ -486,7 +479,7 @@ std::unique_ptr<aio::File> Creation::make_new_manifest(std::uint64_t bytes) {
 
 void Creation::name_manifest() {
   if (::rename(paths_.manifest_new.c_str(), paths_.manifest.c_str()) != 0)
-    throw IoError({"rename", paths_.manifest_new, 0, 0, errno}, "");
+    throw IoError({"rename", paths_.manifest_new, 0, 0, errno});
   for (Made& made : files_)
     if (made.path == paths_.manifest_new) made.path = paths_.manifest;
   // Before any data: whoever finds data without a manifest knows that one was lost.

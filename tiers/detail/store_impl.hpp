@@ -33,7 +33,7 @@ class Store::Impl {
     std::unique_ptr<aio::File> manifest;
   };
 
-  Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& engine);
+  Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& queue);
   ~Impl();
   void remove_new() noexcept;
   Impl(const Impl&) = delete;
@@ -114,7 +114,7 @@ class Store::Impl {
   void load_slot(std::uint32_t slot);
   std::uint32_t load_commit(const CommitHeader& commit) HOIST_REQUIRES(mutex_);  // returns its slot
 
-  aio::DriveQueue& engine_;  // of the manifest
+  aio::DriveQueue& queue_;  // of the manifest
   const Superblock superblock_;
   const detail::StorePaths paths_;
   const Durability durability_;

@@ -117,7 +117,7 @@ void StepMetrics::append(std::string line) {
   } while (written < 0 && errno == EINTR);
   const int code = written < 0 ? errno : ENOSPC;
   if (written > 0) at_line_start_ = line[static_cast<std::size_t>(written) - 1] == '\n';
-  if (written != static_cast<ssize_t>(line.size())) throw IoError({"write", path_, 0, line.size(), code}, "");
+  if (written != static_cast<ssize_t>(line.size())) throw IoError({"write", path_, 0, line.size(), code});
 }
 
 void StepMetrics::replace_prometheus(const Line& line) {
@@ -148,10 +148,10 @@ void StepMetrics::replace_prometheus(const Line& line) {
   });
   const std::string target = path_ + ".prom", partial = target + ".partial";
   const std::unique_ptr<std::FILE, CloseFile> file(open_output_file(partial, OutputMode::replace));
-  if (!file) throw IoError({"open", partial, 0, 0, errno}, "");
+  if (!file) throw IoError({"open", partial, 0, 0, errno});
   if (std::fwrite(text.data(), 1, text.size(), file.get()) != text.size() || std::fflush(file.get()) != 0)
-    throw IoError({"write", partial, 0, text.size(), errno}, "");
-  if (std::rename(partial.c_str(), target.c_str()) != 0) throw IoError({"rename", partial, 0, 0, errno}, "");
+    throw IoError({"write", partial, 0, text.size(), errno});
+  if (std::rename(partial.c_str(), target.c_str()) != 0) throw IoError({"rename", partial, 0, 0, errno});
 }
 
 }  // namespace hoist::detail

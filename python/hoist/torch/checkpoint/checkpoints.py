@@ -180,16 +180,9 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def io_error(code: int, path: str, problem: str) -> _hoist.IoError:
-    """As the extension makes them, of a file that could not be written."""
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free space, or choose another directory"
-    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = "choose a directory that can be written"
-    elif code == errno.EFBIG:
-        remedy = "raise the limit of file sizes (ulimit -f)"
-    else:
-        remedy = "check the drive (dmesg, smartctl), or choose another directory"
-    error = _hoist.IoError(f"{problem}; {remedy}")
+    """As the extension makes them."""
+    remedy = _hoist.usual_remedy(code)
+    error = _hoist.IoError(f"{problem}; {remedy}" if remedy else problem)
     error.errno, error.filename = code, path
     return error
 
