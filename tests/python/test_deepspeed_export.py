@@ -189,7 +189,7 @@ def test_a_drive_that_is_too_small_is_said_before_the_first_file(tmp_path, monke
     store, elements = trained_store(tmp_path / "store"), sum(p.numel() for p in model_of().parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * elements - 1))
     monkeypatch.setattr(universal, "_save", None)
-    with pytest.raises(hoist.IoError, match="out needs 528 B, and 527 B are free; free space, or") as caught:
+    with pytest.raises(hoist.IoError, match="out needs 528 B, and 527 B are free; free space on this drive, or") as caught:
         hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
     assert caught.value.errno == errno.ENOSPC and not (tmp_path / "out").exists()
 
