@@ -45,17 +45,60 @@ std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_
   return shards;
 }
 
+// --- the lock of a directory
+// ------------------------------------------------------------------------------------------
+
+class SafetensorsWriter::Lock {
+ public:
+  explicit Lock(const std::string& directory) : path_((fs::path(directory) / "export.lock").string()) {
+    while (!open_and_lock()) {
+    }
+  }
+  ~Lock() {
+    ::unlink(path_.c_str());
+    ::close(descriptor_);
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  // False if the file lost its name before it was locked: its holder has finished.
+  bool open_and_lock() {
+    descriptor_ = open_regular_file(path_, O_WRONLY | O_CREAT | O_NOFOLLOW, 0666);
+    if (descriptor_ < 0) {
+      const int code = errno;
+      throw IoError({.operation = "open", .path = path_, .code = code}, open_file_remedy(code));
+    }
+    const int code = ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+    // Some file systems are mounted without locks, such as Lustre and NFS.
+    if (code != 0 && code != ENOLCK && code != ENOSYS && code != ENOTSUP) {
+      ::close(descriptor_);
+      throw IoError({.operation = "flock", .path = path_, .code = code},
+                    "another export writes there; choose another directory");
+    }
+    struct stat locked {};
+    struct stat named {};
+    if (::fstat(descriptor_, &locked) == 0 && ::lstat(path_.c_str(), &named) == 0 && named.st_dev == locked.st_dev &&
+        named.st_ino == locked.st_ino)
+      return true;
+    ::close(descriptor_);
+    return false;
+  }
+
+  const std::string path_;
+  int descriptor_ = -1;
+};
+
 // --- a file under its temporary name ---------------------------------------------------------------------------------
 
 class SafetensorsWriter::OpenFile {
  public:
   explicit OpenFile(const std::string& path) : path_(path), partial_(path + ".partial") {
-    while (!open_and_lock()) {
-    }
-    if (::ftruncate(descriptor_, 0) == 0) return;
+    // Overwrites the file of a killed export; the lock keeps others away.
+    descriptor_ = open_regular_file(partial_, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW, 0666);
+    if (descriptor_ >= 0) return;
     const int code = errno;
-    ::close(descriptor_);
-    fail("ftruncate", code);
+    fail("open", code, open_file_remedy(code));
   }
   ~OpenFile() {
     if (!renamed_ && (descriptor_ >= 0 || closed_)) ::unlink(partial_.c_str());
@@ -70,7 +113,7 @@ class SafetensorsWriter::OpenFile {
     written_ += bytes.size();
   }
 
-  // After the last write. Gives up the lock.
+  // After the last write.
   void close() {
     sync();
     ::close(std::exchange(descriptor_, -1));
@@ -97,30 +140,6 @@ class SafetensorsWriter::OpenFile {
   }
 
  private:
-  // False if the file lost its name before it was locked: another export has finished it, and nobody may change it.
-  bool open_and_lock() {
-    descriptor_ = open_regular_file(partial_, O_WRONLY | O_CREAT | O_NOFOLLOW, 0666);
-    if (descriptor_ < 0) {
-      const int code = errno;
-      fail("open", code, open_file_remedy(code));
-    }
-    // Files of a killed export are overwritten; a running export holds their locks.
-    if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
-      const int code = errno;
-      ::close(descriptor_);
-      descriptor_ = -1;
-      fail("flock", code, "another export writes there; choose another directory");
-    }
-    struct stat locked {};
-    struct stat named {};
-    if (::fstat(descriptor_, &locked) != 0) fail("fstat", errno);
-    if (::lstat(partial_.c_str(), &named) == 0 && named.st_dev == locked.st_dev && named.st_ino == locked.st_ino)
-      return true;
-    ::close(descriptor_);
-    descriptor_ = -1;
-    return false;
-  }
-
   // `length_bytes`: of a write that failed, at the present end of the file; 0 for other operations.
   [[noreturn]] void fail(const char* operation, int code, const char* remedy = "",
                          std::uint64_t length_bytes = 0) const {
@@ -162,6 +181,7 @@ SafetensorsWriter::SafetensorsWriter(SafetensorsWriterOptions options, std::span
   std::error_code failed;
   if (fs::create_directories(options_.directory, failed)) made_directory_.path = options_.directory;
   if (failed) throw IoError({.operation = "mkdir", .path = options_.directory, .code = failed.value()});
+  lock_ = std::make_unique<Lock>(options_.directory);
   check_directory();
   check_space();
   next_shard();
@@ -204,8 +224,8 @@ void SafetensorsWriter::check_space() const {
 }
 
 void SafetensorsWriter::next_shard() {
-  // Descriptors are few (ulimit -n): only the first file stays open, whose lock keeps other exports away.
-  if (open_.size() > 1) open_.back()->close();
+  // Descriptors are few (ulimit -n): one file is open at a time.
+  if (!open_.empty()) open_.back()->close();
   const std::size_t index = open_.size();
   const std::string header = encode_header(shards_[index].tensors, options_.metadata, files_[index]);
   open_.push_back(std::make_unique<OpenFile>(files_[index]));
@@ -242,6 +262,7 @@ void SafetensorsWriter::finish() {
   if (shards_.size() > 1) write_index(files_.back());
   for (const auto& file : open_) file->sync();
   for (const auto& file : open_) file->give_name();
+  lock_.reset();  // from here on, others find the model
   aio::sync_directory(options_.directory);
   finished_ = true;
 }

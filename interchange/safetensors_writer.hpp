@@ -61,6 +61,8 @@ class SafetensorsWriter {
   const std::vector<std::string>& files() const { return files_; }
 
  private:
+  // Of the file export.lock, which is in the directory only while an export writes there.
+  class Lock;
   class OpenFile;
   // Removes the directory if this writer made it and it is empty.
   struct MadeDirectory {
@@ -76,6 +78,7 @@ class SafetensorsWriter {
   std::vector<Shard> shards_;
   std::vector<std::string> files_;
   MadeDirectory made_directory_;
+  std::unique_ptr<Lock> lock_;
   std::vector<std::unique_ptr<OpenFile>> open_;
   std::uint64_t data_bytes_ = 0;
   std::uint64_t left_in_shard_ = 0;

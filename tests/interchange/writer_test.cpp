@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing: how tensors are dealt to shards, and that an unfinished export leaves nothing that looks whole.
+#include <cerrno>
 #include <csignal>
 #include <filesystem>
 #include <functional>
@@ -24,12 +25,17 @@
 
 namespace {
 std::function<void()> before_the_next_lock;
+int lock_error = 0;
 }  // namespace
 
 // The program's own definition comes before that of the C library.
 extern "C" int flock(int descriptor, int operation) noexcept {
   static auto* const next = reinterpret_cast<decltype(&flock)>(::dlsym(RTLD_NEXT, "flock"));
   if (const auto act = std::exchange(before_the_next_lock, nullptr)) act();
+  if (lock_error != 0) {
+    errno = lock_error;
+    return -1;
+  }
   return next(descriptor, operation);
 }
 
@@ -123,8 +129,9 @@ TEST(SafetensorsWriter, AnAbandonedExportLeavesNothing) {
     {
       SafetensorsWriter writer({.directory = directory / name, .shard_bytes_max = 5}, bytes_of({4, 4, 4}));
       put(writer, 9);
-      EXPECT_EQ(names_in(directory / name).size(), 3u);
-      for (const std::string& file : names_in(directory / name)) EXPECT_TRUE(file.ends_with(".partial")) << file;
+      EXPECT_THAT(names_in(directory / name),
+                  ElementsAre("export.lock", "model-00001-of-00003.safetensors.partial",
+                              "model-00002-of-00003.safetensors.partial", "model-00003-of-00003.safetensors.partial"));
     }
     EXPECT_THAT(names_in(directory.path()), IsEmpty()) << name;
   }
@@ -142,7 +149,7 @@ TEST(SafetensorsWriter, AKilledExportLeavesNothingThatLooksWholeAndCanBeRepeated
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFSIGNALED(status));
-  ASSERT_EQ(names_in(directory / "m").size(), 3u);
+  ASSERT_EQ(names_in(directory / "m").size(), 4u);
   EXPECT_THROW(SafetensorsModel(directory / "m"), SafetensorsError);
 
   SafetensorsWriter writer({.directory = directory / "m", .shard_bytes_max = 5}, bytes_of({4, 4, 4}));
@@ -180,15 +187,19 @@ TEST(SafetensorsWriter, NeverOverwritesAModel) {
 }
 
 TEST(SafetensorsWriter, TwoExportsDoNotShareADirectory) {
-  const TempDirectory directory;
-  SafetensorsWriter first({.directory = directory / "m"}, bytes_of({1}));
-  EXPECT_THROW(SafetensorsWriter({.directory = directory / "m"}, bytes_of({1})), IoError);
-  put(first, 1);
-  first.finish();
-  EXPECT_EQ(SafetensorsModel(directory / "m").tensors().size(), 1u);
+  for (const std::uint64_t shard_bytes_max : {8u, 4u}) {  // as many files as the first, or more
+    const TempDirectory directory;
+    SafetensorsWriter first({.directory = directory / "m"}, bytes_of({4, 4}));
+    const SafetensorsWriterOptions second{.directory = directory / "m", .shard_bytes_max = shard_bytes_max};
+    EXPECT_THROW(SafetensorsWriter(second, bytes_of({4, 4})), IoError);
+    put(first, 8);
+    first.finish();
+    EXPECT_THROW(SafetensorsWriter(second, bytes_of({4, 4})), SafetensorsError);
+    EXPECT_THAT(names_in(directory / "m"), ElementsAre("model.safetensors"));
+  }
 }
 
-// One export has opened its file and not locked it yet, while another one locks, writes and finishes that file.
+// One export has opened the lock and not taken it yet, while another one takes it, writes and finishes.
 TEST(SafetensorsWriter, ADelayedExportLeavesAFinishedOneAlone) {
   const TempDirectory directory;
   before_the_next_lock = [&] {
@@ -196,10 +207,23 @@ TEST(SafetensorsWriter, ADelayedExportLeavesAFinishedOneAlone) {
     put(other, 4, 'a');
     other.finish();
   };
-  SafetensorsWriter delayed({.directory = directory / "m"}, bytes_of({4}));
-  put(delayed, 4, 'b');
-  EXPECT_THROW(delayed.finish(), IoError);
+  EXPECT_THROW(SafetensorsWriter({.directory = directory / "m"}, bytes_of({4})), SafetensorsError);
   EXPECT_THAT(test::contents_of(directory / "m/model.safetensors"), testing::EndsWith("aaaa"));
+  EXPECT_THAT(names_in(directory / "m"), ElementsAre("model.safetensors"));
+}
+
+TEST(SafetensorsWriter, AFileSystemWithoutLocksIsWrittenToAndOneWhoseLocksFailIsNot) {
+  const TempDirectory directory;
+  for (const int code : {ENOLCK, ENOSYS, ENOTSUP}) {
+    lock_error = code;
+    SafetensorsWriter writer({.directory = directory / std::to_string(code)}, bytes_of({1}));
+    put(writer, 1);
+    writer.finish();
+    EXPECT_THAT(names_in(directory / std::to_string(code)), ElementsAre("model.safetensors"));
+  }
+  lock_error = EIO;
+  EXPECT_THROW(SafetensorsWriter({.directory = directory / "m"}, bytes_of({1})), IoError);
+  lock_error = 0;
 }
 
 TEST(SafetensorsWriter, AFileSystemThatIsTooSmallIsSaidBeforeTheFirstByte) {
@@ -237,10 +261,13 @@ TEST(SafetensorsWriter, WhatIsNoFileUnderATemporaryNameIsRefusedAndNeverWaitedFo
   const test::TestDeadline deadline;
   for (const test::OtherKind& kind : test::kOtherKinds) {
     const TempDirectory directory;
-    const std::string partial = directory / "model.safetensors.partial";
-    if (!kind.make(partial)) continue;  // devices are root's
-    EXPECT_THROW(SafetensorsWriter({.directory = directory.path().string()}, bytes_of({1})), IoError) << kind.name;
-    EXPECT_TRUE(fs::exists(fs::symlink_status(partial))) << kind.name;
+    for (const std::string name : {"model.safetensors.partial", "export.lock"}) {
+      const std::string path = directory / name;
+      if (!kind.make(path)) continue;  // devices are root's
+      EXPECT_THROW(SafetensorsWriter({.directory = directory.path().string()}, bytes_of({1})), IoError) << kind.name;
+      EXPECT_TRUE(fs::exists(fs::symlink_status(path))) << kind.name;
+      fs::remove(path);
+    }
   }
 }
 
