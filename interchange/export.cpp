@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include <hoist/core/units.hpp>
 #include <hoist/interchange/export.hpp>
@@ -58,15 +59,25 @@ std::size_t pieces_from(std::span<const StoredParameter> parameters, std::size_t
   return count;
 }
 
+// Only hoist.optim cuts parameters. Its commits have the keys of python/hoist/commit_values.py; other programs commit
+// any bytes, and may have such names themselves.
+bool is_made_by_hoist_optim(const StoredModel& model) {
+  const std::span<const std::byte> bytes = model.caller_state(0);
+  const auto* const text = reinterpret_cast<const char*>(bytes.data());
+  const auto state = nlohmann::json::parse(text, text + bytes.size(), nullptr, /*allow_exceptions=*/false);
+  return state.is_object() && state.contains("program") && state.contains("groups");
+}
+
 std::vector<TensorSpec> tensors_of(std::span<StoredModel* const> slices, TensorType type) {
   std::vector<TensorSpec> tensors;
   std::set<std::string> names;
   for (const StoredModel* slice : slices) {
     const std::span<const StoredParameter> parameters = slice->parameters();
+    const bool may_be_cut = is_made_by_hoist_optim(*slice);
     for (std::size_t p = 0; p < parameters.size();) {
       const StoredParameter& parameter = parameters[p];
       TensorSpec tensor{parameter.name, type, {parameter.shape.begin(), parameter.shape.end()}};
-      const std::size_t pieces = pieces_from(parameters, p);
+      const std::size_t pieces = may_be_cut ? pieces_from(parameters, p) : 1;
       if (pieces > 1) {
         tensor.name = rows_of(parameter)->parameter;
         tensor.shape.front() = rows_of(parameters[p + pieces - 1])->end;

@@ -113,10 +113,14 @@ TEST_F(Export, Fp16IsForModelsOfFp16) {
   EXPECT_THAT(names_in("other-weights"), IsEmpty());
 }
 
-// hoist.optim names parameters so if its program names none, and cuts large ones into pieces.
-TEST_F(Export, WarnsOfNamesThatNoModelHasAndJoinsPieces) {
+// hoist.optim names parameters so if its program names none, and cuts large ones into pieces. Another program may have
+// such names.
+TEST_F(Export, WarnsOfNamesThatNoModelHasAndJoinsPiecesOfHoistOptim) {
+  const auto commit = [](Engine& engine, const std::string& name, const std::string& program_state) {
+    engine.save(name, std::as_bytes(std::span(program_state))).wait();
+  };
   test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
-  setup.engine.keep_steps = 1;
+  setup.engine.keep_steps = 3;
   {
     Runtime runtime(setup.runtime);
     Model model;
@@ -128,9 +132,17 @@ TEST_F(Export, WarnsOfNamesThatNoModelHasAndJoinsPieces) {
                                      for (float& value : values)
                                        value = static_cast<float>(1000 * parameter.index + first++);
                                    });
-    engine.save("start", {}).wait();
+    commit(engine, "optim", R"({"program": {}, "groups": []})");
+    commit(engine, "torch", R"({"program": {}, "rates": []})");
+    commit(engine, "bytes", "{\"program");
   }
-  const auto result = run("export store --to weights");
+  for (const std::string other : {"torch", "bytes"}) {
+    ASSERT_EQ(run("export store --from " + other + " --to " + other).exit_code, 0);
+    const interchange::SafetensorsModel uncut(path(other));
+    EXPECT_EQ(uncut.tensors().size(), 3u) << other;
+    EXPECT_NE(uncut.find("parameter 1[70:100]"), nullptr) << other;
+  }
+  const auto result = run("export store --from optim --to weights");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_THAT(result.errors, HasSubstr("without names: 'parameter 0' and 2 others; give hoist.optim "
                                        "model.named_parameters()"));
