@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <limits>
+
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
@@ -12,10 +14,9 @@ ActivationOffload::ActivationOffload(platform::Device& device, Budget& pinned, c
       options_(options),
       pool_(std::make_unique<PinnedPool>(
           pinned, platform::HostMemoryOptions{.bytes = bytes(options), .huge_pages = options.huge_pages})),
+      offloaded_(options.items),
       down_(device.create_stream("offload")),
       up_(device.create_stream("reload")) {
-  for (std::size_t i = 0; i < options.items; ++i)
-    places_.push_back(pool_->carve(options.item_bytes, "offloaded activations"));
   device_.register_host(pool_->memory().bytes());
 }
 
@@ -26,16 +27,19 @@ ActivationOffload::~ActivationOffload() {
 }
 
 std::uint64_t ActivationOffload::bytes(const ActivationOffloadOptions& options) {
-  PinnedPlan plan;
-  for (std::size_t i = 0; i < options.items; ++i) plan.add(options.item_bytes);
-  return plan.bytes();
+  constexpr std::uint64_t kCountedMax = std::numeric_limits<std::uint64_t>::max();
+  if (options.items > 0 && options.item_bytes > round_down(kCountedMax / options.items, kBlockAlignment))
+    throw UsageError(
+        fmt::format("ActivationOffloadOptions::items ({}) of item_bytes ({}) are more bytes than 64 bits can count",
+                    options.items, options.item_bytes));
+  return options.items * PinnedPlan::piece_bytes(options.item_bytes);
 }
 
 std::byte* ActivationOffload::place(std::size_t item) const {
-  if (item >= places_.size())
+  if (item >= offloaded_.size())
     throw UsageError(fmt::format("there is no item {} of offloaded activations: ActivationOffloadOptions::items is {}",
-                                 item, places_.size()));
-  return places_[item].data();
+                                 item, offloaded_.size()));
+  return pool_->memory().bytes().data() + item * PinnedPlan::piece_bytes(options_.item_bytes);
 }
 
 platform::StreamEvent ActivationOffload::offload(std::size_t item, const std::byte* source,
@@ -43,12 +47,14 @@ platform::StreamEvent ActivationOffload::offload(std::size_t item, const std::by
   std::byte* const target = place(item);
   down_->wait(compute->record(), WaitCause::none);
   down_->copy(target, source, options_.item_bytes, platform::CopyKind::device_to_host);
+  offloaded_[item] = true;
   last_offloaded_ = down_->record();
   return last_offloaded_;
 }
 
 platform::StreamEvent ActivationOffload::reload(std::size_t item, std::byte* target, platform::StreamRef compute) {
   const std::byte* const source = place(item);
+  if (!offloaded_[item]) throw UsageError(fmt::format("item {} of activations was never offloaded", item));
   up_->wait(last_offloaded_, WaitCause::none);
   up_->wait(compute->record(), WaitCause::none);
   up_->copy(target, source, options_.item_bytes, platform::CopyKind::host_to_device);

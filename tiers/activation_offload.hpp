@@ -8,8 +8,8 @@
 // Threading  One thread.
 // Memory     Every item has its own place in pinned memory, taken from the budget at construction. Device memory
 //            belongs to the program and must outlive the copies; the destructor waits for them.
-// Errors     BudgetError if the places do not fit. UsageError for an item that is not there. A failed copy fails every
-//            wait for its event.
+// Errors     BudgetError if the places do not fit. UsageError for an item that is not there or was never offloaded.
+//            A failed copy fails every wait for its event.
 // Main path  offload(item, source, compute) -> the event says when the source may be overwritten; reload(item, target,
 //            compute) -> the event says when the target is filled. Both wait for the work on `compute` so far.
 #pragma once
@@ -17,7 +17,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
 
 #include <hoist/platform/device.hpp>
@@ -46,7 +45,7 @@ class ActivationOffload {
   // `target`. Earlier copies down may still read it; this copy waits for them.
   platform::StreamEvent reload(std::size_t item, std::byte* target, platform::StreamRef compute);
 
-  // Bytes of pinned memory for these ActivationOffloadOptions.
+  // Bytes of pinned memory for these ActivationOffloadOptions. Errors: UsageError if 64 bits cannot count them.
   static std::uint64_t bytes(const ActivationOffloadOptions& options);
 
  private:
@@ -54,7 +53,7 @@ class ActivationOffload {
   platform::Device& device_;
   const ActivationOffloadOptions options_;
   std::unique_ptr<PinnedPool> pool_;
-  std::vector<std::span<std::byte>> places_;
+  std::vector<bool> offloaded_;  // by item
   platform::StreamEvent last_offloaded_;
   std::unique_ptr<platform::Stream> down_;
   std::unique_ptr<platform::Stream> up_;

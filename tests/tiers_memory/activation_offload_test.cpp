@@ -89,11 +89,33 @@ TEST_P(ActivationOffloadTest, WhatDoesNotFitTheBudgetIsRefused) {
   EXPECT_EQ(budget.held_bytes(), 0u);
 }
 
+TEST(ActivationOffloadBytes, CountsThatDoNotFitAreRefusedAtOnce) {
+  const auto device = platform::Device::create({.kind = DeviceKind::host, .memory_bytes = 64 * kKiB});
+  Budget budget("pinned", "hoist.pinned_memory", kMiB);
+  const auto offload = [&](std::size_t items, std::uint64_t item_bytes) {
+    const ActivationOffload made(*device, budget, {.items = items, .item_bytes = item_bytes, .huge_pages = false});
+  };
+  constexpr std::uint64_t kMax = ~std::uint64_t{0}, kLargest = kMax - (kBlockAlignment - 1);
+  EXPECT_THROW(offload(1, kLargest + 1), UsageError);
+  EXPECT_THROW(offload(3, kMax - 0xff), UsageError);
+  EXPECT_THROW(offload(2, std::uint64_t{1} << 63), UsageError);
+  EXPECT_THROW(offload(std::size_t{1} << 32, std::uint64_t{1} << 32), UsageError);
+  EXPECT_THROW(offload(kMax, 1), UsageError);
+  EXPECT_THROW(offload(1, kLargest), BudgetError);
+  EXPECT_THROW(offload(4'000'000'000, kMiB), BudgetError);
+  EXPECT_EQ(ActivationOffload::bytes({.items = 0, .item_bytes = kMax}), 0u);
+  EXPECT_EQ(ActivationOffload::bytes({.items = 1, .item_bytes = kLargest}), kLargest);
+  EXPECT_EQ(budget.held_bytes(), 0u);
+}
+
 TEST_P(ActivationOffloadTest, AnItemThatIsNotThereIsTheCallersMistake) {
   Budget budget("pinned", "hoist.pinned_memory", kMiB);
   ActivationOffload offload(*device_, budget, {.items = 2, .item_bytes = kItemBytes, .huge_pages = false});
   EXPECT_THROW(offload.offload(2, device_->memory().data(), *compute_), UsageError);
   EXPECT_THROW(offload.reload(2, device_->memory().data(), *compute_), UsageError);
+  offload.offload(1, device_->memory().data(), *compute_);
+  EXPECT_THROW(offload.reload(0, device_->memory().data(), *compute_), UsageError);
+  EXPECT_NO_THROW(offload.reload(1, device_->memory().data(), *compute_));
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ActivationOffloadTest,
