@@ -5,10 +5,12 @@
 #include <optional>
 #include <string>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 
 #include "toy_model.hpp"
 
@@ -128,6 +130,37 @@ TEST(Budgets, ALeaseTooManyInARoomyDeviceNamesTheKeyThatKeepsItSmall) {
   const std::uint64_t elements = std::stoull(need->key.substr(raise.size()));
   EXPECT_LT(elements, need->need_bytes / 2 + 2) << "weights have 16 bits";
   EXPECT_FALSE(lease_three(elements));
+}
+
+TEST(Budgets, ALaterEngineIsToldWhatEarlierOnesHoldAndThatTheyMayTakeMore) {
+  ToySetup setup = setup_with(64 * kMiB, 4 * kMiB, "");
+  setup.engine.optimizer_pinned_fraction = setup.engine.parameters_pinned_fraction = std::nullopt;
+  std::uint64_t held_bytes = 0;
+  const auto refused = [&]() -> std::optional<BudgetError::Need> {
+    const TempDirectory directory;
+    setup.engine.store_directory = directory / "one";
+    EngineOptions second = setup.engine;
+    second.store_directory = directory / "two";
+    Runtime runtime(setup.runtime);
+    ToyModel earlier(runtime, setup.engine, kShape), later(runtime, second, kShape);
+    earlier.initialize();
+    held_bytes = runtime.pinned_budget().held_bytes();
+    try {
+      later.initialize();
+      return {};
+    } catch (const BudgetError& error) {
+      return error.need;
+    }
+  };
+  const auto need = refused();
+  ASSERT_TRUE(need);
+  EXPECT_THAT(need->detail, testing::HasSubstr(fmt::format(", beside {} that engines and buffers made earlier hold",
+                                                           format_bytes(held_bytes))));
+  EXPECT_THAT(need->detail, testing::HasSubstr("limit those by hoist.parameters_pinned_fraction and"));
+  setup.runtime.pinned_memory_bytes = need->need_bytes;
+  const std::uint64_t own_bytes = need->need_bytes - held_bytes;
+  EXPECT_TRUE(refused()) << "the earlier engine took the rest of this, too";
+  EXPECT_FALSE(refusal(64 * kMiB, own_bytes)) << "a runtime of its own";
 }
 
 // One gather brings a unit and all it is tied to: a device too small for that is refused at the start, not in a pass.

@@ -26,6 +26,19 @@ std::string store_text(std::uint64_t bytes) {
                      format_bytes(bytes));
 }
 
+constexpr const char* kDeviceLimit = "zero_optimization.stage3_max_live_parameters";
+constexpr const char* kPinnedLimits = "hoist.parameters_pinned_fraction and hoist.optimizer_pinned_fraction";
+
+// An earlier engine may take more of a larger budget, too: the need is the least only if the keys in `limits` or a
+// runtime of its own keep it from that.
+std::string held_text(const tiers::Budget& budget, const std::string& limits) {
+  if (budget.held_bytes() == 0) return "";
+  return fmt::format(
+      ", beside {} that engines and buffers made earlier hold (engines take what they find: limit those by {}, or give "
+      "each engine its own Runtime)",
+      format_bytes(budget.held_bytes()), limits);
+}
+
 }  // namespace
 
 BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose) {
@@ -60,7 +73,8 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
       ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : "");
   if (least <= hole) {  // others have taken the budget, or the one that it shares with pinned memory
     const tiers::Budget& shared = budget.common() == nullptr ? budget : *budget.common();
-    throw over_budget(shared, shared.limit_bytes() - shared.free_bytes() + least, purpose);
+    throw over_budget(shared, shared.limit_bytes() - shared.free_bytes() + least,
+                      purpose + held_text(shared, fmt::format("{}, {}", kDeviceLimit, kPinnedLimits)));
   }
   const std::uint64_t need = arena.least_bytes_for(least);
   const bool is_part = arena.bytes() < round_down(budget.limit_bytes(), kBlockAlignment);  // of the budget
@@ -73,7 +87,7 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
                      .have_bytes = is_part ? arena.bytes() : budget.limit_bytes(),
                      .need_bytes = need,
                      .key = key,
-                     .detail = purpose});
+                     .detail = purpose + held_text(budget, kDeviceLimit)});
 }
 
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)
@@ -125,8 +139,10 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   if (device_bytes + pinned_bytes <= left_of(common->free_bytes(), store_memory_bytes)) return;
   throw over_budget(
       *common, round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
-      fmt::format("{} of device memory, and {} of gradients, states kept in memory and the smallest transfer buffers{}",
-                  format_bytes(device_bytes), format_bytes(pinned_bytes), store_text(store_memory_bytes)));
+      fmt::format(
+          "{} of device memory, and {} of gradients, states kept in memory and the smallest transfer buffers{}{}",
+          format_bytes(device_bytes), format_bytes(pinned_bytes), store_text(store_memory_bytes),
+          held_text(*common, fmt::format("{}, {}", kDeviceLimit, kPinnedLimits))));
 }
 
 void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const {
@@ -139,7 +155,8 @@ void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t s
   if (gathering_group(options, table_.world_size()) > 1)
     purpose += ", secondary shards (a larger or no zero_hpz_partition_size needs less)";
   throw over_budget(budget, round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
-                    purpose + " and the smallest transfer buffers" + store_text(store_memory_bytes));
+                    purpose + " and the smallest transfer buffers" + store_text(store_memory_bytes) +
+                        held_text(budget, kPinnedLimits));
 }
 
 void Memory::point_to_regions() {
