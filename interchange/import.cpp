@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -75,6 +76,11 @@ void read_as_float(const Tensor& tensor, std::uint64_t first_element, std::span<
   }
 }
 
+// 0.0 and -0.0 are equal, and NaNs of the same bits.
+bool is_same_value(float one, float other) {
+  return one == other || std::bit_cast<std::uint32_t>(one) == std::bit_cast<std::uint32_t>(other);
+}
+
 // Compares the values that would be imported, in pieces. The shapes are equal.
 bool is_equal(const Tensor& one, const Tensor& other) {
   constexpr std::uint64_t kPieceElements = 1 << 18;
@@ -84,7 +90,8 @@ bool is_equal(const Tensor& one, const Tensor& other) {
     const std::uint64_t count = std::min(kPieceElements, element_count - first);
     read_as_float(one, first, std::span(values).first(count));
     read_as_float(other, first, std::span(others).first(count));
-    if (std::memcmp(values.data(), others.data(), count * sizeof(float)) != 0) return false;
+    if (!std::ranges::equal(std::span(values).first(count), std::span(others).first(count), is_same_value))
+      return false;
   }
   return true;
 }

@@ -146,14 +146,19 @@ TEST_F(ImportProblems, TensorsOfOneTiedParameterAreTheSame) {
     return std::vector<std::string>{name, "tied"};
   }};
   const auto length = static_cast<std::uint64_t>(count);
-  std::vector<float> values(length, 1);
+  std::vector<float> first(length, 1), values = first;
   const auto with = [&](const test::TestTensor& tied) {
     std::filesystem::remove_all(directory_ / "m");
-    save(directory_ / "m", {tensor("w", TensorType::f32, {length}, std::vector<float>(length, 1)), tied});
+    save(directory_ / "m", {tensor("w", TensorType::f32, {length}, first), tied});
     return problem(parameters, options);
   };
   EXPECT_EQ(with(tensor("tied", TensorType::f32, {length}, values)), "accepted");
   EXPECT_EQ(with(tensor("tied", TensorType::bf16, {length}, std::vector<std::uint16_t>(length, 0x3f80))), "accepted");
+  first.front() = 0.0f;
+  values.front() = -0.0f;
+  EXPECT_EQ(with(tensor("tied", TensorType::f32, {length}, values)), "accepted");
+  first.front() = values.front() = NAN;
+  EXPECT_EQ(with(tensor("tied", TensorType::f32, {length}, values)), "accepted");
   values.back() = 2;
   EXPECT_THAT(with(tensor("tied", TensorType::f32, {length}, values)),
               AllOf(HasSubstr("1 problem: 'w' in "), HasSubstr("and 'tied' in "), HasSubstr("remove the wrong one")));
