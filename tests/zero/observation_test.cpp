@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
@@ -175,6 +176,33 @@ TEST(Metrics, APlaceThatCannotBeWrittenIsRefusedAtTheStart) {
   setup.engine.metrics_path = "/nowhere/metrics.jsonl";
   ToyModel model(setup);
   EXPECT_THROW(model.initialize(), IoError);
+}
+
+TEST(Metrics, TwoEnginesDoNotShareAFile) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.metrics_path = directory / "metrics.jsonl";
+  setup.engine.lock_timeout = std::chrono::milliseconds(50);
+  pid_t forked = 0;  // and outlives the engine
+  {
+    ToyModel first(setup);
+    first.initialize();
+    ToyModel second(setup);
+    EXPECT_THAT([&] { second.initialize(); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("hoist.metrics: another engine"),
+                                                 HasSubstr("metrics.jsonl open; end it, or name another file"))));
+    first.train(1, 1);
+    forked = ::fork();
+    if (forked == 0) ::pause();
+  }
+  {
+    ToyModel later(setup);
+    later.initialize();
+    later.train(1, 2);
+  }
+  ::kill(forked, SIGKILL);
+  ::waitpid(forked, nullptr, 0);
+  EXPECT_EQ(lines_of(setup.engine.metrics_path).size(), 3u);
 }
 
 TEST(TraceOfARun, HasARowForEveryLinkItUsed) {

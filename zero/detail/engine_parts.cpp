@@ -63,7 +63,7 @@ void EngineParts::lay_out_and_start(const StoreDirectory& directory, StoreUse us
   ranks.run_in_job(
       use == StoreUse::create ? "take its memory and make its store" : "take its memory and open its store", [&] {
         if (ranks.job().rank() == 0 && !options.metrics_path.empty())
-          metrics = std::make_unique<StepMetrics>(options.metrics_path, runtime.ledger());
+          metrics = std::make_unique<StepMetrics>(options.metrics_path, options.lock_timeout, runtime.ledger());
         lay_out(directory, use, run);
       });
   // Which units are gathered when follows from the gather memory, and is the same on every rank.

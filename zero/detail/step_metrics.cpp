@@ -3,15 +3,16 @@
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
-#include <hoist/core/open_file.hpp>
 #include <hoist/zero/detail/step_metrics.hpp>
 
 namespace hoist::detail {
@@ -35,22 +36,35 @@ void for_each_cause(const Visit& visit) {
 
 }  // namespace
 
-StepMetrics::StepMetrics(std::string path, const Ledger& ledger)
+StepMetrics::StepMetrics(std::string path, Nanoseconds lock_timeout, const Ledger& ledger)
     : path_(std::move(path)),
       file_(open_regular_file(path_, O_RDWR | O_CREAT | O_APPEND, 0666)),
       last_(read(ledger)),
       last_step_(Clock::now()) {
   const int code = errno;
-  if (file_ < 0 && code == EINVAL)  // of open_regular_file() itself
+  if (file_.number < 0 && code == EINVAL)  // of open_regular_file() itself
     throw ConfigError("hoist.metrics", fmt::format("{}: {}; name another file", path_, open_file_remedy(code)));
-  if (file_ < 0) throw IoError({"open", path_, 0, 0, code}, "choose another place for hoist.metrics");
+  if (file_.number < 0) throw IoError({"open", path_, 0, 0, code}, "choose another place for hoist.metrics");
+  lock(lock_timeout);
   char last = '\n';  // of an earlier run
-  if (const off_t bytes = ::lseek(file_, 0, SEEK_END); bytes > 0)
-    static_cast<void>(::pread(file_, &last, 1, bytes - 1));
+  if (const off_t bytes = ::lseek(file_.number, 0, SEEK_END); bytes > 0)
+    static_cast<void>(::pread(file_.number, &last, 1, bytes - 1));
   at_line_start_ = last == '\n';
 }
 
-StepMetrics::~StepMetrics() { ::close(file_); }
+// Forked processes share the lock, and closing the file would leave it to them.
+StepMetrics::~StepMetrics() { ::flock(file_.number, LOCK_UN); }
+
+void StepMetrics::lock(Nanoseconds timeout) const {
+  const TimePoint start = Clock::now();
+  while (::flock(file_.number, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    if (Clock::now() - start >= timeout)
+      throw ConfigError("hoist.metrics", fmt::format("another engine, or a process that was forked from one that was "
+                                                     "killed, has {} open; end it, or name another file",
+                                                     path_));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
 
 StepMetrics::Statistics StepMetrics::read(const Ledger& ledger) {
   Statistics totals;
@@ -113,7 +127,7 @@ void StepMetrics::append(std::string line) {
   if (!at_line_start_) line.insert(0, "\n");
   ssize_t written = 0;
   do {
-    written = ::write(file_, line.data(), line.size());
+    written = ::write(file_.number, line.data(), line.size());
   } while (written < 0 && errno == EINTR);
   const int code = written < 0 ? errno : ENOSPC;
   if (written > 0) at_line_start_ = line[static_cast<std::size_t>(written) - 1] == '\n';

@@ -5,22 +5,25 @@
 // Prometheus, replaced as a whole, for a node exporter's text collector.
 //
 // Threading  One thread at a time.
-// Errors     IoError from construction when the file cannot be opened. Later ones never stop training: a line in the
-//            log, once.
+// Errors     IoError from construction when the file cannot be opened, ConfigError while another engine has it. Later
+//            ones never stop training: a line in the log, once.
 #pragma once
 
 #include <array>
 #include <optional>
 #include <string>
 
+#include <hoist/core/clock.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/zero/types.hpp>
 
 namespace hoist::detail {
 
 class StepMetrics {
  public:
-  StepMetrics(std::string path, const Ledger& ledger);
+  // Waits up to `lock_timeout` for an engine that is about to end. A file system without locks cannot tell.
+  StepMetrics(std::string path, Nanoseconds lock_timeout, const Ledger& ledger);
   ~StepMetrics();
   StepMetrics(const StepMetrics&) = delete;
   StepMetrics& operator=(const StepMetrics&) = delete;
@@ -41,13 +44,14 @@ class StepMetrics {
     std::optional<std::uint64_t> committed_step, mirrored_step;
   };
 
+  void lock(Nanoseconds timeout) const;
   static Statistics read(const Ledger& ledger);
   void append_json(const Line& line);
   void append(std::string line);
   void replace_prometheus(const Line& line);
 
   const std::string path_;
-  const int file_;  // regular: a step must not wait for the reader of a pipe
+  const Descriptor file_;  // regular: a step must not wait for the reader of a pipe
   bool at_line_start_ = true;
   Statistics last_;
   TimePoint last_step_;
