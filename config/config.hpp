@@ -55,7 +55,7 @@ struct MeasuredBandwidth {
   std::optional<std::uint64_t> mixed_bytes_per_second;  // both directions together
 };
 
-struct ConfigSetting;  // config/setting.hpp
+struct ConfigSetting;  // for hoist's own programs
 
 // Who gives the length of the run, which some schedules need, if the file says "auto". A reader that trains needs it in
 // the file. One that only explains or predicts leaves it to the trainer that will read the file: a note says so, and
@@ -87,7 +87,7 @@ class Config {
   std::uint64_t micro_batches(int world_size) const;
 
   const std::string& origin() const { return origin_; }
-  // Every key with the value in effect, in the order of the key table (config/setting.hpp).
+  // Every key with the value in effect, in the order of docs/config.md. For hoist's own programs.
   const std::vector<ConfigSetting>& settings() const { return *settings_; }
 
  private:

@@ -52,7 +52,7 @@ constexpr float join_master24(bf16 weight, std::int8_t remainder) {
   return join_master(weight, static_cast<std::int16_t>(remainder * 256));
 }
 // The type of an optimizer's stored moments. fp8: 8 bits each, in blocks of kMomentBlock that share an exponent of 8
-// bits (optim_cpu/block_fp8.hpp).
+// bits (docs/optimizers.md).
 enum class MomentType : std::uint8_t { fp32 = 0, bf16 = 1, fp8 = 2 };
 std::string_view moment_type_name(MomentType type);
 inline constexpr std::uint64_t kMomentBlock = 8;

@@ -14,7 +14,7 @@
 namespace hoist {
 
 // Base of everything hoist throws. what() is one complete sentence for a person, the remedy included. Text from files
-// in it is safe to print (core/printable.hpp); the members of the classes below hold it as it is.
+// in it is safe to print: escape sequences are replaced. The members of the classes below hold it as it is.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& sentence);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // optim_cpu/optimizer.hpp - the optimizers, their settings, and the state that they keep for each parameter.
 //
-// One struct for all of them; a comment names the optimizers that use a member. update.hpp has the formulas.
+// One struct for all of them; a comment names the optimizers that use a member. docs/optimizers.md has the formulas.
 //
 // Threading  Plain data and pure functions.
 // Errors     check() throws UsageError naming the setting.
@@ -37,7 +37,7 @@ struct OptimizerOptions {
   bool nesterov = false;                           // sgd with momentum and no dampening
   double learning_rate_decay = 0;                  // adagrad
   double initial_accumulator = 0;                  // adagrad: initial value of the sum of squares
-  MomentType moments = MomentType::fp32;           // update.hpp explains the rounding of the others
+  MomentType moments = MomentType::fp32;           // docs/optimizers.md explains the rounding of the others
   RemainderType remainder = RemainderType::int16;  // beside bf16 weights. int8: masters of 24 bits
   std::uint64_t rounding_seed = 0;                 // of bf16 and fp8 moments, and of masters of 24 bits
 };

@@ -73,11 +73,11 @@ class Stream {
   enum class Combine : std::uint8_t { overwrite, add };
   virtual void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                           std::uint64_t count, float scale, Combine combine) = 0;
-  // partial[c] = the sum of the squares of chunk c of `source`, in the order of core/norm_order.hpp: the bits of
-  // optim::sums_of_squares. `partial` is device memory for divide_up(count, kNormChunkElements) sums.
+  // For engines: partial[c] = the sum of the squares of chunk c of `source`, in one order on every device.
+  // `partial` is device memory for divide_up(count, kNormChunkElements) sums.
   virtual void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) = 0;
-  // One optimizer update, with the bits of optim::update_tile (formulas and rounding: optim_cpu/update.hpp). The
-  // arrays: platform/update_arrays.hpp.
+  // For engines: one optimizer update, with the same bits on every device (formulas and rounding:
+  // docs/optimizers.md).
   virtual void update(const UpdateFactors& factors, const UpdateArrays& arrays) = 0;
   // Runs `work` in stream order on the stream's worker. Host device only: a CUDA stream throws UsageError, because a
   // host function in its order would stall the GPU.

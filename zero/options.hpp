@@ -30,7 +30,7 @@ struct DriveQueueOptions;
 }  // namespace aio
 
 enum class CommunicatorKind : std::uint8_t {
-  // As the launcher (comm/launch.hpp) started the ranks. Several ranks of mpirun or srun meet over MPI, on CUDA devices
+  // As the launcher started the ranks (docs/launchers.md). Several of mpirun or srun meet over MPI, on CUDA devices
   // with NCCL for the data; those of torchrun over NCCL, on CUDA devices only. Without a launcher, or with one rank:
   // `self`. A launcher that announces several ranks where MPI sees one is an error.
   automatic,
@@ -39,7 +39,7 @@ enum class CommunicatorKind : std::uint8_t {
 };
 
 struct RuntimeOptions {
-  // Empty, and budgets of 0: what this machine has (zero/machine.hpp).
+  // Empty, and budgets of 0: what this machine has (docs/decisions/0033-what-a-machine-has.md).
   std::optional<platform::DeviceKind> device{};
   // -1: the launcher's local rank, modulo the devices that the process sees; 0 without a launcher.
   int device_ordinal = -1;
@@ -56,7 +56,7 @@ struct RuntimeOptions {
   int local_ranks = 0;  // processes that share this machine; 0: as many as the launcher says
   bool huge_pages = true;
   // Whether pinned memory, update threads and I/O threads are placed by NUMA node and divided among the processes of a
-  // machine, as zero/machine.hpp says. Key "hoist.numa_placement".
+  // machine, as docs/launchers.md says. Key "hoist.numa_placement".
   bool numa_placement = true;
   std::vector<int> memory_nodes{};  // NUMA nodes of pinned memory, OS numbers; several: in turn. Empty: chosen
   std::vector<int> update_cpus{};   // processors of update threads, OS numbers. Empty: chosen

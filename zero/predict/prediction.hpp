@@ -5,7 +5,7 @@
 // transfers of less than 4 KiB, which move 4 KiB; the fetches of a step are those of a plain pass (every unit once
 // forward, once backward), planned like a recorded one.
 //
-// Threading  Pure functions, but for what runtime options leave to this machine (zero/machine.hpp).
+// Threading  Pure functions, but for what runtime options leave to this machine.
 // Errors     UsageError for a model without units; ConfigError for options that no engine could have. Too small a
 //            budget is not an error here: see fits().
 #pragma once

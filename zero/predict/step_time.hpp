@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/predict/step_time.hpp - how long a step takes, from what it moves and how fast that goes.
 //
-// `expected_seconds` is the time between steps of a simulation (step_graph.hpp) that follows this engine's own plan.
+// `expected_seconds` is the time between steps of a simulation that follows this engine's own plan.
 // `least_seconds` is a lower bound that no schedule of the same placement can beat, the longer of two:
 //
 //   the busiest resource   everything overlaps with everything, and one of them never rests
