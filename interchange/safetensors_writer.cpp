@@ -45,8 +45,7 @@ std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_
   return shards;
 }
 
-// --- the lock of a directory
-// ------------------------------------------------------------------------------------------
+// --- the lock of a directory -----------------------------------------------------------------------------------------
 
 class SafetensorsWriter::Lock {
  public:
@@ -74,7 +73,7 @@ class SafetensorsWriter::Lock {
     if (code != 0 && code != ENOLCK && code != ENOSYS && code != ENOTSUP) {
       ::close(descriptor_);
       throw IoError({.operation = "flock", .path = path_, .code = code},
-                    "another export writes there; choose another directory");
+                    code == EWOULDBLOCK ? "another export writes there; choose another directory" : "");
     }
     struct stat locked {};
     struct stat named {};
