@@ -4,6 +4,7 @@
 A host dies, its cable is cut, or it is lost with its drive. The others end with an error, and the job continues bit-exactly.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -77,9 +78,22 @@ class Host:
     def mend_cable(self):
         run("ip", "link", "set", self.cable, "up")
 
+    def processes(self):
+        return [int(process) for process in run("ip", "netns", "pids", self.name).split()]
+
+    def ranks(self):
+        """Its processes of the job, without torchrun."""
+        ranks = []
+        for process in self.processes():
+            with contextlib.suppress(OSError):  # it has just ended
+                words = pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
+                if b"train.py" in words and b"torch.distributed.run" not in words:
+                    ranks.append(process)
+        return ranks
+
     def die(self):
-        for process in run("ip", "netns", "pids", self.name).split():
-            os.kill(int(process), signal.SIGKILL)
+        for process in self.processes():
+            os.kill(process, signal.SIGKILL)
 
     def lose_drive(self):
         shutil.rmtree(self.drive)
@@ -184,6 +198,10 @@ def test_two_hosts_end_in_the_bits_of_one_and_survive(settings, tmp_path, hosts,
         job.reached(3)
         disturb()
         assert "CommError" in job.failed(0)
+        begin = time.monotonic()
+        while hosts[1].ranks():  # they end by themselves, though the store is on the other host
+            assert time.monotonic() - begin < 60, job.log(1)
+            time.sleep(0.1)
         mend()
         hosts[1].die()
         job.failed(1)

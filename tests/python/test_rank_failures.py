@@ -47,6 +47,31 @@ def test_a_rank_that_dies_is_an_error_on_the_other(settings, tmp_path, how):
             process.communicate()
 
 
+def test_ranks_end_though_the_process_that_holds_the_store_does_not_answer(settings, tmp_path):
+    """It is stopped, and so as silent as one behind a cable that is cut."""
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 4.0
+    processes = start(f"""
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{free_port()}"
+        dist.init_process_group("gloo")
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 2)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        train_share(engine, rank, size, 50, first=2)
+    """, tmp_path / "meet", config, size=3)
+    try:
+        texts = []
+        for process in processes[1:]:
+            _, error = process.communicate(timeout=90)
+            assert process.returncode == 1 and "CommError" in error, error
+            texts.append(error)
+        assert any("rank 0 did not come within 4 s" in text for text in texts), texts
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def test_a_rank_that_dies_between_two_channels_is_an_error_on_the_others(settings, tmp_path):
     """Long before the time-out of ten minutes."""
     processes = start(f"""

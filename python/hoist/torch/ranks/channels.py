@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from hoist import program_end
+from hoist.torch.ranks.job_store import ANSWER_SECONDS, JobStore, StoreLost, job_store
 
 _log = logging.getLogger("hoist")
 
@@ -44,23 +45,42 @@ _HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
 _LOOK_EVERY, _ASK_EVERY = 0.1, 1.0  # seconds
 
 
-def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], itertools.count[int]], store: dist.Store) -> dist.Store:
+def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], itertools.count[int]], store: JobStore) -> JobStore:
     name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return dist.PrefixStore(f"hoist/{name}/{next(numbers.setdefault(members, itertools.count()))}", store)
+    return store.part(f"hoist/{name}/{next(numbers.setdefault(members, itertools.count()))}")
 
 
-def _reason_in(store: dist.Store) -> str | None:
-    with contextlib.suppress(RuntimeError):
-        if store.check(["why"]):
-            return bytes(store.get("why")).decode()
+def _text_at(store: dist.Store, key: str) -> str | None:
+    return bytes(store.get(key)).decode() if store.check([key]) else None
+
+
+def _reason_in(store: JobStore, seconds: float = ANSWER_SECONDS) -> str | None:
+    with contextlib.suppress(StoreLost):
+        return store.ask(lambda plain: _text_at(plain, "why"), seconds)
     return None
 
 
-def _all_have_heard(store: dist.Store, members: Sequence[int]) -> bool:
+def _tell(speaker: Ranks | _Start, store: JobStore, why: str) -> str:
+    """Returns the reason that was given first, whoever gave it."""
+    def first(plain: dist.Store) -> str:
+        if (told := _text_at(plain, "why")) is None:
+            plain.set("why", told := why)
+        plain.add("heard", 1)
+        return told
     try:
-        return int(store.add("heard", 0)) >= len(members)
-    except RuntimeError:
-        return True  # the store is gone, so no rank can read it
+        told = store.ask(first)
+    except StoreLost:
+        return why
+    if told == why:
+        _left_words.append(speaker)
+    return told
+
+
+def _all_have_heard(store: JobStore, members: Sequence[int]) -> bool:
+    try:
+        return store.ask(lambda plain: int(plain.add("heard", 0))) >= len(members)
+    except StoreLost:
+        return True  # no rank can read it
 
 
 class _Start:
@@ -72,29 +92,26 @@ class _Start:
     def __init__(self, members: Sequence[int]):
         self.members = tuple(members)
         self.rank_of_job = dist.get_rank()
-        self._store = _next_store(self.members, _numbers, dist.distributed_c10d._get_default_store())
+        self._store = _next_store(self.members, _numbers, job_store())
         self._numbers: dict[tuple[int, ...], itertools.count[int]] = {}
         self._made: list[Ranks] = []
 
-    def store_of(self, ranks: Ranks) -> dist.Store:
+    def store_of(self, ranks: Ranks) -> JobStore:
         self._made.append(ranks)
         return _next_store(ranks.members, self._numbers, self._store)
 
-    def why(self) -> str | None:
-        why = _reason_in(self._store)
+    def why(self, seconds: float) -> str | None:
+        why = _reason_in(self._store, seconds)
         if why is not None:
-            self._store.add("heard", 1)
+            with contextlib.suppress(StoreLost):
+                self._store.ask(lambda plain: plain.add("heard", 1))
         return why
 
     def fail(self, why: str) -> None:
         why = f"rank {self.rank_of_job} failed: {why}"
         for ranks in self._made:
             ranks.fail(why)
-        with contextlib.suppress(RuntimeError):  # the process that held the store has ended
-            if self.why() is None:
-                self._store.set("why", why)
-                self._store.add("heard", 1)
-                _left_words.append(self)
+        _tell(self, self._store, why)
 
     def all_have_heard(self) -> bool:
         return _all_have_heard(self._store, self.members)
@@ -159,24 +176,36 @@ class Ranks:
         """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time.
 
         `word`: for words()."""
-        if (why := self._reason_in_store() or self._start.why()) is not None:  # of a rank that waited for this one, and left
-            raise RuntimeError(why)
-        self.store.set(f"here-{self.rank}", word)
-        if self.store.add("here", 1) == len(self.members):
-            self.store.set("all-here", "")
         until = time.monotonic() + self.timeout.total_seconds()
-        while not self.store.check(["all-here"]):
-            why = self._reason_in_store() or self._start.why()
-            if why is None and time.monotonic() > until:
-                absent = [str(member) for rank, member in enumerate(self.members) if not self.store.check([f"here-{rank}"])]
-                why = f"rank {', '.join(absent)} did not come {self._within()}"
+
+        def left() -> float:
+            return max(until - time.monotonic(), 1.0)
+
+        def first_reason() -> str | None:
+            return _reason_in(self.store, left()) or self._start.why(left())
+
+        def come(plain: dist.Store) -> None:
+            plain.set(f"here-{self.rank}", word)
+            if plain.add("here", 1) == len(self.members):
+                plain.set("all-here", "")
+
+        def absent(plain: dist.Store) -> list[str]:
+            return [str(member) for rank, member in enumerate(self.members) if not plain.check([f"here-{rank}"])]
+
+        if (why := first_reason()) is not None:  # of a rank that waited for this one, and left
+            raise RuntimeError(why)
+        self.store.ask(come, left())
+        while not self.store.ask(lambda plain: plain.check(["all-here"]), left()):
+            if (why := first_reason()) is None and time.monotonic() > until:
+                why = f"rank {', '.join(self.store.ask(absent))} did not come {self._within()}"
             if why is not None:
                 raise RuntimeError(why)
             time.sleep(_LOOK_EVERY)
 
     def words(self) -> list[str]:
         """What each rank has brought to meet()."""
-        return [word.decode() for word in self.store.multi_get([f"here-{rank}" for rank in range(len(self.members))])]
+        keys = [f"here-{rank}" for rank in range(len(self.members))]
+        return [word.decode() for word in self.store.ask(lambda plain: plain.multi_get(keys))]
 
     def _within(self) -> str:
         return f"within {self.timeout.total_seconds():g} s (hoist.comm_timeout_seconds)"
@@ -187,15 +216,10 @@ class Ranks:
 
     def fail(self, why: str) -> str:
         """Tells the others why this rank stops, and closes its connections. Returns the reason that was given first, whoever gave
-        it."""
+        it. Takes seconds where the store does not answer."""
         with self._lock:
             if self._why is None:
-                self._why = self._reason_in_store() or why
-                with contextlib.suppress(RuntimeError):  # the process that held the store has ended
-                    if self._why == why:
-                        self.store.set("why", why)
-                        _left_words.append(self)
-                    self.store.add("heard", 1)
+                self._why = _tell(self, self.store, why)  # first: the others look for it when the connections close
             self.failed = True
             channels = list(self._channels)
         for channel in channels:
@@ -216,20 +240,24 @@ class Ranks:
         theirs = ""
         if has_ended and peer is not None and not self._says_why_within(2):  # gloo closes connections at a time-out
             theirs = f", and rank {self.members[peer]} has closed its engine, or ended"
-        with contextlib.suppress(RuntimeError):  # the process that held the store has ended
-            if timed_out and peer is not None:
-                self.store.set(f"at-{self.rank}", mine)
-                until = time.monotonic() + 1
-                while not self.store.check([f"at-{peer}"]) and time.monotonic() < until:
-                    time.sleep(_LOOK_EVERY)
-                if self.store.check([f"at-{peer}"]):
-                    theirs = f", and {self.store.get(f'at-{peer}').decode()}"
+        if timed_out and peer is not None and (there := self._place_of(peer, mine)) is not None:
+            theirs = f", and {there}"
         if timed_out and not theirs:
             late = "another rank" if peer is None else f"rank {self.members[peer]}"
             theirs = f", and {late} did not come {self._within()}: it is slower, hangs, or makes other calls"
         elif theirs:
             theirs += ". Every rank must make the same calls: none alone may evaluate, read the state, save, or stop early"
         return f"{mine}{theirs} ({problem})"
+
+    def _place_of(self, peer: int, mine: str) -> str | None:
+        """Where rank `peer` waits, if that has timed out there, too, which it then says within a second."""
+        until = time.monotonic() + 1
+        with contextlib.suppress(StoreLost):
+            self.store.ask(lambda plain: plain.set(f"at-{self.rank}", mine))
+            while (there := self.store.ask(lambda plain: _text_at(plain, f"at-{peer}"))) is None and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY)
+            return there
+        return None
 
     def _says_why_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -239,20 +267,17 @@ class Ranks:
 
     def why(self) -> str | None:
         """Why nothing goes on, as far as this rank can know without waiting."""
-        return self._why or self._reason_in_store()
+        return self._why or _reason_in(self.store)
 
     def why_lately(self) -> str | None:
         """The same for those who ask all the time: the store is one process's, and answers to all ranks."""
         if self._why is None and time.monotonic() - self._asked >= _ASK_EVERY:
             self._asked = time.monotonic()
-            return self._reason_in_store()
+            return _reason_in(self.store)
         return self._why
 
     def all_have_heard(self) -> bool:
         return _all_have_heard(self.store, self.members)
-
-    def _reason_in_store(self) -> str | None:
-        return _reason_in(self.store)
 
 
 class Channel:
@@ -272,7 +297,7 @@ class Channel:
         self.rank, self.size = ranks.rank - members.start, len(members)
         try:
             self._group: Any = dist.distributed_c10d.ProcessGroupGloo(
-                dist.PrefixStore(name, ranks.store), self.rank, self.size, ranks.timeout)
+                dist.PrefixStore(name, ranks.store.plain), self.rank, self.size, ranks.timeout)
         except RuntimeError as error:
             raise RuntimeError(f"not all ranks were met: {ranks.lost(str(error))}") from None
         ranks.add(self)
