@@ -47,6 +47,32 @@ def test_a_rank_that_dies_is_an_error_on_the_other(settings, tmp_path, how):
             process.communicate()
 
 
+def test_every_rank_names_the_one_that_was_killed_before_their_call(settings, tmp_path):
+    """Which finds a connection that has ended already. The store is nobody's process."""
+    processes = start("""
+        join()
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 2)
+        engine.settle()
+        if rank == 2:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3)
+        try:
+            train_share(engine, rank, size, 50, first=2)
+        except hoist.CommError as error:
+            print(json.dumps(str(error)), flush=True)
+    """, tmp_path / "meet", with_room(settings), size=3)
+    try:
+        for process in processes[:2]:
+            out, error = process.communicate(timeout=90)
+            assert process.returncode == 0, error
+            assert "rank 2 has closed its engine, or ended" in json.loads(out.splitlines()[-1]), out
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def test_ranks_end_though_the_process_that_holds_the_store_does_not_answer(settings, tmp_path):
     """It is stopped, and so as silent as one behind a cable that is cut."""
     config = with_room(settings)

@@ -43,6 +43,7 @@ _left_words: list[Ranks | _Start] = []  # for the other ranks to read
 
 _HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
 _LOOK_EVERY, _ASK_EVERY = 0.1, 1.0  # seconds
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's words
 
 
 def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], itertools.count[int]], store: JobStore) -> JobStore:
@@ -236,7 +237,7 @@ class Ranks:
         """The problem of a call, `what`, in which this rank waited for rank `peer` of the group. Where neither has failed, the
         other has closed its engine, or waits elsewhere, and says where, or is still on its way."""
         mine = f"rank {self.rank_of_job} was at {what}"
-        timed_out, has_ended = "imed out" in problem, "closed by peer" in problem or "reset by peer" in problem
+        timed_out, has_ended = "imed out" in problem, any(words in problem for words in _CLOSED)
         theirs = ""
         if has_ended and peer is not None and not self._says_why_within(2):  # gloo closes connections at a time-out
             theirs = f", and rank {self.members[peer]} has closed its engine, or ended"
@@ -359,6 +360,7 @@ class Channel:
                 if not work and start is not None and (problem := self._difference(header)) is None:
                     work, start = start(group), None
         except RuntimeError as error:
+            peer = error.peer if isinstance(error, _LostBefore) else peer
             peer = None if peer == self.rank else peer  # the root of a broadcast waits for all
             problem = f"{error}" + ("" if peer is None else f" (waiting for rank {self._name_of(peer)})")
             problem = self._ranks.explained(problem, what + self._doing(), None if peer is None else self._members[peer])
@@ -407,11 +409,24 @@ def _hash_of(what: str) -> int:
     return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
 
 
+class _LostBefore(RuntimeError):
+    """The connection to `peer` had ended before the call."""
+
+    def __init__(self, peer: int, why: str):
+        super().__init__(why)
+        self.peer = peer
+
+
 def _start_exchange(group: Any, sends: list[tuple[int, torch.Tensor]],
                     receives: list[tuple[int, torch.Tensor]]) -> list[tuple[int, Any]]:
-    # Receives first: what comes early then finds its place.
-    work = [(rank, group.recv([tensor], rank, 0)) for rank, tensor in receives]
-    return work + [(rank, group.send([tensor], rank, 0)) for rank, tensor in sends]
+    work: list[tuple[int, Any]] = []
+    for begin, messages in ((group.recv, receives), (group.send, sends)):  # what comes early then finds its place
+        for peer, tensor in messages:
+            try:
+                work.append((peer, begin([tensor], peer, 0)))
+            except RuntimeError as error:
+                raise _LostBefore(peer, str(error)) from None
+    return work
 
 
 @atexit.register
