@@ -29,6 +29,13 @@ def is_orderly(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and not error.code
 
 
+def handled_error() -> BaseException | None:
+    """In an `except` or `finally` block: what the block is entered by, unless a program or a generator ends in order with it."""
+    error = sys.exc_info()[1]
+    is_end = error is None or is_orderly(error) or isinstance(error, (GeneratorExit, StopIteration, StopAsyncIteration))
+    return None if is_end else error
+
+
 def abandon(unit_manager: _hoist.UnitManager, has_others: bool, why: str) -> None:
     """Makes the other ranks, which may be waiting for this one, stop with a CommError that says why."""
     if has_others:

@@ -195,9 +195,17 @@ def fail_and_close(engine, steps):
         time.sleep(1000)  # its process, and with it the connections, would not end by themselves
 
 
+def fail_between_steps_and_close(engine, steps):
+    try:
+        broken()
+    finally:
+        engine.close()
+
+
 # Where they find each other, and the reason, is in the process of rank 0.
 @pytest.mark.parametrize("how, failing", [(fail_in_forward, 0), (fail_in_forward, 1), (fail_between_steps, 0),
-                                          (fail_in_with, 1), (fail_in_forward_in_with, 1), (fail_and_close, 2)])
+                                          (fail_in_with, 1), (fail_in_forward_in_with, 1), (fail_and_close, 2),
+                                          (fail_between_steps_and_close, 0), (fail_between_steps_and_close, 1)])
 def test_a_rank_that_raises_names_itself_to_the_others(settings, tmp_path, how, failing):
     """Within seconds, where the time-out is ten minutes, and whoever they wait for just then. The last step is not lost."""
     processes = start(f"""
@@ -231,6 +239,26 @@ def test_a_rank_that_raises_names_itself_to_the_others(settings, tmp_path, how, 
         for process in processes:
             process.kill()
             process.communicate()
+    with hoist.torch.wrap(make(), with_room(settings), resume=True) as engine:
+        assert engine.step_count == 2
+
+
+def test_an_end_in_an_except_block_is_an_error_on_no_rank(settings, tmp_path):
+    """All ranks have made their last step, which is committed."""
+    ended = results(start(f"""
+        from test_rank_failures import broken
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{free_port()}"
+        dist.init_process_group("gloo")
+        engine = hoist.torch.wrap(make(), config)
+        try:
+            train_share(engine, rank, size, 2)
+            time.sleep(rank)
+            broken()
+        except LookupError:
+            engine.close()
+        print(json.dumps(rank))
+    """, tmp_path / "meet", with_room(settings), size=3))
+    assert ended == [0, 1, 2]
     with hoist.torch.wrap(make(), with_room(settings), resume=True) as engine:
         assert engine.step_count == 2
 

@@ -192,8 +192,9 @@ class Offloaded:
         def doing() -> str:
             return getattr(of(), "call", "")
 
-        make, size = distributed.channels_over(members, config, doing)
-        make_job, job_size = distributed.channels_over(job, config, doing) if len(job) > len(members) else (None, 0)
+        met = distributed.MetRanks()
+        make, size = distributed.channels_over(members, config, met, doing)
+        make_job, job_size = distributed.channels_over(job, config, met, doing) if len(job) > len(members) else (None, 0)
         self._config = config
         self._is_divided = size > 1
         self._has_others = max(size, job_size) > 1

@@ -91,6 +91,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
         self.eviction_was_said = False
+        self._met = distributed.MetRanks()
+        self._handled_at_start = id(program_end.handled_error())  # not by what the engine does
         self._boundary: bool | None = None
         self._refuse_second_schedule(scheduler)
         self.state: dict[str, Any] = {}
@@ -170,7 +172,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         units = self._parameters.declare(group_of, config.is_vertical, (lambda _: True) if sharding is None else sharding.counts)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
         unit_manager = _hoist.UnitManager(config, options, units,
-                                          *distributed.channels_of_job(sharding, config, _doing_of(self)))
+                                          *distributed.channels_of_job(sharding, config, self._met, _doing_of(self)))
         config.settle(unit_manager.world_size)
         return unit_manager
 
@@ -633,14 +635,20 @@ class Engine(StandsForModel, DeepSpeedNames):
         in between has none: save() makes one. In update mode "backward", a step that backward() has begun and step() has not
         taken is given up, with a warning. The module's parameters stay, without values.
 
-        On several ranks, after a pass that an exception ended: the others, who may wait in it, stop with a CommError. In a
-        process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
+        On several ranks, after a pass that an exception ended, or in an `except` or `finally` block: others that wait for this
+        rank stop with a CommError, which says why. In a process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
         """
         if self._passes.pass_error:
             program_end.abandon(self._unit_manager, self._has_others, self._passes.pass_error)
         self._passes.give_up()
         self._passes.forget()
-        self._unit_manager.close()
+        error = program_end.handled_error()
+        try:
+            self._unit_manager.close()
+        finally:
+            if error is not None and id(error) != self._handled_at_start:
+                self._met.tell(program_end.text_of(error))
+        self._met.forget()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Engine:

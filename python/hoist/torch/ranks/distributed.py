@@ -76,7 +76,26 @@ def ranks_at_start(config: _hoist.Config) -> range:
     return range(dist.get_world_size() if config.joins_launched_ranks and is_joined() else 1)
 
 
-def channels_of(config: _hoist.Config, doing: Callable[[], str] = str) -> tuple[Callable[[], Channel] | None, int]:
+class MetRanks:
+    """The ranks that an engine has met, of each of its groups."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, ...], Ranks] = {}
+        self._process = os.getpid()
+
+    def add(self, ranks: Ranks) -> None:
+        self._of[ranks.members] = ranks
+
+    def tell(self, why: str) -> None:
+        """After the engine's end: to those that find this rank's connections closed."""
+        for ranks in self._of.values() if os.getpid() == self._process else ():
+            ranks.fail(f"rank {ranks.rank_of_job} failed: {why}")
+
+    def forget(self) -> None:
+        self._of.clear()
+
+
+def channels_of(config: _hoist.Config, met: MetRanks, doing: Callable[[], str]) -> tuple[Callable[[], Channel] | None, int]:
     """How to make a channel over all ranks, and how many there are; (None, 0) where PyTorch has no group."""
     if not config.joins_launched_ranks:
         return None, 0
@@ -87,7 +106,7 @@ def channels_of(config: _hoist.Config, doing: Callable[[], str] = str) -> tuple[
                 'torch.distributed.init_process_group() first, or set "hoist": {"communicator": "self"} and give each '
                 "a store of its own")
         return None, 0
-    return channels_over(range(dist.get_world_size()), config, doing)
+    return channels_over(range(dist.get_world_size()), config, met, doing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,15 +171,16 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) ->
     return ShardingGroup(members, dist.get_world_size(), counts_replicas=slices[0] == dist.get_rank())
 
 
-def channels_of_job(group: ShardingGroup | None, config: _hoist.Config, doing: Callable[[], str]) -> tuple[Any, ...]:
+def channels_of_job(group: ShardingGroup | None, config: _hoist.Config, met: MetRanks,
+                    doing: Callable[[], str]) -> tuple[Any, ...]:
     """(maker, size) of the channels over the ranks that divide the state, and over the whole job if that is more."""
     if group is None or group.is_whole_job:
-        return channels_of(config, doing)
-    return (*channels_over(group.members, config, doing), *channels_over(range(group.job_size), config, doing))
+        return channels_of(config, met, doing)
+    return (*channels_over(group.members, config, met, doing), *channels_over(range(group.job_size), config, met, doing))
 
 
-def channels_over(members: Sequence[int], config: _hoist.Config,
-                  doing: Callable[[], str] = str) -> tuple[Callable[[], Channel] | None, int]:
+def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
+                  doing: Callable[[], str]) -> tuple[Callable[[], Channel] | None, int]:
     """The same over some ranks of the job, this one among them; (None, 0) where it is the only one."""
     size = len(members)
     if size == 1:
@@ -173,7 +193,9 @@ def channels_over(members: Sequence[int], config: _hoist.Config,
             ranks.meet()
             if with_mesh := [str(members[rank]) for rank, word in enumerate(ranks.words()) if word]:  # in sharding_group_of()
                 raise _hoist.UsageError(f"rank {with_mesh[0]} passes mesh=..., which every rank of the job passes, or none")
-            return Channel(ranks, "ranks", range(size))
+            channel = Channel(ranks, "ranks", range(size))
+            met.add(ranks)
+            return channel
         except RuntimeError as error:
             raise _hoist.CommError(f"torch.distributed: on rank {ranks.rank} of {size}: {error}") from None
     return make, size
