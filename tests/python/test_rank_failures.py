@@ -493,6 +493,45 @@ def test_ranks_meet_again_after_a_construction_that_failed_on_one(settings, tmp_
     assert texts == ["UsageError", "CommError"]
 
 
+def test_a_restore_that_fails_on_one_rank_is_told_to_ranks_that_wait_in_theirs(settings, tmp_path):
+    config = with_room(settings)
+    config["hoist"] |= {"keep_steps": 2, "comm_timeout_seconds": 20.0}
+    texts = texts_of("""
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 1)
+        engine.save("one").wait()
+        engine.restore("one" if rank else "two")
+    """, tmp_path / "meet", config)
+    assert texts[0].startswith("StoreError") and "'two'" in texts[0], texts
+    assert texts[1].startswith("CommError") and "rank 0 failed: hoist.StoreError" in texts[1], texts
+
+
+@pytest.mark.parametrize("call", ["hoist.torch.wrap(make(), config)", "engine.wake()"])
+def test_the_end_of_the_process_that_holds_the_store_is_named(settings, tmp_path, call):
+    """A rank that meets the others there, by itself, would give what a socket says."""
+    processes = start(f"""
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{free_port()}"
+        dist.init_process_group("gloo")
+        engine = hoist.torch.wrap(make(), config)
+        engine.sleep()
+        if rank == 0:
+            time.sleep(2)
+            os._exit(3)
+        try:
+            {call}
+        except hoist.Error as error:
+            print(json.dumps([type(error).__name__, str(error)]), flush=True)
+        os._exit(0)
+    """, tmp_path / "meet", with_room(settings))
+    try:
+        out, error = processes[1].communicate(timeout=90)
+        kind, text = json.loads(out.splitlines()[-1])
+        assert kind == "CommError" and "torch.distributed's store (rank 0, or torchrun's agent at MASTER_ADDR) has ended" in text, text
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def test_ranks_that_built_different_parameters_are_refused(settings, tmp_path):
     """As programs do whose rank 0 alone reads the weights."""
     for text in texts_of("""

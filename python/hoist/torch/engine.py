@@ -499,11 +499,12 @@ class Engine(StandsForModel, DeepSpeedNames):
         """[C] Continues from a named checkpoint, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine, or a call that was interrupted."""
         self._passes.turns.require_outside("restore()")
-        if self._unit_manager.is_alive:
-            self._unit_manager.require_commit(name)
-        self._passes.give_up()
-        with self._passes.turns.of("restore()"):
-            return self._restore(name)
+        with channels.start(distributed.ranks_at_start(self.config)):
+            if self._unit_manager.is_alive:
+                self._unit_manager.require_commit(name)
+            self._passes.give_up()
+            with self._passes.turns.of("restore()"):
+                return self._restore(name)
 
     def _restore(self, name: str) -> int:
         if self._parameters.was_released:
