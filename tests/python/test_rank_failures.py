@@ -526,10 +526,18 @@ def test_the_end_of_the_process_that_holds_the_store_is_named(settings, tmp_path
     try:
         out, error = processes[1].communicate(timeout=90)
         kind, text = json.loads(out.splitlines()[-1])
-        assert kind == "CommError" and "torch.distributed's store (rank 0, or torchrun's agent at MASTER_ADDR) has ended" in text, text
+        assert kind == "CommError" and "the process that holds torch.distributed's store (rank 0, or torchrun's" in text, text
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.parametrize("argument, shown", [("resume=True", "resume=True"), ("weights='nowhere'", "weights=...")])
+def test_an_argument_that_one_rank_alone_passes_is_named(settings, tmp_path, argument, shown):
+    for text in texts_of(f"""
+        hoist.torch.wrap(make(), config, **(dict({argument}) if rank == 1 else {{}}))
+    """, tmp_path / "meet", with_room(settings)):
+        assert text.startswith(f"UsageError: rank 1 passes {shown}, and rank 0 does not: pass it on every rank"), text
 
 
 def test_ranks_that_built_different_parameters_are_refused(settings, tmp_path):

@@ -192,7 +192,7 @@ class Offloaded:
         def doing() -> str:
             return getattr(of(), "call", "")
 
-        met = distributed.MetRanks()
+        met = distributed.MetRanks(["resume=True"] if resume else [])
         make, size = distributed.channels_over(members, config, met, doing)
         make_job, job_size = distributed.channels_over(job, config, met, doing) if len(job) > len(members) else (None, 0)
         self._config = config

@@ -91,7 +91,10 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
         self.eviction_was_said = False
-        self._met = distributed.MetRanks()
+        self._met = distributed.MetRanks(argument for argument, is_passed in (
+            ("resume=True", resume), ("load_later=True", load_later and not resume),
+            ("weights=...", weights is not None and mesh is None),  # with a mesh, not of every group's layers
+            ("deepspeed=...", deepspeed is not None and mesh is None)) if is_passed)
         self._handled_at_start = id(program_end.handled_error())  # not by what the engine does
         self._boundary: bool | None = None
         self._refuse_second_schedule(scheduler)
@@ -637,7 +640,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         taken is given up, with a warning. The module's parameters stay, without values.
 
         On several ranks, after a pass that an exception ended, or in an `except` or `finally` block: others that wait for this
-        rank stop with a CommError, which says why. In a process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
+        rank stop with a CommError, which says why. In a process that was forked later (os.fork, a DataLoader's worker) this does
+        nothing; other calls are UsageErrors there.
         """
         if self._passes.pass_error:
             program_end.abandon(self._unit_manager, self._has_others, self._passes.pass_error)

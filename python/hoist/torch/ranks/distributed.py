@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -77,14 +77,24 @@ def ranks_at_start(config: _hoist.Config) -> range:
 
 
 class MetRanks:
-    """The ranks that an engine has met, of each of its groups."""
+    """The ranks that an engine has met, of each of its groups. `arguments`: what this rank passes, such as "resume=True", of the
+    arguments that all ranks pass or none."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Iterable[str]) -> None:
+        self.arguments = list(arguments)
         self._of: dict[tuple[int, ...], Ranks] = {}
         self._process = os.getpid()
 
     def add(self, ranks: Ranks) -> None:
         self._of[ranks.members] = ranks
+
+    def refuse_other_arguments(self, ranks: Ranks, passed: Sequence[list[str]]) -> None:
+        """`passed`: by each rank."""
+        for first, arguments in zip(ranks.members, passed, strict=True):
+            for argument in arguments:
+                if without := [rank for rank, theirs in zip(ranks.members, passed, strict=True) if argument not in theirs]:
+                    raise _hoist.UsageError(f"rank {first} passes {argument}, and rank {without[0]} does not: pass it on every "
+                                            "rank, or on none. Each looks for its files on its own drive, which may be empty")
 
     def tell(self, why: str) -> None:
         """After the engine's end: to those that find this rank's connections closed."""
@@ -157,14 +167,14 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) ->
     slices = (dist.get_rank(),) if tensor_parallel is None else _members_of(tensor_parallel, "tensor_parallel")
     ranks = Ranks(timedelta(seconds=config.comm_timeout_seconds), range(dist.get_world_size()), str)
     try:
-        ranks.meet(json.dumps(members))
-        words = ranks.words()
+        ranks.meet(json.dumps({"mesh": members}))
+        everyones = [json.loads(word).get("mesh") for word in ranks.words()]
     except RuntimeError as error:
         remedy = ". Every rank of the job passes mesh=..." if ranks.why() is None else ""
         raise _hoist.CommError(f"on rank {dist.get_rank()} of the job: {error}{remedy}") from None
-    if "" in words:
-        raise _hoist.UsageError(f"rank {words.index('')} does not pass mesh=..., which every rank of the job passes, or none")
-    everyones = [tuple(json.loads(word)) for word in words]
+    if None in everyones:
+        raise _hoist.UsageError(
+            f"rank {everyones.index(None)} does not pass mesh=..., which every rank of the job passes, or none")
     for rank, theirs in enumerate(everyones):
         if rank not in theirs or any(everyones[other] != theirs for other in theirs):
             raise _hoist.UsageError(f"rank {rank} passes the ranks {list(theirs)} as its mesh, and they do not all pass the same")
@@ -190,9 +200,12 @@ def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
     def make() -> Channel:
         ranks = Ranks(timeout, members, doing)
         try:
-            ranks.meet()
-            if with_mesh := [str(members[rank]) for rank, word in enumerate(ranks.words()) if word]:  # in sharding_group_of()
+            ranks.meet(json.dumps({"arguments": met.arguments}))
+            words = [json.loads(word) for word in ranks.words()]
+            # Of those that are in sharding_group_of() meanwhile.
+            if with_mesh := [member for member, word in zip(members, words, strict=True) if "mesh" in word]:
                 raise _hoist.UsageError(f"rank {with_mesh[0]} passes mesh=..., which every rank of the job passes, or none")
+            met.refuse_other_arguments(ranks, [word["arguments"] for word in words])
             channel = Channel(ranks, "ranks", range(size))
             met.add(ranks)
             return channel

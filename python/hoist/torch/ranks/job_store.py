@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store that torch.distributed was initialized with, for ranks that may be cut off from the process that holds it.
 
-PyTorch's calls wait for its answer without a limit, so a thread of their own makes them, and whoever asks waits for a few seconds.
-A thread whose call gets no answer is left behind, also at the program's end. Nobody asks it again before it has one.
+PyTorch's calls wait for its answer without a limit. A thread of its own makes them here, and a caller waits some seconds for it.
+A thread whose call gets no answer is left behind, also at the program's end. Until it has one, calls fail at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ANSWER_SECONDS = 3.0
 
 class StoreLost(RuntimeError):
     def __init__(self, why: str):
-        super().__init__("the process that holds torch.distributed's store (rank 0, or torchrun's agent at MASTER_ADDR) has ended "
-                         f"or cannot be reached; its log has the reason ({why})")
+        super().__init__("the process that holds torch.distributed's store (rank 0, or torchrun's agent at MASTER_ADDR) has "
+                         f"ended or cannot be reached; its log has the reason ({why})")
 
 
 def _answer(questions: queue.SimpleQueue[Any]) -> None:
