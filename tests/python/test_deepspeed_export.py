@@ -18,6 +18,7 @@ import hoist.optim
 import hoist.store
 import hoist.torch
 import hoist.torch.deepspeed
+from hoist.torch.checkpoint import directories
 from hoist.torch.deepspeed import universal
 from hoist.torch.deepspeed.__main__ import main as command
 
@@ -162,7 +163,7 @@ def test_a_lock_that_cannot_be_opened_is_said_with_its_path(tmp_path, monkeypatc
         def fail(*_):
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(universal, "open", fail, raising=False)
+        monkeypatch.setattr(directories, "open", fail, raising=False)
         with pytest.raises(hoist.IoError) as caught:
             hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
         return str(caught.value)
@@ -229,3 +230,21 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="no space"):
             hoist.torch.deepspeed.export(store, to, ADAMW)
     assert not (tmp_path / "out").exists() and os.listdir(tmp_path / "mine") == []
+
+
+@pytest.mark.parametrize("where", ["afile", "afile/x", "link"])
+def test_a_directory_that_cannot_be_made_is_said(tmp_path, where):
+    (tmp_path / "afile").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(hoist.IoError, match=f"making the directory {tmp_path / where} failed: .*choose another directory"):
+        hoist.torch.deepspeed.export(trained_store(tmp_path / "store"), tmp_path / where, ADAMW)
+
+
+def test_a_refused_export_leaves_no_parents(tmp_path, monkeypatch):
+    store = trained_store(tmp_path / "store")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=0))
+    for to in (tmp_path / "a" / "b" / "c", tmp_path / "mine" / "d" / "e"):
+        with pytest.raises(hoist.IoError, match="are free"):
+            hoist.torch.deepspeed.export(store, to, ADAMW)
+    assert not (tmp_path / "a").exists() and os.listdir(tmp_path / "mine") == []

@@ -358,6 +358,32 @@ def test_a_full_drive_leaves_the_old_model(tmp_path, monkeypatch, case):
     assert models.found_in(models.directory) == "new" and not os.path.exists(folder)
 
 
+@pytest.mark.parametrize("when", ["write", "move"])
+def test_two_saves_into_one_directory_do_not_mix(tmp_path, monkeypatch, when):
+    """The second is refused up to the end, and the first is complete."""
+    models, place = Models(tmp_path / "out", "40KB", changed=True), {"write": (pretrained_export._Files, "write"),
+                                                                     "move": (pretrained_export, "_move_up")}[when]
+    (tmp_path / "out" / "model.partial").mkdir()  # of a save that was killed
+    (tmp_path / "out" / "model.partial" / "model.safetensors").touch()
+    (tmp_path / "out" / "model.partial.lock").touch()
+    go_on = getattr(*place)
+    with (hoist.torch.wrap(models.new, config_of(tmp_path / "nvme")) as engine,
+          hoist.torch.wrap(copy.deepcopy(models.old), config_of(tmp_path / "other")) as other):
+
+        def save_again(*arguments):
+            monkeypatch.setattr(*place, go_on)
+            with pytest.raises(hoist.UsageError, match=r"another save_pretrained\(\) writes into .*out"):
+                save_pretrained(other, models.directory)
+            go_on(*arguments)
+
+        monkeypatch.setattr(*place, save_again)
+        save_pretrained(engine, models.directory)
+        assert getattr(*place) is go_on and models.found_in(models.directory) == "new"
+        assert not [name for name in os.listdir(models.directory) if "partial" in name]
+        save_pretrained(other, models.directory)
+    assert models.found_in(models.directory) == "old"
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
 def test_directories_that_cannot_be_flushed(tmp_path, monkeypatch, code):
     """Mounts of object stores refuse fsync() of a directory. A file that cannot be flushed is an error."""

@@ -7,9 +7,7 @@ there than ZeRO 3 does. Memory: one parameter's values at a time.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import logging
 import math
 import os
@@ -18,8 +16,7 @@ import re
 import shutil
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +25,7 @@ from hoist import _hoist
 from hoist.commit_values import from_json, read_state
 from hoist.optim.groups import rates_of
 from hoist.torch.checkpoint.checkpoints import io_error, sync, write_durably
+from hoist.torch.checkpoint.directories import made_and_locked
 from hoist.torch.deepspeed.checkpoint import KEYS, OWN_KEYS
 from hoist.torch.deepspeed.files import shown
 
@@ -77,44 +75,6 @@ def _save(values: Any, *path: str) -> None:
     pickle_module = types.SimpleNamespace(Pickler=_Pickler, __name__="pickle")
     write_durably(
         os.path.join(*path), lambda file: torch.save(values, file, pickle_module=pickle_module))
-
-
-@contextlib.contextmanager
-def _lock(directory: str) -> Iterator[None]:
-    """Holds the lock of a file that is in the directory only meanwhile; one that a killed export left is taken over. Errors:
-    UsageError if another export holds it; IoError."""
-    path = os.path.join(directory, "latest_universal.lock")
-    while True:
-        with _open_lock(path) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _hoist.UsageError(f"another export writes into {directory}: call export() on one rank only, or choose "
-                                        "another directory") from None
-            except OSError as error:  # a file system without locks, as Lustre and NFS may be mounted
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                    raise
-            try:
-                is_there = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-            except FileNotFoundError:
-                is_there = False
-            if not is_there:
-                continue  # its holder has removed it meanwhile
-            try:
-                yield
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            return
-
-
-def _open_lock(path: str) -> IO[bytes]:
-    try:
-        return open(path, "ab")
-    except OSError as error:
-        others = isinstance(error, PermissionError) and os.path.exists(path)
-        hint = " (it is another user's: if no export runs, remove it)" if others else ""
-        raise io_error(error.errno or errno.EIO, path, f"opening {path} failed: {error.strerror}{hint}") from error
 
 
 def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: ConfigSource, *, step: int | None = None,
@@ -192,27 +152,17 @@ class _Export:
         if os.path.basename(tag) != tag or tag in ("", ".", ".."):
             raise _hoist.UsageError(f"'{tag}' is no name of a directory below {to}")
         directory, partial = os.path.join(to, tag), os.path.join(to, tag + ".partial")
-        is_new = not os.path.exists(to)
-        os.makedirs(to, exist_ok=True)
-        try:
-            with _lock(to):
-                if os.path.exists(directory):
-                    raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
+        with made_and_locked(to, "latest_universal.lock", "export", "call export() on one rank only"):
+            if os.path.exists(directory):
+                raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                self._write_checkpoint(partial)
+                os.rename(partial, directory)
+            finally:
                 shutil.rmtree(partial, ignore_errors=True)
-                try:
-                    self._write_checkpoint(partial)
-                    os.rename(partial, directory)
-                finally:
-                    shutil.rmtree(partial, ignore_errors=True)
-                sync(to)  # the pointer must not name what a crash takes back
-                if is_new:
-                    sync(os.path.dirname(os.path.abspath(to)))
-                write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
-        except BaseException:
-            if is_new:
-                with contextlib.suppress(OSError):
-                    os.rmdir(to)
-            raise
+            sync(to)  # the pointer must not name what a crash takes back
+            write_durably(os.path.join(to, "latest_universal"), lambda file: file.write(tag.encode()))
         return directory
 
     def _write_checkpoint(self, directory: str) -> None:

@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hoist import _hoist
 from hoist.torch.checkpoint.checkpoints import sync
+from hoist.torch.checkpoint.directories import made_and_locked
 from hoist.torch.model.weight_files import NAMES
 from hoist.torch.pretrained.loading import IS_4
 from hoist.torch.ranks import distributed
@@ -222,23 +223,24 @@ _OLD = ".old"
 @contextlib.contextmanager
 def _new_model(directory: str) -> Iterator[str]:
     """A folder in `directory` for a model's files, which replace those of the model there when all are complete. If writing
-    them fails, the folder is removed, and the directory is as it was."""
+    them fails, the folder is removed, and the directory is as it was. Errors: UsageError if another program is at it."""
     folder = os.path.join(directory, _FOLDER)
-    _finish_move(folder, directory)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.makedirs(folder)
-    try:
-        card = os.path.join(directory, "README.md")
-        if os.path.exists(card):
-            shutil.copy(card, folder)  # PEFT adds to it
-        yield folder
-        for path, _, files in os.walk(folder):
-            sync(path, *(os.path.join(path, file) for file in files))
-    except BaseException:
+    with made_and_locked(directory, _FOLDER + ".lock", "save_pretrained()"):
+        _finish_move(folder, directory)
         shutil.rmtree(folder, ignore_errors=True)
-        raise
-    _move_up(folder, directory)  # if this fails, the files that were not moved stay in the folder
-    shutil.rmtree(folder)
+        os.makedirs(folder)
+        try:
+            card = os.path.join(directory, "README.md")
+            if os.path.exists(card):
+                shutil.copy(card, folder)  # PEFT adds to it
+            yield folder
+            for path, _, files in os.walk(folder):
+                sync(path, *(os.path.join(path, file) for file in files))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        _move_up(folder, directory)  # if this fails, the files that were not moved stay in the folder
+        shutil.rmtree(folder)
 
 
 def _move_up(folder: str, directory: str) -> None:
