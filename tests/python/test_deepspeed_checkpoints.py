@@ -297,6 +297,52 @@ def test_a_rate_of_two_groups_for_one(checkpoints, spoil, tmp_path, caplog):
     assert "learning rate" in refusal(path)
 
 
+def rates_by_parameter(path, groups, caplog, with_scheduler):
+    """What parameters go on with: the rate, and the rate that the scheduler began with. And the warnings."""
+    model = Tiny()
+    names = {id(p): name for name, p in model.named_parameters()}
+    named = [[names[id(p)] for p in group["params"]] for group in groups(model)]
+    caplog.clear()
+    with (caplog.at_level(logging.WARNING, "hoist"),
+          wrap_without_schedule("zero2-bf16", path.parent / "store", 0.005, model, groups=groups(model),
+                                deepspeed=path) as engine):
+        if with_scheduler:
+            engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
+        bases = engine.lr_scheduler.base_lrs if with_scheduler else [0.005] * 2
+        found = {name: (group["lr"], base) for of_group, group, base in zip(
+            named, engine.optimizer.param_groups, bases, strict=True) for name in of_group}
+    shutil.rmtree(path.parent / "store")
+    return found, caplog.text
+
+
+@pytest.mark.parametrize("with_scheduler", [False, True])
+def test_rates_go_to_the_groups_that_had_them(spoil, caplog, with_scheduler):
+    """Whatever the order of the groups is. Groups of other parameters have no rates there."""
+    path = spoil("zero2-bf16")
+    rates = iter([0.25, 0.5] * 2)
+    edit_groups(path, lambda group: group.update(lr=next(rates)))
+    change(path / "mp_rank_00_model_states.pt", lambda file: file.update(lr_scheduler=file["lr_scheduler"] | {
+        "base_lrs": [1.0, 2.0], "_last_lr": [0.25, 0.5], "last_epoch": 7}))
+
+    def other(model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [{"params": trained[:2]}, {"params": trained[2:]}]
+
+    same, _ = rates_by_parameter(path, groups_of, caplog, with_scheduler)
+    assert {rate for rate, _ in same.values()} == {0.25, 0.5}
+    reverse, _ = rates_by_parameter(path, lambda model: groups_of(model)[::-1], caplog, with_scheduler)
+    assert reverse == same
+    differ, text = rates_by_parameter(path, other, caplog, with_scheduler)
+    assert set(differ.values()) == {(0.005, 0.005)}
+    assert "had come to [0.25, 0.5], and the groups here have other parameters: [0.005, 0.005]" in text
+    assert "its scheduler has other rates for each parameter group" in text and "groups=..." in text
+    rates = iter([0.25] * 4)  # nothing depends on the groups then
+    edit_groups(path, lambda group: group.update(lr=next(rates)))
+    change(path / "mp_rank_00_model_states.pt", lambda file: file["lr_scheduler"].update(base_lrs=[1.0] * 2, _last_lr=[0.25] * 2))
+    alike, text = rates_by_parameter(path, other, caplog, with_scheduler)
+    assert {rate for rate, _ in alike.values()} == {0.25} and "other parameters" not in text
+
+
 def test_rates_of_a_configuration_s_schedule_begin_with_the_configuration(checkpoints, tmp_path, caplog):
     """The first commit has the base rates, as the commits after it, and its export has the rate of the next step."""
     cell = "zero3-bf16"

@@ -36,6 +36,7 @@ class Adoption:
         self._built: dict[int, torch.Tensor] = {}  # of frozen ones that the checkpoint leaves out
         self._differences: set[str] = set()
         self._group_count = max(1, len(options_of_group) - 1)
+        self._pairs: set[tuple[int, int]] = set()  # a group here, a group of the checkpoint with some of its parameters
         self._match(cut, places, sources, options_of_group, group_of)
 
     def __call__(self, parameter: int, state: _hoist.State, first: int, out: torch.Tensor) -> None:
@@ -69,7 +70,10 @@ class Adoption:
                     continue
                 used.add(there)
                 self._name[number] = there
-                self._compare(name, there, parameter, options_of_group[group_of.get(id(parameter), -1) + 1])
+                group = group_of.get(id(parameter), -1)
+                self._compare(name, there, parameter, options_of_group[group + 1])
+                if parameter.requires_grad:
+                    self._pairs.add((max(0, group), checkpoint.group_of[there]))
         unknown = sorted((checkpoint.parameters.keys() | checkpoint.frozen.keys()) - used)
         if missing or unknown:
             refuse(f"{checkpoint.path} is of another model: it lacks {missing[:5] or 'nothing'}"
@@ -148,6 +152,17 @@ class Adoption:
         return {"program": kept, "rates": rates, "schedule": schedule, "buffers": found,
                 "skipped_steps": max(0, checkpoint.global_steps - checkpoint.step)}
 
+    def _order(self) -> list[int] | None:
+        """The checkpoint's group for each group here, by their parameters; None if no order makes them the same. Pre: there are
+        as many."""
+        checkpoint, there_of = self._checkpoint, dict(self._pairs)
+        if checkpoint.ranks == 0 and set(checkpoint.group_of.values()) <= {0}:
+            return list(range(self._group_count))  # hoist's own exports, which do not say what is in which group
+        if not len(self._pairs) == len(there_of) == len(set(there_of.values())):
+            return None
+        others = iter(sorted(set(range(self._group_count)) - set(there_of.values())))  # of no trained parameter
+        return [there_of[here] if here in there_of else next(others) for here in range(self._group_count)]
+
     def _rates(self, asked: list[float], has_scheduler: bool) -> list[float]:
         """The checkpoint's rates, as DeepSpeed restores them. Warns of a difference if no scheduler will set others."""
         checkpoint = self._checkpoint
@@ -164,6 +179,13 @@ class Adoption:
                          "this program asks for, count. Pass groups=... as the DeepSpeed run did", shown(checkpoint.path), rates,
                          len(asked), asked)
             return asked
+        if len(set(rates)) > 1:
+            if (order := self._order()) is None:
+                _log.warning("%s: the learning rates of its parameter groups had come to %s, and the groups here have other "
+                             "parameters: %s, which this program asks for, count. Pass groups=... as the DeepSpeed run did",
+                             shown(checkpoint.path), rates, asked)
+                return asked
+            rates = [rates[there] for there in order]
         if rates != asked and not has_scheduler:
             _log.warning("learning rates: the DeepSpeed run had come to %s, and these count, as in DeepSpeed; this program asks "
                          "for %s. To change them, set 'lr' in engine.optimizer.param_groups", rates, asked)
@@ -186,9 +208,35 @@ class Adoption:
                              "groups=... as the DeepSpeed run did", shown(checkpoint.path), len(checkpoint.groups),
                              self._group_count)
                 return None
-            return scheduler
+            order = self._order()
+            if order is None and _differs_by_group(scheduler):
+                _log.warning("%s: its scheduler has other rates for each parameter group, and the groups here have other "
+                             "parameters: a scheduler begins anew. Pass groups=... as the DeepSpeed run did",
+                             shown(checkpoint.path))
+                return None
+            return scheduler if order is None else _in_order(scheduler, order)
         at = (scheduler or {}).get("last_batch_iteration")
         if own and isinstance(at, int) and at + 1 != checkpoint.step:
             _log.warning("%s: its schedule had made %d steps and its optimizer %d: the schedule goes on from the latter",
                          shown(checkpoint.path), at + 1, checkpoint.step)
         return None
+
+
+# What PyTorch's schedulers have a list of, with an entry for each parameter group.
+_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")
+
+
+def _differs_by_group(state: Any) -> bool:
+    """Whether the state of a scheduler, or of one inside of it, has different entries for parameter groups."""
+    if isinstance(state, dict):
+        return any(any(entry != value[0] for entry in value) if key in _OF_GROUPS and isinstance(value, list) else
+                   _differs_by_group(value) for key, value in state.items())
+    return isinstance(state, (list, tuple)) and any(map(_differs_by_group, state))
+
+
+def _in_order(state: Any, order: list[int]) -> Any:
+    """The state of a scheduler with its parameter groups in another order."""
+    if isinstance(state, dict):
+        return {key: [value[there] for there in order] if key in _OF_GROUPS and isinstance(value, list)
+                and len(value) == len(order) else _in_order(value, order) for key, value in state.items()}
+    return [_in_order(each, order) for each in state] if isinstance(state, (list, tuple)) else state
