@@ -100,4 +100,5 @@ def values_of(checkpoint, name, state):
 
 
 def states_in(file):
-    return file["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
+    optimizer = file["optimizer_state_dict"]
+    return optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))["state"].values()

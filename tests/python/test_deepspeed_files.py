@@ -110,6 +110,27 @@ def test_another_optimizer(checkpoints, tmp_path, spoil):
     assert "of another optimizer than Adam: its states are exp_avg_sq, momentum_buffer, step" in refusal(path)
 
 
+@pytest.mark.parametrize("cell", ["zero1-fp16", "zero2-fp16", "zero3-fp16"])
+def test_a_run_that_has_skipped_all_its_steps(spoil, cell):
+    """Its optimizer has masters, and states without moments."""
+    path = spoil(cell)
+    for file in path.glob("*optim_states.pt"):
+        change(file, lambda loaded: [state.clear() for state in states_in(loaded)])
+    files = list(path.glob("*model_states.pt"))
+    for file in files:
+        change(file, lambda loaded: loaded.update(skipped_steps=loaded["global_steps"]))
+    checkpoint = hoist.torch.deepspeed.open(path)
+    assert checkpoint.step == 0 and checkpoint.global_steps > 0
+    with wrap(cell, path.parent / "store", deepspeed=path) as engine:
+        assert engine.step_count == 0 and engine.global_steps == checkpoint.global_steps
+        for name in checkpoint.parameters:
+            assert torch.equal(engine.read(name).view(-1), values_of(checkpoint, name, STATES[0]))
+            assert not engine.read(name, STATES[1]).any()
+    for file in files:
+        change(file, lambda loaded: loaded.update(skipped_steps=loaded["global_steps"] - 1))
+    assert "holds no optimizer states, and the run had made 1 steps" in refusal(path, cell)
+
+
 def test_parameters_that_deepspeed_aligned(checkpoints, spoil):
     """With "parameter_alignment" each parameter of ZeRO 1 and 2 begins at a multiple of 16 bytes."""
     path = spoil("zero2-bf16")

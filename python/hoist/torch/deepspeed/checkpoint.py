@@ -219,7 +219,8 @@ def _rank_of(path: str, optimizer: dict[str, Any], stage: int) -> _Rank:
     flat = optimizer.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(base, dict) or not isinstance(flat, list) or not isinstance(base.get("param_groups"), list):
         refuse(f"{path} holds no masters of ZeRO stage {stage}: it was written by another version of DeepSpeed, or changed")
-    states: dict[int, dict[str, torch.Tensor]] = base.get("state") or {}
+    # Empty ones are of a run that has skipped all its steps so far.
+    states: dict[int, dict[str, torch.Tensor]] = {index: state for index, state in (base.get("state") or {}).items() if state}
     flat = [_flat(values, path, "masters") for values in flat]
     for index, state in states.items():
         if not isinstance(index, int) or not 0 <= index < len(flat):
