@@ -11,6 +11,7 @@ from torch import nn
 
 import hoist
 import hoist.torch
+from hoist.torch.model.weight_files import FLOAT8
 from models import on_device_of_tests
 from training import make, train
 
@@ -62,6 +63,41 @@ def test_buffers_go_through_files_of_weights(settings, tmp_path, dtype):
     refused({"layers.1.running_mean": torch.zeros(7)}, hoist.UsageError, r"'layers.1.running_mean' is F32 \[7\], and the model's")
     refused({"mask": torch.zeros(2)}, hoist.UsageError, r"'mask' is F32 \[2\], and the model's buffer is torch.bool")
     refused({"layers.9.running_mean": torch.zeros(7)}, hoist.SafetensorsError, "'layers.9.running_mean' is not a parameter")
+
+
+def test_parameters_without_elements_go_through_files_of_weights(settings, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def model_of(rows=4):
+        model = nn.Sequential(nn.Linear(WIDTH, 2))
+        model.register_parameter("none", nn.Parameter(torch.empty(0, rows)))
+        return model
+
+    with hoist.torch.wrap(model_of(), settings("first")) as engine:
+        engine.export(tmp_path / "exported")
+        expected = engine.state_dict()
+    found = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
+    assert found["none"].shape == (0, 4)
+    model_of().load_state_dict(found)
+    with hoist.torch.wrap(model_of(), settings("second"), weights=tmp_path / "exported") as engine:
+        assert_same(engine.state_dict(), expected)
+    with pytest.raises(hoist.UsageError, match=r"'none' is \[0, 4\], and the model's parameter \[0, 5\]"):
+        hoist.torch.wrap(model_of(5), settings("third"), weights=tmp_path / "exported")
+
+
+@pytest.mark.cpu_tensors("it has no numbers of 8 bits")
+def test_buffers_of_float8_go_through_files_of_weights(settings, tmp_path):
+    def model_of(fill):
+        model = make()
+        for name, dtype in FLOAT8.items():
+            model.register_buffer(name, torch.full((3, 2), fill).to(dtype))
+        return model
+
+    with hoist.torch.wrap(model_of(4.0), settings("first")) as engine:
+        engine.export(tmp_path / "exported")
+    with hoist.torch.wrap(model_of(2.0), settings("second"), weights=tmp_path / "exported") as engine:
+        for name, dtype in FLOAT8.items():
+            assert getattr(engine.module, name).dtype == dtype and (getattr(engine.module, name).float() == 4).all(), name
 
 
 @pytest.mark.cpu_tensors("it has no complex numbers and no sparse tensors")

@@ -17,6 +17,8 @@ import hoist
 import hoist.torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
 from hoist.torch.checkpoint import checkpoints  # noqa: E402
 from hoist.torch.pretrained import export as pretrained_export  # noqa: E402
 from hoist.torch.transformers import from_pretrained, save_pretrained  # noqa: E402
@@ -356,6 +358,34 @@ def test_a_full_drive_leaves_the_old_model(tmp_path, monkeypatch, case):
         assert models.found_in(folder) == "new", "what could not be moved is kept"
         save_pretrained(engine, models.directory)
     assert models.found_in(models.directory) == "new" and not os.path.exists(folder)
+
+
+def test_what_a_model_has_beside_its_weights_is_saved(tmp_path, caplog):
+    """Numbers of 8 bits and parameters without elements. What files cannot hold is left out, with a warning."""
+    model, _ = saved(tmp_path / "hub")
+    model.register_buffer("eight", torch.ones(3).to(torch.float8_e4m3fn))
+    model.register_buffer("wide", torch.ones(3, dtype=torch.complex128))
+    model.register_buffer("conjugate", torch.ones(3, dtype=torch.complex64).conj())
+    model.register_parameter("none", torch.nn.Parameter(torch.empty(0, 4)))
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        save_pretrained(engine, tmp_path / "out")
+        expected = {name: values for name, values in engine.state_dict().items() if name != "wide"}
+    assert "buffer 'wide' is left out: safetensors files cannot hold torch.complex128" in caplog.text
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys() - {"lm_head.weight"}  # which is tied
+    for name, values in found.items():
+        assert values.dtype == expected[name].dtype and values.shape == expected[name].shape, name
+    assert (found["eight"].float() == 1).all() and torch.equal(found["conjugate"], expected["conjugate"])
+    from_pretrained(transformers.LlamaForCausalLM, tmp_path / "out")  # which lacks them
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    _, hub = saved(tmp_path / "hub", shards="1GB")
+    path = os.path.join(hub, "model.safetensors")
+    tensors = load_file(path)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
+    with pytest.raises(hoist.UsageError, match=r"'model\.norm\.weight' is torch\.float8_e4m3fn; quantized weights are not"):
+        from_pretrained(transformers.LlamaForCausalLM, hub)
 
 
 @pytest.mark.parametrize("when", ["write", "move"])

@@ -229,7 +229,8 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int) -> None:
         if weights is not None:
-            others, fill = weight_files.read_buffers(weights, self.module, dict(self._parameters.persistent_buffers(False)))
+            others, fill = weight_files.read_buffers(weights, self.module, dict(self._parameters.persistent_buffers(False)),
+                                                     dict(self._parameters.empty()))
             self._unit_manager.initialize_from(weights, self._cut.aliases, others)
             fill()
         else:

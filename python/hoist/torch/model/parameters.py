@@ -482,7 +482,7 @@ class Parameters:
             result[name] = self.stored_values_of(name) if dtype is None else as_type(self.masters_of(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
-        result.update({n: p.detach().clone() for n, p in self._empty()})
+        result.update({n: p.detach().clone() for n, p in self.empty()})
         result.update({n: b.detach().clone() for n, b in self.persistent_buffers(remove_duplicate=False)})
         result.update({name: module.get_extra_state() for name, module in self._with_extra_state()})
         return result
@@ -493,16 +493,21 @@ class Parameters:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield (f"{prefix}._extra_state" if prefix else "_extra_state"), module
 
-    def _empty(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def empty(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters without elements, which no unit has."""
         return ((n, p) for n, p in self._module.named_parameters(remove_duplicate=False) if p.numel() == 0)
+
+    def others_in_files(self) -> dict[str, torch.Tensor]:
+        """What files of weights hold beside the parameters of units."""
+        empty = ((name, torch.empty_like(p, device="cpu")) for name, p in self.empty())  # also of those on the meta device
+        return dict(weight_files.without_unknown(itertools.chain(empty, self.persistent_buffers())))
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
         self._between_passes()
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
         others = dict(self._with_extra_state())
-        known = {*self._number, *aliases, *buffers, *others, *(name for name, _ in self._empty())}
+        known = {*self._number, *aliases, *buffers, *others, *(name for name, _ in self.empty())}
         unknown = sorted(set(state) - known)
         wanted = set(self._number) | {name for name, _ in self.persistent_buffers()}
         missing = sorted(wanted - set(state) - {aliases[a] for a in aliases if a in state})
@@ -525,7 +530,7 @@ class Parameters:
         self.names_in_model()
         if dtype not in DTYPES:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
-        buffers, _alive = weight_files.file_tensors(self.persistent_buffers())
+        buffers, _alive = weight_files.file_tensors(self.others_in_files().items())
         return self._unit_manager.export(directory, DTYPES[dtype], shard_bytes_max, buffers)
 
 

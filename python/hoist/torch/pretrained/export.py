@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hoist import _hoist
 from hoist.torch.checkpoint.checkpoints import sync
 from hoist.torch.checkpoint.directories import made_and_locked
-from hoist.torch.model.weight_files import NAMES
+from hoist.torch.model.weight_files import NAMES, plain
 from hoist.torch.pretrained.loading import IS_4
 from hoist.torch.ranks import distributed
 
@@ -90,20 +90,20 @@ def refuse_adapters(model: Any, world_size: int) -> None:
 def write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
     """[C] Pre: within work_of_one_rank()."""
     engine._parameters.names_in_model()  # refuses another model than the one that was wrapped
-    planned, parts = _plan(engine)
-    buffers = dict(engine._parameters.persistent_buffers())
+    others = engine._parameters.others_in_files()
+    planned, parts = _plan(engine, others)
     kept = distributed.KeptError()
     files = None if folder is None else kept.call(functools.partial(_Files, folder, planned, max_shard_size))
     with files or contextlib.nullcontext():
         for part in parts:
-            values = {name: buffers[name] if name in buffers else engine._parameters.read_as_stored(name) for name in part}
+            values = {name: others[name] if name in others else engine._parameters.read_as_stored(name) for name in part}
             if files is not None:
                 kept.call(functools.partial(files.write, engine.module, values))
     kept.raise_it()
 
 
-def _plan(engine: Engine) -> tuple[Tensors, list[list[str]]]:
-    """The tensors of the files, without values, and which parameters and buffers to convert together: each alone, if that
+def _plan(engine: Engine, others: Tensors) -> tuple[Tensors, list[list[str]]]:
+    """The tensors of the files, without values, and which parameters and `others` to convert together: each alone, if that
     makes the same tensors, or a unit, or all."""
     model = engine.module
     units: dict[int, list[str]] = {}
@@ -111,8 +111,8 @@ def _plan(engine: Engine) -> tuple[Tensors, list[list[str]]]:
     for name, shape, dtype in engine._parameters.shapes():
         units.setdefault(engine._parameters.unit_of(name), []).append(name)
         tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-    for name, buffer in engine._parameters.persistent_buffers():
-        tensors[name] = torch.empty_like(buffer, device="meta")
+    for name, other in others.items():
+        tensors[name] = torch.empty_like(other, device="meta")
 
     def made_of(parts: Iterable[list[str]]) -> Tensors:
         made: Tensors = {}
@@ -128,7 +128,7 @@ def _plan(engine: Engine) -> tuple[Tensors, list[list[str]]]:
     for unit in units.values():
         alone = [[name] for name in unit]
         parts += alone if is_same(made_of(alone), made_of([unit])) else [unit]
-    parts += [[name] for name, _ in engine._parameters.persistent_buffers()]
+    parts += [[name] for name in others]
     made = made_of(parts)
     return (made, parts) if is_same(made, whole) else (whole, [list(tensors)])
 
@@ -205,7 +205,7 @@ class _Files:
         """Values under the model's own names, which have others in files."""
         for name, tensor in _as_in_files(model, values).items():
             descriptor, offset = self._place[name]
-            raw: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            raw: Any = plain(tensor).view(-1).view(torch.uint8).numpy()
             data = memoryview(raw)
             while len(data) > 0:
                 written = os.pwrite(descriptor, data[:1 << 30], offset)

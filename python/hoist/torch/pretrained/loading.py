@@ -39,7 +39,7 @@ from transformers.utils import (
 )
 
 from hoist import _hoist
-from hoist.torch.model.weight_files import TYPES, can_be_mapped
+from hoist.torch.model.weight_files import FLOAT8, TYPES, can_be_mapped
 
 __all__ = ["from_pretrained"]
 
@@ -160,27 +160,27 @@ class _Mapped:
     """A tensor of a safetensors file. Its pages are given back with the tensor."""
 
     def __init__(self, path: str, identity: tuple[int, ...], data_offset: int, entry: dict[str, Any]):
-        self._path = path
+        self.path = path
         self._identity = identity
         self._begin, end = (data_offset + offset for offset in entry["data_offsets"])
         self._bytes = end - self._begin
-        self._dtype = TYPES[entry["dtype"]]
+        self.dtype = TYPES[entry["dtype"]]
         self._shape = entry["shape"]
 
     def __call__(self) -> torch.Tensor:
         if self._bytes == 0:
-            return torch.empty(self._shape, dtype=self._dtype, device="cpu")
+            return torch.empty(self._shape, dtype=self.dtype, device="cpu")
         before = self._begin % mmap.ALLOCATIONGRANULARITY
-        with open(self._path, "rb") as file:
+        with open(self.path, "rb") as file:
             if _identity_of(file.fileno()) != self._identity:
-                raise _hoist.UsageError(f"{self._path} was written anew since the model was made from it, and before its weights "
+                raise _hoist.UsageError(f"{self.path} was written anew since the model was made from it, and before its weights "
                                         "were read: make the model again, with from_pretrained")
             pages = mmap.mmap(file.fileno(), before + self._bytes, access=mmap.ACCESS_COPY, offset=self._begin - before)
         pages.madvise(mmap.MADV_WILLNEED)
         raw = torch.frombuffer(pages, dtype=torch.uint8, offset=before, count=self._bytes)
-        if self._begin % self._dtype.itemsize:
+        if self._begin % self.dtype.itemsize:
             raw = raw.clone()  # a header of an odd length
-        return raw.view(self._dtype).view(self._shape)
+        return raw.view(self.dtype).view(self._shape)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -206,10 +206,10 @@ def _reads_of(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] 
         if target not in wanted:
             continue  # transformers has reported it
         if pattern is None:
-            result[target] = partial(_read_as, wanted[target].dtype, tensors[key])
+            result[target] = _reading(wanted[target].dtype, key, tensors[key])
         else:
             group = groups.setdefault(target, _Converted(model, target, converter_of[pattern]))
-            group.add(key, pattern, partial(_read_as, wanted[target].dtype, tensors[key]))
+            group.add(key, pattern, _reading(wanted[target].dtype, key, tensors[key]))
     for group in groups.values():
         for target in group.targets(wanted):
             result[target] = partial(group.take, target)
@@ -229,11 +229,18 @@ def _reads_of_4(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str
         list(tensors), key_mapping, loading_base_model_from_task_state_dict=in_files and not in_model,
         loading_task_model_from_base_state_dict=in_model and not in_files)
     wanted = model.state_dict()
-    return {name: partial(_read_as, wanted[name].dtype, tensors[key]) for key, name in names.items() if name in wanted}
+    return {name: _reading(wanted[name].dtype, key, tensors[key]) for key, name in names.items() if name in wanted}
+
+
+def _reading(dtype: torch.dtype, key: str, read: Read) -> Read:
+    """Reads a tensor in the type that the model has it in: transformers casts before it converts. Errors: UsageError for 8 bits
+    of a tensor that the model has in more: quantized weights, which have scales."""
+    if isinstance(read, _Mapped) and read.dtype in FLOAT8.values() and dtype not in FLOAT8.values():
+        raise _hoist.UsageError(f"{read.path}: '{key}' is {read.dtype}; quantized weights are not supported here")
+    return partial(_read_as, dtype, read)
 
 
 def _read_as(dtype: torch.dtype, read: Read) -> torch.Tensor:
-    """A tensor in the type that the model has it in: transformers casts before it converts."""
     return read().to(dtype)
 
 
