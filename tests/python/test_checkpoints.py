@@ -296,6 +296,7 @@ def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
         engine.load_checkpoint(tmp_path / "f")
     with pytest.raises(hoist.StoreError, match="another one"):  # the name is kept, of another directory's step
         (tmp_path / "d" / "b").mkdir(parents=True)
+        (tmp_path / "d" / "b" / "client_state-1.pt").touch()
         engine.load_checkpoint(tmp_path / "d", tag="b")
     (tmp_path / "e" / "global_step7").mkdir(parents=True)
     (tmp_path / "e" / "global_step7" / "mp_rank_00_model_states.pt").touch()
@@ -309,6 +310,32 @@ def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
     engine, *_ = initialize(settings(store="other"))
     with pytest.raises(hoist.StoreError, match=r"other/hoist keeps no step 'a': a run begins there\. The model"):
         engine.load_checkpoint(tmp_path / "c")
+    engine.close()
+
+
+def test_damaged_small_files_are_said_with_the_path(settings, tmp_path):
+    """And with what still continues."""
+    engine, *_ = initialize(settings())
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "c", client_state={"epoch": 1})
+    latest, client = tmp_path / "c" / "latest", tmp_path / "c" / "global_step1" / "client_state-1.pt"
+
+    def refusal():
+        with pytest.raises(hoist.StoreError) as caught:
+            engine.load_checkpoint(tmp_path / "c")
+        return str(caught.value)
+
+    whole = client.read_bytes()
+    for count in (0, 10, len(whole) // 2):
+        client.write_bytes(whole[:count])
+        assert f"{client} cannot be loaded (" in (said := refusal()) and "damaged, restore('global_step1') continues" in said
+    client.unlink()
+    assert f"is number 1, and {client} is missing; restore('global_step1') continues" in refusal()
+    client.write_bytes(whole)
+    for content in (b"a\0", b"\xff\xfe", b"", b"../c/global_step1"):
+        latest.write_bytes(content)
+        assert f"{latest} holds '" in (said := refusal()) and "name one with tag=..." in said
+    assert engine.load_checkpoint(tmp_path / "c", tag="global_step1")[1] == {"epoch": 1}
     engine.close()
 
 

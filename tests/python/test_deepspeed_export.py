@@ -209,8 +209,8 @@ def test_a_finished_export_is_durable(tmp_path, monkeypatch):
     to = tmp_path / "new" / "out"
     written = hoist.torch.deepspeed.export(store, to, ADAMW)
     last = {path.replace(".partial", ""): entries for path, entries in synced}
-    for path, directories, files in os.walk(written):
-        assert last[path] == sorted(directories + files), path
+    for path, folders, files in os.walk(written):
+        assert last[path] == sorted(folders + files), path
         assert all(os.path.join(path, name) in last for name in files)
     assert last[str(to)] == ["global_step1", "latest_universal", "latest_universal.lock"]
     assert "out" in last[str(to.parent)]

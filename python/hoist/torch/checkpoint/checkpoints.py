@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hoist import _hoist
-from hoist.torch.deepspeed.files import shown
+from hoist.torch.deepspeed.files import line_of, refuse, shown
 from hoist.torch.ranks import distributed
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     engine._passes.refuse_part_of_step("save_checkpoint()")
     step = engine.step_count
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    parts = tag.split(os.sep)
-    if parts[0] in ("", _LATEST) or not {os.curdir, os.pardir}.isdisjoint(parts):
+    if not _is_below(tag):
         raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): a tag is the name of a directory below the one that is given, "
                                 f"beside the file `{_LATEST}`")
     if wrong := _hoist.wrong_step_name(tag):
@@ -81,6 +80,12 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
             write_durably(os.path.join(directory, _LATEST), lambda file: file.write(tag.encode()))
 
 
+def _is_below(tag: str) -> bool:
+    """Whether it names a directory below another one, beside the file `latest`."""
+    parts = tag.split(os.sep)
+    return parts[0] not in ("", _LATEST) and {os.curdir, os.pardir}.isdisjoint(parts)
+
+
 def _forget(folder: str, step: int) -> None:
     """Removes the client state of a step that the store has given up, and the folder if nothing else is in it."""
     try:
@@ -102,8 +107,10 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
         if not os.path.isfile(latest):
             _log.warning("there is no %s: nothing was loaded", latest)
             return None, None
-        with open(latest, encoding="utf-8") as file:
-            tag = file.read().strip()
+        with open(latest, encoding="utf-8", errors="surrogateescape") as file:
+            tag = file.read(4096).strip()
+        if not _is_below(tag) or shown(tag) != tag:
+            refuse(f"{latest} holds '{tag}', which is not the name of a checkpoint beside it: name one with tag=...")
     tag = str(tag)
     folder = os.path.join(directory, tag)
     if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
@@ -115,11 +122,16 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     engine._unit_manager.require_commit(tag)
     step = dict(engine._unit_manager.find_checkpoints())[tag]  # it may have been under way before
     client_file = _client_file(folder, step)
+    without = f"restore('{tag}') continues from that step without the program's state"
     if not os.path.isfile(client_file):
-        raise _hoist.StoreError(
-            f"the step that {engine.config.store_directory} keeps as '{tag}' is number {step}, and {folder} is of "
-            f"another one; restore('{tag}') continues from it without the program's state")
-    client_state = torch.load(client_file, map_location="cpu", weights_only=False)
+        others = glob.glob(_client_file(glob.escape(folder), "*"))
+        refuse(f"the step that {engine.config.store_directory} keeps as '{tag}' is number {step}, and "
+               + (f"{folder} is of another one" if others else f"{client_file} is missing") + f"; {without}")
+    try:
+        client_state = torch.load(client_file, map_location="cpu", weights_only=False)
+    except Exception as error:  # pickles raise any
+        raise _hoist.StoreError(shown(f"{client_file} cannot be loaded ({type(error).__name__}: {line_of(error)}). If it is "
+                                      f"damaged, {without}")) from error
     engine.restore(tag)
     return folder, client_state
 

@@ -71,11 +71,11 @@ def load(path: str, trusted: bool) -> Any:
     except pickle.UnpicklingError as error:
         _refuse_objects(path, error)
     except (RuntimeError, ValueError, EOFError, OSError, KeyError, ImportError, AttributeError) as error:
-        refuse(f"{path} cannot be read as a file of torch.save: {_line_of(error)}. It may be cut short or "
+        refuse(f"{path} cannot be read as a file of torch.save: {line_of(error)}. It may be cut short or "
                "damaged: copy it once more")
 
 
-def _line_of(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
@@ -86,7 +86,7 @@ def _refuse_objects(path: str, error: Exception) -> NoReturn:
         found = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
     if not found:
         advice = "" if can_be_mapped(path) else ". If you trust the file, pass trusted=True to hoist.torch.deepspeed.open()"
-        refuse(f"{path} cannot be read as a file of torch.save: {_line_of(error)}{advice}")
+        refuse(f"{path} cannot be read as a file of torch.save: {line_of(error)}{advice}")
     refuse(f"{path} holds objects of {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}, and making such objects may run "
            "any program: they are the program's own client state, or a version of DeepSpeed writes what 0.19 does not. If you "
            "trust the file, allow these classes with torch.serialization.add_safe_globals([...]), or everything with "

@@ -58,9 +58,9 @@ def file_tensors(buffers: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[File
 def read_buffers(path: str, model: nn.Module, persistent: dict[str, torch.Tensor],
                  empty: dict[str, torch.Tensor]) -> tuple[set[str], Callable[[], None]]:
     """The names in the files that are not for the engine and have their right there, and what fills the model's persistent
-    buffers. `empty`: parameters without elements. Tensors that are named like buffers that the model computes are passed over, and those that the model itself names
-    (transformers' _keys_to_ignore_on_load_unexpected). Errors: UsageError for a buffer of another shape, or of another type that
-    is not a floating-point number in both."""
+    buffers. `empty`: parameters without elements. Tensors that are named like buffers that the model computes are passed over,
+    and those that the model itself names (transformers' _keys_to_ignore_on_load_unexpected). Errors: UsageError for one of
+    another shape, and for a buffer of another type that is not a floating-point number in both."""
     found = _hoist.tensors_in(path)
     values: dict[str, torch.Tensor] = {}
     for name in persistent.keys() & found.keys():
