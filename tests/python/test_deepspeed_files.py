@@ -34,6 +34,17 @@ def test_a_file_is_cut_short(spoil):
     assert str(path) in text and "copy it once more" in text
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("content", [b"P", b"hello", b"\x80", b"\x80\x02"])
+def test_a_file_of_a_few_bytes(spoil, content, trusted):
+    """PyTorch's advice for such files is to run what is in them."""
+    path = spoil("zero2-bf16") / "mp_rank_00_model_states.pt"
+    path.write_bytes(content)
+    with pytest.raises(hoist.StoreError, match=f"{path} cannot be read .* It may be cut short or damaged") as caught:
+        hoist.torch.deepspeed.open(path.parent, trusted=trusted)
+    assert "weights_only" not in str(caught.value) and "trust" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
 def test_a_changed_byte(spoil, capsys, name):
     path = spoil("zero2-bf16") / name

@@ -69,24 +69,34 @@ def load(path: str, trusted: bool) -> Any:
         with torch.serialization.safe_globals(list(_STAND_INS)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        _refuse_objects(path, error)
-    except (RuntimeError, ValueError, EOFError, OSError, KeyError, ImportError, AttributeError) as error:
-        refuse(f"{path} cannot be read as a file of torch.save: {line_of(error)}. It may be cut short or "
-               "damaged: copy it once more")
+        _refuse_objects(path, error, trusted)
+    except (RuntimeError, ValueError, EOFError, OSError, LookupError, TypeError, ImportError, AttributeError) as error:
+        _refuse_damaged(path, error)
 
 
-def line_of(error: Exception) -> str:
+def _refuse_damaged(path: str, error: BaseException) -> NoReturn:
+    refuse(f"{path} cannot be read as a file of torch.save: {line_of(error)}. It may be cut short or damaged: copy it once more")
+
+
+def line_of(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
-def _refuse_objects(path: str, error: Exception) -> NoReturn:
+def _is_of_the_old_format(path: str) -> bool:
+    with open(path, "rb") as file:
+        return torch.serialization.MAGIC_NUMBER.to_bytes(10, "little") in file.read(64)
+
+
+def _refuse_objects(path: str, error: Exception, trusted: bool) -> NoReturn:
     known = {f"{kind.__module__}.{kind.__qualname__}" for kind in _STAND_INS}
     found: list[str] = []
     with contextlib.suppress(Exception):
         found = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
+    if not found and (trusted or not _is_of_the_old_format(path)):  # of which PyTorch cannot say what it holds
+        _refuse_damaged(path, error.__context__ or error)  # PyTorch's own advice is left out: it is to run what is there
     if not found:
-        advice = "" if can_be_mapped(path) else ". If you trust the file, pass trusted=True to hoist.torch.deepspeed.open()"
-        refuse(f"{path} cannot be read as a file of torch.save: {line_of(error)}{advice}")
+        refuse(f"{path} cannot be read as a file of torch.save: {line_of(error)}. If you trust the file, pass trusted=True to "
+               "hoist.torch.deepspeed.open()")
     refuse(f"{path} holds objects of {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}, and making such objects may run "
            "any program: they are the program's own client state, or a version of DeepSpeed writes what 0.19 does not. If you "
            "trust the file, allow these classes with torch.serialization.add_safe_globals([...]), or everything with "
