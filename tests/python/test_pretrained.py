@@ -360,6 +360,7 @@ def test_a_full_drive_leaves_the_old_model(tmp_path, monkeypatch, case):
     assert models.found_in(models.directory) == "new" and not os.path.exists(folder)
 
 
+@pytest.mark.cpu_tensors("it has no complex numbers and none of 8 bits")
 def test_what_a_model_has_beside_its_weights_is_saved(tmp_path, caplog):
     """Numbers of 8 bits and parameters without elements. What files cannot hold is left out, with a warning."""
     model, _ = saved(tmp_path / "hub")
