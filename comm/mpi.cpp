@@ -61,8 +61,10 @@ std::shared_ptr<detail::LivenessProbe> make_probe(MPI_Comm communicator) {
 struct Doing {
   const char* operation;
   std::string_view subject{};
+  std::uint64_t bytes = 0;  // of an exchange, to each rank
   std::string text() const {
-    return subject.empty() ? std::string(operation) : fmt::format("{} of '{}'", operation, subject);
+    return fmt::format("{}{}{}", operation, subject.empty() ? "" : fmt::format(" of '{}'", subject),
+                       bytes == 0 ? "" : fmt::format(" ({} bytes)", bytes));
   }
 };
 
@@ -88,6 +90,10 @@ class MpiTransport final : public Transport {
                const detail::MpiTransportOptions& options, Ownership ownership = Ownership::taken)
       : communicator_(communicator), ownership_(ownership), probe_(std::move(liveness_probe)), options_(options) {
     if (ownership_ == Ownership::taken) MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+    int* tag_max = nullptr;
+    int there = 0;
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, static_cast<void*>(&tag_max), &there);
+    if (there != 0) tag_count_ = static_cast<std::uint64_t>(*tag_max) + 1;
     MPI_Comm_rank(communicator_, &rank_);
     MPI_Comm_size(communicator_, &size_);
   }
@@ -106,12 +112,10 @@ class MpiTransport final : public Transport {
       const std::byte* const own = piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_bytes;
       parts_.push_back({own, /*stride_bytes=*/0, piece.shard_bytes, piece.data, piece.what});
     }
-    exchange({"all_gather", subject_of(pieces)}, parts_);
+    exchange("all_gather", parts_);
   }
 
-  void exchange_shards(std::span<const ShardExchange> parts) override {
-    exchange({"exchange", subject_of(parts)}, parts);
-  }
+  void exchange_shards(std::span<const ShardExchange> parts) override { exchange("exchange", parts); }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
     constexpr Doing kDoing{"broadcast"};
@@ -175,18 +179,19 @@ class MpiTransport final : public Transport {
   }
 
  private:
-  static constexpr int kTag = 0;
   static constexpr std::uint64_t kFirstBytes = 1 * kKiB;    // sent at once, without a handshake
   static constexpr std::uint64_t kMessageBytes = 1 * kMiB;  // shorter ones cost more than 5 %
   static constexpr std::size_t kUnderWay = 2;               // messages to a rank, and from it: one always moves
   static constexpr int kPollsAPause = 4;                    // a message is complete some calls after it has come
   static constexpr std::chrono::milliseconds kQuiet{50};    // others are late for their own reasons
   static constexpr std::chrono::seconds kAnswerTime{5};     // for ranks that poll at least every 500 us
+  static constexpr std::chrono::milliseconds kDivergedAnswerTime{500};
 
   MPI_Request* new_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 
   // One direction of an exchange with one rank: messages in the order of the parts, a few of which are under way.
-  // Messages between two ranks on one communicator arrive in the order sent, so one tag is enough.
+  // Messages between two ranks on one communicator arrive in the order sent. Their tag stands for the call, so that one
+  // of another call is recognised when it arrives.
   struct Lane {
     int peer = 0;
     bool sends = false;
@@ -196,14 +201,23 @@ class MpiTransport final : public Transport {
   };
 
   // Receives stand before the first send, nearest higher rank first, so that not all ranks send to rank 0 at once.
-  void exchange(const Doing& doing, std::span<const ShardExchange> parts) {
+  void exchange(const char* operation, std::span<const ShardExchange> parts) {
+    Doing doing{operation, subject_of(parts)};
+    for (const ShardExchange& part : parts) doing.bytes += part.chunk_bytes;
     refuse_if_broken(doing);
+    tag_ = static_cast<int>(call_hash(operation, parts) % tag_count_);
     lanes_.clear();
     for (const bool sends : {false, true})
       for (int step = 1; step < size_; ++step) lanes_.push_back({.peer = (rank_ + step) % size_, .sends = sends});
     requests_.assign(lanes_.size() * kUnderWay, MPI_REQUEST_NULL);
+    message_bytes_.resize(requests_.size());
     const auto start = [&](std::size_t request) {
-      return start_next(lanes_[request / kUnderWay], parts, requests_[request], doing);
+      return start_next(lanes_[request / kUnderWay], parts, request, doing);
+    };
+    const auto start_again = [&](std::size_t request, const MPI_Status& ended) {
+      if (const Lane& lane = lanes_[request / kUnderWay]; !lane.sends)
+        check_received(ended, message_bytes_[request], lane.peer, doing);
+      return start(request);
     };
     std::size_t started = 0;
     for (std::size_t i = 0; i < requests_.size(); ++i)
@@ -214,12 +228,19 @@ class MpiTransport final : public Transport {
       std::byte* const target = part.received + me * part.chunk_bytes;
       if (part.chunk_bytes > 0 && source != target) std::memmove(target, source, part.chunk_bytes);
     }
-    finish(doing, started, start);
+    finish(doing, started, start_again);
+    lanes_.clear();
+  }
+
+  void check_received(const MPI_Status& status, int bytes, int peer, const Doing& doing) {
+    int received = 0;
+    MPI_Get_count(&status, MPI_BYTE, &received);
+    if (status.MPI_TAG != tag_ || received != bytes) give_up_diverged(peer, doing);
   }
 
   // Starts the lane's next message; false if there is none. The first is short: when it arrives, the rank has come, and
   // this one stops sleeping.
-  bool start_next(Lane& lane, std::span<const ShardExchange> parts, MPI_Request& request, const Doing& doing) {
+  bool start_next(Lane& lane, std::span<const ShardExchange> parts, std::size_t request, const Doing& doing) {
     for (; lane.part < parts.size() && lane.first == parts[lane.part].chunk_bytes; ++lane.part) lane.first = 0;
     if (lane.part == parts.size()) return false;
     const ShardExchange& part = parts[lane.part];
@@ -228,9 +249,10 @@ class MpiTransport final : public Transport {
     const auto bytes = static_cast<int>(std::min(longest, part.chunk_bytes - lane.first));
     const std::byte* const source = part.source + peer * part.stride_bytes + lane.first;
     std::byte* const target = part.received + peer * part.chunk_bytes + lane.first;
-    check(lane.sends ? MPI_Isend(source, bytes, MPI_BYTE, lane.peer, kTag, communicator_, &request)
-                     : MPI_Irecv(target, bytes, MPI_BYTE, lane.peer, kTag, communicator_, &request),
+    check(lane.sends ? MPI_Isend(source, bytes, MPI_BYTE, lane.peer, tag_, communicator_, &requests_[request])
+                     : MPI_Irecv(target, bytes, MPI_BYTE, lane.peer, MPI_ANY_TAG, communicator_, &requests_[request]),
           doing);
+    message_bytes_[request] = bytes;
     lane.first += static_cast<std::uint64_t>(bytes);
     lane.begun = true;
     return true;
@@ -238,11 +260,11 @@ class MpiTransport final : public Transport {
 
   // All started requests, and none after them.
   void finish(const Doing& doing) {
-    finish(doing, requests_.size(), [](std::size_t) { return false; });
+    finish(doing, requests_.size(), [](std::size_t, const MPI_Status&) { return false; });
   }
 
-  // Polls until `left` requests have ended, and those that start_again(its index) starts in their places. The time-out
-  // counts from the last end on.
+  // Polls until `left` requests have ended, and those that start_again(its index, how it ended) starts in their places.
+  // The time-out counts from the last end on.
   template <typename StartAgain>
   void finish(const Doing& doing, std::size_t left, const StartAgain& start_again) {
     Deadline deadline(options_.timeout);
@@ -255,12 +277,12 @@ class MpiTransport final : public Transport {
       const int code =
           MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count, ended_.data(), statuses_.data());
       const auto ended = static_cast<std::size_t>(std::max(count, 0));
-      if (code == MPI_ERR_IN_STATUS) check_statuses(std::span(statuses_).first(ended), doing);
+      if (code == MPI_ERR_IN_STATUS) check_statuses(ended, doing);
       check(code, doing);
       if (ended > 0) {
         left -= ended;
-        for (const int request : std::span(ended_).first(ended))
-          if (start_again(static_cast<std::size_t>(request))) ++left;
+        for (std::size_t i = 0; i < ended; ++i)
+          if (start_again(static_cast<std::size_t>(ended_[i]), statuses_[i])) ++left;
         deadline.restart();
       } else if (polls % kPollsAPause == 0) {
         const Nanoseconds waited = deadline.waited();
@@ -291,9 +313,35 @@ class MpiTransport final : public Transport {
     give_up(doing, findings);
   }
 
-  void check_statuses(std::span<const MPI_Status> statuses, const Doing& doing) {
-    for (const MPI_Status& status : statuses) check(status.MPI_ERROR, doing);
+  void check_statuses(std::size_t ended, const Doing& doing) {
+    for (std::size_t i = 0; i < ended; ++i) {
+      int error_class = MPI_SUCCESS;
+      MPI_Error_class(statuses_[i].MPI_ERROR, &error_class);
+      if (error_class == MPI_ERR_TRUNCATE)
+        give_up_diverged(lanes_.empty() ? rank_ : lanes_[static_cast<std::size_t>(ended_[i]) / kUnderWay].peer, doing);
+      check(statuses_[i].MPI_ERROR, doing);
+    }
   }
+
+  // A message of another call of `peer`'s has come; in a collective of MPI's own nobody knows whose, and `peer` is this
+  // rank. Which call it is, that rank says if asked: it has had a message of this one, or waits for it.
+  [[noreturn]] void give_up_diverged(int peer, const Doing& doing) {
+    std::optional<std::string> theirs;
+    if (probe_ && peer != rank_) {
+      probe_->ask(Nanoseconds(0));
+      for (Deadline deadline(kDivergedAnswerTime); !theirs && !deadline.is_over(); std::this_thread::yield()) {
+        if (const auto verdict = probes().serve(doing.text())) give_up(doing, *verdict);
+        theirs = probe_->answer_of(peer);
+      }
+    }
+    const std::string problem = fmt::format(
+        "the ranks have diverged: {} is at {}, {} at {}; every rank must make the same calls in the same order",
+        name_of(rank_), doing.text(), peer == rank_ ? "another rank" : name_of(peer), theirs.value_or("another call"));
+    probes().tell(detail::LivenessProbe::News::gave_up, problem);
+    give_up(doing, problem);
+  }
+
+  std::string name_of(int rank) const { return probe_ ? probe_->name_of(rank) : fmt::format("rank {}", rank); }
 
   // An error that only this rank has is told to the others, which would wait for it.
   void check(int code, const Doing& doing) {
@@ -326,10 +374,13 @@ class MpiTransport final : public Transport {
   const detail::MpiTransportOptions options_;
   int rank_ = 0;
   int size_ = 1;
+  std::uint64_t tag_count_ = 32768;  // the least that MPI may have
   // The operation under way.
+  int tag_ = 0;
   std::vector<ShardExchange> parts_;
   std::vector<Lane> lanes_;
   std::vector<MPI_Request> requests_;
+  std::vector<int> message_bytes_;  // by request
   std::vector<MPI_Status> statuses_;
   std::vector<int> ended_;
 };

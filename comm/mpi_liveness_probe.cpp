@@ -105,6 +105,11 @@ void LivenessProbe::ask(Nanoseconds pause) {
   }
 }
 
+std::optional<std::string> LivenessProbe::answer_of(int rank) const {
+  const MutexLock lock(mutex_);
+  return answers_[static_cast<std::size_t>(rank)];
+}
+
 std::string LivenessProbe::findings(std::chrono::milliseconds timeout) const {
   const MutexLock lock(mutex_);
   std::vector<std::string> silent, elsewhere;

@@ -54,20 +54,28 @@ struct Offer {
   std::uint64_t total_bytes = 0;
   int root = 0;
   const void* payload = nullptr;  // meaning depends on the operation; read by peers during the meeting
-  std::string_view what{};        // for errors; not compared
+  std::string_view what{};        // of the first part, for errors
+  std::uint64_t parts_hash = 0;
 
   bool matches(const Offer& other) const {
     return operation == other.operation && part_count == other.part_count && total_bytes == other.total_bytes &&
-           root == other.root;
+           root == other.root && parts_hash == other.parts_hash;
   }
   std::string text() const {
-    return fmt::format("{} of {} bytes in {} parts{}", operation_name(operation), total_bytes, part_count,
+    return fmt::format("{} of {}{} bytes in {} parts{}", operation_name(operation),
+                       what.empty() ? "" : fmt::format("'{}', ", what), total_bytes, part_count,
                        operation == MeetingKind::broadcast ? fmt::format(" from rank {}", root) : "");
   }
   std::string name() const {
     return what.empty() ? operation_name(operation) : fmt::format("{} of '{}'", operation_name(operation), what);
   }
 };
+
+// `total_bytes` is still to be counted.
+template <typename Part>
+Offer offer_of(MeetingKind operation, std::span<const Part> parts) {
+  return {operation, parts.size(), 0, 0, parts.data(), subject_of(parts), call_hash(operation_name(operation), parts)};
+}
 
 class Channel {
  public:
@@ -143,7 +151,10 @@ class Channel {
   std::string find_mismatch() const {
     for (std::size_t peer = 1; peer < offers_.size(); ++peer) {
       if (!offers_[peer].matches(offers_[0])) {
-        return fmt::format("rank {} called {} where rank 0 called {}", peer, offers_[peer].text(), offers_[0].text());
+        return fmt::format(
+            "the ranks have diverged: rank {} called {} where rank 0 called {}; every rank must make the same calls in "
+            "the same order",
+            peer, offers_[peer].text(), offers_[0].text());
       }
     }
     return {};
@@ -234,7 +245,7 @@ class ThreadTransport final : public Transport {
   int size() const override { return channel_->size(); }
 
   void all_gather(std::span<const GatherPiece> pieces) override {
-    Offer offer{MeetingKind::all_gather, pieces.size(), 0, 0, pieces.data(), subject_of(pieces)};
+    Offer offer = offer_of(MeetingKind::all_gather, pieces);
     for (const GatherPiece& piece : pieces) offer.total_bytes += piece.shard_bytes;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == rank_) return;
@@ -247,7 +258,7 @@ class ThreadTransport final : public Transport {
   }
 
   void exchange_shards(std::span<const ShardExchange> parts) override {
-    Offer offer{MeetingKind::exchange, parts.size(), 0, 0, parts.data(), subject_of(parts)};
+    Offer offer = offer_of(MeetingKind::exchange, parts);
     for (const ShardExchange& part : parts) offer.total_bytes += part.chunk_bytes;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       const auto* const theirs = static_cast<const ShardExchange*>(payload);
@@ -260,14 +271,14 @@ class ThreadTransport final : public Transport {
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
-    const Offer offer{MeetingKind::broadcast, 1, bytes.size(), root, bytes.data(), {}};
+    const Offer offer{MeetingKind::broadcast, 1, bytes.size(), root, bytes.data()};
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == root && peer != rank_) copy(bytes.data(), static_cast<const std::byte*>(payload), bytes.size());
     });
   }
 
   void barrier() override {
-    channel_->meet(rank_, Offer{MeetingKind::barrier, 0, 0, 0, nullptr, {}}, timeout_, [](int, const void*) {});
+    channel_->meet(rank_, Offer{MeetingKind::barrier, 0, 0, 0, nullptr}, timeout_, [](int, const void*) {});
   }
 
   std::unique_ptr<Transport> duplicate() override { return part_of(MeetingKind::duplicate, size()); }
@@ -291,7 +302,7 @@ class ThreadTransport final : public Transport {
   std::unique_ptr<Transport> part_of(MeetingKind kind, int ranks) {
     const int first = rank_ - rank_ % ranks;
     std::shared_ptr<Channel> channel = rank_ == first ? group_.make_channel(ranks) : nullptr;
-    const Offer offer{kind, static_cast<std::uint64_t>(ranks), 0, 0, &channel, {}};
+    const Offer offer{kind, static_cast<std::uint64_t>(ranks), 0, 0, &channel};
     std::shared_ptr<Channel> shared;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == first) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
@@ -336,8 +347,7 @@ std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOpti
   auto communicator = std::make_unique<detail::HostCommunicator>(
       "threads", std::make_shared<ThreadTransport>(shared_->data, rank, rank, options.timeout, calls),
       std::make_shared<ThreadTransport>(shared_->control, rank, rank, options.timeout, calls), options);
-  shared_->entrance->meet(rank, Offer{MeetingKind::join, 0, 0, 0, nullptr, {}}, options.timeout,
-                          [](int, const void*) {});
+  shared_->entrance->meet(rank, Offer{MeetingKind::join, 0, 0, 0, nullptr}, options.timeout, [](int, const void*) {});
   return communicator;
 }
 

@@ -17,8 +17,10 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include <hoist/comm/communicator.hpp>
+#include <hoist/core/rng.hpp>
 
 namespace hoist::comm {
 
@@ -36,6 +38,26 @@ struct ShardExchange {
 template <typename Part>
 std::string_view subject_of(std::span<const Part> parts) {
   return parts.empty() ? std::string_view() : parts.front().what;
+}
+
+// Stands for a call's operation, and for the name and length of each of its parts: equal on all ranks, unless they have
+// diverged.
+template <typename Part>
+std::uint64_t call_hash(std::string_view operation, std::span<const Part> parts) {
+  std::uint64_t hash = 0;
+  const auto add = [&](std::string_view text) {
+    for (const char c : text) hash = random_bits(hash, static_cast<unsigned char>(c));
+    hash = random_bits(hash, text.size());
+  };
+  add(operation);
+  for (const Part& part : parts) {
+    add(part.what);
+    if constexpr (std::is_same_v<Part, GatherPiece>)
+      hash = random_bits(hash, part.shard_bytes);
+    else
+      hash = random_bits(hash, part.chunk_bytes);
+  }
+  return hash;
 }
 
 class Transport {

@@ -5,8 +5,9 @@
 // gradients/accumulate and finish, end the pass, step(). An engine that exists can train: there is no half-built one.
 //
 // Threading  One thread at a time, not always the same. [C] marks collective calls: every rank makes the same calls in
-//            the same order; a rank that differs is named in a CommError. In a job with several sharding groups, [C]
-//            means every rank of the group, and [J] every rank of the job.
+//            the same order; a rank that differs is named in a CommError, over NCCL by the next collective call outside
+//            of the pass. In a job with several sharding groups, [C] means every rank of the group, and [J] every rank
+//            of the job.
 // Memory     Device and pinned memory are laid out when the engine is made; nothing is taken afterwards.
 // Errors     UsageError and BudgetError leave the state unchanged. After any other error in a step or pass the engine
 //            has failed: it can only be destroyed, and a new one restored. The other ranks do not wait for a failed

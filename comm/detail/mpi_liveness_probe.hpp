@@ -45,6 +45,8 @@ class LivenessProbe {
   std::optional<std::string> serve(std::string_view waits_for);
   // Asks all ranks and forgets earlier answers, unless that was done less than `pause` ago.
   void ask(Nanoseconds pause);
+  // What that rank has answered since: the operation that it waits for.
+  std::optional<std::string> answer_of(int rank) const;
   // The ranks that have not answered since, and the operations that the others wait for.
   std::string findings(std::chrono::milliseconds timeout) const;
   // Tells all ranks that this rank gives up waiting, or has failed itself; returns when the messages are in transit, or

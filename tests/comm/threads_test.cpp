@@ -196,6 +196,19 @@ TEST(ThreadGroupTest, NamesRanksWhosePiecesDiffer) {
   });
 }
 
+// Of equal sizes each would get half of another layer.
+TEST(ThreadGroupTest, NamesRanksThatGatherDifferentUnits) {
+  run_threads(2, {}, [&](Rank& rank) {
+    const auto memory = rank.allocate(200);
+    const GatherPiece piece{memory.data(), 100, rank.rank() == 0 ? "layer.1" : "layer.2"};
+    rank.communicator.all_gather({&piece, 1}, rank.stream);
+    EXPECT_THAT(comm_error_of([&] { rank.stream.synchronize(); }),
+                AllOf(HasSubstr("the ranks have diverged: rank 1 called all_gather of 'layer.2'"),
+                      HasSubstr("rank 0 called all_gather of 'layer.1'")));
+    rank.communicator.barrier();  // both ranks stay until both have looked
+  });
+}
+
 TEST(ThreadGroupTest, JoinWaitsForAllAndNoLonger) {
   ThreadGroup group(2);
   CommunicatorOptions options;

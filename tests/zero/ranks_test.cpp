@@ -222,9 +222,9 @@ TEST(Ranks, EachMovesAQuarterOfTheBytes) {
   }
 }
 
+// Every rank gathers equal bytes, in another order: it would get half of another unit's weights.
 TEST(Ranks, ARankThatTakesAnotherPathIsNamed) {
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
-  // Every rank gathers equal bytes, in another order: the collectives themselves would not notice.
   const ToyShape shape{.matrices = {5000, 5000}, .frozen = false, .tied = false};
   EXPECT_THAT(
       [&] {
@@ -237,10 +237,57 @@ TEST(Ranks, ARankThatTakesAnotherPathIsNamed) {
             for (const std::size_t u : {first, 1 - first})
               engine.gather(model.unit(u), model.stream()).release(model.stream());
           }
-          const PassScope next = engine.begin(Pass::evaluate);
+          engine.settle();  // no collective call follows
         });
       },
-      testing::ThrowsMessage<CommError>(testing::AllOf(testing::HasSubstr("rank 1"), testing::HasSubstr("unit"))));
+      testing::ThrowsMessage<CommError>(
+          testing::AllOf(testing::HasSubstr("the ranks have diverged: rank 1 called all_gather of 'unit1'"),
+                         testing::HasSubstr("rank 0 called all_gather of 'unit0'"))));
+}
+
+// Nothing is exchanged in a pass over weights that are all there. Its calls are compared before whatever call of all
+// ranks comes next, also where the pass was left before its end.
+TEST(Ranks, APassOfOtherCallsIsNoticedByTheNextCallOfAllRanks) {
+  const ToyShape shape{.matrices = {5000, 5000}, .frozen = false, .tied = false};
+  const auto noticed = [&](bool is_left, const std::function<void(ToyModel&)>& next) -> std::string {
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(Placement::pinned, Placement::pinned, directory / "store");
+    try {
+      on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+        ToyModel model(setup, join, shape);
+        Engine& engine = model.initialize();
+        for (const std::size_t first : {std::size_t{0}, static_cast<std::size_t>(rank)}) {
+          const PassScope scope = engine.begin(Pass::evaluate);
+          for (const std::size_t u : {first, 1 - first})
+            engine.gather(model.unit(u), model.stream()).release(model.stream());
+          if (is_left) engine.discard();
+        }
+        next(model);
+      });
+    } catch (const CommError& error) {
+      return error.what();
+    }
+    return "nobody noticed";
+  };
+  std::vector<float> values(10, 0.5f);
+  const auto reads = [&](ToyModel& model) {
+    std::vector<float> found(10);
+    model.engine().read(model.matrix(0), State::master, 0, found);
+  };
+  const auto writes = [&](ToyModel& model) { model.engine().write(model.matrix(0), State::master, 0, values); };
+  const auto saves = [&](ToyModel& model) { model.engine().save("", {}); };
+  const auto changes = [&](ToyModel& model) {
+    model.engine().change_masters([](ParameterId, std::uint64_t, std::span<float>) {});
+  };
+  const auto begins = [&](ToyModel& model) { const PassScope scope = model.engine().begin(Pass::evaluate); };
+  using Calls = std::vector<std::pair<std::string, std::function<void(ToyModel&)>>>;
+  for (const bool is_left : {false, true})
+    for (const auto& [call, make] :
+         Calls{{"read()", reads}, {"write()", writes}, {"save()", saves}, {"change_masters()", changes}, {"", begins}})
+      EXPECT_THAT(noticed(is_left, make),
+                  testing::AllOf(testing::HasSubstr("the ranks have diverged: rank 1 is at 'a evaluate pass"),
+                                 testing::HasSubstr(call), testing::HasSubstr("rank 1: 'unit 'unit1''")))
+          << call << is_left;
 }
 
 // The error of a rank that made its engine in another way than the others.

@@ -41,8 +41,8 @@ void PassState::end(End how) {
   ended_ = *pass_;
   const bool train = std::exchange(pass_, std::nullopt) == Pass::train;
   gatherer_.end_pass(complete);
-  agreement_due_ = complete;
-  if (!train) return;  // gradients that wait for step() still do
+  agreement_due_ = true;  // all ranks leave a pass after the same calls, however they leave it
+  if (!train) return;     // gradients that wait for step() still do
   if (how == End::undone && !gradients_.finished_any()) return gradients_.clear_pass();
   if (!complete) {
     passes_done_ = 0;
@@ -108,6 +108,10 @@ void PassState::require_gradients(const char* call) const {
 void PassState::check_agreement(const std::optional<StepFingerprint>& fingerprint) {
   const bool of_the_pass = std::exchange(agreement_due_, false);
   if (of_the_pass || fingerprint) agree_on(of_the_pass, fingerprint);
+}
+
+void PassState::check_agreement_before(std::string_view call) {
+  if (agreement_due_) check_agreement(StepFingerprint{.hash = text_hash(call), .text = fmt::format(", then {}", call)});
 }
 
 void PassState::agree_on(bool of_the_pass, const std::optional<StepFingerprint>& fingerprint) const {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/passes/gatherer.hpp>
@@ -60,6 +61,8 @@ class PassState {
   // are compared whenever they are given: ranks that differ have mixed up their data, or would each change their own
   // shard in their own way.
   void check_agreement(const std::optional<StepFingerprint>& fingerprint = std::nullopt);
+  // [C] The first half of it, before another call of all ranks; only if it has not been compared yet.
+  void check_agreement_before(std::string_view call);
   // [C] The same before another exchange between the pass and its step, as often as there is one.
   void agree_on(bool of_the_pass, const std::optional<StepFingerprint>& fingerprint) const;
 

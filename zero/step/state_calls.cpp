@@ -25,6 +25,7 @@ void StateCalls::require_elements(ParameterId parameter, std::uint64_t first, st
 // The parts that ranks send each other are nameless: those of two calls would be taken for one.
 void StateCalls::agree_on(const char* call, ParameterId parameter, State state, std::uint64_t first,
                           std::uint64_t count, std::span<const float> written) const {
+  parts_.pass.check_agreement_before(call);
   comm::Communicator& ranks = parts_.ranks.group();
   if (ranks.size() == 1) return;
   Digest digest;
@@ -99,6 +100,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
                               const std::function<void()>& change) {
   if (parts_.pass.under_way()) throw UsageError(fmt::format("{} belongs between passes, not inside of one", call));
   stepper_.policy().require_undecided(call);
+  parts_.pass.check_agreement_before(call);
   parts_.ranks.agree_on_beginning(call, state);
   stepper_.settle_in_group();
   const std::uint64_t step = state.step;
@@ -157,6 +159,7 @@ Completion StateCalls::save(const std::string& name, std::span<const std::byte> 
   Checkpointer& checkpoints = parts_.checkpoints;
   const std::uint64_t step = parts_.settings.step_count;
   checkpoints.check_save(name, options);
+  parts_.pass.check_agreement_before("save()");
   if (comm::Communicator& job = parts_.ranks.job(); job.size() > 1) {
     comm::agree(job, random_bits(text_hash(options.mirror ? name + " and in the mirror" : name), step),
                 fmt::format("save '{}' of step {}{}", name, step, options.mirror ? ", and in the mirror" : ""));
