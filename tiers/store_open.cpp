@@ -116,8 +116,15 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
                   paths.manifest, problem));
 }
 
-// Refuses to replace files that hold, or may hold, a training run.
-void refuse_if_committed(const detail::ManifestView& view, const Superblock& mine, const StorePaths& paths) {
+std::optional<CommitHeader> newest_commit(const detail::ManifestView& view) {
+  const Store::Commits found = detail::commits_in(view.slots);
+  return found.commits.empty() ? std::nullopt : std::optional(found.commits.front());
+}
+
+// Refuses to replace files that hold, or may hold, a training run. `before`: the newest commit before this process had
+// the lock.
+void refuse_if_committed(const detail::ManifestView& view, const std::optional<CommitHeader>& before,
+                         const Superblock& mine, const StorePaths& paths) {
   if (!view.damage.empty()) throw_unreadable(paths, view.damage);
   const Store::Commits found = detail::commits_in(view.slots);
   if (!found.ever_committed) return;
@@ -127,12 +134,16 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
     throw_unreadable(paths, why);
   }
   const bool same = view.superblock->layout == mine.layout;
-  throw StoreError(
-      fmt::format("the store in {} holds step {} of {} model; {}", paths.directory, found.commits.front().step,
-                  same ? "this" : "another",
-                  same ? "continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or remove the "
-                         "directory"
-                       : "use another directory, or remove this one"));
+  const bool is_new = before != found.commits.front();
+  const char* remedy = "use another directory, or remove this one";
+  if (same)
+    remedy = "continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or remove the directory";
+  if (is_new) remedy = "use another directory";
+  if (same && is_new)
+    remedy = "start again, with resume (Engine::restore(), hoist-gpt --resume, resume=True in Python)";
+  throw StoreError(fmt::format("the store in {} holds step {} of {} model; {}{}", paths.directory,
+                               found.commits.front().step, same ? "this" : "another",
+                               is_new ? "another process has trained here since this one looked: " : "", remedy));
 }
 
 void write_superblock(aio::DriveQueue& queue, const aio::File& manifest, const Superblock& superblock) {
@@ -165,9 +176,10 @@ class NewFiles {
 
   // Takes and holds the locks. Existing files may be replaced if they never held a commit.
   void claim(const StoreOptions& options) {
+    const auto before = newest_commit(detail::view_manifest(drives_.front().manifest));
     for (const auto& creation : creations_) creation->claim(options.lock_timeout);
     const detail::ManifestView view = detail::view_manifest(drives_.front().manifest);
-    refuse_if_committed(view, superblock_, drives_.front());
+    refuse_if_committed(view, before, superblock_, drives_.front());
     const auto uncommitted = view.superblock ? std::optional(view.superblock->store_number) : std::nullopt;
     for (const StorePaths& drive : drives_) detail::refuse_foreign_data(drive, drives_.front().directory, uncommitted);
     detail::require_space(drives_, drive_needs(layout_, superblock_), options.directory_key);

@@ -145,8 +145,10 @@ class StoreReader::Impl {
       caller_state_.assign(state.begin(), state.end());
       return;
     }
-    throw StoreError(fmt::format("the store in {} holds no commit of step {} any more (revision {}, incarnation {})",
-                                 paths_.directory, commit.step, commit.revision, commit.incarnation));
+    throw StoreError(
+        fmt::format("the store in {} holds no commit of step {} any more: another process has trained here since this "
+                    "one looked; start again",
+                    paths_.directory, commit.step));
   }
 
   aio::DriveQueue& queue_;

@@ -186,6 +186,21 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
   }
 }
 
+// Removing the directory, the other remedy, would end what the other process has trained.
+TEST_F(StoreLockTest, OneThatWaitedWhileAnotherTrainedIsToldSo) {
+  options_.lock_timeout = std::chrono::seconds(10);
+  auto first = create();
+  std::string refusal;
+  std::thread waits([&] { refusal = refusal_to_create(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // until it has looked
+  run_step(*first, options_, 0, all_records(options_));
+  first.reset();
+  waits.join();
+  EXPECT_THAT(refusal, testing::AllOf(HasSubstr("holds step 0 of this model; another process has trained here since "
+                                                "this one looked: start again, with resume"),
+                                      testing::Not(HasSubstr("remove"))));
+}
+
 TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
   const std::array directories{options_.directory};
   make_committed(2);
