@@ -50,6 +50,7 @@ std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineO
   check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
   const detail::RankAgreement ranks(runtime, *notifier);
+  ranks.agree_on_call("Engine::find_commit()");
   const auto plan = detail::find_restore(ranks, options, "");
   return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
 }
@@ -58,6 +59,7 @@ std::vector<NamedCheckpoint> Engine::find_checkpoints(Runtime& runtime, const En
   check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
   const detail::RankAgreement ranks(runtime, *notifier);
+  ranks.agree_on_call("Engine::find_checkpoints()");
   return detail::StoreSearch(ranks, options).find_checkpoints();
 }
 

@@ -14,7 +14,9 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
+#include <hoist/comm/agreement.hpp>
 #include <hoist/comm/communicator.hpp>
+#include <hoist/core/digest.hpp>
 #include <hoist/core/named_file.hpp>
 #include <hoist/core/printable.hpp>
 #include <hoist/interchange/import.hpp>
@@ -134,6 +136,7 @@ class Training {
     std::fflush(stdout);
   }
   void check_outputs();
+  void agree_on_arguments();
   Initializer initial_values() const;
   void introduce();
   RunState state_at(std::uint64_t step) const;
@@ -208,10 +211,22 @@ void Training::describe_units(const std::string& path) {
   say(fmt::format("{} units are described in {}", model.units().size(), path));
 }
 
+// Every rank has a command line and a text of its own. With different ones they would train a mixture of two runs.
+void Training::agree_on_arguments() {
+  const std::string mine =
+      fmt::format("hoist-gpt --seed {} --batch {}{}{}{}, text {:x} of {} bytes", arguments_.seed, settled_.batch,
+                  arguments_.resume ? " --resume" : "", arguments_.from.empty() ? "" : " --from " + arguments_.from,
+                  arguments_.init.empty() ? "" : " --init", text_.fingerprint(), text_.byte_count());
+  Digest digest;
+  digest.update(std::as_bytes(std::span(mine)));
+  comm::agree(runtime_.communicator(), digest.value(), mine);
+}
+
 // Makes the engine: from the newest commit, or with fresh state, which Engine::create() refuses where a commit is.
 void Training::prepare() {
   for (const std::string& warning : config_.warnings) say("warning: " + warning);
   for (const std::string& note : settled_.notes) say(note);
+  agree_on_arguments();
   const bool is_named = !arguments_.from.empty();  // the named checkpoint may be all that is left
   if (arguments_.resume && (is_named || Engine::find_commit(runtime_, engine_options_))) {
     const auto accept = [&](const RestoreReport& found) {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The real program as several ranks, which mpirun starts.
+#include <fmt/format.h>
+
 #include "program.hpp"
 
 namespace hoist::gpt::program_test {
@@ -63,6 +65,27 @@ TEST_F(Ranks, AllLearnThatTheReportCannotBeWritten) {
        {"hoist-gpt: open of " + path("none/report.json"), std::string("hoist-gpt: rank 1: ")})
     EXPECT_THAT(outcome.error, HasSubstr(of_rank));
   EXPECT_EQ(count_of("name another file with --report", outcome.error), 2u) << outcome.error;
+}
+
+TEST_F(Ranks, OneWithOtherArgumentsIsNamed) {
+  write("other", std::string(4000, 'x'));
+  const auto refusal = [&](const std::string& text, const std::string& option) {
+    remove_store();
+    const std::string rank1 =
+        fmt::format(R"(exec "$0" --config {} --text {} "$@" {})", path("config.json"), path(text), option);
+    const Outcome outcome = finish(start(usual(2), test::set_open_mpi_variables,
+                                         {HOIST_MPIEXEC, "-n", "2", "sh", "-c",
+                                          R"([ "$OMPI_COMM_WORLD_RANK" = 1 ] || exec "$0" "$@"; shift 4; )" + rank1}));
+    EXPECT_NE(outcome.code, 0) << option;
+    return outcome.error;
+  };
+  const auto names = [](const std::string& rank1) {
+    return HasSubstr("the ranks have diverged: rank 1 is at 'hoist-gpt --seed " + rank1);
+  };
+  EXPECT_THAT(refusal("text", "--resume"), names("1 --batch 2 --resume, text"));
+  EXPECT_THAT(refusal("text", "--seed 3"), names("3 --batch 2, text"));
+  EXPECT_THAT(refusal("text", "--batch 3"), names("1 --batch 3, text"));
+  EXPECT_THAT(refusal("other", ""), HasSubstr("of 4000 bytes"));
 }
 
 // A pipe holds rank 0 up while it writes the report.

@@ -336,8 +336,24 @@ TEST(Ranks, DifferentBeginningsAreNoticed) {
     else
       model.restore();
   });
-  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::restore(): "),
-                                      testing::HasSubstr("rank 0 at 'Engine::create(): ")));
+  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::restore()'"),
+                                      testing::HasSubstr("rank 0 at 'Engine::create()'")));
+}
+
+// As where one rank alone is started with --resume.
+TEST(Ranks, OneThatLooksForACommitAloneIsNamed) {
+  const auto named = [](const auto& look, const std::string& call) {
+    const std::string refusal = refusal_of([&](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
+      ToyModel model(setup, join);
+      if (rank == 1) look(model.runtime(), setup.engine);
+      model.initialize();
+    });
+    EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("the ranks have diverged: rank 1 is at '" + call),
+                                        testing::HasSubstr("rank 0 at 'Engine::create()'")));
+  };
+  named([](Runtime& runtime, const EngineOptions& o) { Engine::find_commit(runtime, o); }, "Engine::find_commit()");
+  named([](Runtime& runtime, const EngineOptions& o) { Engine::find_checkpoints(runtime, o); },
+        "Engine::find_checkpoints()");
 }
 
 TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {

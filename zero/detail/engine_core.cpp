@@ -100,6 +100,7 @@ void EngineCore::make(Call call) {
 }
 
 void EngineCore::agree_on_engine(const char* call) {
+  ranks.agree_on_call(call);
   ranks.compare_groups(options, [&] { check(table.model(), options); });
   ranks.agree_on_model(call, table, options, settings.groups());
   check(table.model(), options);  // after that, since all ranks of the group refuse it alike

@@ -113,12 +113,15 @@ void RankAgreement::compare_groups(const EngineOptions& options, const std::func
   comm::agree(job(), text_hash(rules), rules);
 }
 
+void RankAgreement::agree_on_call(std::string_view call) const {
+  comm::agree(group(), text_hash(call), call);
+  if (has_several_groups()) comm::agree(job(), text_hash(call), call);
+}
+
 void RankAgreement::agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,
                                    std::span<const GroupOptions> groups) const {
   if (group().size() == 1) return;
-  std::uint64_t hash = text_hash(with_groups(table));
-  for (const char c : call) hash = random_bits(hash, static_cast<unsigned char>(c));
-  comm::agree(group(), hash,
+  comm::agree(group(), text_hash(with_groups(table)),
               fmt::format("{}: {} units, {} parameters", call, table.units().size(), table.model().parameter_count()),
               [&] { return with_groups(table); });
   agree_on_options(group(), common_options(options, runtime_.options(), groups));

@@ -62,7 +62,9 @@ class RankAgreement {
   // UsageError that says so, and the engines stay usable. `what` as above.
   void check_in_job(const char* what, const std::function<void()>& check) const;
 
-  // [C] Every rank makes the same model, by the same call, with options that lead to the same collectives.
+  // [J] Every rank makes this call, which is of the whole job.
+  void agree_on_call(std::string_view call) const;
+  // [C] Every rank makes the same model, by `call`, with options that lead to the same collectives.
   // Otherwise ranks would train parts of different models as one, or wait for each other on the way.
   void agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,
                       std::span<const GroupOptions> groups) const;
