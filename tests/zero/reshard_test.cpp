@@ -22,6 +22,7 @@
 namespace hoist::test::reshard_test {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 
 class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement>> {
@@ -510,7 +511,26 @@ TEST_P(ReshardTest, RefusalsSayWhatToDo) {
               HasSubstr("holds step 2 of a run of 2 ranks; continue it (Engine::restore()"));
   std::filesystem::rename(setup_.engine.store_directory + "/rank-00001.manifest", directory_ / "elsewhere");
   EXPECT_THAT(refusal(3, [](ToyModel& model) { model.restore(); }),
-              HasSubstr("is of a run of 2 ranks, whose files are not all readable"));
+              AllOf(HasSubstr("is of a run of 2 ranks, whose files are not all readable"),
+                    HasSubstr("start 2 ranks, or bring the files together")));
+}
+
+// Each rank sees the files on its own drive, and rank 2 none.
+TEST_P(ReshardTest, WithoutASharedFileSystemTheRefusalNamesTheNumberOfRanks) {
+  own_drives_ = true;
+  begin_with(2, 2);
+  on_engines(3, [](int, ToyModel& model) {
+    EXPECT_THAT([&] { model.restore(); }, testing::ThrowsMessage<StoreError>(
+                                              AllOf(HasSubstr("is of a run of 2 ranks"), HasSubstr("start 2 ranks"))));
+  });
+}
+
+TEST_P(ReshardTest, ThatThereIsNoRunIsSaid) {
+  on_engines(2, [](int, ToyModel& model) {
+    EXPECT_THAT([&] { model.restore(); },
+                testing::ThrowsMessage<StoreError>(
+                    AllOf(HasSubstr("there is no run in "), HasSubstr("begin one with Engine::create()"))));
+  });
 }
 
 TEST_P(ReshardTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {

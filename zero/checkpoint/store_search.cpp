@@ -257,6 +257,15 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
   return std::nullopt;
 }
 
+std::string StoreSearch::made_by_other_ranks(const RestoreSource& source) const {
+  const int ranks = source.world_size;
+  if (ranks == 0 || ranks == ranks_.group().size()) return {};
+  return fmt::format(
+      "{} is of a run of {} ranks, whose files are not all readable by each of these {}: start {} ranks, or bring the "
+      "files together",
+      source.directory.in(options_.store_directory), ranks, ranks_.group().size(), ranks);
+}
+
 CommonStoreError StoreSearch::incomplete_store(const RestoreSource& source) const {
   constexpr std::size_t kNamedMax = 4;
   const auto named = std::span(source.lacking).first(std::min(kNamedMax, source.lacking.size()));
@@ -264,12 +273,16 @@ CommonStoreError StoreSearch::incomplete_store(const RestoreSource& source) cons
       source.lacking.empty()
           ? ""
           : fmt::format(" ({}{})", fmt::join(named, ", "), source.lacking.size() > kNamedMax ? ", and so on" : "");
-  return CommonStoreError(fmt::format(
-      "the store in {} holds a training, but no commit that every rank has{}: files of it are missing, damaged, or "
-      "on a machine that these ranks cannot reach or that was started as another rank's (`hoist inspect` says what a "
-      "directory holds); nothing was changed: bring them back, or move the directory away to {}",
-      source.directory.in(options_.store_directory), lacking,
-      source.directory.name.empty() ? "start anew" : "go back to the store before it"));
+  std::string why = made_by_other_ranks(source);
+  if (!why.empty()) why += "; nothing was changed";
+  if (why.empty())
+    why = fmt::format(
+        "files of it are missing, damaged, or on a machine that these ranks cannot reach or that was started as "
+        "another rank's (`hoist inspect` says what a directory holds); nothing was changed: bring them back, or move "
+        "the directory away to {}",
+        source.directory.name.empty() ? "start anew" : "go back to the store before it");
+  return CommonStoreError(fmt::format("the store in {} holds a training, but no commit that every rank has{}: {}",
+                                      source.directory.in(options_.store_directory), lacking, why));
 }
 
 namespace {
@@ -423,14 +436,19 @@ CommonStoreError StoreSearch::nothing_to_restore(const std::string& from) const 
     return CommonStoreError(fmt::format("{} keeps no step '{}'{}", options_.store_directory, from,
                                         others.empty() ? ", nor any other" : "; " + others));
   std::string why;
+  bool has_files = false;
   for (const StoreDirectory& where : directories()) {
-    const int ranks = look(where).world_size;
-    if (ranks > 0 && ranks != ranks_.group().size())
-      why += fmt::format(
-          "; {} is of a run of {} ranks, whose files are not all readable by each of these {}: "
-          "start {} ranks, or bring the files together",
-          where.in(options_.store_directory), ranks, ranks_.group().size(), ranks);
+    const std::string others_made = made_by_other_ranks(look(where));
+    if (!others_made.empty()) why += "; " + others_made;
+    ranks_.run_in_job("look at its store", [&] {
+      has_files = has_files || !tiers::Store::ranks_in(where.in(options_.store_directory)).empty();
+    });
   }
+  if (ranks_.all_true_in_job(!has_files))
+    return CommonStoreError(
+        fmt::format("there is no run in {}: begin one with Engine::create(), or name the directory "
+                    "of the run (nvme_path or hoist.checkpoint_path)",
+                    options_.store_directory));
   const char* const whose = ranks_.has_several_groups() ? " of all sharding groups, which made it in one job," : "";
   return CommonStoreError(fmt::format("{} holds no commit that every rank{} has{}{}", options_.store_directory, whose,
                                       others.empty() ? "" : "; " + others, why));

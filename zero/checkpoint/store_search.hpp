@@ -102,6 +102,8 @@ class StoreSearch {
   std::optional<std::uint64_t> newest_step_of_any() const;
 
  private:
+  // Why these ranks cannot continue it, if another number of ranks made it; otherwise empty.
+  std::string made_by_other_ranks(const RestoreSource& source) const;
   CommonStoreError incomplete_store(const RestoreSource& source) const;
   CommonStoreError used_store(const RestoreSource& source) const;
   int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
