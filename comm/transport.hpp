@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include <hoist/comm/communicator.hpp>
+#include <hoist/core/checksum.hpp>
 #include <hoist/core/rng.hpp>
 
 namespace hoist::comm {
@@ -44,14 +45,9 @@ std::string_view subject_of(std::span<const Part> parts) {
 // diverged.
 template <typename Part>
 std::uint64_t call_hash(std::string_view operation, std::span<const Part> parts) {
-  std::uint64_t hash = 0;
-  const auto add = [&](std::string_view text) {
-    for (const char c : text) hash = random_bits(hash, static_cast<unsigned char>(c));
-    hash = random_bits(hash, text.size());
-  };
-  add(operation);
+  std::uint64_t hash = checksum(std::as_bytes(std::span(operation)));
   for (const Part& part : parts) {
-    add(part.what);
+    hash = random_bits(hash, checksum(std::as_bytes(std::span(part.what))));
     if constexpr (std::is_same_v<Part, GatherPiece>)
       hash = random_bits(hash, part.shard_bytes);
     else
