@@ -532,10 +532,11 @@ def test_the_end_of_the_process_that_holds_the_store_is_named(settings, tmp_path
             process.kill()
 
 
+@pytest.mark.parametrize("call", ["wrap(make(), config", "initialize(model=make(), config=config"])
 @pytest.mark.parametrize("argument, shown", [("resume=True", "resume=True"), ("weights='nowhere'", "weights=...")])
-def test_an_argument_that_one_rank_alone_passes_is_named(settings, tmp_path, argument, shown):
+def test_an_argument_that_one_rank_alone_passes_is_named(settings, tmp_path, call, argument, shown):
     for text in texts_of(f"""
-        hoist.torch.wrap(make(), config, **(dict({argument}) if rank == 1 else {{}}))
+        hoist.torch.{call}, **(dict({argument}) if rank == 1 else {{}}))
     """, tmp_path / "meet", with_room(settings)):
         assert text.startswith(f"UsageError: rank 1 passes {shown}, and rank 0 does not: pass it on every rank"), text
 

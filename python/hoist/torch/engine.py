@@ -92,7 +92,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._skipped_in_a_row = 0
         self.eviction_was_said = False
         self._met = distributed.MetRanks(argument for argument, is_passed in (
-            ("resume=True", resume), ("load_later=True", load_later and not resume),
+            ("resume=True", resume), ("load_later=True", load_later),
             ("weights=...", weights is not None and mesh is None),  # with a mesh, not of every group's layers
             ("deepspeed=...", deepspeed is not None and mesh is None)) if is_passed)
         self._handled_at_start = id(program_end.handled_error())  # not by what the engine does
