@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that die, fail, or do something else than the others: every rank gets an error that says which one, and why."""
 
+import ctypes
 import json
+import os
 import signal
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hoist
 import hoist.torch
+from hoist.torch.ranks import job_store
 from ranks import free_port, results, start, texts_of
 from test_distributed import train_share, with_room
 from training import make
@@ -124,6 +128,38 @@ def test_a_rank_that_dies_between_two_channels_is_an_error_on_the_others(setting
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_python_that_stands_still_has_not_lost_the_store():
+    """Here an extension holds the GIL for longer than a rank waits for an answer."""
+    def answer(_):
+        time.sleep(0.2)
+        ctypes.PyDLL(None).sleep(2)
+        time.sleep(0.2)
+        return "here"
+    store = job_store.JobStore(dist.HashStore(), job_store._Thread())
+    assert store.ask(answer, 1.0) == "here"
+
+
+def test_a_process_that_was_forked_asks_no_store():
+    """The thread that asks it is not there."""
+    store = job_store.JobStore(dist.HashStore(), job_store._Thread())
+    if (child := os.fork()) == 0:
+        began = time.monotonic()
+        try:
+            store.ask(lambda plain: plain.set("key", "value"), 20)
+        except job_store.StoreLost:
+            os._exit(0 if time.monotonic() - began < 5 else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_store_that_fails_in_the_process_itself_names_no_other_process():
+    def fail(_):
+        raise RuntimeError("No space left on device")
+    store = job_store.JobStore(dist.HashStore(), job_store._Thread())
+    with pytest.raises(job_store.StoreLost, match="^torch.distributed's store failed: No space left on device$"):
+        store.ask(fail)
 
 
 def test_a_rank_that_comes_too_late_for_wrap_waits_for_nobody(settings, tmp_path):

@@ -206,7 +206,7 @@ class Ranks:
     def words(self) -> list[str]:
         """What each rank has brought to meet()."""
         keys = [f"here-{rank}" for rank in range(len(self.members))]
-        return [word.decode() for word in self.store.ask(lambda plain: plain.multi_get(keys))]
+        return [word.decode() for word in self.store.ask(lambda plain: plain.multi_get(keys), self.timeout.total_seconds())]
 
     def _within(self) -> str:
         return f"within {self.timeout.total_seconds():g} s (hoist.comm_timeout_seconds)"

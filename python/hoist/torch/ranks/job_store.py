@@ -3,11 +3,14 @@
 
 PyTorch's calls wait for its answer without a limit. A thread of its own makes them here, and a caller waits some seconds for it.
 A thread whose call gets no answer is left behind, also at the program's end. Until it has one, calls fail at once.
+So do calls in a process that was forked later, which has no such thread.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import math
+import os
 import queue
 import threading
 import weakref
@@ -18,12 +21,16 @@ import torch.distributed as dist
 
 _T = TypeVar("_T")
 ANSWER_SECONDS = 3.0
+_SLICE = 0.1
 
 
 class StoreLost(RuntimeError):
-    def __init__(self, why: str):
-        super().__init__("the process that holds torch.distributed's store (rank 0, or torchrun's agent at MASTER_ADDR) has "
-                         f"ended or cannot be reached; its log has the reason ({why})")
+    pass
+
+
+def _silent(why: str) -> StoreLost:
+    return StoreLost("the process that holds torch.distributed's store (rank 0, or torchrun's agent at MASTER_ADDR) has ended or "
+                     f"cannot be reached; its log has the reason ({why})")
 
 
 def _answer(questions: queue.SimpleQueue[Any]) -> None:
@@ -36,27 +43,37 @@ def _answer(questions: queue.SimpleQueue[Any]) -> None:
         del entry, question, answer  # they hold the store
 
 
+def _is_done_within(seconds: float, answer: concurrent.futures.Future[Any]) -> bool:
+    """In slices: while this process stands still (SIGSTOP, an extension that holds the GIL), one of them is over, and not all."""
+    return any(concurrent.futures.wait([answer], _SLICE).done for _ in range(math.ceil(seconds / _SLICE)))
+
+
 class _Thread:
     """It begins with the first engine: at the program's end, when ranks still tell each other why, Python starts none."""
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._late: concurrent.futures.Future[Any] | None = None
+        self._process = os.getpid()
         threading.Thread(target=_answer, args=(self._questions,), name="hoist-store", daemon=True).start()
         weakref.finalize(self, self._questions.put, None).atexit = False
 
     def ask(self, question: Callable[[], _T], seconds: float) -> _T:
+        if os.getpid() != self._process:
+            raise StoreLost("torch.distributed's store cannot be asked in a process that was forked after hoist began to use it")
         if self._late is not None and not self._late.done():
-            raise StoreLost("it did not answer before")
+            raise _silent("it did not answer before")
         answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
         self._questions.put((question, answer))
-        if not concurrent.futures.wait([answer], seconds).done:
+        if not _is_done_within(seconds, answer):
             self._late = answer
-            raise StoreLost(f"no answer within {seconds:g} s")
+            raise _silent(f"no answer within {seconds:g} s")
         try:
             return answer.result()
+        except dist.DistNetworkError as error:
+            raise _silent(str(error)) from None
         except RuntimeError as error:
-            raise StoreLost(str(error)) from None
+            raise StoreLost(f"torch.distributed's store failed: {error}") from None
 
 
 _threads: weakref.WeakKeyDictionary[dist.Store, _Thread] = weakref.WeakKeyDictionary()
