@@ -542,6 +542,33 @@ def test_a_restore_that_fails_on_one_rank_is_told_to_ranks_that_wait_in_theirs(s
     assert texts[1].startswith("CommError") and "rank 0 failed: hoist.StoreError" in texts[1], texts
 
 
+@pytest.mark.parametrize("damage, reason", [("os.unlink(glob.glob(mine + '/one/client_state-*.pt')[0])", "is missing"),
+                                            ("open(mine + '/latest', 'w').write('..')", "which is not the name of a checkpoint")])
+def test_a_load_checkpoint_that_fails_on_one_rank_is_told_to_the_others(settings, tmp_path, damage, reason):
+    """Its copy of the directory is damaged, or incomplete. All of them train on."""
+    config = with_room(settings)
+    config["hoist"] |= {"keep_steps": 2, "comm_timeout_seconds": 60.0}
+    texts = texts_of(f"""
+        import glob, shutil
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 1)
+        engine.save_checkpoint(directory + "/saved", "one")
+        dist.barrier()
+        mine = shutil.copytree(directory + "/saved", directory + f"/of rank {{rank}}")
+        if rank == 1:
+            {damage}
+        began = time.monotonic()
+        try:
+            engine.load_checkpoint(mine)
+        finally:
+            assert time.monotonic() - began < 30
+            assert engine.load_checkpoint(directory + "/saved")[0]
+            train_share(engine, rank, size, 1, first=1)
+    """, tmp_path / "meet", config)
+    assert texts[1].startswith("StoreError") and reason in texts[1], texts
+    assert texts[0].startswith("Error: rank 1 failed: hoist.StoreError") and reason in texts[0], texts
+
+
 @pytest.mark.parametrize("call", ["hoist.torch.wrap(make(), config)", "engine.wake()"])
 def test_the_end_of_the_process_that_holds_the_store_is_named(settings, tmp_path, call):
     """A rank that meets the others there, by itself, would give what a socket says."""

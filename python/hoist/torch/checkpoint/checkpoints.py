@@ -100,40 +100,52 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     """[C] (path, client state); (None, None) where no tag is given and nothing was saved. Client states are pickles, as
     DeepSpeed's are: load what you have saved yourself."""
     any_tag = tag is None
-    if any_tag:
-        latest = os.path.join(directory, _LATEST)
-        if not os.path.isfile(latest) and os.path.isfile(os.path.join(directory, "latest_universal")):
-            refuse_deepspeeds(directory)
-        if not os.path.isfile(latest):
-            _log.warning("there is no %s: nothing was loaded", latest)
+    with distributed.work_of_one_rank(engine._unit_manager):
+        if tag is None and (tag := _latest_in(directory)) is None:
             return None, None
-        with open(latest, encoding="utf-8", errors="surrogateescape") as file:
-            tag = file.read(4096).strip()
-        if not _is_below(tag) or shown(tag) != tag:
-            refuse(f"{latest} holds '{tag}', which is not the name of a checkpoint beside it: name one with tag=...")
-    tag = str(tag)
-    folder = os.path.join(directory, tag)
-    if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
-        refuse_deepspeeds(folder)
+        tag = str(tag)
+        folder = os.path.join(directory, tag)
+        if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
+            refuse_deepspeeds(folder)
     known = dict(engine._unit_manager.find_checkpoints())  # engine.checkpoints() waits for a restore() after an interruption
     if any_tag and tag not in known:
         tag = _newest_saved(engine, known, directory, tag)
         folder = os.path.join(directory, tag)
     engine._unit_manager.require_commit(tag)
     step = dict(engine._unit_manager.find_checkpoints())[tag]  # it may have been under way before
+    with distributed.work_of_one_rank(engine._unit_manager):
+        client_state = _client_state_in(folder, tag, step, engine.config.store_directory)
+    engine.restore(tag)
+    return folder, client_state
+
+
+def _latest_in(directory: str) -> str | None:
+    latest = os.path.join(directory, _LATEST)
+    if not os.path.isfile(latest) and os.path.isfile(os.path.join(directory, "latest_universal")):
+        refuse_deepspeeds(directory)
+    if not os.path.isfile(latest):
+        _log.warning("there is no %s: nothing was loaded", latest)
+        return None
+    with open(latest, encoding="utf-8", errors="surrogateescape") as file:
+        tag = file.read(4096).strip()
+    if not _is_below(tag) or shown(tag) != tag:
+        refuse(f"{latest} holds '{tag}', which is not the name of a checkpoint beside it: name one with tag=...")
+    return tag
+
+
+def _client_state_in(folder: str, tag: str, step: int, store: str) -> dict[str, Any]:
     client_file = _client_file(folder, step)
     without = f"restore('{tag}') continues from that step without the program's state"
     if not os.path.isfile(client_file):
         others = glob.glob(_client_file(glob.escape(folder), "*"))
-        refuse(f"the step that {engine.config.store_directory} keeps as '{tag}' is number {step}, and "
+        refuse(f"the step that {store} keeps as '{tag}' is number {step}, and "
                + (f"{folder} is of another one" if others else f"{client_file} is missing") + f"; {without}")
     try:
-        client_state = torch.load(client_file, map_location="cpu", weights_only=False)
+        client_state: dict[str, Any] = torch.load(client_file, map_location="cpu", weights_only=False)
+        return client_state
     except Exception as error:  # pickles raise any
         raise _hoist.StoreError(shown(f"{client_file} cannot be loaded ({type(error).__name__}: {line_of(error)}). If it is "
                                       f"damaged, {without}")) from error
-    engine.restore(tag)
-    return folder, client_state
 
 
 def refuse_deepspeeds(folder: str) -> NoReturn:
