@@ -32,8 +32,12 @@ def is_orderly(error: BaseException) -> bool:
 def handled_error() -> BaseException | None:
     """In an `except` or `finally` block: what the block is entered by, unless a program or a generator ends in order with it."""
     error = sys.exc_info()[1]
-    is_end = error is None or is_orderly(error) or isinstance(error, (GeneratorExit, StopIteration, StopAsyncIteration))
-    return None if is_end else error
+    return None if error is None or is_orderly(error) or isinstance(error, GeneratorExit) else error
+
+
+def mark_of(error: BaseException | None) -> object:
+    """Is the same object for the same error, and another for a later one at its address. Does not keep the error."""
+    return None if error is None else vars(error).setdefault("_hoist_mark", object())
 
 
 def abandon(unit_manager: _hoist.UnitManager, has_others: bool, why: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import types
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import hoist
 import hoist.torch
-from hoist.torch.ranks import job_store
+from hoist.torch.ranks import distributed, job_store
 from ranks import free_port, results, start, texts_of
 from test_distributed import train_share, with_room
 from training import make
@@ -238,10 +239,18 @@ def fail_between_steps_and_close(engine, steps):
         engine.close()
 
 
+def fail_between_steps_and_close_for_long(engine, steps):
+    """As with much pinned memory, which is given back after the connections have closed."""
+    ending = engine._unit_manager
+    engine._unit_manager = types.SimpleNamespace(close=lambda: (ending.close(), time.sleep(10)))
+    fail_between_steps_and_close(engine, steps)
+
+
 # Where they find each other, and the reason, is in the process of rank 0.
 @pytest.mark.parametrize("how, failing", [(fail_in_forward, 0), (fail_in_forward, 1), (fail_between_steps, 0),
                                           (fail_in_with, 1), (fail_in_forward_in_with, 1), (fail_and_close, 2),
-                                          (fail_between_steps_and_close, 0), (fail_between_steps_and_close, 1)])
+                                          (fail_between_steps_and_close, 0), (fail_between_steps_and_close, 1),
+                                          (fail_between_steps_and_close_for_long, 1)])
 def test_a_rank_that_raises_names_itself_to_the_others(settings, tmp_path, how, failing):
     """Within seconds, where the time-out is ten minutes, and whoever they wait for just then. The last step is not lost."""
     processes = start(f"""
@@ -297,6 +306,39 @@ def test_an_end_in_an_except_block_is_an_error_on_no_rank(settings, tmp_path):
     assert ended == [0, 1, 2]
     with hoist.torch.wrap(make(), with_room(settings), resume=True) as engine:
         assert engine.step_count == 2
+
+
+def told_in_a_block_of(met, error):
+    """What other ranks learn of an engine that ends in an `except` or `finally` block."""
+    told = []
+    met.add(types.SimpleNamespace(members=(0, 1), rank_of_job=1, leave=told.append, fail=told.append))
+    try:
+        raise error
+    except BaseException:
+        with met.told_of_error():
+            assert len(told) in (0, 1)
+    return set(told)
+
+
+def test_an_error_from_before_the_engine_is_not_told_and_a_later_one_at_its_address_is():
+    error = LookupError("no such token")
+    try:
+        raise error
+    except LookupError:
+        met = distributed.MetRanks([])
+    assert told_in_a_block_of(met, error) == set()
+    address = id(error)
+    del error
+    later = [LookupError("no such batch")]
+    while id(later[-1]) != address and len(later) < 1000:
+        later.append(LookupError("no such batch"))
+    assert told_in_a_block_of(met, later[-1]) == {"rank 1 failed: LookupError: no such batch"}
+
+
+@pytest.mark.parametrize("error, told", [(StopIteration(), {"rank 1 failed: StopIteration"}), (GeneratorExit(), set()),
+                                         (SystemExit(), set()), (SystemExit(3), {"rank 1 failed: SystemExit: 3"})])
+def test_a_loader_that_runs_out_on_one_rank_is_told_and_an_orderly_end_is_not(error, told):
+    assert told_in_a_block_of(distributed.MetRanks([]), error) == told
 
 
 def test_what_fails_on_one_rank_is_an_error_on_the_other(settings, tmp_path):

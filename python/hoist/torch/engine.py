@@ -95,7 +95,6 @@ class Engine(StandsForModel, DeepSpeedNames):
             ("resume=True", resume), ("load_later=True", load_later),
             ("weights=...", weights is not None and mesh is None),  # with a mesh, not of every group's layers
             ("deepspeed=...", deepspeed is not None and mesh is None)) if is_passed)
-        self._handled_at_start = id(program_end.handled_error())  # not by what the engine does
         self._boundary: bool | None = None
         self._refuse_second_schedule(scheduler)
         self.state: dict[str, Any] = {}
@@ -648,13 +647,8 @@ class Engine(StandsForModel, DeepSpeedNames):
             program_end.abandon(self._unit_manager, self._has_others, self._passes.pass_error)
         self._passes.give_up()
         self._passes.forget()
-        error = program_end.handled_error()
-        try:
+        with self._met.told_of_error():
             self._unit_manager.close()
-        finally:
-            if error is not None and id(error) != self._handled_at_start:
-                self._met.tell(program_end.text_of(error))
-        self._met.forget()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Engine:

@@ -72,8 +72,7 @@ def _tell(speaker: Ranks | _Start, store: JobStore, why: str) -> str:
         told = store.ask(first)
     except StoreLost:
         return why
-    if told == why:
-        _left_words.append(speaker)
+    _left_words.append(speaker)
     return told
 
 
@@ -227,6 +226,11 @@ class Ranks:
             channel.hang_up()
         return self._why
 
+    def leave(self, why: str) -> None:
+        """Says for those that lose this rank why it ends, and disturbs no other."""
+        with contextlib.suppress(StoreLost):
+            self.store.ask(lambda plain: plain.set(f"left-{self.rank}", why))
+
     def lost(self, problem: str) -> str:
         """Returns the message of a failed call: another rank's reason, if there is one."""
         mine = f"rank {self.rank_of_job} gave up: {problem}"
@@ -238,6 +242,8 @@ class Ranks:
         other has closed its engine, or waits elsewhere, and says where, or is still on its way."""
         mine = f"rank {self.rank_of_job} was at {what}"
         timed_out, has_ended = "imed out" in problem, any(words in problem for words in _CLOSED)
+        if has_ended and peer is not None and (why := self._why_of(peer)) is not None:
+            return f"{mine}, and {why} ({problem})"
         theirs = ""
         if has_ended and peer is not None and not self._says_why_within(2):  # gloo closes connections at a time-out
             theirs = f", and rank {self.members[peer]} has closed its engine, or ended"
@@ -249,6 +255,12 @@ class Ranks:
         elif theirs:
             theirs += ". Every rank must make the same calls: none alone may evaluate, read the state, save, or stop early"
         return f"{mine}{theirs} ({problem})"
+
+    def _why_of(self, peer: int) -> str | None:
+        """Why rank `peer` ends its engine in order, if it has an error."""
+        with contextlib.suppress(StoreLost):
+            return self.store.ask(lambda plain: _text_at(plain, f"left-{peer}"))
+        return None
 
     def _place_of(self, peer: int, mine: str) -> str | None:
         """Where rank `peer` waits, if that has timed out there, too, which it then says within a second."""

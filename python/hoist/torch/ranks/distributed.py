@@ -39,8 +39,8 @@ _T = TypeVar("_T")
 
 @contextlib.contextmanager
 def work_of_one_rank(unit_manager: _hoist.UnitManager) -> Iterator[None]:
-    """[C] Around work that one rank of the job does, such as writing a file: if it fails, all ranks raise. What it does between
-    collective calls is in a KeptError."""
+    """[C] Around work that one rank of the job does, such as writing a file, or each does with files of its own: if it fails on
+    one, all ranks raise. What it does between collective calls is in a KeptError."""
     try:
         yield
     except Exception as error:
@@ -84,6 +84,7 @@ class MetRanks:
         self.arguments = list(arguments)
         self._of: dict[tuple[int, ...], Ranks] = {}
         self._process = os.getpid()
+        self._handled_at_start = program_end.mark_of(program_end.handled_error())  # not by what the engine does
 
     def add(self, ranks: Ranks) -> None:
         self._of[ranks.members] = ranks
@@ -96,12 +97,21 @@ class MetRanks:
                     raise _hoist.UsageError(f"rank {first} passes {argument}, and rank {without[0]} does not: pass it on every "
                                             "rank, or on none. Each looks for its files on its own drive, which may be empty")
 
-    def tell(self, why: str) -> None:
-        """After the engine's end: to those that find this rank's connections closed."""
-        for ranks in self._of.values() if os.getpid() == self._process else ():
-            ranks.fail(f"rank {ranks.rank_of_job} failed: {why}")
-
-    def forget(self) -> None:
+    @contextlib.contextmanager
+    def told_of_error(self) -> Iterator[None]:
+        """Around the engine's end, which is in order: in an `except` or `finally` block, other ranks that find this one's
+        connections closed learn why. Before it as well, since it may last longer than they look for a reason."""
+        error = program_end.handled_error()
+        is_told = error is not None and program_end.mark_of(error) is not self._handled_at_start
+        met = list(self._of.values()) if is_told and os.getpid() == self._process else []
+        why = f"failed: {program_end.text_of(error)}"
+        for ranks in met:
+            ranks.leave(f"rank {ranks.rank_of_job} {why}")
+        try:
+            yield
+        finally:
+            for ranks in met:
+                ranks.fail(f"rank {ranks.rank_of_job} {why}")
         self._of.clear()
 
 
