@@ -157,11 +157,14 @@ optimizer.close()
     assert ranks == [alone(), alone()]
 
 
+@pytest.mark.parametrize("end", ["optimizer", "contextlib.closing(optimizer)"])
 @pytest.mark.parametrize("divided", [True, False])
-def test_a_rank_that_fails_is_an_error_on_the_other(tmp_path, divided):
-    failing = start(RANKS + """
+def test_a_rank_that_fails_is_an_error_on_the_other(tmp_path, divided, end):
+    """closing() calls close() in a `finally` block."""
+    failing = start(RANKS + f"""
+import contextlib
 try:
-    with optimizer:
+    with {end}:
         train_with_ddp(ddp, optimizer, rank, size, 0, 2)
         if rank == 1:
             raise ValueError("out of data")
@@ -173,6 +176,25 @@ os._exit(0)
                     share_gpu=not divided)
     first, second = results(failing)
     assert second == "out of data" and "out of data" in first and "rank 1" in first
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_restore_that_fails_on_one_rank_is_an_error_on_the_other(tmp_path, divided):
+    failing = start(RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, 0, 2)
+optimizer.save("one").wait()
+began = time.monotonic()
+try:
+    optimizer.restore("one" if rank else "two")
+except hoist.Error as error:
+    assert time.monotonic() - began < 60
+    print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
+os._exit(0)
+""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("nvme", tmp_path) | {"keep_steps": 2}},
+                    share_gpu=not divided)
+    first, second = results(failing)
+    assert first.startswith("StoreError") and "'two'" in first, first
+    assert second.startswith("CommError") and "rank 0 failed: hoist.StoreError" in second, second
 
 
 def test_ranks_that_make_different_calls_are_told_which(tmp_path):

@@ -122,6 +122,7 @@ class Offloaded:
         self._is_divided = self._has_others = False
         self._has_store = directory is not None
         members, job = _ranks_of(shard_over, self._has_store)
+        self._job = job
         with channels.start(job):
             self._cut = CutParameters(groups)
             self._types = [parameter.dtype for parameter in self._cut.parameters]
@@ -192,9 +193,9 @@ class Offloaded:
         def doing() -> str:
             return getattr(of(), "call", "")
 
-        met = distributed.MetRanks(["resume=True"] if resume else [])
-        make, size = distributed.channels_over(members, config, met, doing)
-        make_job, job_size = distributed.channels_over(job, config, met, doing) if len(job) > len(members) else (None, 0)
+        self._met = distributed.MetRanks(["resume=True"] if resume else [])
+        make, size = distributed.channels_over(members, config, self._met, doing)
+        make_job, job_size = distributed.channels_over(job, config, self._met, doing) if len(job) > len(members) else (None, 0)
         self._config = config
         self._is_divided = size > 1
         self._has_others = max(size, job_size) > 1
@@ -348,9 +349,10 @@ class Offloaded:
 
     def restore(self, groups: list[dict[str, Any]], name: str) -> int:
         """[C] Continues from a named checkpoint or the newest commit, and fills the parameters. Returns the step."""
-        if self._unit_manager.is_alive:
-            self._unit_manager.require_commit(name)
-        step, state = self._unit_manager.restore(name)
+        with channels.start(self._job):
+            if self._unit_manager.is_alive:
+                self._unit_manager.require_commit(name)
+            step, state = self._unit_manager.restore(name)
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()
         self._consolidated = None
@@ -540,7 +542,8 @@ class Offloaded:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._unit_manager.close()
+        with self._met.told_of_error():
+            self._unit_manager.close()
         atexit.unregister(self._at_exit)
 
     def abandon(self, error: BaseException | None) -> None:
