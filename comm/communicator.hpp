@@ -36,7 +36,8 @@ namespace hoist::comm {
 struct GatherPiece {
   std::byte* data = nullptr;      // size() * shard_bytes
   std::uint64_t shard_bytes = 0;  // may be 0
-  std::string_view what{};        // the owner of these bytes, for errors; outlives the operation
+  // The owner of these bytes, equal on all ranks: for errors, and compared by MPI and threads. Outlives the operation.
+  std::string_view what{};
 };
 
 // A buffer of [rank, shard] elements, every rank's full contribution. Afterwards this rank's own piece holds

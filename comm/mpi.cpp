@@ -185,7 +185,7 @@ class MpiTransport final : public Transport {
   static constexpr int kPollsAPause = 4;                    // a message is complete some calls after it has come
   static constexpr std::chrono::milliseconds kQuiet{50};    // others are late for their own reasons
   static constexpr std::chrono::seconds kAnswerTime{5};     // for ranks that poll at least every 500 us
-  static constexpr std::chrono::milliseconds kDivergedAnswerTime{500};
+  static constexpr std::chrono::milliseconds kDivergedAnswerTime{5000};
 
   MPI_Request* new_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 

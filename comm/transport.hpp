@@ -32,7 +32,7 @@ struct ShardExchange {
   std::uint64_t stride_bytes = 0;
   std::uint64_t chunk_bytes = 0;
   std::byte* received = nullptr;  // size() * chunk_bytes
-  std::string_view what{};        // for errors
+  std::string_view what{};        // as GatherPiece's
 };
 
 // The subject of a call, for errors: the name of its first part.

@@ -8,7 +8,6 @@
 #include <string_view>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include <hoist/core/units.hpp>
 #include <hoist/interchange/export.hpp>
@@ -59,13 +58,12 @@ std::size_t pieces_from(std::span<const StoredParameter> parameters, std::size_t
   return count;
 }
 
-// Only hoist.optim cuts parameters. Its commits have the keys of python/hoist/commit_values.py; other programs commit
-// any bytes, and may have such names themselves.
+// Only hoist.optim cuts parameters; its commits begin with this (python/hoist/optim/offload.py). Other programs may
+// have such names themselves.
 bool is_made_by_hoist_optim(const StoredModel& model) {
-  const std::span<const std::byte> bytes = model.caller_state(0);
-  const auto* const text = reinterpret_cast<const char*>(bytes.data());
-  const auto state = nlohmann::json::parse(text, text + bytes.size(), nullptr, /*allow_exceptions=*/false);
-  return state.is_object() && state.contains("program") && state.contains("groups");
+  constexpr std::string_view kBegin = R"({"groups": [)";
+  const std::span<const std::byte> state = model.caller_state(0);
+  return std::string_view(reinterpret_cast<const char*>(state.data()), state.size()).starts_with(kBegin);
 }
 
 std::vector<TensorSpec> tensors_of(std::span<StoredModel* const> slices, TensorType type) {

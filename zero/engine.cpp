@@ -46,21 +46,37 @@ Engine Engine::restore(Runtime& runtime, const EngineOptions& options, Model mod
   return Engine(std::move(core));
 }
 
-std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineOptions& options) {
+namespace {
+
+// Calls `search` after all ranks have agreed on the call. Ranks of another sharding group, who wait for this one, are
+// told if this one's ranks differ.
+template <typename Search>
+auto search_stores(Runtime& runtime, const EngineOptions& options, std::string_view call, const Search& search) {
   check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
   const detail::RankAgreement ranks(runtime, *notifier);
-  ranks.agree_on_call("Engine::find_commit()");
-  const auto plan = detail::find_restore(ranks, options, "");
-  return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
+  try {
+    ranks.agree_on_call(call);
+  } catch (...) {
+    if (ranks.has_several_groups()) notifier->notify(std::current_exception());
+    throw;
+  }
+  return search(ranks);
+}
+
+}  // namespace
+
+std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineOptions& options) {
+  return search_stores(runtime, options, "Engine::find_commit()", [&](const detail::RankAgreement& ranks) {
+    const auto plan = detail::find_restore(ranks, options, "");
+    return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
+  });
 }
 
 std::vector<NamedCheckpoint> Engine::find_checkpoints(Runtime& runtime, const EngineOptions& options) {
-  check(options, runtime.options(), runtime.world_size());
-  const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
-  const detail::RankAgreement ranks(runtime, *notifier);
-  ranks.agree_on_call("Engine::find_checkpoints()");
-  return detail::StoreSearch(ranks, options).find_checkpoints();
+  return search_stores(runtime, options, "Engine::find_checkpoints()", [&](const detail::RankAgreement& ranks) {
+    return detail::StoreSearch(ranks, options).find_checkpoints();
+  });
 }
 
 // No device has as much, and a little more of it is still a number.

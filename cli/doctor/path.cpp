@@ -72,7 +72,7 @@ Finding direct_transfers(const std::string& directory) {
     finding.lacks(Verdict::missing, "no store can be made here",
                   error.where.code == EACCES || error.where.code == EROFS || error.where.code == EPERM
                       ? fmt::format("sudo chown $USER {}, or remount it writable", directory)
-                      : usual_remedy(error.where.code));
+                      : "choose another directory");
   } catch (const std::exception& error) {  // no thread, or no memory
     finding.found = error.what();
     finding.lacks(Verdict::missing, "no transfer was tried",

@@ -159,6 +159,8 @@ void UnitManager::require_commit(const std::string& from) {
                     directory, from, others.empty() ? "none" : others, options_.engine.keep_steps));
   } catch (const StoreError&) {
     throw;
+  } catch (const ExchangedError&) {  // all ranks know it, and nothing has changed
+    throw;
   } catch (const Error& error) {
     log_warning("restore() looks for the commit when the engine has ended: {}", error.what());
   }

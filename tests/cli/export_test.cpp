@@ -132,8 +132,8 @@ TEST_F(Export, WarnsOfNamesThatNoModelHasAndJoinsPiecesOfHoistOptim) {
                                      for (float& value : values)
                                        value = static_cast<float>(1000 * parameter.index + first++);
                                    });
-    commit(engine, "optim", R"({"program": {}, "groups": []})");
-    commit(engine, "torch", R"({"program": {}, "rates": []})");
+    commit(engine, "optim", R"({"groups": [{"lr": 0.1}], "program": {"best": Infinity}})");
+    commit(engine, "torch", R"({"program": {"groups": [1]}, "rates": []})");
     commit(engine, "bytes", "{\"program");
   }
   for (const std::string other : {"torch", "bytes"}) {

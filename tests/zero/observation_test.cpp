@@ -9,6 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -193,7 +194,10 @@ TEST(Metrics, TwoEnginesDoNotShareAFile) {
                                                  HasSubstr("metrics.jsonl open; end it, or name another file"))));
     first.train(1, 1);
     forked = ::fork();
-    if (forked == 0) ::pause();
+    if (forked == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      ::pause();
+    }
   }
   {
     ToyModel later(setup);

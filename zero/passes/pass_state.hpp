@@ -57,9 +57,9 @@ class PassState {
     std::string text;
     std::function<std::string()> lines{};  // one for each group
   };
-  // [C] All ranks made the same calls in the pass that ended, which is compared once, and have equal settings, which
-  // are compared whenever they are given: ranks that differ have mixed up their data, or would each change their own
-  // shard in their own way.
+  // [C] All ranks made the same calls in the pass that ended or was left, which is compared once, and have equal
+  // settings, which are compared whenever they are given: ranks that differ have mixed up their data, or would each
+  // change their own shard in their own way.
   void check_agreement(const std::optional<StepFingerprint>& fingerprint = std::nullopt);
   // [C] The first half of it, before another call of all ranks; only if it has not been compared yet.
   void check_agreement_before(std::string_view call);

@@ -332,8 +332,8 @@ class Offloaded:
 
     def _commit_state(self, groups: list[dict[str, Any]], schedule_lags: bool = False) -> bytes:
         """`schedule_lags`: the schedule will be stepped for this commit's step, but has not been yet."""
-        state: dict[str, Any] = {"program": to_json(self.program_state, "commit_state"),
-                                 "groups": [_plain_entries(group) for group in groups],
+        state: dict[str, Any] = {"groups": [_plain_entries(group) for group in groups],  # first: `hoist export` looks for it
+                                 "program": to_json(self.program_state, "commit_state"),
                                  "first_rates": self.run_rates.first, "world_size": self._unit_manager.world_size}
         schedule = schedules.plain_schedule(schedules.schedule_of(self.run_rates.schedule))
         if schedule is not None:
