@@ -214,13 +214,12 @@ void Training::describe_units(const std::string& path) {
 // Every rank has a command line and a text of its own. With different ones they would train a mixture of two runs.
 void Training::agree_on_arguments() {
   const std::string mine =
-      fmt::format("hoist-gpt --seed {} --batch {}, text {:x} of {} bytes{}{}{}", arguments_.seed, settled_.batch,
-                  text_.fingerprint(), text_.byte_count(), arguments_.resume ? " --resume" : "",
-                  arguments_.from.empty() ? "" : " --from " + arguments_.from,
-                  arguments_.init.empty() ? "" : " --init " + arguments_.init);
+      fmt::format("--seed {}\n--batch {}\n--resume {}\n--from {}\n--init {}\ntext {:x} of {} bytes", arguments_.seed,
+                  settled_.batch, arguments_.resume ? "yes" : "no", arguments_.from, arguments_.init,
+                  text_.fingerprint(), text_.byte_count());
   Digest digest;
   digest.update(std::as_bytes(std::span(mine)));
-  comm::agree(runtime_.communicator(), digest.value(), mine, [&] { return mine; });
+  comm::agree(runtime_.communicator(), digest.value(), "the arguments of hoist-gpt", [&] { return mine; });
 }
 
 // Makes the engine: from the newest commit, or with fresh state, which Engine::create() refuses where a commit is.
