@@ -180,7 +180,9 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) ->
         ranks.meet(json.dumps({"mesh": members}))
         everyones = [json.loads(word).get("mesh") for word in ranks.words()]
     except RuntimeError as error:
-        remedy = ". Every rank of the job passes mesh=..." if ranks.why() is None else ""
+        remedy, said = ". Every rank of the job passes mesh=...", str(error)
+        if "did not come" not in said or remedy in said:  # another reason, or the one that another rank gave
+            remedy = ""
         raise _hoist.CommError(f"on rank {dist.get_rank()} of the job: {error}{remedy}") from None
     if None in everyones:
         raise _hoist.UsageError(
