@@ -185,7 +185,6 @@ class MpiTransport final : public Transport {
   static constexpr int kPollsAPause = 4;                    // a message is complete some calls after it has come
   static constexpr std::chrono::milliseconds kQuiet{50};    // others are late for their own reasons
   static constexpr std::chrono::seconds kAnswerTime{5};     // for ranks that poll at least every 500 us
-  static constexpr std::chrono::milliseconds kDivergedAnswerTime{5000};
 
   MPI_Request* new_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 
@@ -323,13 +322,13 @@ class MpiTransport final : public Transport {
     }
   }
 
-  // A message of another call of `peer`'s has come; in a collective of MPI's own nobody knows whose, and `peer` is this
-  // rank. Which call it is, that rank says if asked: it has had a message of this one, or waits for it.
+  // A message that `peer` sent in another call has come. It answers which call that is, since this rank's message has
+  // reached it, or it waits for one. `peer` is this rank where MPI does not say who sent the message.
   [[noreturn]] void give_up_diverged(int peer, const Doing& doing) {
     std::optional<std::string> theirs;
     if (probe_ && peer != rank_) {
       probe_->ask(Nanoseconds(0));
-      for (Deadline deadline(kDivergedAnswerTime); !theirs && !deadline.is_over(); std::this_thread::yield()) {
+      for (Deadline deadline(kAnswerTime); !theirs && !deadline.is_over(); std::this_thread::yield()) {
         if (const auto verdict = probes().serve(doing.text())) give_up(doing, *verdict);
         theirs = probe_->answer_of(peer);
       }

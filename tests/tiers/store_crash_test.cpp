@@ -247,7 +247,7 @@ TEST_P(StoreMutationTest, WithoutFlushingTheSuperblockDamageIsFound) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".manifest-new"); }), "");
 }
 
-// The power cut takes names, too, and what was written past the queue.
+// A power cut also loses names of files, and what was written without the queue.
 class StoreNamesTest : public StoreCrashTest {
  protected:
   std::string first_problem(std::uint64_t seeds, const LostNames::Forgets& forgets) {
