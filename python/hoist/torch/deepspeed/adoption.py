@@ -157,7 +157,7 @@ class Adoption:
         as many."""
         checkpoint, there_of = self._checkpoint, dict(self._pairs)
         if checkpoint.ranks == 0 and set(checkpoint.group_of.values()) <= {0}:
-            return list(range(self._group_count))  # hoist's own exports, which do not say what is in which group
+            return list(range(self._group_count))  # exports of hoist do not record the groups of parameters
         if not len(self._pairs) == len(there_of) == len(set(there_of.values())):
             return None
         others = iter(sorted(set(range(self._group_count)) - set(there_of.values())))  # of no trained parameter

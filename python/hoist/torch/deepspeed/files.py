@@ -93,7 +93,7 @@ def _refuse_objects(path: str, error: Exception, trusted: bool) -> NoReturn:
     with contextlib.suppress(Exception):
         found = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
     if not found and (trusted or not _is_of_the_old_format(path)):  # of which PyTorch cannot say what it holds
-        _refuse_damaged(path, error.__context__ or error)  # PyTorch's own advice is left out: it is to run what is there
+        _refuse_damaged(path, error.__context__ or error)  # without PyTorch's advice to trust the file
     if not found:
         refuse(f"{path} cannot be read as a file of torch.save: {line_of(error)}. If you trust the file, pass trusted=True to "
                "hoist.torch.deepspeed.open()")
