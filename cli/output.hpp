@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/named_file.hpp>
 
 namespace hoist::cli {

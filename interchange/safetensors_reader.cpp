@@ -14,6 +14,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/interchange/safetensors_reader.hpp>
 
 namespace hoist::interchange {

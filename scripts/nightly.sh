@@ -26,6 +26,7 @@ part "older trainers" scripts/older-trainers.sh dev
 part "older PyTorch" scripts/older-pytorch.sh dev
 part "10,000 random plans" env HOIST_TEST_PLANS=10000 build/dev/bin/random_plan_test
 part "power cuts" env HOIST_CRASH_SEEDS=2 build/dev/bin/crash_power_test
+part "each file compiled alone" sh -c "cmake --preset dev -B build/single -DCMAKE_UNITY_BUILD=OFF && cmake --build build/single"
 part "address sanitizer" scripts/sanitize.sh asan
 part "thread sanitizer" scripts/sanitize.sh tsan
 part "64-bit ARM under qemu" scripts/arm64.sh

@@ -26,7 +26,7 @@ programs=(platform_test tiers_memory_test zero_test zero_state_test comm_test em
 
 generator=()
 if command -v ninja >/dev/null; then generator=(-G Ninja); fi
-cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DCMAKE_UNITY_BUILD=ON -DHOIST_WITH_CUDA=ON -DHOIST_WITH_NCCL=ON \
+cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DHOIST_WITH_CUDA=ON -DHOIST_WITH_NCCL=ON \
   -DHOIST_WITH_MPI=OFF -DHOIST_WITH_PYTHON=ON -DHOIST_WARNINGS_AS_ERRORS=OFF -DPython_EXECUTABLE="$python"
 cmake --build "$build" --parallel "$(nproc)" --target "${programs[@]}" hoist_python
 

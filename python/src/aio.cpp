@@ -16,6 +16,7 @@
 
 #include <hoist/aio/given_up.hpp>
 #include <hoist/aio/unaligned.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/core/units.hpp>

@@ -12,6 +12,7 @@
 #include <hoist/core/log.hpp>
 
 #include "host_stream.hpp"
+#include "interruption.hpp"
 
 namespace hoist::python {
 

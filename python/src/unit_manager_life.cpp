@@ -14,6 +14,7 @@
 #include <hoist/core/log.hpp>
 #include <hoist/core/units.hpp>
 
+#include "interruption.hpp"
 #include "unit_manager.hpp"
 
 namespace hoist::python {
