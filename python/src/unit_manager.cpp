@@ -172,6 +172,7 @@ void UnitManager::forget_pass() {
   pass_.reset();
   arrived_count_ = 0;
   walked_ = walks_again_ = false;
+  partly_done_.reset();
   has_arrived_.assign(has_arrived_.size(), false);
   complete_.clear();
   gradient_places_taken_ = 0;
@@ -244,6 +245,7 @@ void UnitManager::backward(std::uint32_t index) {
         "of a forward pass, and call backward() once");
   }
   walked_ = true;
+  if (partly_done_ && *partly_done_ != index) input_arrived(*partly_done_, Input::recomputed, 0);
   if (unit.in_backward) return load(unit);
   hold(unit);
   unit.in_backward = true;
@@ -255,7 +257,12 @@ bool UnitManager::backward_of_call(std::uint32_t index) {
   return true;
 }
 
-void UnitManager::input_arrived(std::uint32_t index, Input input) {
+void UnitManager::input_arrived(std::uint32_t index, Input input, std::size_t inputs_left) {
+  if (inputs_left > 0) {
+    partly_done_ = index;
+    return;
+  }
+  if (partly_done_ == index) partly_done_.reset();
   Unit& unit = units_[index];
   ++unit.calls_done;
   if (is_vertical() || walks_again_) return;

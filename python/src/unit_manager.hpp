@@ -205,10 +205,12 @@ class UnitManager {
   enum class Input : std::uint8_t {
     computed,  // everything that the call had to do is done: autograd goes on to its maker when nothing newer is left,
                // but for walks_again()
-    recomputed,  // it begins the graph of a part that is computed once more, which is done when the weights are
+    recomputed,  // it begins the graph of a part that is computed once more, which is done when the weights are, and
+                 // when the gradients of all such inputs have come, or another unit's backward pass begins
     given,       // it begins the graph of the whole pass: the program may use it late in the call, and weights before
   };
-  void input_arrived(std::uint32_t unit, Input input);
+  // `inputs_left`: of how many more inputs of the call the gradients may still come.
+  void input_arrived(std::uint32_t unit, Input input, std::size_t inputs_left);
   // The graph of this pass will be walked (again): forward() or torch.autograd.grad() has ended. If it was walked
   // before, it may have nodes of that walk's gradients. Those made on autograd's own thread are numbered apart from
   // forward's, so an input's gradient may come before them. A unit is then done only when all its weights' gradients
@@ -337,6 +339,7 @@ class UnitManager {
   std::uint64_t arrived_count_ = 0;
   bool walked_ = false;  // in this pass, by a backward pass or torch.autograd.grad()
   bool walks_again_ = false;
+  std::optional<std::uint32_t> partly_done_;  // the unit of a recomputation that has gradients of some of its inputs
   PendingGradients collecting_;          // of the unit whose gradients are coming in
   std::deque<PendingGradients> adding_;  // of those before, oldest first
   std::deque<std::uint32_t> complete_;   // units that wait for gradient memory, and then are finished

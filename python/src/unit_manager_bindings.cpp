@@ -235,13 +235,13 @@ struct BackwardHook {  // on the node that made a unit's output
   std::uint32_t unit;
   void operator()(nb::args) const { unit_manager->backward(unit); }
 };
-struct InputHook {  // on a unit's input: once for each call of the unit, whatever inputs it has
+struct InputHook {  // on inputs of one call of a unit
   UnitManager* unit_manager;
   std::uint32_t unit;
   UnitManager::Input input;
-  bool done = false;
+  std::size_t inputs_left;
   void operator()(nb::args) {
-    if (!std::exchange(done, true) && unit_manager->pass() == Pass::train) unit_manager->input_arrived(unit, input);
+    if (inputs_left > 0 && unit_manager->pass() == Pass::train) unit_manager->input_arrived(unit, input, --inputs_left);
   }
 };
 
@@ -422,11 +422,11 @@ void bind_unit_manager(nb::module_& module) {
           "unit"_a, keep)
       .def(
           "input_hook",
-          [](UnitManager& unit_manager, std::uint32_t u, bool begins_graph, bool is_recomputed) {
+          [](UnitManager& unit_manager, std::uint32_t u, bool begins_graph, bool is_recomputed, std::size_t inputs) {
             using enum UnitManager::Input;
-            return InputHook{&unit_manager, u, !begins_graph ? computed : is_recomputed ? recomputed : given};
+            return InputHook{&unit_manager, u, !begins_graph ? computed : is_recomputed ? recomputed : given, inputs};
           },
-          "unit"_a, "begins_graph"_a, "is_recomputed"_a, keep)
+          "unit"_a, "begins_graph"_a, "is_recomputed"_a, "inputs"_a, keep)
       .def(
           "step",
           [](UnitManager& unit_manager, const nb::bytes& state, double gradient_norm_max) {

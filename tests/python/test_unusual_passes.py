@@ -162,6 +162,53 @@ def test_weights_that_are_computed_before_an_input_is_used(wrap, plain, recomput
     assert "stays gathered" not in caplog.text
 
 
+class Modulated(nn.Module):
+    """A block of a diffusion transformer: what follows from the condition is computed before the first input is used."""
+
+    def __init__(self, adapted):
+        super().__init__()
+        self.modulation, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.adapter = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) if adapted else None
+
+    def forward(self, x, condition):
+        x = x * (1 + self.modulation(torch.tanh(condition)))
+        y = self.down(torch.tanh(self.up(x)))
+        return y if self.adapter is None else y + x @ self.adapter
+
+
+class ModulatedBlocks(nn.Module):
+    def __init__(self, adapted):
+        super().__init__()
+        self.first, self.condition = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([*(Modulated(adapted) for _ in range(3)), IgnoresCondition()])
+
+    def forward(self, x):
+        condition, x = self.condition(x), self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, condition, use_reentrant=True)
+        return x
+
+
+class IgnoresCondition(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x, _condition):
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_recomputed_blocks_whose_frozen_weights_are_needed_after_the_gradient_of_an_input(wrap, adapted, plain, caplog):
+    inputs = [batch(i) for i in range(4)]
+    expected = losses_in_memory(seeded(lambda: ModulatedBlocks(adapted)), inputs)
+    with wrap(seeded(lambda: ModulatedBlocks(adapted)), memory="48KiB") as engine:
+        close_to([step_of(engine, x, plain=plain) for x in inputs], expected)
+    assert "stays gathered" not in caplog.text
+
+
 class Styled(nn.Module):
     def __init__(self):
         super().__init__()

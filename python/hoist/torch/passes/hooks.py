@@ -25,8 +25,7 @@ class Call:
 
     hook: ModuleHook
     entered: list[int] = field(default_factory=list)  # units
-    given: torch.Tensor | None = None  # what the call was given, where it has hooks
-    input_hooks: dict[int, Any] = field(default_factory=dict)  # by unit: the handle of the one on `given`
+    input_hooks: list[tuple[int, torch.Tensor, Any]] = field(default_factory=list)  # unit, input, handle of the hook on it
     made_before: set[Any] = field(default_factory=set)  # the graph's nodes that made what it was given
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])  # around it: the call is in an except block
 
@@ -103,12 +102,14 @@ class ModuleHook:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         call.made_before = _nodes_of(inputs)
         is_recomputed = torch._C._current_graph_task_id() != -1
-        for tensor in inputs[:1]:
-            call.given = tensor
-            begins_graph = tensor.grad_fn is None
-            for unit in call.entered:
-                handle = tensor.register_hook(unit_manager.input_hook(unit, begins_graph, is_recomputed))
-                call.input_hooks[unit] = handle
+        begins_graph = bool(inputs) and inputs[0].grad_fn is None
+        # A recomputation may need weights between the gradients of its inputs: the last of them ends it.
+        watched = [t for t in inputs if t.grad_fn is None] if begins_graph and is_recomputed else inputs[:1]
+        for unit in call.entered if watched else ():
+            hook = unit_manager.input_hook(unit, begins_graph, is_recomputed, len(watched))
+            for tensor in watched:
+                handle = tensor.register_hook(hook)
+                call.input_hooks.append((unit, tensor, handle))
                 if begins_graph:  # it may be the program's, and used again
                     passes.input_hooks.setdefault(tensor, set()).add(handle)
 
@@ -145,10 +146,10 @@ class ModuleHook:
                 replaced = forward_of_all.cut(entered, output)
         # The gradient of what a call was given is its end, and must not be taken for that of another call: a module may return
         # its input, and a recomputation (use_reentrant=False) is given the tensor that the call before it was given.
-        for unit, handle in call.input_hooks.items():
+        for unit, given, handle in call.input_hooks:
             if unit not in counted:
                 handle.remove()
-                passes.input_hooks.get(call.given, set()).discard(handle)
+                passes.input_hooks.get(given, set()).discard(handle)
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()  # copies of these weights, which the step will change, beyond every budget
         if forward_of_all is not None:
