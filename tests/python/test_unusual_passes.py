@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of unusual, but legitimate programs: each trains as with torch.optim in memory, or is refused by name and can go on."""
 
+import threading
 
 import pytest
 import torch
@@ -207,6 +208,33 @@ def test_recomputed_blocks_whose_frozen_weights_are_needed_after_the_gradient_of
     with wrap(seeded(lambda: ModulatedBlocks(adapted)), memory="48KiB") as engine:
         close_to([step_of(engine, x, plain=plain) for x in inputs], expected)
     assert "stays gathered" not in caplog.text
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        scale = torch.tanh(self.scale)
+        return self.linear(x) * scale
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_model_that_is_called_on_another_thread_than_made_its_input(wrap, plain):
+    def on_a_thread(model, x):
+        for _ in range(100):  # autograd numbers the nodes of each thread apart, from 0
+            given = x * 1
+        outputs = []
+        thread = threading.Thread(target=lambda: outputs.append(model(given)))
+        thread.start()
+        thread.join()
+        return outputs[0].square().mean()
+
+    inputs = [batch(i).requires_grad_() for i in range(4)]
+    expected = losses_in_memory(seeded(lambda: nn.Sequential(Scaled(), Scaled())), inputs, on_a_thread, others=inputs)
+    with wrap(seeded(lambda: nn.Sequential(Scaled(), Scaled()))) as engine:
+        close_to([step_of(engine, x, on_a_thread, plain=plain) for x in inputs], expected)
 
 
 class Styled(nn.Module):

@@ -37,6 +37,12 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
     return {t.grad_fn for both in views_and_bases for t in both if t is not None} - {None}
 
 
+def _begins_graph(tensor: torch.Tensor) -> bool:
+    """Whether the order in which autograd walks says nothing about its gradient and those of the call that is given it. What
+    another thread has made is numbered apart."""
+    return tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= torch.autograd._get_sequence_nr()
+
+
 def _is_nested(module: nn.Module) -> bool:
     """Whether the module calls itself."""
     return sum(each is module for each in modules_on_stack()) > 1
@@ -102,7 +108,7 @@ class ModuleHook:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         call.made_before = _nodes_of(inputs)
         is_recomputed = torch._C._current_graph_task_id() != -1
-        begins_graph = bool(inputs) and inputs[0].grad_fn is None
+        begins_graph = bool(inputs) and _begins_graph(inputs[0])
         # A recomputation may need weights between the gradients of its inputs: the last of them ends it.
         watched = [t for t in inputs if t.grad_fn is None] if begins_graph and is_recomputed else inputs[:1]
         for unit in call.entered if watched else ():
