@@ -121,7 +121,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             groups = [p for unit in cut.units for p in unit.parameters.values() if p.requires_grad] or None
         self._cut = cut
         self.device = device_of(config, device, model.parameters())
-        self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
+        self._parameters = Parameters(model, cut, dtype_of(config), self.device)
         param_groups, group_of = grouped(groups, cut.units, config.optimizer)
         if groups is not None:
             refuse_rates_of_0(config, param_groups)
@@ -576,11 +576,13 @@ class Engine(StandsForModel, DeepSpeedNames):
     @takes_turn
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         """One parameter's master (or moment, or gradient before step()) in fp32, from whatever tier."""
+        self._between_passes()
         return self._parameters.read(name, state)
 
     @takes_turn
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         """Replaces a parameter's master or moment."""
+        self._between_passes()
         self._parameters.write(name, values, state)
 
     @takes_turn
@@ -590,11 +592,13 @@ class Engine(StandsForModel, DeepSpeedNames):
 
         Parameters have their own type, or `dtype`: torch.float32 gives the masters, bit by bit.
         """
+        self._between_passes()
         return self._parameters.state_dict(dtype)
 
     @takes_turn
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
         """Replaces masters, buffers and extra state; moments stay."""
+        self._between_passes()
         self._parameters.load_state_dict(state, strict)
 
     @takes_turn
@@ -606,6 +610,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if self._is_part_of_job:
             assert self._sharding is not None
             directory = os.path.join(directory, self._sharding.name)
+        self._between_passes()
         return self._parameters.export(directory, dtype, shard_bytes_max)
 
     @contextlib.contextmanager
@@ -632,6 +637,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         finally:
             self._passes.end_gathered()
         with self._passes.turns.of("gathered()"):
+            self._between_passes()
             settle()
 
     def close(self) -> None:

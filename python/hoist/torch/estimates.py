@@ -56,7 +56,7 @@ def _declared(model: nn.Module, config: _hoist.Config, unit_classes: Any) -> lis
     cut = units_of(model, unit_classes)
     if not cut.units:
         raise _hoist.UsageError("the model has no parameters")
-    return Parameters(model, cut, dtype_of(config), device_of(config, None), lambda: None).declare({}, config.is_vertical)
+    return Parameters(model, cut, dtype_of(config), device_of(config, None)).declare({}, config.is_vertical)
 
 
 def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, world_size: int,

@@ -33,14 +33,12 @@ def dtype_of(config: _hoist.Config) -> torch.dtype | None:
 
 
 class Parameters:
-    """Pre: `between_passes` ends a pass under way, or says why it cannot; called before anything is read or written."""
+    """Calls that read or write values belong between passes: the engine sees to it."""
 
-    def __init__(self, module: nn.Module, cut: Model, dtype: torch.dtype | None, device: torch.device,
-                 between_passes: Callable[[], None]):
+    def __init__(self, module: nn.Module, cut: Model, dtype: torch.dtype | None, device: torch.device):
         self._module = module
         self._cut = cut
         self._dtype = dtype  # of all weights, where the configuration says so
-        self._between_passes = between_passes
         self._unit_manager: _hoist.UnitManager  # from moved() on
         self._number: dict[str, int] = {}
         self._unit: dict[str, int] = {}
@@ -257,11 +255,10 @@ class Parameters:
             self.note_versions()
 
         def settle() -> None:
-            self._between_passes()
             for name, (where, values) in changes.items():
-                master = self.masters_of(name)  # fp32: elements that were not changed keep all of its bits
+                master = self.read(name)  # fp32: elements that were not changed keep all of its bits
                 master[where] = values
-                self._write(name, master)
+                self.write(name, master)
             for name in others:
                 self._refuse_edit(name, "was changed inside of gathered()")
 
@@ -407,11 +404,6 @@ class Parameters:
         return self._unit[self.own_name(name)]
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
-        self._between_passes()
-        return self.masters_of(name, state)
-
-    # Pre of this one and the next two, beside read() and write(): between passes.
-    def masters_of(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         name = self.own_name(name)
         out = torch.empty(self._shape[name].numel(), dtype=torch.float32, device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
@@ -419,10 +411,6 @@ class Parameters:
         return out.view(self._shape[name])
 
     def read_as_stored(self, name: str) -> torch.Tensor:
-        self._between_passes()
-        return self.stored_values_of(name)
-
-    def stored_values_of(self, name: str) -> torch.Tensor:
         """In the parameter's own type, as the forward pass uses it. Converted in pieces: more than the result is not held."""
         name = self.own_name(name)
         out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
@@ -434,19 +422,15 @@ class Parameters:
         return out
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
-        self._between_passes()
-        self._write(name, values, state)
-
-    def _write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         name = self.own_name(name)
         array: Any = self._as_masters(name, values)  # as in read()
         self._unit_manager.write(self._number[name], state, 0, array)
 
     def write_all(self, masters: dict[str, torch.Tensor]) -> None:
-        """Pre: between passes. Errors: as check_values(), before the first is written."""
+        """Errors: as check_values(), before the first is written."""
         self.check_values(masters)
         for name, values in masters.items():
-            self._write(name, values)
+            self.write(name, values)
 
     def change_gathered(self, values_by_name: dict[str, torch.Tensor]) -> None:
         """As the block of gathered() that has them would change them. Errors: as write_all()."""
@@ -475,11 +459,10 @@ class Parameters:
         return values.detach().to("cpu", torch.float32).resolve_neg().contiguous().view(-1)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        self._between_passes()
         self.names_in_model()
         result: dict[str, torch.Tensor] = {}
         for name in self._number:
-            result[name] = self.stored_values_of(name) if dtype is None else as_type(self.masters_of(name), dtype)
+            result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
         result.update({n: p.detach().clone() for n, p in self.empty()})
@@ -503,7 +486,6 @@ class Parameters:
         return dict(weight_files.without_unknown(itertools.chain(empty, self.persistent_buffers())))
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        self._between_passes()
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
         others = dict(self._with_extra_state())
@@ -526,7 +508,6 @@ class Parameters:
             others[name].set_extra_state(state[name])
 
     def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
-        self._between_passes()
         self.names_in_model()
         if dtype not in DTYPES:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")

@@ -135,7 +135,7 @@ class StateDicts:
             self._require_same_step(module, destination)
             names = self._names_in(module)
             values = (_gathered_values(module, names) if is_gathered else
-                      {name: self._parameters.stored_values_of(own) for name, own in names.items()})
+                      {name: self._parameters.read_as_stored(own) for name, own in names.items()})
             with _standing_in(module, values):
                 save(destination, *arguments)
 
@@ -152,7 +152,7 @@ class StateDicts:
                     and isinstance(values, torch.Tensor) and values.shape == self._parameters.shape_of(own)})
             names, converts = self._names_in(module), _converts(module)
             values = (_gathered_values(module, names, torch.float32) if is_gathered else
-                      {name: self._parameters.masters_of(own) if converts else
+                      {name: self._parameters.read(own) if converts else
                        torch.empty(self._parameters.shape_of(own), dtype=torch.float32, device="cpu")
                        for name, own in names.items()})
             with _standing_in(module, values) as stand_ins:

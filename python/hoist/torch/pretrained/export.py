@@ -95,6 +95,7 @@ def write_weights(engine: Engine, folder: str | None, max_shard_size: int | str)
     kept = distributed.KeptError()
     files = None if folder is None else kept.call(functools.partial(_Files, folder, planned, max_shard_size))
     with files or contextlib.nullcontext():
+        engine._between_passes()
         for part in parts:
             values = {name: others[name] if name in others else engine._parameters.read_as_stored(name) for name in part}
             if files is not None:
@@ -152,6 +153,7 @@ def _adapters(engine: Engine) -> Tensors:
     prefix = getattr(model.base_model, "prefix", None)
     embeddings = {id(p) for get in (model.get_input_embeddings, model.get_output_embeddings) if get() is not None
                   for p in get().parameters()}
+    engine._between_passes()
     found = {name: engine._parameters.read_as_stored(names[name]) for name, p in model.named_parameters(remove_duplicate=False)
              if name in names and (p.requires_grad or id(p) in embeddings or (prefix and prefix in name))}
     return found | dict(engine._parameters.persistent_buffers(remove_duplicate=False))
