@@ -316,9 +316,9 @@ void bind_unit_manager(nb::module_& module) {
           [](UnitManager& unit_manager, const std::string& name) {
             const ParameterId id = unit_manager.model().parameter(name);
             const ParameterPlace& place = unit_manager.place(id);
-            return nb::make_tuple(id.index, place.unit.index, place.offset_bytes);
+            return nb::make_tuple(id.index, place.offset_bytes);
           },
-          "name"_a, "(parameter, unit, offset in the unit's memory in bytes)")
+          "name"_a, "(parameter, offset in the unit's memory in bytes)")
       .def("initialize", &initialize, "unit_values"_a, "caller_state"_a = nb::bytes("", 0))
       .def(
           "same_on_all",

@@ -148,7 +148,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                 if checkpoint is None:
                     self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
                 else:
-                    self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
+                    self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.number_of, sources,
                                                      [config.optimizer, *options], group_of))
             del sources
             self._parameters.place_buffers()
@@ -235,7 +235,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         else:
             seed = initial.take_first_ranks(self._unit_manager, self._cut.units, sources, int(seed) % 2**64)
             self._unit_manager.initialize(initial.InitialValues(
-                self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed,
+                self._cut.units, sources, self._parameters.number_of, initialize or initial.default_initialize, seed,
                 self.device))
 
     def _adopt(self, checkpoint: Checkpoint, adoption: Adoption) -> None:
@@ -621,7 +621,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         With `modify`, elements of these parameters that the block has changed are written, as by write(): all ranks change them
         alike. Errors: UsageError at the end of the block where it has changed one without that.
         """
-        chosen = self._parameters.names() if names is None else [names] if isinstance(names, str) else list(names)
+        chosen = list(self._parameters.by_name) if names is None else [names] if isinstance(names, str) else list(names)
         settle: Callable[[], None]
 
         def watch() -> Callable[[], None]:
@@ -631,7 +631,7 @@ class Engine(StandsForModel, DeepSpeedNames):
 
         with self._passes.turns.of("gathered()"):
             self._between_passes()
-            self._passes.gather({self._parameters.unit_of(name) for name in chosen}, watch)
+            self._passes.gather({self._parameters.find(name).unit for name in chosen}, watch)
         try:
             yield
         finally:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hoist import _hoist
 from hoist.optim.groups import rates_of
@@ -28,16 +29,16 @@ _SETTINGS = {"weight_decay": "weight_decay", "eps": "epsilon", "betas": "betas",
 class Adoption:
     """Supplies the values of every element to `begin_at(values=...)`."""
 
-    def __init__(self, checkpoint: Checkpoint, cut: Model, places: dict[int, int], sources: dict[int, Source],
+    def __init__(self, checkpoint: Checkpoint, cut: Model, number_of: Callable[[nn.Parameter], int], sources: dict[int, Source],
                  options_of_group: Sequence[_hoist.OptimizerOptions], group_of: dict[int, int]):
-        """`places`: the engine's number of each parameter, by its id; `sources`: values that the model was built with."""
+        """`number_of`: the engine's number of a parameter; `sources`: values that the model was built with."""
         self._checkpoint = checkpoint
         self._name: dict[int, str] = {}  # the engine's number of a parameter -> its name in the checkpoint
         self._built: dict[int, torch.Tensor] = {}  # of frozen ones that the checkpoint leaves out
         self._differences: set[str] = set()
         self._group_count = max(1, len(options_of_group) - 1)
         self._pairs: set[tuple[int, int]] = set()  # a group here, a group of the checkpoint with some of its parameters
-        self._match(cut, places, sources, options_of_group, group_of)
+        self._match(cut, number_of, sources, options_of_group, group_of)
 
     def __call__(self, parameter: int, state: _hoist.State, first: int, out: torch.Tensor) -> None:
         if (built := self._built.get(parameter)) is not None:
@@ -49,7 +50,7 @@ class Adoption:
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
-    def _match(self, cut: Model, places: dict[int, int], sources: dict[int, Source],
+    def _match(self, cut: Model, number_of: Callable[[nn.Parameter], int], sources: dict[int, Source],
                options_of_group: Sequence[_hoist.OptimizerOptions], group_of: dict[int, int]) -> None:
         checkpoint = self._checkpoint
         names: dict[str, list[str]] = {}  # of each parameter, all that it has
@@ -64,7 +65,7 @@ class Adoption:
                 if there is None and (parameter.requires_grad or id(parameter) not in sources):
                     missing.append(name)
                     continue
-                number = places[id(parameter)]
+                number = number_of(parameter)
                 if there is None:
                     self._built[number] = values_of(sources[id(parameter)]).detach().to("cpu").contiguous()
                     continue

@@ -141,7 +141,7 @@ class DeepSpeedNames:
         if save_filename != "model.safetensors":
             raise _hoist.UsageError(f"save_16bit_model() writes model.safetensors, not {save_filename}: leave the name out")
         engine = cast("Engine", self)
-        _, _, dtype = next(engine._parameters.shapes())
+        dtype = next(iter(engine._parameters.by_name.values())).dtype
         engine.export(save_dir, dtype)
         return True
 

@@ -102,11 +102,11 @@ def default_initialize(module: nn.Module) -> None:
 class InitialValues:
     """Called by the engine for one unit after the other; keeps the values of the last one alive."""
 
-    def __init__(self, units: list[Unit], sources: dict[int, Source], places: dict[int, int],
+    def __init__(self, units: list[Unit], sources: dict[int, Source], number_of: Callable[[nn.Parameter], int],
                  initialize: Initialize, seed: int, device: torch.device):
         self._units = units
         self._sources = sources  # by id of a parameter; none for those that are to be initialized
-        self._places = places  # id of a parameter -> its number in the engine
+        self._number_of = number_of  # the engine's number of a parameter
         self._initialize = initialize
         self._seed = seed
         self._device = device  # a function of the program's may draw its numbers there
@@ -121,7 +121,7 @@ class InitialValues:
         self._alive = [v.detach().to("cpu", v.dtype if v.dtype in DTYPES else torch.float32).contiguous()
                        for v in values.values()]
         return {
-            self._places[id(p)]: (v.data_ptr(), DTYPES[v.dtype], v.numel())
+            self._number_of(p): (v.data_ptr(), DTYPES[v.dtype], v.numel())
             for p, v in zip(values, self._alive, strict=True)
         }
 

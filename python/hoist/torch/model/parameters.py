@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,18 @@ def dtype_of(config: _hoist.Config) -> torch.dtype | None:
     return next((dtype for key, dtype in types.items() if config.setting(key) is True), None)
 
 
+@dataclass(slots=True)  # a model may have 100,000
+class Declared:
+    name: str
+    number: int  # in the engine
+    unit: int
+    parameter: nn.Parameter
+    shape: torch.Size
+    dtype: torch.dtype
+    trains: bool  # has optimizer states
+    version: int = 0  # which every change in place counts up
+
+
 class Parameters:
     """Calls that read or write values belong between passes: the engine sees to it."""
 
@@ -40,21 +53,14 @@ class Parameters:
         self._cut = cut
         self._dtype = dtype  # of all weights, where the configuration says so
         self._unit_manager: _hoist.UnitManager  # from moved() on
-        self._number: dict[str, int] = {}
-        self._unit: dict[str, int] = {}
-        self._shape: dict[str, torch.Size] = {}
-        self._type: dict[str, torch.dtype] = {}
-        self.places: dict[int, int] = {}  # id of a parameter -> its number in the engine
+        self.by_name: dict[str, Declared] = {}  # in the order of their units
+        self.by_id: dict[int, Declared] = {}
         self._device = device
         self.tensors: UnitTensors  # from moved() on
         self.trainable: list[nn.Parameter] = []
         self.replaced = WeakTensorKeyDictionary()  # parameters by the former ones, which programs may still have
-        self._all: list[nn.Parameter] = []  # in the order of _number
-        self._versions: list[int] = []  # of all, which every change in place counts up
         self.watched_units: set[int] = set()  # whose uses Watch has seen
-        self._unit_by_id: dict[int, int] = {}
         self._set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
-        self._trains: list[bool] = []  # of all: whether it has optimizer states
         self.was_released = False  # release_closed() was true
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # each place in a module
 
@@ -125,7 +131,7 @@ class Parameters:
         sources: dict[int, initial.Source] = {}
         for index, unit in enumerate(self._cut.units):
             for name, parameter in list(unit.parameters.items()):
-                number, self._unit[name], offset = unit_manager.place(name)
+                number, offset = unit_manager.place(name)
                 dtype = self._type_of(name, parameter)
                 absent = self.tensors.absent(index, parameter.shape, dtype)
                 parameter.__dict__.pop("__deepcopy__", None)  # of from_pretrained
@@ -139,17 +145,13 @@ class Parameters:
                 if values is not None:
                     sources[id(parameter)] = values
                 self.tensors.add(index, parameter, offset)
-                self.places[id(parameter)] = self._number[name] = number
-                self._unit_by_id[id(parameter)] = index
-                self._all.append(parameter)
-                self._trains.append(parameter.requires_grad)
-                self._shape[name] = parameter.shape
-                self._type[name] = dtype
+                self.by_name[name] = self.by_id[id(parameter)] = Declared(
+                    name, number, index, parameter, parameter.shape, dtype, parameter.requires_grad)
                 if parameter.requires_grad:
                     self.trainable.append(parameter)
                     keep_hooks(parameter, parameter.register_post_accumulate_grad_hook(unit_manager.gradient_hook(number)))
         self._holders = [(module._parameters, name, p) for module in self._module.modules()
-                         for name, p in module._parameters.items() if p is not None and id(p) in self.places]
+                         for name, p in module._parameters.items() if p is not None and id(p) in self.by_id]
         self.tensors.connect(unit_manager)
         return sources
 
@@ -178,11 +180,15 @@ class Parameters:
         self.note_versions()
 
     def note_versions(self) -> None:
-        self._versions = [p._version for p in self._all]
+        for declared in self.by_name.values():
+            declared.version = declared.parameter._version
+
+    def _changed_in_place(self) -> list[Declared]:
+        return [declared for declared in self.by_name.values() if declared.parameter._version != declared.version]
 
     def note_versions_of_watched_pass(self) -> None:
         """Watch has let nothing pass but the set_() of torch.nn.utils.parametrize, which comes again in later passes."""
-        self._set_in_passes |= {id(p) for p, version in zip(self._all, self._versions, strict=True) if p._version != version}
+        self._set_in_passes |= {id(declared.parameter) for declared in self._changed_in_place()}
         self.note_versions()
 
     def refuse_edits(self) -> None:
@@ -190,31 +196,26 @@ class Parameters:
         another's by now. A change through `parameter.data` in place is not seen."""
         if not self._unit_manager.is_open:
             return
-        how = "was given another tensor (parameter.data = ...)"
-        changed = self.tensors.given_another()
-        if changed is None:
-            if [p._version for p in self._all] == self._versions:
-                return
-            how = "was changed in place"
-            changed = next((p for p, version in zip(self._all, self._versions, strict=True)
-                            if p._version != version and id(p) not in self._set_in_passes
-                            and self._unit_by_id[id(p)] in self.watched_units), None)
-        if changed is None:
-            return self.note_versions()
-        self._refuse_edit(next(n for n, p in zip(self._number, self._all, strict=True) if p is changed), how)
+        if (given := self.tensors.given_another()) is not None:
+            self._refuse_edit(self.by_id[id(given)].name, "was given another tensor (parameter.data = ...)")
+        changed = self._changed_in_place()
+        for declared in changed:
+            if id(declared.parameter) not in self._set_in_passes and declared.unit in self.watched_units:
+                self._refuse_edit(declared.name, "was changed in place")
+        if changed:
+            self.note_versions()
 
     def needs_check(self, module: nn.Module) -> bool:
         """Whether a pass is under way, or one of the module's own parameters shows a tensor of the program's."""
         return self._unit_manager.current_pass is not None or any(
-            p is not None and id(p) in self.places and self.tensors.unit_of(p) is None for p in module._parameters.values())
+            p is not None and id(p) in self.by_id and self.tensors.unit_of(p) is None for p in module._parameters.values())
 
     def are_held(self, module: nn.Module) -> bool:
         """Whether the module's own weights are gathered and stay so; of one without, all of its parts'."""
-        own = [p for p in module._parameters.values() if p is not None and id(p) in self.places]
-        return all(self._unit_manager.is_held(self._unit_by_id[id(p)])
-                   for p in own or module.parameters() if id(p) in self.places)
+        own = [p for p in module._parameters.values() if p is not None and id(p) in self.by_id]
+        return all(self._unit_manager.is_held(self.by_id[id(p)].unit) for p in own or module.parameters() if id(p) in self.by_id)
 
-    def _refuse_edit(self, name: str, how: str) -> None:
+    def _refuse_edit(self, name: str, how: str) -> NoReturn:
         self.note_versions()
         raise _hoist.UsageError(f"parameter '{name}' {how}, and the change is lost: weights lie in their memory only while they "
                                 "are used. engine.write(name, values) changes a parameter, load_state_dict() all of them, and "
@@ -229,17 +230,17 @@ class Parameters:
         """Errors: UsageError where the program has set a parameter's grad, which the next backward pass would add to its own."""
         for parameter in self.trainable:
             if parameter.grad is not None:
-                name = next(n for n, p in zip(self._number, self._all, strict=True) if p is parameter)
+                name = self.by_id[id(parameter)].name
                 raise _hoist.UsageError(f"parameter '{name}' has a grad that the program has set, and a step takes only the "
                                         "gradients that backward passes make: put it into the loss, or let zero_grad() drop it")
 
     def watch_block(self, names: list[str], modify: bool) -> tuple[Callable[[], None], Callable[[], None]]:
         """What the program changes in these parameters, or others of their units, while the units are gathered. Returns what
         notes it before they are released, and what then keeps it (`modify`, of these parameters) or refuses it."""
-        own = set(map(self.own_name, names))
-        kept = own if modify else set()
-        units = {self._unit[name] for name in own}
-        up = {name: p for name, p in zip(self._number, self._all, strict=True) if self._unit[name] in units}
+        chosen = [self.find(name) for name in names]
+        kept = {declared.name for declared in chosen} if modify else set()
+        units = {declared.unit for declared in chosen}
+        up = {name: declared.parameter for name, declared in self.by_name.items() if declared.unit in units}
         before = {name: up[name].detach().clone() for name in kept}
         prints = {name: _fingerprint(p) for name, p in up.items() if name not in kept}
         changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # which elements, and their new values
@@ -248,7 +249,7 @@ class Parameters:
         def note() -> None:
             others.extend(name for name, was in prints.items() if _fingerprint(up[name]) != was)
             for name in kept:
-                where = (_bits(up[name]) != _bits(before[name])).cpu().view(self._shape[name])
+                where = (_bits(up[name]) != _bits(before[name])).cpu().view(self.by_name[name].shape)
                 if where.any():
                     changes[name] = where, up[name].detach().cpu()[where].float()
             self.tensors.given_another()
@@ -275,7 +276,7 @@ class Parameters:
 
     def _name_of_replaced(self) -> str | None:
         replaced = next((p for own, key, p in self._holders if own.get(key, p) is not p), None)
-        return next((n for n, p in zip(self._number, self._all, strict=True) if p is replaced), None)
+        return None if replaced is None else self.by_id[id(replaced)].name
 
     def refuse_replaced_before_pass(self) -> None:
         """Errors: UsageError where a module has another parameter in a place than when it was wrapped; it has its own again
@@ -305,11 +306,11 @@ class Parameters:
 
     def refuse_other_trainability(self) -> None:
         """Errors: UsageError where requires_grad of a parameter is not what it was when the model was wrapped."""
-        if [p.requires_grad for p in self._all] == self._trains:
+        changed = next((each for each in self.by_name.values() if each.parameter.requires_grad != each.trains), None)
+        if changed is None:
             return
-        name, trains = next((n, trains) for n, p, trains in zip(self._number, self._all, self._trains, strict=True)
-                            if p.requires_grad != trains)
-        if trains:
+        name = changed.name
+        if changed.trains:
             raise _hoist.UsageError(f"parameter '{name}' was frozen after the model was wrapped, and its moments and weight "
                                     "decay would go on as with a gradient of zeros. Give it a parameter group of its own "
                                     "(groups=...), and set that group's lr to 0 while it is frozen; the configuration can "
@@ -324,11 +325,11 @@ class Parameters:
         replaced = module._parameters.get(name)
         if isinstance(replaced, StandIn):
             return
-        if isinstance(added, nn.Parameter) and id(added) in self.places and replaced is not None and replaced is not added:
+        if isinstance(added, nn.Parameter) and id(added) in self.by_id and replaced is not None and replaced is not added:
             raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set to another parameter of the model after the "
                                     "model was wrapped: tie weights first and wrap it then")
         parameters = [added] if isinstance(added, nn.Parameter) else [] if added is None else added.parameters()
-        if any(p.requires_grad and id(p) not in self.places for p in parameters):
+        if any(p.requires_grad and id(p) not in self.by_id for p in parameters):
             raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not "
                                     "be trained: change the model first and wrap it then. engine.write(name, values) and "
                                     "load_state_dict() change weights")
@@ -336,14 +337,13 @@ class Parameters:
     def names_in_model(self) -> dict[str, str]:
         """The names that parameters have in the model now, and those that they were declared under. Errors: UsageError for
         another model than the one that was wrapped, whose weights would be saved under wrong names."""
-        declared = self.names_by_id()
-        present = {name: declared[id(p)] for name, p in self._module.named_parameters(remove_duplicate=False)
-                   if id(p) in declared}
-        for name, own in itertools.chain(zip(self._number, self._number, strict=True), self._cut.aliases.items()):
+        present = {name: self.by_id[id(p)].name for name, p in self._module.named_parameters(remove_duplicate=False)
+                   if id(p) in self.by_id}
+        for name, own in itertools.chain(zip(self.by_name, self.by_name, strict=True), self._cut.aliases.items()):
             if present.get(name, own) != own:
                 raise _hoist.UsageError(f"the model's '{name}' was '{present[name]}' when the model was wrapped: they would be "
                                         "saved under wrong names. Change the model first and wrap it then")
-        if gone := self._number.keys() - present.values():
+        if gone := self.by_name.keys() - present.values():
             raise _hoist.UsageError(f"parameter '{min(gone)}' was removed from the model after the model was wrapped, and would "
                                     "be saved with it: change the model first and wrap it then")
         return present
@@ -356,10 +356,6 @@ class Parameters:
         remove_hooks(self._module)
         self.was_released = True
         return True
-
-    def names_by_id(self) -> dict[int, str]:
-        """The names that parameters were declared under."""
-        return {id(p): name for name, p in zip(self._number, self._all, strict=True)}
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
@@ -383,48 +379,38 @@ class Parameters:
 
     # --- values ------------------------------------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
-        return list(self._number)
-
-    def own_name(self, name: str) -> str:
-        """The name a parameter was declared under, of any name that it has in the model."""
+    def find(self, name: str) -> Declared:
+        """By any name that a parameter has in the model."""
         name = self._cut.aliases.get(name, name)
-        if name not in self._number:
+        if name not in self.by_name:
             raise _hoist.UsageError(f"there is no parameter '{name}'")
-        return name
+        return self.by_name[name]
 
-    def shapes(self) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
-        for name in self._number:
-            yield name, self._shape[name], self._type[name]
-
-    def shape_of(self, name: str) -> torch.Size:
-        return self._shape[self.own_name(name)]
-
-    def unit_of(self, name: str) -> int:
-        return self._unit[self.own_name(name)]
+    def number_of(self, parameter: nn.Parameter) -> int:
+        return self.by_id[id(parameter)].number
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
-        name = self.own_name(name)
-        out = torch.empty(self._shape[name].numel(), dtype=torch.float32, device="cpu")
+        declared = self.find(name)
+        out = torch.empty(declared.shape.numel(), dtype=torch.float32, device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
-        self._unit_manager.read(self._number[name], state, 0, array)
-        return out.view(self._shape[name])
+        self._unit_manager.read(declared.number, state, 0, array)
+        return out.view(declared.shape)
 
     def read_as_stored(self, name: str) -> torch.Tensor:
         """In the parameter's own type, as the forward pass uses it. Converted in pieces: more than the result is not held."""
-        name = self.own_name(name)
-        out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
+        declared = self.find(name)
+        out = torch.empty(declared.shape, dtype=declared.dtype, device="cpu")
         for first in range(0, out.numel(), _PIECE):
             part = out.view(-1)[first:first + _PIECE]
             masters: Any = torch.empty(part.numel(), dtype=torch.float32, device="cpu")  # as in read()
-            self._unit_manager.read(self._number[name], _hoist.State.master, first, masters)
+            self._unit_manager.read(declared.number, _hoist.State.master, first, masters)
             part.copy_(as_type(masters, out.dtype))
         return out
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
-        name = self.own_name(name)
-        array: Any = self._as_masters(name, values)  # as in read()
-        self._unit_manager.write(self._number[name], state, 0, array)
+        declared = self.find(name)
+        array: Any = _as_masters(declared, values)  # as in read()
+        self._unit_manager.write(declared.number, state, 0, array)
 
     def write_all(self, masters: dict[str, torch.Tensor]) -> None:
         """Errors: as check_values(), before the first is written."""
@@ -436,32 +422,24 @@ class Parameters:
         """As the block of gathered() that has them would change them. Errors: as write_all()."""
         self.check_values(values_by_name)
         for name, values in values_by_name.items():
-            name = self.own_name(name)
-            parameter = self._all[list(self._number).index(name)]
+            declared = self.find(name)
             with torch.no_grad():
-                parameter.copy_(as_type(self._as_masters(name, values), self._type[name]).view(self._shape[name]))
+                declared.parameter.copy_(as_type(_as_masters(declared, values), declared.dtype).view(declared.shape))
 
     def check_values(self, masters: dict[str, torch.Tensor]) -> None:
         """Errors: UsageError for values that no master can have."""
         for name, values in masters.items():
-            name = self.own_name(name)
+            declared = self.find(name)
             # The masters of fp32 weights have the range of bf16 as well.
-            dtype = torch.float16 if self._type[name] is torch.float16 else torch.bfloat16
-            for part in self._as_masters(name, values).split(_PIECE):
+            dtype = torch.float16 if declared.dtype is torch.float16 else torch.bfloat16
+            for part in _as_masters(declared, values).split(_PIECE):
                 if not (part.isfinite().all() and as_type(part, dtype).isfinite().all()):
-                    raise _hoist.UsageError(f"'{name}' is given a value that is not finite, or too large for {dtype}")
-
-    def _as_masters(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if values.shape != self._shape[name]:
-            raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
-        if values.is_complex():
-            raise _hoist.UsageError(f"'{name}' is given complex values, and has real ones")
-        return values.detach().to("cpu", torch.float32).resolve_neg().contiguous().view(-1)
+                    raise _hoist.UsageError(f"'{declared.name}' is given a value that is not finite, or too large for {dtype}")
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         self.names_in_model()
         result: dict[str, torch.Tensor] = {}
-        for name in self._number:
+        for name in self.by_name:
             result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
@@ -489,14 +467,14 @@ class Parameters:
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
         others = dict(self._with_extra_state())
-        known = {*self._number, *aliases, *buffers, *others, *(name for name, _ in self.empty())}
+        known = {*self.by_name, *aliases, *buffers, *others, *(name for name, _ in self.empty())}
         unknown = sorted(set(state) - known)
-        wanted = set(self._number) | {name for name, _ in self.persistent_buffers()}
+        wanted = set(self.by_name) | {name for name, _ in self.persistent_buffers()}
         missing = sorted(wanted - set(state) - {aliases[a] for a in aliases if a in state})
         if strict and (unknown or missing):
             raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
         masters = {name: values for name, values in state.items()
-                   if name in self._number or (name in aliases and aliases[name] not in state)}
+                   if name in self.by_name or (name in aliases and aliases[name] not in state)}
         for name in buffers.keys() & state.keys():
             if buffers[name].shape != state[name].shape:
                 raise _hoist.UsageError(f"buffer '{name}' is {tuple(buffers[name].shape)}, the values are "
@@ -513,6 +491,14 @@ class Parameters:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
         buffers, _alive = weight_files.file_tensors(self.others_in_files().items())
         return self._unit_manager.export(directory, DTYPES[dtype], shard_bytes_max, buffers)
+
+
+def _as_masters(declared: Declared, values: torch.Tensor) -> torch.Tensor:
+    if values.shape != declared.shape:
+        raise _hoist.UsageError(f"'{declared.name}' is {tuple(declared.shape)}, the values are {tuple(values.shape)}")
+    if values.is_complex():
+        raise _hoist.UsageError(f"'{declared.name}' is given complex values, and has real ones")
+    return values.detach().to("cpu", torch.float32).resolve_neg().contiguous().view(-1)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

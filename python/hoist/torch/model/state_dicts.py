@@ -93,7 +93,6 @@ class StateDicts:
         self._unit_manager = unit_manager
         self._passes = passes
         self._between_passes = between_passes
-        self._name_of = parameters.names_by_id()
         self._saving: tuple[weakref.ref[Any] | None, int] = (None, 0)  # the model's last state_dict(), and its step
         for module in model.modules():
             if module is model or self._names_in(module):
@@ -103,7 +102,8 @@ class StateDicts:
 
     def _names_in(self, module: nn.Module) -> dict[str, str]:
         """The names that the module's own parameters were declared under."""
-        return {name: self._name_of[id(p)] for name, p in module._parameters.items() if id(p) in self._name_of}
+        by_id = self._parameters.by_id
+        return {name: by_id[id(p)].name for name, p in module._parameters.items() if id(p) in by_id}
 
     @contextlib.contextmanager
     def _turn(self, module: nn.Module, call: str) -> Iterator[bool]:
@@ -149,11 +149,11 @@ class StateDicts:
                 self._parameters.check_values({
                     own: values for name, own in self._parameters.names_in_model().items()
                     if (values := state_dict.get(prefix + name)) is not None
-                    and isinstance(values, torch.Tensor) and values.shape == self._parameters.shape_of(own)})
+                    and isinstance(values, torch.Tensor) and values.shape == self._parameters.by_name[own].shape})
             names, converts = self._names_in(module), _converts(module)
             values = (_gathered_values(module, names, torch.float32) if is_gathered else
                       {name: self._parameters.read(own) if converts else
-                       torch.empty(self._parameters.shape_of(own), dtype=torch.float32, device="cpu")
+                       torch.empty(self._parameters.by_name[own].shape, dtype=torch.float32, device="cpu")
                        for name, own in names.items()})
             with _standing_in(module, values) as stand_ins:
                 before = {name: (each._version, each.data_ptr()) for name, each in stand_ins.items()}

@@ -63,7 +63,7 @@ def refuse_model(model: object) -> None:
                                     "resume=True or weights=DIR, for a Trainer hoist_options={\"weights\": DIR}")
     owners = {engine for of in _engine_of.values() if (engine := of()) is not None and engine._unit_manager.is_open}
     for name, parameter in model.named_parameters():
-        if any(id(parameter) in engine._parameters.places for engine in owners):
+        if any(id(parameter) in engine._parameters.by_id for engine in owners):
             raise _hoist.UsageError(f"parameter '{name}' belongs to an engine of another model: an engine trains its parameters "
                                     "alone. Wrap one model that contains both, or give this one a copy")
 

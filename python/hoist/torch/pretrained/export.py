@@ -109,9 +109,9 @@ def _plan(engine: Engine, others: Tensors) -> tuple[Tensors, list[list[str]]]:
     model = engine.module
     units: dict[int, list[str]] = {}
     tensors: Tensors = {}
-    for name, shape, dtype in engine._parameters.shapes():
-        units.setdefault(engine._parameters.unit_of(name), []).append(name)
-        tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+    for name, declared in engine._parameters.by_name.items():
+        units.setdefault(declared.unit, []).append(name)
+        tensors[name] = torch.empty(declared.shape, dtype=declared.dtype, device="meta")
     for name, other in others.items():
         tensors[name] = torch.empty_like(other, device="meta")
 
