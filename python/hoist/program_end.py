@@ -40,16 +40,10 @@ def mark_of(error: BaseException | None) -> object:
     return None if error is None else vars(error).setdefault("_hoist_mark", object())
 
 
-def abandon(unit_manager: _hoist.UnitManager, has_others: bool, why: str) -> None:
-    """Makes the other ranks, which may be waiting for this one, stop with a CommError that says why."""
-    if has_others:
-        unit_manager.abandon(why)
-
-
-def abandon_for(unit_manager: _hoist.UnitManager, has_others: bool, error: BaseException | None) -> None:
-    """Of an error by which the program leaves a `with` block, if there is one."""
+def abandon_for(unit_manager: _hoist.UnitManager, error: BaseException | None) -> None:
+    """Tells other ranks of an error by which the program leaves a `with` block, if there is one."""
     if error is not None and not is_orderly(error):
-        abandon(unit_manager, has_others, text_of(error))
+        unit_manager.abandon(text_of(error))
 
 
 def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> None:
@@ -60,8 +54,7 @@ def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> Non
         gc.collect()
 
 
-def close_at_exit(unit_manager: _hoist.UnitManager, store: str, has_others: bool,
-                  pass_error: Callable[[], str] = str) -> Callable[[], None]:
+def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Callable[[], str] = str) -> Callable[[], None]:
     """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing. Returns what
     atexit has been given, to unregister it after an earlier end."""
     alive = weakref.ref(unit_manager)
@@ -72,7 +65,7 @@ def close_at_exit(unit_manager: _hoist.UnitManager, store: str, has_others: bool
             return
         try:
             if why := pass_error() or text_of(getattr(sys, "last_value", None)):
-                abandon(ending, has_others, why)
+                ending.abandon(why)
             ending.close()
         except _hoist.Error as error:
             _log.error("the last step was not committed: %s", error)

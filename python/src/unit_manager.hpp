@@ -108,7 +108,7 @@ class UnitManager {
   // in a process that was forked later, as the destructor: other calls are UsageErrors there.
   void close();
   // The same for a program that cannot go on, while other ranks may wait for it: once the step that was decided has
-  // been carried out, they stop with a CommError that names this rank and `why`.
+  // been carried out, they stop with a CommError that names this rank and `why`. Does nothing without other ranks.
   void abandon(const std::string& why) noexcept;
 
   // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or

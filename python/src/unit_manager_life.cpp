@@ -79,6 +79,7 @@ void UnitManager::close() {
 
 void UnitManager::abandon(const std::string& why) noexcept {
   if (!runtime_ || !process_.is_this()) return;
+  if (runtime_->world_size() == 1 && !runtime_->has_several_groups()) return;
   if (pass_) discard();
   end_engine(&why);
   unbind();

@@ -204,7 +204,7 @@ class Offloaded:
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
         self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
                                    *dlpack_device_of(self._cut.device))
-        self._at_exit = program_end.close_at_exit(self._unit_manager, config.store_directory, self._has_others)
+        self._at_exit = program_end.close_at_exit(self._unit_manager, config.store_directory)
         if resume and self._unit_manager.find_commit() is not None:
             self._resume(groups)
         else:
@@ -547,7 +547,7 @@ class Offloaded:
         atexit.unregister(self._at_exit)
 
     def abandon(self, error: BaseException | None) -> None:
-        program_end.abandon_for(self._unit_manager, self._has_others, error)
+        program_end.abandon_for(self._unit_manager, error)
 
 
 def _refuse_not_finite(name: str, parameter: torch.Tensor, saved: SavedState | None) -> None:

@@ -129,7 +129,6 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._sharding = distributed.sharding_group_of(mesh, tensor_parallel, config)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         self._unit_manager = self._make_unit_manager(options, group_of)
-        self._has_others = self.world_size > 1 or self._is_part_of_job  # also known when it was closed, or sleeps
         self._training = config.training
         self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
                               config.scales_losses, config.is_vertical, self._require_run, self._begin_training_pass,
@@ -194,7 +193,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             generate_together(self.module)
         clip_through(self)
         passes = weakref.ref(self._passes)
-        self._at_exit = program_end.close_at_exit(self._unit_manager, self.config.store_directory, self._has_others,
+        self._at_exit = program_end.close_at_exit(self._unit_manager, self.config.store_directory,
                                                   lambda: getattr(passes(), "pass_error", ""))
 
     def _add_hook(self, module: nn.Module, unit: int) -> ModuleHook:
@@ -650,7 +649,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         nothing; other calls are UsageErrors there.
         """
         if self._passes.pass_error:
-            program_end.abandon(self._unit_manager, self._has_others, self._passes.pass_error)
+            self._unit_manager.abandon(self._passes.pass_error)
         self._passes.give_up()
         self._passes.forget()
         with self._met.told_of_error():
@@ -661,7 +660,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        program_end.abandon_for(self._unit_manager, self._has_others, error)
+        program_end.abandon_for(self._unit_manager, error)
         try:
             self.close()
         except _hoist.Error as failure:
