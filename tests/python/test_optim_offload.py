@@ -369,7 +369,7 @@ def test_settings_and_budgets_are_the_engines(tmp_path):
     hoist.optim.AdamW([parameter], offload="cpu", pinned_memory=need, device_memory="64MiB").close()
     with hoist.optim.AdamW([parameter], offload="cpu", pinned_memory=need - 3_000_000, device_memory="64MiB",
                            settings={"moments_dtype": "bf16"}) as optimizer:
-        assert optimizer._offloaded.statistics()["tiers"]["pinned"]["peak_bytes"] < need - 3_000_000
+        assert optimizer._offloaded.unit_manager.statistics()["tiers"]["pinned"]["peak_bytes"] < need - 3_000_000
 
 
 def test_the_last_reference_gives_the_store_back(tmp_path):

@@ -133,7 +133,7 @@ def test_divided_states_are_consolidated_on_one_rank(tmp_path):
 optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does it before the first step
 train_with_ddp(ddp, optimizer, rank, size, 0, 5)
 ends(model, optimizer)  # on a device the last step's weights are on their way until someone asks for them
-sent = optimizer._offloaded.statistics()["links"]["wire"] / 5
+sent = optimizer._offloaded.unit_manager.statistics()["links"]["wire"] / 5
 half = sum(p.nbytes for p in model.parameters()) / 2
 assert half <= sent < 1.5 * half, (sent, half)  # this rank's new weights, and no gradients
 with pytest.raises(hoist.UsageError, match="consolidate_state_dict"):

@@ -348,12 +348,12 @@ class _Optimizer(torch.optim.Optimizer):
     @property
     def step_count(self) -> int:
         """Steps applied."""
-        return self._require_offload("step_count").step_count
+        return self._require_offload("step_count").unit_manager.step_count
 
     @property
     def committed_step(self) -> int | None:
         """The newest step that is durable."""
-        return self._require_offload("committed_step").committed_step
+        return self._require_offload("committed_step").unit_manager.committed_step
 
     @property
     def step_was_skipped(self) -> bool:
@@ -389,7 +389,7 @@ class _Optimizer(torch.optim.Optimizer):
 
     def checkpoints(self) -> dict[str, int]:
         """[C] Named checkpoints and their steps, oldest first."""
-        return self._require_offload("checkpoints()").checkpoints()
+        return dict(self._require_offload("checkpoints()").unit_manager.find_checkpoints())
 
     def restore(self, name: str = "") -> int:
         """[C] Goes back to a named checkpoint, or to the newest commit, parameters and learning rates included. Returns the
@@ -403,11 +403,11 @@ class _Optimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Returns when every commit under way is done."""
-        self._require_offload("settle()").settle()
+        self._require_offload("settle()").unit_manager.settle()
 
     def describe(self) -> list[str]:
         """Where states are, and what was chosen."""
-        return self._require_offload("describe()").describe()
+        return self._require_offload("describe()").unit_manager.describe()
 
     def close(self) -> None:
         """Ends commits under way and gives memory and store back. Parameters stay as they are. So does a normal end of the

@@ -200,25 +200,25 @@ class Offloaded:
         self._is_divided = size > 1
         self._has_others = max(size, job_size) > 1
         program_end.release_dropped(config.store_directory)
-        self._unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job, job_size)
+        self.unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job, job_size)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
-        self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
-                                   *dlpack_device_of(self._cut.device))
-        self._at_exit = program_end.close_at_exit(self._unit_manager, config.store_directory)
-        if resume and self._unit_manager.find_commit() is not None:
+        self.unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
+                                  *dlpack_device_of(self._cut.device))
+        self._at_exit = program_end.close_at_exit(self.unit_manager, config.store_directory)
+        if resume and self.unit_manager.find_commit() is not None:
             self._resume(groups)
         else:
             if resume:
                 distributed.refuse_stores_of_others(config.store_directory, is_of_group=len(job) > len(members))
             self._take_first_ranks()
-            self._unit_manager.initialize(UnitValues(self._cut.units, lambda parameter: parameter), self._commit_state(groups))
+            self.unit_manager.initialize(UnitValues(self._cut.units, lambda parameter: parameter), self._commit_state(groups))
 
     def _take_first_ranks(self) -> None:
         """[C] Ranks that divide the states begin with the first one's weights, as with DistributedDataParallel: each writes its
         part of the new weights into the parameters of all."""
         shapes = repr([(piece.shape, str(piece.parameter.dtype)) for piece in self._cut.pieces])
-        if self._is_divided and self._unit_manager.same_on_all(shapes):  # else initialize() names the difference
-            initial.take_first_ranks_values(self._unit_manager, (
+        if self._is_divided and self.unit_manager.same_on_all(shapes):  # else initialize() names the difference
+            initial.take_first_ranks_values(self.unit_manager, (
                 [(piece.name, piece.of(piece.parameter.detach())) for piece in unit] for unit in self._cut.units))
             self._note_versions()
 
@@ -226,11 +226,11 @@ class Offloaded:
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         """[C] One step of all parameters, from their gradients."""
-        self._unit_manager.require_process()
+        self.unit_manager.require_process()
         refuse_changes(groups, self._settled)
         gradients = self._gradients()
         has_gradients = any(gradient is not None for gradient in gradients)
-        if self._has_others and not self._unit_manager.same_on_all(str(has_gradients), of_job=True):
+        if self._has_others and not self.unit_manager.same_on_all(str(has_gradients), of_job=True):
             raise _hoist.UsageError("step() of no gradients on some ranks, and of some on others: all ranks take a step, or none "
                                     f"does. Here there are {'some' if has_gradients else 'none'}")
         if not has_gradients:
@@ -244,15 +244,15 @@ class Offloaded:
             gradient = of_parameter[id(piece.parameter)]
             addresses.append(0 if gradient is None else piece.address_in(gradient))
             types.append(DTYPES[piece.parameter.dtype if gradient is None else gradient.dtype])
-        report = self._unit_manager.step_tensors(addresses, types, self._weights(),
-                                                 self._commit_state(groups, schedule_lags=True))
+        report = self.unit_manager.step_tensors(addresses, types, self._weights(),
+                                                self._commit_state(groups, schedule_lags=True))
         self.step_was_skipped = not report.applied
         if self.step_was_skipped:
             _log.warning("a step was skipped: a gradient was not finite, and the parameters stay as they were")
             return
         self._note_versions()
-        if self._commits_in_memory and self.step_count % self._commits_in_memory == 0:
-            self._unit_manager.save("", self._commit_state(groups, schedule_lags=True))
+        if self._commits_in_memory and self.unit_manager.step_count % self._commits_in_memory == 0:
+            self.unit_manager.save("", self._commit_state(groups, schedule_lags=True))
 
     def _gradients(self) -> list[torch.Tensor | None]:
         gradients: list[torch.Tensor | None] = []
@@ -298,7 +298,7 @@ class Offloaded:
         self.run_rates.before_step(rates)
         for index, rate in enumerate(rates):
             if rate != self._rates[index]:
-                self._unit_manager.set_learning_rate(index + 1, rate)
+                self.unit_manager.set_learning_rate(index + 1, rate)
                 self._rates[index] = rate
 
     def _note_versions(self) -> None:
@@ -316,7 +316,7 @@ class Offloaded:
 
     def adopt(self) -> None:
         """[C] Makes the parameters' present values the masters."""
-        self._unit_manager.require_process()
+        self.unit_manager.require_process()
         self._weights()
         refuse_shared_memory(self._cut.named())
 
@@ -324,7 +324,7 @@ class Offloaded:
             remainder = self._remainders.get(id(parameter))
             return parameter if remainder is None else join_master(parameter.detach().to("cpu"), remainder)
 
-        self._unit_manager.change_masters(UnitValues(self._cut.units, values))
+        self.unit_manager.change_masters(UnitValues(self._cut.units, values))
         self._consolidated = None
         self._note_values()
 
@@ -334,7 +334,7 @@ class Offloaded:
         """`schedule_lags`: the schedule will be stepped for this commit's step, but has not been yet."""
         state: dict[str, Any] = {"groups": [_plain_entries(group) for group in groups],  # first: `hoist export` looks for it
                                  "program": to_json(self.program_state, "commit_state"),
-                                 "first_rates": self.run_rates.first, "world_size": self._unit_manager.world_size}
+                                 "first_rates": self.run_rates.first, "world_size": self.unit_manager.world_size}
         schedule = schedules.plain_schedule(schedules.schedule_of(self.run_rates.schedule))
         if schedule is not None:
             state |= {"scheduler": schedule, "schedule_lags": schedule_lags}
@@ -345,21 +345,21 @@ class Offloaded:
         if not self._has_store:
             raise _hoist.UsageError("save() needs directory=..., where commits are")
         self._adopt_changes(also_after_load=True)
-        return self._unit_manager.save(name, self._commit_state(groups))
+        return self.unit_manager.save(name, self._commit_state(groups))
 
     def restore(self, groups: list[dict[str, Any]], name: str) -> int:
         """[C] Continues from a named checkpoint or the newest commit, and fills the parameters. Returns the step."""
         with channels.start(self._job):
-            if self._unit_manager.is_alive:
-                self._unit_manager.require_commit(name)
-            step, state = self._unit_manager.restore(name)
-        self._unit_manager.copy_weights(self._weights())
+            if self.unit_manager.is_alive:
+                self.unit_manager.require_commit(name)
+            step, state = self.unit_manager.restore(name)
+        self.unit_manager.copy_weights(self._weights())
         self._note_versions()
         self._consolidated = None
         self.run_rates.forget()
         if saved := program_state.unpack(bytes(state)):
             self.program_state = saved["program"]
-            distributed.warn_of_other_world_size(saved, self._unit_manager.world_size, "commit_state")
+            distributed.warn_of_other_world_size(saved, self.unit_manager.world_size, "commit_state")
             if len(groups) == len(saved["groups"]):
                 for group, entries in zip(groups, saved["groups"], strict=True):
                     group.update(entries)
@@ -375,20 +375,13 @@ class Offloaded:
                   "parameters are the program's: it loads them itself", step)
         self.run_rates.resume(groups, step)
 
-    def checkpoints(self) -> dict[str, int]:
-        """[C] Named checkpoints and their steps, oldest first."""
-        return dict(self._unit_manager.find_checkpoints())
-
-    def settle(self) -> None:
-        self._unit_manager.settle()
-
     # --- states ------------------------------------------------------------------------------------------------------
 
     def read(self, parameter: torch.Tensor, state: _hoist.State) -> torch.Tensor:
         """[C] The values in fp32, in CPU memory."""
         values = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
         for piece in self._pieces_of(parameter):
-            self._unit_manager.read(piece.number, state, 0, piece.of(values).numpy())
+            self.unit_manager.read(piece.number, state, 0, piece.of(values).numpy())
         return values.view(parameter.shape)
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -399,7 +392,7 @@ class Offloaded:
     def write_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """[C] Sets a parameter's master, and the parameter to its rounding."""
         for piece in self._pieces_of(parameter):
-            self._unit_manager.write(piece.number, _hoist.State.master, 0, piece.of(values).numpy())
+            self.unit_manager.write(piece.number, _hoist.State.master, 0, piece.of(values).numpy())
         index = next(i for i, p in enumerate(self._cut.parameters) if p is parameter)
         with torch.no_grad():
             parameter.copy_(as_type(values, parameter.dtype))
@@ -416,7 +409,7 @@ class Offloaded:
     def _collect(self, groups: list[dict[str, Any]], is_wanted: bool) -> dict[int, Any]:
         """[C] The states, by the number that a parameter has in a state_dict()."""
         states: dict[int, Any] = {}
-        step = self.step_count
+        step = self.unit_manager.step_count
         trained = {id(parameter) for parameter in self._cut.parameters}
         numbered = enumerate(p for group in groups for p in group["params"])
         group_of = {id(piece.parameter): piece.group for piece in self._cut.pieces}
@@ -435,12 +428,12 @@ class Offloaded:
 
     def consolidate(self, groups: list[dict[str, Any]], to: int) -> None:
         """[C] Collects all states on rank `to`, for states()."""
-        is_wanted = self._unit_manager.rank == to
+        is_wanted = self.unit_manager.rank == to
         states = self._collect(groups, is_wanted)
         self._consolidated = states if is_wanted else None
 
     def states(self, groups: list[dict[str, Any]]) -> dict[int, Any]:
-        if not self._is_divided or self.step_count == 0:  # before the first step there is nothing to collect
+        if not self._is_divided or self.unit_manager.step_count == 0:  # before the first step there is nothing to collect
             return self._collect(groups, is_wanted=True)
         if self._consolidated is None:
             raise _hoist.UsageError("the states are divided among ranks: call consolidate_state_dict(to=RANK) on all of them "
@@ -449,7 +442,7 @@ class Offloaded:
 
     def load(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
         """[C] Takes what state_dict() gave."""
-        self._unit_manager.require_process()
+        self.unit_manager.require_process()
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
             raise _hoist.UsageError("the state_dict has other parameter groups than this optimizer")
@@ -457,7 +450,7 @@ class Offloaded:
             options_of(saved, _hoist.OptimizerOptions.defaults_of(self._kind))
         refuse_changes([{**group, **{k: v for k, v in saved.items() if k in group and k != "params"}}
                         for group, saved in zip(groups, saved_groups, strict=True)], self._settled)
-        before = self.step_count
+        before = self.unit_manager.step_count
         states, step = self._saved_states(groups, state_dict)
 
         accumulators = {id(p): group.get("initial_accumulator_value", 0.0) for group in groups for p in group["params"]}
@@ -481,7 +474,7 @@ class Offloaded:
             for name, parameter in self._cut.named():
                 _refuse_not_finite(name, parameter, states.get(id(parameter)))
             masters, *both_moments = (UnitValues(self._cut.units, of) for of in (master, moments(0), moments(1)))
-            self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
+            self.unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
             self._note_values()
             self._is_loading = True
             self._remainders = {key: saved.remainder for key, saved in states.items() if saved.remainder is not None}
@@ -511,43 +504,27 @@ class Offloaded:
             elif id(parameter) not in keeps_none:
                 lacking = lacking or name
         if not states:
-            return {}, self.step_count if keeps_none == set(trained) else 0
+            return {}, self.unit_manager.step_count if keeps_none == set(trained) else 0
         if lacking is not None:
             raise _hoist.UsageError(f"the state_dict has no state of '{lacking}', which had no gradient yet: here all parameters "
                                     "have made the same steps")
         for key in keeps_none - states.keys():
             states[key] = SavedState(None, (None, None), None, None)
-        steps = {saved.step for saved in states.values() if saved.step is not None} or {max(1, self.step_count)}
+        steps = {saved.step for saved in states.values() if saved.step is not None} or {max(1, self.unit_manager.step_count)}
         if len(steps) > 1:
             raise _hoist.UsageError(f"the parameters of the state_dict have made different numbers of steps ({sorted(steps)}): "
                                     "here all have made the same")
         return states, steps.pop()
 
-    # --- what happened -----------------------------------------------------------------------------------------------
-
-    @property
-    def step_count(self) -> int:
-        return self._unit_manager.step_count
-
-    @property
-    def committed_step(self) -> int | None:
-        return self._unit_manager.committed_step
-
-    def describe(self) -> list[str]:
-        return self._unit_manager.describe()
-
-    def statistics(self) -> dict[str, Any]:
-        return self._unit_manager.statistics()
-
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         with self._met.told_of_error():
-            self._unit_manager.close()
+            self.unit_manager.close()
         atexit.unregister(self._at_exit)
 
     def abandon(self, error: BaseException | None) -> None:
-        program_end.abandon_for(self._unit_manager, error)
+        program_end.abandon_for(self.unit_manager, error)
 
 
 def _refuse_not_finite(name: str, parameter: torch.Tensor, saved: SavedState | None) -> None:
