@@ -162,11 +162,6 @@ void narrow(std::span<const float> masters, DType dtype, const std::string& para
   std::ranges::transform(masters, reinterpret_cast<std::uint16_t*>(out), narrowed);
 }
 
-ExportReport export_model(StoredModel& model, const ExportOptions& options) {
-  StoredModel* const whole = &model;
-  return export_model(std::span(&whole, 1), options);
-}
-
 ExportReport export_model(std::span<StoredModel* const> slices, const ExportOptions& options) {
   check_slices(slices, options.dtype);
   const std::vector<TensorSpec> tensors = tensors_of(slices, tensor_type(options.dtype));

@@ -49,11 +49,9 @@ void refuse_lost_range(const std::string& parameter, DType weights, DType dtype)
 // UsageError for one that fp16 cannot hold.
 void narrow(std::span<const float> masters, DType dtype, const std::string& parameter, std::byte* out);
 
-// Errors: UsageError for fp16 if the model has weights of a larger range.
-ExportReport export_model(StoredModel& model, const ExportOptions& options);
-// Exports the slices of several sharding groups, at one step, as one model. Errors: UsageError also if two have a
-// parameter of the same name: only the program knows whether these are copies or parts of one tensor, and how it was
-// cut.
+// Exports one store's model, or the slices of several sharding groups, at one step, as one. Errors: UsageError for fp16
+// if the model has weights of a larger range; also if two slices have a parameter of the same name: only the program
+// knows whether these are copies or parts of one tensor, and how it was cut.
 ExportReport export_model(std::span<StoredModel* const> slices, const ExportOptions& options);
 
 }  // namespace hoist::interchange

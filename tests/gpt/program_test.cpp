@@ -396,7 +396,7 @@ TEST_F(Program, ExportedWeightsBeginAnotherRun) {
   const std::string trained = report_of(usual(3))["digest"]["master"];
   {
     StoredModel model(path("store/hoist"));
-    interchange::export_model(model, {.directory = path("weights")});
+    interchange::export_model(std::array{&model}, {.directory = path("weights")});
   }
   remove_store();
   const json begun = report_of(usual(0, {"--init", path("weights"), "--seed", "99"}));
