@@ -230,7 +230,7 @@ void Training::prepare() {
   const bool is_named = !arguments_.from.empty();  // the named checkpoint may be all that is left
   if (arguments_.resume && (is_named || Engine::find_commit(runtime_, engine_options_))) {
     const auto accept = [&](const RestoreReport& found) {
-      const RunState state = decode(found.caller_state, found.world_size);
+      const RunState state = decode(found.caller_state);
       check_same_run(state, state_at(0));
       step_ = state.step;
     };

@@ -14,11 +14,6 @@ namespace {
 
 constexpr const char* kProgram = "hoist-gpt";
 
-std::uint64_t samples_of_format_1(const nlohmann::json& json, int world_size) {
-  return json.at("batch").get<std::uint64_t>() * json.at("micro_batches").get<std::uint64_t>() *
-         static_cast<std::uint64_t>(world_size);
-}
-
 }  // namespace
 
 std::vector<std::byte> encode(const RunState& state) {
@@ -39,7 +34,7 @@ std::vector<std::byte> encode(const RunState& state) {
   return bytes;
 }
 
-RunState decode(std::span<const std::byte> bytes, int world_size) {
+RunState decode(std::span<const std::byte> bytes) {
   const std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   RunState state;
   try {
@@ -47,7 +42,7 @@ RunState decode(std::span<const std::byte> bytes, int world_size) {
     if (json.at("program") != kProgram)
       throw BadInputError("the store's commit was made by another program than hoist-gpt");
     const int version = json.at("format").get<int>();
-    if (version < 1 || version > RunState::kFormatVersion) {
+    if (version != RunState::kFormatVersion) {
       throw BadInputError(
           fmt::format("the store's commit has run-state format {}, this hoist-gpt knows {}: use the version "
                       "that wrote it",
@@ -59,8 +54,7 @@ RunState decode(std::span<const std::byte> bytes, int world_size) {
     json.at("width").get_to(state.width);
     json.at("heads").get_to(state.heads);
     json.at("context").get_to(state.context);
-    state.samples_per_step =
-        version == 1 ? samples_of_format_1(json, world_size) : json.at("samples_per_step").get<std::uint64_t>();
+    json.at("samples_per_step").get_to(state.samples_per_step);
     json.at("text_bytes").get_to(state.text_bytes);
     json.at("text_fingerprint").get_to(state.text_fingerprint);
   } catch (const nlohmann::json::exception&) {

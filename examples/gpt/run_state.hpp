@@ -27,9 +27,8 @@ struct RunState {
 
 // JSON text, so that a person can read it in the store.
 std::vector<std::byte> encode(const RunState& state);
-// `world_size`: of the run that made the commit. Format 1 has the samples of one rank only.
 // Errors: BadInputError when the bytes are not a run state of a version this program knows.
-RunState decode(std::span<const std::byte> bytes, int world_size);
+RunState decode(std::span<const std::byte> bytes);
 // Errors: BadInputError naming what differs, steps aside. A different seed, text or number of samples would continue
 // another run; how ranks and micro-batches divide the samples of a step may change.
 void check_same_run(const RunState& committed, const RunState& asked);
