@@ -33,7 +33,6 @@ struct ShimOptimizer {
 };
 
 void* shim_pool(unsigned threads) { return new UpdatePool({.threads = threads}); }
-void shim_pool_end(void* pool) { delete static_cast<UpdatePool*>(pool); }
 
 // `weight` is fp32 (whole), bf16 with the remainder of its fp32 master (split), or fp16 beside its fp32 master; the
 // other two of the three are null. `gradient_dtype` is DType's number. Moments that the optimizer has not may be null.

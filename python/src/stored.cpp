@@ -190,15 +190,13 @@ void bind_stored(nb::module_& module) {
       .def(
           "copy",
           [](Stored& s, const std::vector<std::string>& directories, std::uint64_t bytes_per_second) {
-            return s.ask([&](StoredModel& model) {
-              const StoreCopyReport report = model.copy(
+            s.ask([&](StoredModel& model) {
+              model.copy(
                   {.directories = directories, .bytes_per_second = bytes_per_second, .progress = look_for_signals});
-              return std::make_pair(report.ranks_copied, report.ranks_compared);
             });
           },
           "directories"_a, "bytes_per_second"_a = 0, no_gil,
-          "Into another store, its data spread over the directories: (ranks copied, ranks that were there and are the "
-          "same).");
+          "Into another store, its data spread over the directories.");
 
   module.def("verify_store", &verify, "directory"_a, "bytes_per_second"_a = 0, no_gil,
              "Reads the newest commit and every named checkpoint: what is not as it was written, in words. Also of a "
