@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::string_view kProgramLogs = "the program does its own logging; a StepReport has the numbers";
 constexpr std::string_view kMetrics = "hoist.metrics writes each step's numbers as JSON lines and for Prometheus";
-constexpr std::string_view kBooks = "bytes and waits of every link are always in the ledger";
+constexpr std::string_view kLedger = "bytes and waits of every link are always in the ledger";
 constexpr std::string_view kActivations = "activations belong to the program";
 
 std::vector<KeyRow> logging_rows() {
@@ -22,8 +22,8 @@ std::vector<KeyRow> logging_rows() {
        .nullable = true,
        .meaning = "Steps between progress lines.",
        .note = kProgramLogs},
-      hint("wall_clock_breakdown", boolean, "false", "Log where time goes.", kBooks),
-      hint("memory_breakdown", boolean, "false", "Log where memory goes.", kBooks),
+      hint("wall_clock_breakdown", boolean, "false", "Log where time goes.", kLedger),
+      hint("memory_breakdown", boolean, "false", "Log where memory goes.", kLedger),
       hint("dump_state", boolean, "false", "Print the engine's state at the start.", kProgramLogs),
       optional_hint("log_level", string, "Verbosity.", kProgramLogs),
       optional_hint("vocabulary_size", integer, "Lets DeepSpeed check the alignment of embeddings.",
@@ -31,7 +31,7 @@ std::vector<KeyRow> logging_rows() {
       hint("disable_python_gc", boolean, "false", "Python's garbage collection.",
            "Python's garbage collector stays as it is"),
       hint("graph_harvesting", boolean, "false", "CUDA graphs of the model.", "graphs belong to the program"),
-      hint("timers", opaque, "", "Throughput timers.", kBooks),
+      hint("timers", opaque, "", "Throughput timers.", kLedger),
   };
 }
 
@@ -82,16 +82,16 @@ std::vector<KeyRow> profiler_rows() {
       hint("flops_profiler.detailed", boolean, "true", "Print every module.", kProgramLogs),
       optional_hint("flops_profiler.output_file", string, "Where to print.", kProgramLogs),
       hint("comms_config", opaque, "",
-           "A section that DeepSpeed does not read; its log of collectives is comms_logger.", kBooks),
+           "A section that DeepSpeed does not read; its log of collectives is comms_logger.", kLedger),
       hint("monitor_config", opaque, "",
            "A section that DeepSpeed does not read; its sections are tensorboard, wandb, csv_monitor and comet.",
            kMetrics),
       section_row("comms_logger", "A log of collectives."),
-      hint("comms_logger.enabled", boolean, "false", "Switch.", kBooks),
-      hint("comms_logger.verbose", boolean, "false", "Log each call.", kBooks),
-      hint("comms_logger.prof_all", boolean, "true", "Log all kinds.", kBooks),
-      hint("comms_logger.debug", boolean, "false", "Log callers.", kBooks),
-      hint("comms_logger.prof_ops", string_list, "[]", "Kinds to log.", kBooks),
+      hint("comms_logger.enabled", boolean, "false", "Switch.", kLedger),
+      hint("comms_logger.verbose", boolean, "false", "Log each call.", kLedger),
+      hint("comms_logger.prof_all", boolean, "true", "Log all kinds.", kLedger),
+      hint("comms_logger.debug", boolean, "false", "Log callers.", kLedger),
+      hint("comms_logger.prof_ops", string_list, "[]", "Kinds to log.", kLedger),
   };
 }
 
