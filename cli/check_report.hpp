@@ -26,7 +26,7 @@ struct CheckReport {
   MachineFit fit{};                        // if there is a prediction
   // The fraction that the pinned budget allows, if optimizer state is on NVMe; likewise of weights.
   std::optional<double> pinned_fraction_max{}, parameters_pinned_fraction_max{};
-  // What the engine would hold in pinned memory with the default of sub_group_size, if a larger one is set and takes
+  // The pinned memory that the engine would hold with the default of sub_group_size, if a larger one is set and takes
   // more.
   std::optional<std::uint64_t> pinned_bytes_by_default{};
   std::string model;  // the source of its shape

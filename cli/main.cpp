@@ -38,7 +38,7 @@ bool asks_for_json_only(const CLI::App& app) {
                              [](const CLI::App* command) { return asks_for_json_only(*command); });
 }
 
-// Where an unknown word stands in place of a command, CLI11 reports only that the command is missing.
+// If an unknown word stands in place of a command, CLI11 reports only that the command is missing.
 std::string unknown_command(const CLI::App& app) {
   if (const auto given = app.get_subcommands(); !given.empty()) return unknown_command(*given.front());
   const std::vector<std::string> words = app.remaining();

@@ -37,7 +37,7 @@ struct ModelArguments {
 // Adds --parameters, --units and --model to a command.
 void add_model_options(CLI::App& command, ModelArguments& arguments);
 
-// What check and plan are asked about: a configuration, a model, a machine, and budgets instead of the configuration's.
+// The question of check and plan: a configuration, a model, a machine, and budgets instead of the configuration's.
 struct ModelQuestion {
   std::string config;
   std::string machine;  // a file, or as the command says

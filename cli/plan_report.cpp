@@ -25,7 +25,7 @@ constexpr const char* kLegend =
     "  busiest: what is in use for most of the step; gap: the time of a step, divided by the least\n"
     "  compute: the model's kernels; wire: between ranks; host_memory, device_memory: the update's reads and writes\n";
 
-// Where parameters and optimizer states live: "pinned / nvme (20 % device)".
+// The places of parameters and optimizer states: "pinned / nvme (20 % device)".
 std::string placement_of(const PlanRow& row) {
   const bool divided = row.engine.optimizer != Placement::device && row.prediction.device_state_bytes > 0;
   const std::string rest =
@@ -51,7 +51,7 @@ std::uint64_t host_shortfall(const Prediction& p) {
   return p.host_budget_bytes == 0 ? 0 : left_of(p.device.least_bytes + p.pinned.least_bytes, p.host_budget_bytes);
 }
 
-// Where neither tier says how much it lacks, it is the memory of both.
+// If neither tier says how much it lacks, it is the memory of both.
 std::string problem_of(const PlanRow& row) {
   if (!row.refusal.empty()) return "refused";
   if (row.fits()) return "";
@@ -91,7 +91,7 @@ std::uint64_t memory_shortfall(const PlanRow& row) {
   return bytes;
 }
 
-// Of the closest placement: no other one is to be advised, as hoist check would.
+// The problems of the closest placement: no other one is to be advised, as hoist check would.
 std::string problems_text(const PlanRow& row) {
   std::string text;
   for (const MachineFit::Memory& memory : row.fit.memories)

@@ -43,7 +43,7 @@ const ConfigSetting* given_setting(const Config& config, std::string_view key) {
 
 bool is_given(const Config& config, std::string_view key) { return given_setting(config, key) != nullptr; }
 
-// Where state on NVMe is put: it is in one place, which the configuration may name anywhere.
+// The directories for state on NVMe: it is in one place, which the configuration may name anywhere.
 nlohmann::ordered_json store_paths(const PlanQuestion& question) {
   nlohmann::ordered_json paths = question.machine.drives.directories;
   if (paths.empty()) paths = kStoreDirectory;

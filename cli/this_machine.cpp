@@ -56,7 +56,7 @@ std::string cache_file() {
   return {};
 }
 
-// Those that this process may use: `taskset` and a container may leave it fewer than the machine has.
+// Processors that this process may use: `taskset` and a container may leave it fewer than the machine has.
 std::size_t usable_processors() {
   return std::min<std::size_t>(platform::processor_count(), current_processors().size());
 }

@@ -223,7 +223,7 @@ std::string write_settings(const TuneArguments& arguments, TuneReport& report) {
   return target;
 }
 
-// What was measured is printed in any case.
+// The results are printed in any case.
 void write_results(const TuneArguments& arguments, TuneReport& report) {
   std::string target;
   try {

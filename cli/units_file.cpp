@@ -118,7 +118,7 @@ DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype
   return unit;
 }
 
-// What a plan holds for each unit grows with the unit, and how long it takes with the model.
+// A plan's memory for a unit grows with the unit, and its time with the model.
 void check_counts(const Model& model) {
   constexpr double kUnitMax = 1e12;
   double total = 0;

@@ -21,7 +21,7 @@ Json number(double value) {
   return value == std::floor(value) && std::abs(value) < 9e15 ? Json(static_cast<std::int64_t>(value)) : Json(value);
 }
 
-// Of integers and of numbers without a limit of their own; as Range's default, in values that JSON can write.
+// The limit of integers, and of numbers without one of their own: Range's default, in values that JSON can write.
 constexpr std::int64_t kCountMax = std::numeric_limits<std::int64_t>::max();
 
 void add_range(Json& schema, const Range& range) {

@@ -13,7 +13,7 @@ _TUPLE = "hoist.tuple"  # the only key of a tuple, with its items
 
 
 def to_json(value: Any, name: str) -> Any:
-    """What JSON can hold of the value. Errors: UsageError for what it cannot, with the name of the part."""
+    """The value in a form that JSON can hold. Errors: UsageError for a part that it cannot, which the text names."""
     if isinstance(value, dict) and value.keys() in ({INTEGER_KEYS}, {_TUPLE}):
         raise _hoist.UsageError(f"{name} has no key but {next(iter(value))!r}, by which commits know other values: add another")
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -32,7 +32,7 @@ def to_json(value: Any, name: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What to_json() was given."""
+    """The value that to_json() was given."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

@@ -32,7 +32,7 @@ using namespace nb::literals;
 
 namespace {
 
-// What tells files apart, by whatever path they are opened.
+// Tells files apart, by whatever path they are opened.
 using FileIdentity = std::pair<dev_t, ino_t>;
 
 std::optional<FileIdentity> identity_of(const std::string& path) {
@@ -152,7 +152,7 @@ class WrittenFiles {
   std::map<FileIdentity, std::weak_ptr<OpenFile>> files_ HOIST_GUARDED_BY(mutex_);
 };
 
-// Of this process; a forked one has its own. Never destroyed. Pre: the GIL is held.
+// The files of this process; a forked one has its own. Never destroyed. Pre: the GIL is held.
 WrittenFiles& written_files() {
   const auto fresh = [] { return InOneProcess(std::make_unique<WrittenFiles>(), "the files that are written"); };
   static auto* const files = new InOneProcess<WrittenFiles>(fresh());

@@ -16,7 +16,7 @@
 
 namespace hoist::python {
 
-// What the engine has made the stream do.
+// The times of the stream's waits and kernels.
 struct StreamTimes {
   Ledger waits;
   std::atomic<std::int64_t> kernels_ns{0};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What UnitManager does with gradients: a unit's wait until the engine has memory for them, are added up, and are
+// UnitManager's part for gradients: those of a unit wait until the engine has memory for them, are added up, and are
 // finished when the last one has come.
 #include <utility>
 

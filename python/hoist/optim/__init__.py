@@ -406,7 +406,7 @@ class _Optimizer(torch.optim.Optimizer):
         self._require_offload("settle()").unit_manager.settle()
 
     def describe(self) -> list[str]:
-        """Where states are, and what was chosen."""
+        """Says where states are, and what was chosen."""
         return self._require_offload("describe()").unit_manager.describe()
 
     def close(self) -> None:

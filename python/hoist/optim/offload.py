@@ -76,7 +76,7 @@ def _signs_of_change(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _plain_entries(group: dict[str, Any]) -> dict[str, Any]:
-    """What a commit has of a parameter group: rates, and the entries of schedules and of the program that JSON can hold."""
+    """A parameter group's part of a commit: rates, and the entries of schedules and of the program that JSON can hold."""
     others = {key: value for key, value in group.items() if key not in ("params", "param_names") and not is_setting(key)}
     plain = {key: value for key, value in others.items() if schedules.is_plain(value)}
     return plain | {key: float(others[key]) for key in ("lr", "initial_lr") if key in others}  # they may be tensors
@@ -188,10 +188,10 @@ class Offloaded:
                 for piece in unit])
             for index, unit in enumerate(self._cut.units)
         ]
-        of = weakref.ref(self)
+        offloaded_ref = weakref.ref(self)
 
         def doing() -> str:
-            return getattr(of(), "call", "")
+            return getattr(offloaded_ref(), "call", "")
 
         self._met = distributed.MetRanks(["resume=True"] if resume else [])
         make, size = distributed.channels_over(members, config, self._met, doing)
@@ -276,7 +276,7 @@ class Offloaded:
         return gradients
 
     def _change_of_form(self) -> str:
-        """What the program has made of a parameter since the optimizer was made, so that it is no weight of its master; or ""."""
+        """Says how the program has changed a parameter's shape, type or device since the optimizer was made; "" if it has not."""
         for name, parameter, dtype, shape in zip(self._cut.names, self._cut.parameters, self._types, self._shapes, strict=True):
             if parameter.shape != shape:
                 return (f"'{name}' had the shape {tuple(shape)} when the optimizer was made, and has {tuple(parameter.shape)}: "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hoist trains of a parameter: its values, its fp32 master, and its state in a state_dict()."""
+"""The parts of a parameter that hoist trains: its values, its fp32 master, and its state in a state_dict()."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model computes, and how its streams and memory are named to the extension.
+"""Chooses where a model computes, and names its streams and memory to the extension.
 
 Three kinds: CPU tensors, whose operators run on the calling thread; CUDA, whose operators run on PyTorch's current stream; and
 an accelerator (PrivateUse1) whose memory is the CPU's. The operators of the last run on the calling thread, or on the stream that
@@ -26,9 +26,9 @@ _log = logging.getLogger("hoist")
 
 def device_of(config: _hoist.Config, wanted: torch.device | str | None,
               parameters: Iterable[torch.Tensor] = ()) -> torch.device:
-    """Where the configuration leaves it open, the GPU if there is one, and the configuration then says so. With several GPUs: the
-    one that `wanted` or the configuration names, where the model's parameters are, or that the program has made the current one.
-    Without all of these the configuration is left as it is, and the engine takes the launcher's local rank.
+    """The configuration's device. If it names none: the GPU if there is one, and the configuration then says so. With several
+    GPUs: the one that `wanted` or the configuration names, where the model's parameters are, or that the program has made the
+    current one. Without all of these the configuration is left as it is, and the engine takes the launcher's local rank.
     Errors: UsageError for a device that the configuration's does not go with.
     """
     if config.device is None:
@@ -89,7 +89,7 @@ def own_random_numbers(device: torch.device, seed: int | None = None) -> Iterato
 
 
 def carried_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """What PyTorch keeps for each thread, of the calling thread, for another one to work under: autocast, the default device, and
+    """Makes contexts in which other threads work with what PyTorch keeps for the calling one: autocast, the default device, and
     the current stream of an accelerator. Other state of a thread (a mode of the program's own) is not carried over."""
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     caches = torch.is_autocast_cache_enabled()

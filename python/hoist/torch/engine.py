@@ -55,10 +55,10 @@ _Batch = TypeVar("_Batch")
 
 def _doing_of(engine: Engine) -> Callable[[], str]:
     """Says what the program does with the engine, for the errors of other ranks."""
-    of = weakref.ref(engine)
+    engine_ref = weakref.ref(engine)
 
     def doing() -> str:
-        alive = of()
+        alive = engine_ref()
         if alive is None or not alive._is_made:
             return "" if alive is None else "wrap()"
         return f"{alive._passes.turns.under_way} after step {alive._last_step}".strip()
@@ -66,7 +66,7 @@ def _doing_of(engine: Engine) -> Callable[[], str]:
 
 
 class Engine(StandsForModel, DeepSpeedNames):
-    """What `wrap` and `initialize` return: the model, and its training state on three tiers.
+    """The model, and its training state on three tiers: `wrap` and `initialize` return it.
 
     [C] marks collective calls: every rank makes them, in the same order. Passes and step() are collective, too.
     """

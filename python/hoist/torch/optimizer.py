@@ -113,7 +113,7 @@ def _copied(value: Any) -> Any:
 
 
 def _has_stepped(state: dict[str, Any]) -> bool:
-    """Of one parameter. Adagrad makes its state before it steps; SGD's has no count."""
+    """Whether a parameter of this state was stepped. Adagrad makes its state before it steps; SGD's has no count."""
     step = state.get("step", 1)
     return bool(state) and not getattr(step, "is_meta", False) and float(step) > 0
 
@@ -190,12 +190,12 @@ class Optimizer(torch.optim.Optimizer):
             self._rates[index] = now
 
     def set_back(self) -> None:
-        """What groups had when the optimizer was made, but for their rates and parameters."""
+        """Gives groups the settings back that they had when the optimizer was made. Rates and parameters stay."""
         for group, settled in zip(self.param_groups, self._settled, strict=False):
             group.update({key: value for key, value in settled.items() if key != "params"})
 
     def show_rates(self) -> None:
-        """Where the configuration's scheduler sets the rates, groups show those of the next step, as with DeepSpeed."""
+        """If the configuration's scheduler sets the rates, groups show those of the next step, as with DeepSpeed."""
         if self._engine.config.has_schedule:
             self._rates = list(self._engine.get_lr())
             for group, rate in zip(self.param_groups, self._rates, strict=True):
@@ -244,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
-        """What GradScaler.step() asks for first."""
+        """GradScaler.step() asks for this first."""
         raise _hoist.UsageError("torch.amp.GradScaler finds no gradients, since hoist takes them as they are made. Leave it out: "
                                 '"fp16": {"enabled": true} in the configuration scales the loss in engine.backward()')
 

@@ -335,7 +335,7 @@ class Trainer(transformers.Trainer):
         """Known after the step."""
 
     def _get_learning_rate(self) -> float:
-        """Of the step that was just made. The configuration's schedule shows the next step's by then."""
+        """The rate of the step that was just made. The configuration's schedule shows the next step's by then."""
         used = self._made._run_rates.used
         return used[0] if used else super()._get_learning_rate()
 
@@ -384,7 +384,7 @@ class Trainer(transformers.Trainer):
                     functools.partial(write_weights, self.engine, max_shard_size=sys.maxsize))
 
     def _save_settings(self, folder: str) -> None:
-        """What Trainer saves beside the weights."""
+        """Writes what Trainer saves beside the weights."""
         model: Any = self.model
         if isinstance(model, transformers.PreTrainedModel):
             return super()._save(folder, {})

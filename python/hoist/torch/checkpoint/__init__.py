@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a commit holds beside the state of the model, and named checkpoints."""
+"""The parts of a commit beside the state of the model, and named checkpoints."""

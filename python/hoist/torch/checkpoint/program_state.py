@@ -70,7 +70,8 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 def fill_buffers(saved: dict[str, list[Any]], model: nn.Module, device: torch.device) -> None:
-    """Also those that the program registers, or gives their size, when it runs. Errors: UsageError for one of no module."""
+    """Fills buffers, also those that the program registers, or gives their size, when it runs. Errors: UsageError for one of no
+    module."""
     for name, (dtype, shape, text) in saved.items():
         data = bytearray(base64.b64decode(text))
         raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")

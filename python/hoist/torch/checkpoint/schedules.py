@@ -89,7 +89,7 @@ class RunRates:
         return False
 
     def forget(self) -> None:
-        """What was saved: it belongs to an earlier step now."""
+        """Forgets what was saved: it belongs to an earlier step now."""
         self._saved, self._came_to = {}, None
 
     def _continue(self, groups: list[dict[str, Any]]) -> None:
@@ -109,7 +109,7 @@ def schedule_of(scheduler: Any) -> dict[str, Any] | None:
 
 
 def plain_schedule(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What commits have of a schedule's state; None if nothing."""
+    """The part of a schedule's state that commits have; None if nothing."""
     plain: Any = _NOT_PLAIN if state is None else _plain_part(state, "")
     return None if plain is _NOT_PLAIN else plain
 
@@ -148,8 +148,8 @@ def needs_arguments(scheduler: Any) -> bool:
 
 
 def _plain_part(value: Any, name: str | None = None) -> Any:
-    """What JSON can hold of a schedule's state, which may contain the states of other schedules; _NOT_PLAIN if nothing. What is
-    left out of what is called `name` is said."""
+    """The part of a schedule's state that JSON can hold; the state may contain those of other schedules. _NOT_PLAIN if nothing.
+    With `name`, the name of the value, a warning says what is left out of it."""
     def inner(v: Any, key: Any) -> Any:
         return _plain_part(v, None if name is None else f"{name}.{key}".lstrip("."))
 

@@ -111,7 +111,7 @@ class DeepSpeedNames:
 
     @property
     def local_rank(self) -> int:
-        """Of this process on its machine, as torchrun says."""
+        """The rank of this process on its machine, as torchrun says."""
         return int(os.environ.get("LOCAL_RANK", 0))
 
     @property

@@ -143,7 +143,7 @@ def _as_meant(key: str, value: Any) -> Any:
 
 
 def _wanted(value: Any, hint: Any) -> str:
-    """What a field's type wants instead of the value; nothing where they agree, or the type says little."""
+    """Names what a field's type wants instead of the value; "" if they agree, or the type says little."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         wanted = [_wanted(value, each) for each in typing.get_args(hint) if each is not type(None)]
         return "" if "" in wanted else " or ".join(wanted)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where initial values come from: a parameter's attribute `initial_values`, a function that returns them; or the tensor that
-it was built with; or, for one on the meta device, its module, which is given memory and initialized. One unit at a time."""
+"""Finds initial values, one unit at a time. They come from a parameter's attribute `initial_values`, a function that returns
+them; or from the tensor that it was built with; or, for one on the meta device, from its module, which gets memory and is
+initialized."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class StandsForModel:
 
     @property
     def _modules(self) -> dict[str, nn.Module | None]:
-        """What accelerate's unwrap_model() looks through."""
+        """accelerate's unwrap_model() looks through these."""
         return self.module._modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class StandsForModel:
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the model has and the engine has not is set in the model, as it is read from there."""
+        """Sets an attribute in the model if only the model has it, as it is read from there."""
         of_engine = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if of_engine or not self._is_made or not hasattr(self.module, name):
             object.__setattr__(self, name, value)

@@ -222,7 +222,7 @@ class Parameters:
                                 "engine.gathered(names, modify=True) keeps what is changed inside of it")
 
     def drop_gradients(self) -> None:
-        """Those that the program has set; autograd's are taken as they come."""
+        """Drops gradients that the program has set; autograd's are taken as they come."""
         for parameter in self.trainable:
             parameter.grad = None
 
@@ -235,8 +235,9 @@ class Parameters:
                                         "gradients that backward passes make: put it into the loss, or let zero_grad() drop it")
 
     def watch_block(self, names: list[str], modify: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What the program changes in these parameters, or others of their units, while the units are gathered. Returns what
-        notes it before they are released, and what then keeps it (`modify`, of these parameters) or refuses it."""
+        """Watches what the program changes in these parameters, or others of their units, while the units are gathered. Returns
+        a function that notes it before they are released, and one that then keeps it (`modify`, of these parameters) or
+        refuses it."""
         chosen = [self.find(name) for name in names]
         kept = {declared.name for declared in chosen} if modify else set()
         units = {declared.unit for declared in chosen}
@@ -360,8 +361,8 @@ class Parameters:
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
     def place_buffers(self) -> None:
-        """Where the weights are, in their type if the configuration says one. Rotary frequencies keep theirs: rounded to 16
-        bits they would be other positions. So do those that a model of transformers names."""
+        """Moves buffers to where the weights are, in their type if the configuration says one. Rotary frequencies keep theirs:
+        rounded to 16 bits they would be other positions. So do those that a model of transformers names."""
         kept = {"inv_freq", "original_inv_freq"}
         for module in self._module.modules():
             kept |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
@@ -459,7 +460,7 @@ class Parameters:
         return ((n, p) for n, p in self._module.named_parameters(remove_duplicate=False) if p.numel() == 0)
 
     def others_in_files(self) -> dict[str, torch.Tensor]:
-        """What files of weights hold beside the parameters of units."""
+        """Tensors that files of weights hold beside the parameters of units."""
         empty = ((name, torch.empty_like(p, device="cpu")) for name, p in self.empty())  # also of those on the meta device
         return dict(weight_files.without_unknown(itertools.chain(empty, self.persistent_buffers())))
 

@@ -35,7 +35,7 @@ class StandIn(nn.Parameter):
 
 
 class _OwnMethod:
-    """What one module has in place of a method of its class. `replacement` is also given the one before, which copies have."""
+    """Replaces a method of its class for one module. `replacement` is also given the one before, which copies have."""
 
     def __init__(self, module: nn.Module, name: str, replacement: Callable[..., None]):
         self._module, self._name, self._replacement = module, name, replacement

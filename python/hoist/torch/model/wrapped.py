@@ -115,7 +115,7 @@ def _drop_own_forward(module: nn.Module) -> bool:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Those of an engine that was closed."""
+    """Removes the hooks of an engine that was closed."""
     for module in model.modules():
         for handle in _hooks_of_modules.pop(module, []):
             handle.remove()

@@ -27,7 +27,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def modules_on_stack() -> Iterator[nn.Module]:
-    """Those whose calls are under way in this thread, and were not interrupted; innermost first."""
+    """Modules whose calls are under way in this thread, and were not interrupted; innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL:
@@ -96,7 +96,7 @@ class Turns:
             self._refuse_concurrent(call)
 
     def require_outside(self, call: str) -> None:
-        """Of a call that leaves those behind that were interrupted. Errors: as require(), and UsageError inside of forward()."""
+        """For a call that leaves interrupted ones behind. Errors: as require(), and UsageError inside of forward()."""
         self.require(call)
         if self._calls[-1:] == [FORWARD]:
             self._refuse_inside(call)
@@ -138,7 +138,7 @@ class Turns:
 
     @contextlib.contextmanager
     def _watched(self, call: str) -> Iterator[None]:
-        """Of a call that has begun: notes whether it is interrupted, and ends it."""
+        """Notes whether a call that has begun is interrupted, and ends it."""
         try:
             yield
         except BaseException as error:

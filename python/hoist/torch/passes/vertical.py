@@ -233,7 +233,7 @@ class Forward:
         return unit in self._held and not any(unit in call.entered for call in self._passes.calls)
 
     def other_calls_of(self, hook: ModuleHook) -> list[Call]:
-        """Those that other micro-batches have begun and not ended."""
+        """The hook's calls that other micro-batches have begun and not ended."""
         others = [calls for index, calls in enumerate(self._calls) if index != self._turn]
         return [call for calls in others for call in calls if call.hook is hook]
 

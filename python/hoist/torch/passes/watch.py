@@ -151,7 +151,7 @@ class UnannouncedUses:
             self._unit_manager.enter(unit)
 
     def forget_pass(self) -> None:
-        """What the pass under way has found to be used outside of any module."""
+        """Forgets the units that the pass under way has found to be used outside of any module."""
         del self._always[self._always_before:]
 
     @property
@@ -282,8 +282,8 @@ class UnannouncedUses:
         self._unit_manager.enter(unit)
 
     def _announce_likes(self) -> None:
-        """Where nothing calls a unit that was used, the others beside it that nothing has called may be used in the same way in a
-        later pass, such as experts that no token was routed to yet. After a call without gradients, a reference
+        """Announces others beside a unit that was used and that nothing calls: those that nothing has called may be used in the
+        same way in a later pass, such as experts that no token was routed to yet. After a call without gradients, a reference
         model's call may use what PEFT has in the unit's place."""
         def is_called(unit: int) -> bool:
             return self._add_hook(self._cut.units[unit].module, unit).was_called

@@ -147,7 +147,7 @@ def _as_in_files(model: Any, tensors: Tensors) -> Tensors:
 
 
 def _adapters(engine: Engine) -> Tensors:
-    """What PEFT may save: not the base, but for embeddings, which it saves where their size has changed."""
+    """The tensors that PEFT may save: of the base only embeddings, which it saves where their size has changed."""
     model: Any = engine.module
     names = engine._parameters.names_in_model()
     prefix = getattr(model.base_model, "prefix", None)

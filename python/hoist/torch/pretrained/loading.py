@@ -53,7 +53,7 @@ _PLACES = ("cache_dir", "force_download", "proxies", "token", "revision", "local
 
 
 def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional: Any, **arguments: Any) -> Any:
-    """What `model_class.from_pretrained(name, ...)` of transformers returns, but its weights are not read yet.
+    """Does as `model_class.from_pretrained(name, ...)` of transformers, but reads no weights yet.
 
     model_class  transformers' AutoModelForCausalLM, LlamaForCausalLM, and so on
     name         a directory, or a name on the hub as transformers resolves it (its cache, HF_HUB_OFFLINE)

@@ -203,7 +203,7 @@ class Ranks:
             time.sleep(_LOOK_EVERY)
 
     def words(self) -> list[str]:
-        """What each rank has brought to meet()."""
+        """The words that the ranks have brought to meet()."""
         keys = [f"here-{rank}" for rank in range(len(self.members))]
         return [word.decode() for word in self.store.ask(lambda plain: plain.multi_get(keys), self.timeout.total_seconds())]
 
@@ -263,7 +263,7 @@ class Ranks:
         return None
 
     def _place_of(self, peer: int, mine: str) -> str | None:
-        """Where rank `peer` waits, if that has timed out there, too, which it then says within a second."""
+        """Says where rank `peer` waits, if it has timed out as well: it then says so within a second. Else None."""
         until = time.monotonic() + 1
         with contextlib.suppress(StoreLost):
             self.store.ask(lambda plain: plain.set(f"at-{self.rank}", mine))

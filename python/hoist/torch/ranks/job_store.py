@@ -89,7 +89,7 @@ class JobStore:
         return JobStore(dist.PrefixStore(name, self.plain), self._thread)
 
     def ask(self, question: Callable[[dist.Store], _T], seconds: float = ANSWER_SECONDS) -> _T:
-        """What `question` returns of the store. Errors: StoreLost."""
+        """Returns the answer of `question`, which is given the store. Errors: StoreLost."""
         return self._thread.ask(lambda: question(self.plain), seconds)
 
 
