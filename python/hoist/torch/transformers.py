@@ -210,20 +210,27 @@ class Trainer(transformers.Trainer):
         super().create_optimizer_and_scheduler(num_training_steps)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.engine is not None:
-            if not self.engine._unit_manager.is_open:
-                raise _hoist.UsageError("this Trainer's engine was closed, and the model's weights with it: make a new Trainer, "
-                                        "whose train(resume_from_checkpoint=True) continues the run")
-            if self.engine.module is not self.model:
-                raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
-            if self.engine.config.has_schedule and self.engine.step_count > 0 and self._is_resumed is False:
-                raise _hoist.UsageError("the configuration's scheduler has come to its end with the first train(): leave the "
-                                        "section out, so that Trainer's begins anew, or make a Trainer for the second run")
+        if self.engine is None:
+            self._make_engine(model)
+            self._prepare_for_accelerate()
+        else:
+            self._refuse_other_run(self.engine)
             self.optimizer = self.engine.optimizer
-            return self.optimizer
-        filled = fill_in(self._hoist_config, self.args, self.state.max_steps or self._steps_of_run)
+        return cast(torch.optim.Optimizer, self.optimizer)
+
+    def _refuse_other_run(self, engine: hoist.torch.Engine) -> None:
+        if not engine._unit_manager.is_open:
+            raise _hoist.UsageError("this Trainer's engine was closed, and the model's weights with it: make a new Trainer, "
+                                    "whose train(resume_from_checkpoint=True) continues the run")
+        if engine.module is not self.model:
+            raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
+        if engine.config.has_schedule and engine.step_count > 0 and self._is_resumed is False:
+            raise _hoist.UsageError("the configuration's scheduler has come to its end with the first train(): leave the "
+                                    "section out, so that Trainer's begins anew, or make a Trainer for the second run")
+
+    def _config_of_run(self, filled: dict[str, Any], own_groups: bool) -> _hoist.Config:
+        """The configuration, whose `filled` form gets what this Trainer's arguments decide."""
         config = hoist.torch.load_config(filled)
-        own_groups = self.optimizer is None and "optimizer" not in filled
         if own_groups and self.optimizer_cls_and_kwargs is None and optim_of(self.args) not in OPTIMS:
             raise _hoist.UsageError(f"optim={optim_of(self.args)!r} of TrainingArguments is not among hoist's optimizers: choose "
                                     f"one of {', '.join(OPTIMS)}")
@@ -245,6 +252,12 @@ class Trainer(transformers.Trainer):
                 f"save_strategy is '{self.args.save_strategy}', and what is saved are checkpoints in the store, of which this "
                 'configuration keeps none: it needs "hoist": {"keep_steps": N} with N above 0 (or none set) and, with state on '
                 "NVMe, a durability other than \"none\"; or set save_strategy='no', or save_only_model=True")
+        return config
+
+    def _make_engine(self, model: Any) -> None:
+        filled = fill_in(self._hoist_config, self.args, self.state.max_steps or self._steps_of_run)
+        own_groups = self.optimizer is None and "optimizer" not in filled
+        config = self._config_of_run(filled, own_groups)
         refuse_adapters(self.model, self.args.world_size)
         # evaluate() has put autocast, and results in fp32, around forward().
         self.accelerator.unwrap_model(cast(torch.nn.Module, self.model), keep_fp32_wrapper=False)
@@ -273,6 +286,8 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler = schedule
         if self.args.torch_compile:  # only now: graphs end at the hooks
             cast(torch.nn.Module, self.model).compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+
+    def _prepare_for_accelerate(self) -> None:
         # By this accelerate knows objects that need no wrapping.
         for prepared in (self.model, self.optimizer):
             cast(Any, prepared)._is_accelerate_prepared = True
@@ -287,7 +302,6 @@ class Trainer(transformers.Trainer):
 
         self.accelerator.prepare_model = prepare_model
         self.accelerator.backward = self._backward
-        return self.optimizer
 
     def _cast_inputs_of(self, model: Any) -> None:
         """Images and sounds get the weights' type in forward(). The rest of a batch keeps its own: losses read it."""
