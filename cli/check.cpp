@@ -62,9 +62,8 @@ void add_prediction(const CheckArguments& arguments, const CheckedMachine& machi
   hoist::check(model.model, report.config.engine);
   report.model = model.name;
   report.program_pinned_bytes = model.program.pinned_bytes;
-  EngineOptions engine = report.config.engine;
   const int ranks = std::max(1, report.world_size);
-  engine.micro_batches_max = static_cast<unsigned>(report.config.micro_batches(ranks));
+  const EngineOptions engine = report.config.engine_at(ranks);
   report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
   report.fit = machine_fit(*report.prediction, report.runtime, engine, machine.node, machine.drive_bytes);
   const auto kDefaultElements = EngineOptions{}.sub_group_elements;

@@ -64,8 +64,7 @@ void set_store_paths(const nlohmann::ordered_json& paths, EngineOptions& engine)
 
 EngineOptions placed(const PlanQuestion& question, Placement parameters, Placement optimizer) {
   const Config& config = question.config;
-  EngineOptions engine = config.engine;
-  engine.micro_batches_max = static_cast<unsigned>(config.micro_batches(question.world_size));
+  EngineOptions engine = config.engine_at(question.world_size);
   engine.parameters = parameters;
   engine.optimizer = optimizer;
   if (!is_given(config, "hoist.optimizer_pinned_fraction")) engine.optimizer_pinned_fraction.reset();
@@ -383,13 +382,13 @@ void check_written(const PlanQuestion& question, const PlanRow& row, const Confi
                                   {"nvme", p.nvme_bytes},
                                   {"step", step_json(p.step)}};
   };
-  EngineOptions planned = row.engine, read = written.engine;
+  EngineOptions planned = row.engine;
+  const EngineOptions read = written.engine_at(question.world_size);
   planned.optimizer_pinned_fraction = row.prediction.pinned_fraction;
   planned.parameters_pinned_fraction = row.prediction.parameters_pinned_fraction;
   if (row.prediction.spilled_units == 0) planned.gradient_spill_units = 0;
   planned.store_directory = read.store_directory;  // a store keeps the names of its drives: they take space
   planned.stripe_directories = read.stripe_directories;
-  read.micro_batches_max = static_cast<unsigned>(written.micro_batches(question.world_size));
   const auto wanted = bytes_of(planned), found = bytes_of(read);
   if (wanted != found || !found["fits"])
     throw UsageError(fmt::format(

@@ -178,10 +178,15 @@ std::uint64_t Config::micro_batches(int world_size) const {
   return std::clamp<std::uint64_t>(*all / world / *one, 1, kMicroBatchesMax);
 }
 
+EngineOptions Config::engine_at(int world_size) const {
+  EngineOptions result = engine;
+  result.micro_batches_max = std::max(result.micro_batches_max, static_cast<unsigned>(micro_batches(world_size)));
+  return result;
+}
+
 void Config::settle(int world_size) {
   training = check_world_size(world_size);
-  engine.micro_batches_max =
-      std::max(engine.micro_batches_max, static_cast<unsigned>(*training.gradient_accumulation_steps));
+  engine = engine_at(world_size);
 }
 
 }  // namespace hoist

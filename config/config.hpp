@@ -85,6 +85,8 @@ class Config {
   // Micro-batches of a step: as the file says or as two batch sizes imply, at most 2^20; 1 where these do not go with
   // so many ranks.
   std::uint64_t micro_batches(int world_size) const;
+  // `engine` for so many ranks: its micro_batches_max is at least the number of micro-batches of a step.
+  EngineOptions engine_at(int world_size) const;
 
   const std::string& origin() const { return origin_; }
   // Every key with the value in effect, in the order of docs/config.md. For hoist's own programs.

@@ -89,10 +89,6 @@ void bind_config(nb::module_& module) {
       .def_ro("training", &Config::training)
       .def("settle", &Config::settle, "world_size"_a,
            "Fills in the batch sizes that the others imply for so many ranks. Errors: ConfigError.")
-      .def(
-          "micro_batches", &Config::micro_batches, "world_size"_a,
-          "Micro-batches of a step: as the file says or as two batch sizes imply; 1 where these do not go with so many "
-          "ranks.")
       .def("copy", [](const Config& c) { return c; })
       .def("setting", &setting, "path"_a, "The file's own value of a key, None where it does not say.")
       .def_ro("warnings", &Config::warnings)
@@ -108,10 +104,6 @@ void bind_config(nb::module_& module) {
             c.runtime.device = device == "cuda" ? platform::DeviceKind::cuda : platform::DeviceKind::host;
           },
           "Where weights are gathered: \"cuda\" or \"host\"; None where this machine decides.")
-      .def_prop_rw(
-          "micro_batches_max", [](const Config& c) { return c.engine.micro_batches_max; },
-          [](Config& c, unsigned count) { c.engine.micro_batches_max = count; },
-          "Micro-batches that a step may be made of.")
       .def_prop_ro(
           "gradient_clipping", [](const Config& c) { return c.engine.gradient_clipping; }, "Global norm; 0: none.")
       .def_prop_ro(

@@ -20,13 +20,14 @@ namespace {
 nb::dict estimate(const Config& config, const std::vector<ManagedUnit>& units, int world_size, int local_ranks) {
   RuntimeOptions given = config.runtime;
   given.local_ranks = local_ranks;
+  const EngineOptions engine = config.engine_at(world_size);
   const Machine machine = this_machine(given);
   ChosenOptions chosen = choose(given, machine);
-  check(config.engine, chosen.runtime, world_size);
-  const Prediction prediction = predict(chosen.runtime, config.engine, model_of(units, {}), world_size);
+  check(engine, chosen.runtime, world_size);
+  const Prediction prediction = predict(chosen.runtime, engine, model_of(units, {}), world_size);
   if (chosen.runtime.device == platform::DeviceKind::cuda)  // what wrap() takes
     chosen.runtime.device_arena_bytes = std::max(prediction.device.bytes, kBlockAlignment);
-  const MachineFit fit = machine_fit(prediction, chosen.runtime, config.engine, machine);
+  const MachineFit fit = machine_fit(prediction, chosen.runtime, engine, machine);
 
   nb::dict result;
   result["parameters"] = prediction.parameter_count;

@@ -24,7 +24,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,6 +35,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <hoist/config/config.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/zero/engine.hpp>
@@ -83,10 +83,8 @@ struct TorchSide {
 };
 
 struct UnitManagerOptions {
-  RuntimeOptions runtime{};
-  EngineOptions engine{};
-  std::function<std::uint64_t(int ranks)> micro_batches{};  // of a step on so many ranks
-  std::vector<GroupOptions> groups{};                       // beside group 0, which has the configuration's settings
+  Config config;
+  std::vector<GroupOptions> groups{};  // beside group 0, which has the configuration's settings
   std::vector<ManagedUnit> units{};
   // Ranks that the program brings along: makes a channel over all of them. None: those that the configuration names.
   MakeChannel make_channel{};
@@ -290,7 +288,7 @@ class UnitManager {
   bool give_way();
   void unload(Unit& unit);
   platform::StreamRef current_stream();
-  bool is_vertical() const { return options_.engine.micro_batch_order == MicroBatchOrder::vertical; }
+  bool is_vertical() const { return options_.config.engine.micro_batch_order == MicroBatchOrder::vertical; }
   void await_gradients();
   void show(Unit& unit);
   void hide(Unit& unit) noexcept;

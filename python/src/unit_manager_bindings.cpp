@@ -282,13 +282,8 @@ void bind_unit_manager(nb::module_& module) {
           [](UnitManager* self, const Config& config, const std::vector<GroupOptions>& groups,
              const std::vector<ManagedUnit>& units, const std::optional<nb::callable>& make, int world_size,
              const std::optional<nb::callable>& make_job, int job_size) {
-            UnitManagerOptions options{.runtime = config.runtime,
-                                       .engine = config.engine,
-                                       .micro_batches = [config](int ranks) { return config.micro_batches(ranks); },
-                                       .groups = groups,
-                                       .units = units,
-                                       .world_size = world_size,
-                                       .job_size = job_size};
+            UnitManagerOptions options{
+                .config = config, .groups = groups, .units = units, .world_size = world_size, .job_size = job_size};
             if (make) options.make_channel = channel_maker(*make);
             if (make_job) options.make_job_channel = channel_maker(*make_job);
             new (self) UnitManager(std::move(options));

@@ -32,8 +32,7 @@ Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOpt
 
 UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
   model_ = model_of(options_.units, options_.groups);
-  options_.engine.micro_batches_max =
-      std::max(options_.engine.micro_batches_max, static_cast<unsigned>(options_.micro_batches(world_size_at_start())));
+  options_.config.engine = options_.config.engine_at(world_size_at_start());
   take_memory();
   open_runtime();
   lay_out_units();
@@ -89,7 +88,7 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   const EngineTurn turn(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
   was_used_ = true;
-  engine_ = Engine::create(runtime(), options_.engine, model_, state, caller_state);
+  engine_ = Engine::create(runtime(), options_.config.engine, model_, state, caller_state);
   note_memory();
 }
 
@@ -134,7 +133,7 @@ void UnitManager::note_memory() {
 }
 
 void UnitManager::require_commit(const std::string& from) {
-  const std::string& directory = options_.engine.store_directory;
+  const std::string& directory = options_.config.engine.store_directory;
   if (directory.empty())
     throw UsageError("restore() without a store: all state is in memory, and nothing is committed");
   try {
@@ -143,10 +142,10 @@ void UnitManager::require_commit(const std::string& from) {
   }
   try {
     if (from.empty()) {
-      if (Engine::find_commit(runtime(), options_.engine)) return;
+      if (Engine::find_commit(runtime(), options_.config.engine)) return;
       throw StoreError(fmt::format("{} holds no commit yet: call save() before restore()", directory));
     }
-    const std::vector<NamedCheckpoint> known = Engine::find_checkpoints(runtime(), options_.engine);
+    const std::vector<NamedCheckpoint> known = Engine::find_checkpoints(runtime(), options_.config.engine);
     if (std::ranges::find(known, from, &NamedCheckpoint::name) != known.end()) return;
     if (engine_ && engine_->step_count() == 0)
       throw StoreError(
@@ -158,7 +157,7 @@ void UnitManager::require_commit(const std::string& from) {
       others += fmt::format("{}'{}' (step {})", others.empty() ? "" : ", ", step.name, step.step);
     throw StoreError(
         fmt::format("{} keeps no step '{}', or not any more; it keeps {}. The last {} stay (hoist.keep_steps)",
-                    directory, from, others.empty() ? "none" : others, options_.engine.keep_steps));
+                    directory, from, others.empty() ? "none" : others, options_.config.engine.keep_steps));
   } catch (const StoreError&) {
     throw;
   } catch (const ExchangedError&) {  // all ranks know it, and nothing has changed
@@ -187,7 +186,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
     asleep_at_.reset();
     was_used_ = true;
     const EngineTurn turn(engine_mutex());
-    engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
+    engine_ = Engine::restore(runtime(), options_.config.engine, model_, {.from = from});
     note_memory();
     return *engine_->restored();
   } catch (...) {
@@ -228,12 +227,12 @@ void UnitManager::wake() {
 
 std::optional<std::uint64_t> UnitManager::find_commit() {
   const EngineTurn turn(engine_mutex());
-  return Engine::find_commit(runtime(), options_.engine);
+  return Engine::find_commit(runtime(), options_.config.engine);
 }
 
 std::vector<NamedCheckpoint> UnitManager::find_checkpoints() {
   const EngineTurn turn(engine_mutex());
-  return Engine::find_checkpoints(runtime(), options_.engine);
+  return Engine::find_checkpoints(runtime(), options_.config.engine);
 }
 
 void UnitManager::end_engine(const std::string* why_for_others) noexcept {
@@ -269,23 +268,23 @@ void UnitManager::unbind() noexcept {
 
 int UnitManager::world_size_at_start() const {
   if (options_.make_channel) return options_.world_size;
-  return options_.runtime.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
+  return options_.config.runtime.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
 }
 
 // Takes no more of a GPU's memory than the engine will use: the rest is PyTorch's.
 void UnitManager::take_memory() {
-  RuntimeOptions& runtime = options_.runtime;
+  RuntimeOptions& runtime = options_.config.runtime;
   const comm::Launch launch = comm::launch_of_process();
   if (launch.size == 1) runtime.local_ranks = std::max(options_.world_size, options_.job_size);
   if (runtime.device != platform::DeviceKind::cuda) return;
-  const Prediction prediction = predict(runtime, options_.engine, model_, world_size_at_start());
+  const Prediction prediction = predict(runtime, options_.config.engine, model_, world_size_at_start());
   runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
 }
 
 // The channels come first, and all ranks of the job meet: a rank that then lacks memory can tell the others.
 void UnitManager::open_runtime() {
   const nb::gil_scoped_release release;
-  const platform::DeviceKind device = options_.runtime.device.value_or(platform::DeviceKind::host);
+  const platform::DeviceKind device = options_.config.runtime.device.value_or(platform::DeviceKind::host);
   const std::shared_ptr<comm::Transport> job = options_.make_job_channel ? options_.make_job_channel() : nullptr;
   const std::shared_ptr<comm::Transport> sharding = options_.make_channel ? options_.make_channel() : nullptr;
   // Both are called when this rank has taken its memory; the first one called waits for the other ranks.
@@ -302,11 +301,11 @@ void UnitManager::open_runtime() {
     if (job) {
       Runtime::Groups groups{.sharding = {}, .norm = norm};
       if (sharding) groups.sharding = join;
-      runtime_ = std::make_unique<Runtime>(options_.runtime, groups);
+      runtime_ = std::make_unique<Runtime>(options_.config.runtime, groups);
     } else if (sharding) {
-      runtime_ = std::make_unique<Runtime>(options_.runtime, join);
+      runtime_ = std::make_unique<Runtime>(options_.config.runtime, join);
     } else {
-      runtime_ = std::make_unique<Runtime>(options_.runtime);
+      runtime_ = std::make_unique<Runtime>(options_.config.runtime);
     }
     weights_stream_ = {runtime_->device().create_stream("torch weights"), kEngine};
     gradients_stream_ = {runtime_->device().create_stream("torch gradients"), kEngine};
@@ -321,7 +320,7 @@ void UnitManager::open_runtime() {
 }
 
 void UnitManager::lay_out_units() {
-  places_ = gathered_layout(options_.engine, model_, runtime_->world_size());
+  places_ = gathered_layout(options_.config.engine, model_, runtime_->world_size());
   for (std::uint32_t u = 0; u < model_.units().size(); ++u) {
     Unit& unit = units_.emplace_back(Unit{.id = UnitId{u}});
     unit.shared = options_.units[u].shared;
@@ -331,7 +330,7 @@ void UnitManager::lay_out_units() {
       unit.trainable += spec.trainable ? 1 : 0;
       unit.has_frozen = unit.has_frozen || !spec.trainable;
     }
-    unit.is_small = elements <= options_.engine.persistence_elements;
+    unit.is_small = elements <= options_.config.engine.persistence_elements;
   }
   has_arrived_.resize(model_.parameters().size());
 }

@@ -64,7 +64,6 @@ def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, w
     """Predicts for a model, which may be on the meta device. Changes neither the model nor the configuration."""
     config = config.copy()
     units = _declared(model, config, unit_classes)
-    config.micro_batches_max = max(config.micro_batches_max, config.micro_batches(world_size))
     found = _hoist.estimate(config, units, world_size, local_ranks)
     memories = [Memory(*memory) for memory in found.pop("memories")]
     return Estimate(world_size=world_size, memories=memories, **found)
