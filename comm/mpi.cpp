@@ -407,9 +407,7 @@ std::unique_ptr<Communicator> over(std::shared_ptr<Transport> control, const Com
 }
 
 detail::MpiTransportOptions transport_options(const CommunicatorOptions& options) {
-  detail::MpiTransportOptions transport;
-  transport.timeout = options.timeout;
-  return transport;
+  return {.timeout = options.timeout};
 }
 
 }  // namespace

@@ -41,7 +41,6 @@ class Ledger {
 
   // From now on, also draws counts and waits into this trace; null stops that. Store transfers draw themselves.
   void trace_to(Trace* trace) { trace_ = trace; }
-  Trace* trace() const { return trace_; }
 
   Account current_account() const { return outside_depth_ > 0 ? Account::outside_steps : Account::steps; }
   LinkTotals totals(Link link, Account account = Account::steps) const;

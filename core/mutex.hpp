@@ -7,9 +7,9 @@
 #include <condition_variable>
 #include <mutex>
 
-// What Clang's -Wthread-safety reads: a field marked HOIST_GUARDED_BY(mutex) is touched only while the mutex is locked,
-// a function marked HOIST_REQUIRES(mutex) is called only then, and one marked HOIST_EXCLUDES(mutex) only when it is
-// not. `scripts/lint.sh --locks` checks it. Other compilers see nothing.
+// Marks for Clang's -Wthread-safety: a field marked HOIST_GUARDED_BY(mutex) is touched only while the mutex is locked,
+// and a function marked HOIST_REQUIRES(mutex) is called only then. `scripts/lint.sh --locks` checks it. Other compilers
+// see nothing.
 #ifdef __clang__
 #define HOIST_LOCK_RULE(rule) __attribute__((rule))
 #else
@@ -17,8 +17,6 @@
 #endif
 #define HOIST_GUARDED_BY(mutex) HOIST_LOCK_RULE(guarded_by(mutex))
 #define HOIST_REQUIRES(...) HOIST_LOCK_RULE(requires_capability(__VA_ARGS__))
-#define HOIST_EXCLUDES(...) HOIST_LOCK_RULE(locks_excluded(__VA_ARGS__))
-#define HOIST_RETURNS_MUTEX(mutex) HOIST_LOCK_RULE(lock_returned(mutex))
 #define HOIST_NO_LOCK_CHECK HOIST_LOCK_RULE(no_thread_safety_analysis)
 
 namespace hoist {

@@ -70,10 +70,10 @@ class Trace {
 // Adds an event that lasts as long as this object. Does nothing without a trace.
 class TraceSpan {
  public:
-  TraceSpan(Trace* trace, TraceRow row, std::string_view name, std::uint64_t bytes = 0)
-      : trace_(trace), row_(row), name_(name), bytes_(bytes), begin_(trace == nullptr ? TimePoint{} : Clock::now()) {}
+  TraceSpan(Trace* trace, TraceRow row, std::string_view name)
+      : trace_(trace), row_(row), name_(name), begin_(trace == nullptr ? TimePoint{} : Clock::now()) {}
   ~TraceSpan() {
-    if (trace_ != nullptr) trace_->add(row_, name_, begin_, Clock::now(), bytes_);
+    if (trace_ != nullptr) trace_->add(row_, name_, begin_, Clock::now());
   }
   TraceSpan(const TraceSpan&) = delete;
   TraceSpan& operator=(const TraceSpan&) = delete;
@@ -82,7 +82,6 @@ class TraceSpan {
   Trace* const trace_;
   const TraceRow row_;
   const std::string_view name_;
-  const std::uint64_t bytes_;
   const TimePoint begin_;
 };
 

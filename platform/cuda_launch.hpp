@@ -9,8 +9,6 @@
 // Errors     The launch's own code.
 #pragma once
 
-#include <cstddef>
-
 #include <cuda_runtime.h>
 
 namespace hoist::platform {
@@ -19,7 +17,6 @@ struct LaunchShape {
   dim3 blocks;
   dim3 threads;
   cudaStream_t stream = nullptr;
-  std::size_t shared_bytes = 0;  // in addition to what the kernel declares
 };
 
 // Pre: the arguments convert to the kernel's parameters.
@@ -28,7 +25,6 @@ cudaError_t launch(const LaunchShape& shape, void (*kernel)(Parameters...), cons
   cudaLaunchConfig_t config{};
   config.gridDim = shape.blocks;
   config.blockDim = shape.threads;
-  config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = shape.stream;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
