@@ -113,7 +113,9 @@ class Pool {
         down_(device_->create_stream("down")),
         pieces_(a.bytes / a.piece) {
     device_->register_host(pool_.memory().bytes());
-    for (std::uint64_t i = 0; i < 2 * pieces_; ++i) host_.push_back(pool_.carve(a.piece, "a piece").data());
+    tiers::PinnedPlan places;
+    for (std::uint64_t i = 0; i < 2 * pieces_; ++i)
+      host_.push_back(pool_.memory().bytes().data() + places.add(a.piece));
   }
   ~Pool() { device_->unregister_host(pool_.memory().bytes()); }
   Pool(const Pool&) = delete;

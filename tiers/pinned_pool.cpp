@@ -2,10 +2,7 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
@@ -33,13 +30,6 @@ std::vector<std::span<std::byte>> PinnedPlan::slices(std::span<std::byte> memory
 
 PinnedPool::PinnedPool(Budget& budget, const platform::HostMemoryOptions& options)
     : hold_(budget.take(options.bytes, "the pinned pool")), memory_(options) {}
-
-std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& what) {
-  const std::uint64_t offset = carved_.add(bytes);
-  HOIST_ASSERT(carved_.bytes() <= memory_.bytes().size(), "{} of {} bytes at {} was not in the plan of {} bytes", what,
-               bytes, offset, memory_.bytes().size());
-  return memory_.bytes().subspan(offset, bytes);
-}
 
 void PinnedPool::quarantine() { leave_unfreed(new platform::HostMemory(std::move(memory_))); }
 

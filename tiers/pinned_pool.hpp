@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/pinned_pool.hpp - divides one registered block of host memory into exact pieces.
+// tiers/pinned_pool.hpp - plans how one block of pinned host memory is divided into pieces, and owns that block.
 //
-// Everything is allocated at start-up: sizes are planned first, then the memory is taken once, in full, and divided.
-// Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. io_uring registers memory in slices of at most 1 GiB; a slice
-// ends early where the next piece would not fit it, so that all transfers of a piece are registered. Of a piece longer
-// than a slice, a block across a boundary is transferred unregistered.
+// Everything is allocated at start-up: PinnedPlan gives each piece its offset, then PinnedPool takes the memory once,
+// in full. Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. io_uring registers memory in slices of at most 1 GiB;
+// a slice ends early where the next piece would not fit it, so that all transfers of a piece are registered. If a piece
+// is longer than a slice, its blocks that cross the end of a slice are transferred unregistered.
 //
-// Threading  carve() during start-up, one thread; the pieces are plain memory afterwards.
+// Threading  One thread plans; the pool's memory is plain memory.
 // Errors     BudgetError before anything is allocated, if the plan exceeds the budget.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include <hoist/core/units.hpp>
@@ -22,7 +21,7 @@
 
 namespace hoist::tiers {
 
-// Adds up carve() requests as the pool will place them. Requests in the same order.
+// Places the pieces one behind the other, in the order of add().
 class PinnedPlan {
  public:
   std::uint64_t add(std::uint64_t bytes);  // returns the offset of the piece
@@ -39,10 +38,8 @@ class PinnedPlan {
 
 class PinnedPool {
  public:
-  // `options.bytes`: what all carve() calls together will need, PinnedPlan::bytes(). 0: an empty pool.
+  // `options.bytes`: PinnedPlan::bytes(). 0: an empty pool. Contents are zero.
   PinnedPool(Budget& budget, const platform::HostMemoryOptions& options);
-  // The next piece: exactly `bytes`, 4 KiB aligned. Going beyond the plan is a bug. Contents are zero.
-  std::span<std::byte> carve(std::uint64_t bytes, const std::string& what);
   const platform::HostMemory& memory() const { return memory_; }
   // For a drive that stopped answering and may still write here: the memory is never used again and never returned to
   // the system. The pool cannot be used afterwards.
@@ -51,7 +48,6 @@ class PinnedPool {
  private:
   Budget::Hold hold_;
   platform::HostMemory memory_;
-  PinnedPlan carved_;
 };
 
 }  // namespace hoist::tiers
