@@ -91,8 +91,8 @@ Completion DriveQueue::Impl::enqueue(const Request& request, Priority priority) 
 DriveQueue::Stats DriveQueue::Impl::stats() const {
   return {.read_bytes = read_bytes_.load(std::memory_order_relaxed),
           .written_bytes = written_bytes_.load(std::memory_order_relaxed),
-          .read_busy = busy_[static_cast<std::size_t>(Direction::read)].total(),
-          .write_busy = busy_[static_cast<std::size_t>(Direction::write)].total(),
+          .read_busy = busy_[static_cast<std::size_t>(Operation::read)].total(),
+          .write_busy = busy_[static_cast<std::size_t>(Operation::write)].total(),
           .retries = retries_.load(std::memory_order_relaxed)};
 }
 
@@ -225,7 +225,7 @@ void DriveQueue::Impl::cut_block(Transfer& transfer) {
 }
 
 void DriveQueue::Impl::submit(Flight& flight) {
-  if (auto* clock = busy_clock(flight.operation)) clock->begin();
+  busy_[static_cast<std::size_t>(flight.operation)].begin();
   if (in_flight_++ == 0) silence_.restart();
   backend_->submit(flight);
 }
@@ -274,7 +274,7 @@ void DriveQueue::Impl::finish_block(Flight& flight) {
   --in_flight_;
   silence_.restart();
   progressed_ = true;
-  if (auto* clock = busy_clock(flight.operation)) clock->end();
+  busy_[static_cast<std::size_t>(flight.operation)].end();
   const std::int64_t result = flight.result;
   if (result >= 0) {
     const auto moved_bytes = static_cast<std::uint64_t>(result);
@@ -381,18 +381,6 @@ void DriveQueue::Impl::abandon() {
 bool DriveQueue::Impl::idle() const {
   return free_flights_.size() == flights_.size() &&
          std::all_of(queues_.begin(), queues_.end(), [](const auto& queue) { return queue.empty(); });
-}
-
-detail::BusyClock* DriveQueue::Impl::busy_clock(Operation operation) {
-  switch (operation) {
-    case Operation::read:
-      return &busy_[static_cast<std::size_t>(Direction::read)];
-    case Operation::write:
-      return &busy_[static_cast<std::size_t>(Direction::write)];
-    case Operation::sync:
-      return nullptr;
-  }
-  return nullptr;
 }
 
 }  // namespace hoist::aio

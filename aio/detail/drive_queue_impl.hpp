@@ -34,7 +34,6 @@ class DriveQueue::Impl {
 
  private:
   using Queues = std::array<detail::TransferQueue, kPriorityCount>;
-  enum class Direction : std::uint8_t { read, write };
 
   // I/O thread only.
   void run() noexcept;
@@ -59,7 +58,6 @@ class DriveQueue::Impl {
   void retire(detail::Transfer& transfer);
   void abandon();
   bool idle() const;
-  detail::BusyClock* busy_clock(Operation operation);
 
   const DriveQueueOptions options_;
   std::string description_;
@@ -90,7 +88,7 @@ class DriveQueue::Impl {
   bool progressed_ = false;  // a block has finished since take_arrivals, or the queue was told to end
   bool draining_ = false;
 
-  std::array<detail::BusyClock, 2> busy_;
+  std::array<detail::BusyClock, 3> busy_;  // by Operation
   std::atomic<std::uint64_t> read_bytes_{0};
   std::atomic<std::uint64_t> written_bytes_{0};
   std::atomic<std::uint64_t> retries_{0};
