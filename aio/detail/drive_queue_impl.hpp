@@ -11,10 +11,10 @@
 #include <deque>
 #include <thread>
 
-#include <hoist/aio/detail/busy_clock.hpp>
 #include <hoist/aio/detail/transfer.hpp>
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/aio/given_up.hpp>
+#include <hoist/core/busy_clock.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/mutex.hpp>
 
@@ -88,7 +88,7 @@ class DriveQueue::Impl {
   bool progressed_ = false;  // a block has finished since take_arrivals, or the queue was told to end
   bool draining_ = false;
 
-  std::array<detail::BusyClock, 3> busy_;  // by Operation
+  std::array<BusyClock, 3> busy_;  // by Operation; nobody asks for that of sync
   std::atomic<std::uint64_t> read_bytes_{0};
   std::atomic<std::uint64_t> written_bytes_{0};
   std::atomic<std::uint64_t> retries_{0};

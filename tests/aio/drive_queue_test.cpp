@@ -5,7 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <hoist/aio/detail/busy_clock.hpp>
+#include <hoist/core/busy_clock.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -209,7 +209,7 @@ TEST(DriveQueueOptions, OutOfRangeIsRefused) {
 }
 
 TEST(BusyClock, CountsOverlapOnce) {
-  detail::BusyClock clock;
+  BusyClock clock;
   clock.begin();
   clock.begin();
   std::this_thread::sleep_for(std::chrono::milliseconds(2));

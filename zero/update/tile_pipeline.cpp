@@ -45,11 +45,6 @@ TilePipeline::TilePipeline(Runtime& runtime, const UnitTable& table, const Memor
 
 TilePipeline::~TilePipeline() { abandon(ahead_); }
 
-Nanoseconds TilePipeline::busy() const {
-  const MutexLock lock(busy_mutex_);
-  return busy_ + (busy_since_ ? Clock::now() - *busy_since_ : Nanoseconds(0));
-}
-
 void TilePipeline::bind_thread() const { runtime_.update_pool().bind_caller(); }
 
 std::span<const Tile> TilePipeline::tiles(const SubGroup& sub_group) const {
@@ -279,28 +274,6 @@ bool TilePipeline::makes_weights(const Job& job, const Tile& tile, const WalkOpt
   return options.makes_weights && table_.unit(job.sub_group.unit).segments[tile.segment].update_makes_weights();
 }
 
-// Counts the time until end(), or until it is destroyed, as that of computing in the background.
-class TilePipeline::BusyTime {
- public:
-  BusyTime(TilePipeline& pipeline, TimePoint begin) : pipeline_(pipeline) {
-    const MutexLock lock(pipeline_.busy_mutex_);
-    pipeline_.busy_since_ = begin;
-  }
-  BusyTime(const BusyTime&) = delete;
-  BusyTime& operator=(const BusyTime&) = delete;
-  ~BusyTime() { end(); }
-  TimePoint end() {
-    const MutexLock lock(pipeline_.busy_mutex_);
-    const TimePoint end = Clock::now();  // under the mutex: what busy() has said is never taken back
-    if (pipeline_.busy_since_) pipeline_.busy_ += end - *pipeline_.busy_since_;
-    pipeline_.busy_since_.reset();
-    return end;
-  }
-
- private:
-  TilePipeline& pipeline_;
-};
-
 void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work) {
   const TimePoint begin = Clock::now();
   const auto update_one = [&](std::size_t i) { update_tile(job, i, options, work); };
@@ -311,11 +284,10 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
     update_all();
     return runtime_.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
   }
-  BusyTime busy(*this, begin);
+  const BusyClock::Span busy(busy_);
   update_all();
-  const TimePoint end = busy.end();
   if (Trace* const trace = runtime_.trace(); trace != nullptr)
-    trace->add(TraceRow::optimizer, table_.unit(job.sub_group.unit).name, begin, end);
+    trace->add(TraceRow::optimizer, table_.unit(job.sub_group.unit).name, begin, Clock::now());
 }
 
 void TilePipeline::update_tile(const Job& job, std::size_t i, const WalkOptions& options, const Work& work) {

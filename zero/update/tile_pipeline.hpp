@@ -19,8 +19,8 @@
 #include <optional>
 #include <vector>
 
+#include <hoist/core/busy_clock.hpp>
 #include <hoist/core/clock.hpp>
-#include <hoist/core/mutex.hpp>
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/layout/tile_access.hpp>
 #include <hoist/zero/memory/memory.hpp>
@@ -80,7 +80,7 @@ class TilePipeline {
   void bind_thread() const;
 
   // Time spent computing in runs in the background, up to now.
-  Nanoseconds busy() const;
+  Nanoseconds busy() const { return busy_.total(); }
 
   // Done when those of the unit's weights that do not stay in memory have reached the store, of the last walk.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
@@ -120,7 +120,6 @@ class TilePipeline {
   bool makes_weights(const Job& job, const tiers::Tile& tile, const WalkOptions& options) const;
   void update(Job& job, const WalkOptions& options, const Work& work);
   void update_tile(const Job& job, std::size_t i, const WalkOptions& options, const Work& work);
-  class BusyTime;
   struct Writes {
     bool weights = false, state = false;
   };
@@ -140,13 +139,11 @@ class TilePipeline {
   std::vector<Buffer> buffers_;
   std::deque<Job> ahead_;  // read for the next step
   std::uint64_t uses_ = 0;
-  std::uint64_t written_bytes_ = 0;           // to the store, by all walks
-  std::vector<std::size_t> first_sub_group_;  // by unit, and one past the last
-  mutable Mutex busy_mutex_;
-  Nanoseconds busy_ HOIST_GUARDED_BY(busy_mutex_){0};
-  std::optional<TimePoint> busy_since_ HOIST_GUARDED_BY(busy_mutex_);  // while it computes in the background
-  std::vector<Completion> weights_written_;                            // by unit
-  std::vector<std::uint64_t> checksums_w_, checksums_s_;               // of the sub-group being updated
+  std::uint64_t written_bytes_ = 0;                       // to the store, by all walks
+  std::vector<std::size_t> first_sub_group_;              // by unit, and one past the last
+  BusyClock busy_;                                        // computing in the background
+  std::vector<Completion> weights_written_;               // by unit
+  std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the sub-group being updated
 };
 
 }  // namespace hoist::detail

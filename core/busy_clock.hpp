@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/busy_clock.hpp - measures the time during which at least one of many overlapping operations was in
-// progress.
+// core/busy_clock.hpp - measures the time during which at least one of many overlapping operations was in progress.
 //
 // Threading  begin and end on one thread; total on any.
 #pragma once
@@ -8,7 +7,7 @@
 #include <hoist/core/clock.hpp>
 #include <hoist/core/mutex.hpp>
 
-namespace hoist::aio::detail {
+namespace hoist {
 
 class BusyClock {
  public:
@@ -31,6 +30,18 @@ class BusyClock {
     return open_ ? closed_ + (Clock::now() - since_) : closed_;
   }
 
+  // One operation, as long as this object lives.
+  class Span {
+   public:
+    explicit Span(BusyClock& clock) : clock_(clock) { clock_.begin(); }
+    ~Span() { clock_.end(); }
+    Span(const Span&) = delete;
+    Span& operator=(const Span&) = delete;
+
+   private:
+    BusyClock& clock_;
+  };
+
  private:
   unsigned under_way_ = 0;  // owning thread only
   mutable Mutex mutex_;
@@ -39,4 +50,4 @@ class BusyClock {
   Nanoseconds closed_ HOIST_GUARDED_BY(mutex_){0};
 };
 
-}  // namespace hoist::aio::detail
+}  // namespace hoist
