@@ -3,8 +3,6 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <exception>
-#include <thread>
 
 #include <fmt/format.h>
 
@@ -110,21 +108,9 @@ StripeMeasurement measure_weights(std::span<const MeasuredDrive> drives, const M
     throw UsageError(fmt::format("drives are measured with a file of whole MiB, not {} bytes", options.file_bytes));
   StripeMeasurement result;
   result.bytes_per_second.resize(drives.size());
-  std::vector<std::exception_ptr> errors(drives.size());
-  std::vector<std::jthread> threads;
-  for (std::size_t i = 0; i < drives.size(); ++i) {
-    threads.push_back(start_joining_thread("hoist-measure", [&, i](const std::stop_token&) {
-      try {
-        result.bytes_per_second[i] = Meter(drives[i], options).bytes_per_second(options.time_limit);
-      } catch (...) {
-        errors[i] = std::current_exception();
-      }
-    }));
-  }
-  for (std::jthread& thread : threads) thread.join();
-  for (const auto& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  run_on_threads("hoist-measure", drives.size(), [&](std::size_t i) {
+    result.bytes_per_second[i] = Meter(drives[i], options).bytes_per_second(options.time_limit);
+  });
   result.weights = stripe_weights(result.bytes_per_second);
   return result;
 }

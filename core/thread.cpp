@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <atomic>
 #include <csignal>
+#include <exception>
 #include <system_error>
+#include <vector>
 
 #include <fmt/format.h>
 #include <pthread.h>
@@ -72,6 +75,27 @@ std::thread start_thread(const std::string& name, std::function<void()> body) {
 
 std::jthread start_joining_thread(const std::string& name, std::function<void(const std::stop_token&)> body) {
   return start<std::jthread>(name, std::move(body));
+}
+
+void run_on_threads(const std::string& name, std::size_t count, const std::function<void(std::size_t)>& body,
+                    const std::function<void()>& meanwhile) {
+  std::vector<std::exception_ptr> errors(count);
+  std::atomic<std::size_t> running{count};
+  std::vector<std::jthread> threads;  // joined also if one cannot be started
+  for (std::size_t i = 0; i < count; ++i) {
+    threads.push_back(start_joining_thread(name, [&, i](const std::stop_token&) {
+      try {
+        body(i);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+      running.fetch_sub(1);
+    }));
+  }
+  while (meanwhile && running.load() > 0) meanwhile();
+  threads.clear();
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
 }
 
 }  // namespace hoist

@@ -2,8 +2,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <exception>
-#include <stop_token>
 #include <thread>
 #include <vector>
 
@@ -54,27 +52,12 @@ void fill_random(std::span<std::byte> memory, std::uint64_t seed, std::uint64_t 
 
 void fill_files(std::span<ScratchFile* const> files, const StopFlag* stop, const ProgressFunction& progress) {
   std::atomic<std::uint64_t> done{0};
-  std::atomic<std::size_t> running{files.size()};
-  std::vector<std::exception_ptr> errors(files.size());
-  std::vector<std::jthread> threads;  // joined also if one cannot be started
-  for (std::size_t i = 0; i < files.size(); ++i) {
-    threads.push_back(start_joining_thread("hoist-fill", [&, i](const std::stop_token&) {
-      try {
-        fill_file(*files[i], i, stop, done);
-      } catch (...) {
-        errors[i] = std::current_exception();
-      }
-      running.fetch_sub(1);
-    }));
-  }
-  while (running.load() > 0) {
+  const auto report = [&] {
     std::this_thread::sleep_for(kProgressInterval);
     if (progress) progress(done.load(std::memory_order_relaxed));
-  }
-  threads.clear();
-  for (const auto& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  };
+  run_on_threads(
+      "hoist-fill", files.size(), [&](std::size_t i) { fill_file(*files[i], i, stop, done); }, report);
 }
 
 }  // namespace hoist::measure

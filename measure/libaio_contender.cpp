@@ -3,9 +3,6 @@
 // the queue with a single io_submit and then waits for at least one block.
 #include <algorithm>
 #include <cerrno>
-#include <exception>
-#include <stop_token>
-#include <thread>
 
 #include <libaio.h>
 
@@ -135,23 +132,9 @@ class LibaioContender final : public Contender {
 
   LegResult run(const Leg& leg) override {
     std::vector<std::unique_ptr<Loop>> loops;
-    std::vector<std::exception_ptr> errors(drives_.size());
     for (std::size_t i = 0; i < drives_.size(); ++i)
       loops.push_back(std::make_unique<Loop>(*drives_[i], leg, stop_, i));
-    std::vector<std::jthread> threads;  // joined also if one cannot be started
-    for (std::size_t i = 0; i < loops.size(); ++i) {
-      threads.push_back(start_joining_thread("hoist-libaio", [&, i](const std::stop_token&) {
-        try {
-          loops[i]->run();
-        } catch (...) {
-          errors[i] = std::current_exception();
-        }
-      }));
-    }
-    threads.clear();
-    for (const auto& error : errors) {
-      if (error) std::rethrow_exception(error);
-    }
+    run_on_threads("hoist-libaio", loops.size(), [&](std::size_t i) { loops[i]->run(); });
     throw_if_stopped(stop_);
     return sum(loops, leg);
   }
