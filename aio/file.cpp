@@ -256,14 +256,12 @@ void File::observe(std::weak_ptr<FileObserver> observer) const {
 }
 
 void sync_directory(const std::string& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) {
+  const Descriptor directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (directory.number < 0) {
     const int code = errno;
     throw IoError({"open", path, 0, 0, code}, open_remedy(code, path, OpenMode::create));
   }
-  const int code = ::fsync(descriptor) == 0 ? 0 : errno;  // never repeated, like every flush
-  ::close(descriptor);
-  if (code != 0) throw IoError({"fsync", path, 0, 0, code});
+  if (::fsync(directory.number) != 0) throw IoError({"fsync", path, 0, 0, errno});  // never repeated, like every flush
 }
 
 }  // namespace hoist::aio

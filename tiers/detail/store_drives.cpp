@@ -77,29 +77,26 @@ bool is_empty(const std::string& path) {
 // Whether the file, which may be as large as a drive, holds nothing but zeros. Ranges that were reserved and never
 // written are not read if the file system knows them.
 bool is_blank(const std::string& path) {
-  const int file = open_regular_file(path, O_RDONLY | O_NOFOLLOW);
-  if (file < 0 && errno == ENOENT) return true;
+  const Descriptor file(open_regular_file(path, O_RDONLY | O_NOFOLLOW));
+  if (file.number < 0 && errno == ENOENT) return true;
   const auto refuse = [&](const char* call) {
-    const int code = errno;
-    if (file >= 0) ::close(file);
-    throw IoError({call, path, 0, 0, code}, "whether it holds data cannot be known; nothing was changed");
+    throw IoError({call, path, 0, 0, errno}, "whether it holds data cannot be known; nothing was changed");
   };
-  if (file < 0) refuse("open");
+  if (file.number < 0) refuse("open");
   std::vector<char> piece(kMiB);
   off_t at = 0;
   bool blank = true;
   while (blank) {
-    const off_t written = ::lseek(file, at, SEEK_DATA);
+    const off_t written = ::lseek(file.number, at, SEEK_DATA);
     if (written < 0 && errno == ENXIO) break;  // nothing further
     if (written >= 0) at = written;
-    const ssize_t got = ::pread(file, piece.data(), piece.size(), at);
+    const ssize_t got = ::pread(file.number, piece.data(), piece.size(), at);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) refuse("read");
     if (got == 0) break;
     blank = std::all_of(piece.begin(), piece.begin() + got, [](char byte) { return byte == 0; });
     at += got;
   }
-  ::close(file);
   return blank;
 }
 
@@ -179,12 +176,11 @@ Stripes decode_stripes(const std::string& text, const std::string& manifest) {
 void write_label(const StorePaths& drive, const DriveLabel& label) {
   const std::string partial = drive.label + "-new";
   remove_file(partial);
-  const int file = open_regular_file(partial, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, S_IRUSR | S_IWUSR);
-  if (file < 0) throw IoError({"open", partial, 0, 0, errno});
+  const Descriptor file(open_regular_file(partial, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, S_IRUSR | S_IWUSR));
+  if (file.number < 0) throw IoError({"open", partial, 0, 0, errno});
   const std::string text = label_text(label);
-  int code = write_all(file, std::as_bytes(std::span(text)));
-  if (code == 0 && ::fsync(file) != 0) code = errno;
-  ::close(file);
+  int code = write_all(file.number, std::as_bytes(std::span(text)));
+  if (code == 0 && ::fsync(file.number) != 0) code = errno;
   if (code == 0 && ::rename(partial.c_str(), drive.label.c_str()) != 0) code = errno;
   if (code == 0) return;
   ::unlink(partial.c_str());
