@@ -27,25 +27,28 @@ using tiers::CommitHeader;
 
 namespace {
 
-std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const CommonCommit> listed) {
+// The lists of all ranks, by rank; the first kMax entries of each.
+template <std::size_t kMax, typename Entry>
+std::vector<std::vector<Entry>> lists_of_all(comm::Communicator& ranks, std::span<const Entry> listed) {
   struct List {
     std::uint64_t count = 0;
-    std::array<CommonCommit, tiers::kSlotCount + tiers::kCheckpointsMax + 1> commits{};
-    bool holds(const CommonCommit& c) const {
-      const auto end = commits.begin() + static_cast<std::ptrdiff_t>(count);
-      return std::find(commits.begin(), end, c) != end;
-    }
+    std::array<Entry, kMax> entries{};
   };
   List mine;
-  for (const CommonCommit& c : listed)
-    if (mine.count < mine.commits.size()) mine.commits[mine.count++] = c;
-  const std::vector<List> all = comm::values_of_all(ranks, mine);
+  for (const Entry& entry : listed)
+    if (mine.count < kMax) mine.entries[mine.count++] = entry;
+  std::vector<std::vector<Entry>> lists;
+  for (const List& list : comm::values_of_all(ranks, mine))
+    lists.emplace_back(list.entries.data(), list.entries.data() + list.count);
+  return lists;
+}
+
+std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const CommonCommit> listed) {
+  const auto all = lists_of_all<tiers::kSlotCount + tiers::kCheckpointsMax + 1>(ranks, listed);
   std::vector<CommonCommit> common;
-  for (std::size_t i = 0; i < all[0].count; ++i) {
-    const CommonCommit& candidate = all[0].commits[i];
-    if (std::all_of(all.begin(), all.end(), [&](const List& rank) { return rank.holds(candidate); }))
+  for (const CommonCommit& candidate : all[0])
+    if (std::ranges::all_of(all, [&](const auto& list) { return std::ranges::find(list, candidate) != list.end(); }))
       common.push_back(candidate);
-  }
   std::sort(common.rbegin(), common.rend());
   return common;
 }
@@ -82,17 +85,8 @@ struct PlaceEntry {
 
 // The numbers that any of the ranks lists, highest first.
 std::vector<PlaceEntry> listed_by_any(comm::Communicator& ranks, std::span<const PlaceEntry> listed) {
-  struct List {
-    std::uint64_t count = 0;
-    std::array<PlaceEntry, 32> entries{};
-  };
-  List mine;
-  for (const PlaceEntry& entry : listed)
-    if (mine.count < mine.entries.size()) mine.entries[mine.count++] = entry;
-  const std::vector<List> all = comm::values_of_all(ranks, mine);
   std::vector<PlaceEntry> entries;
-  for (const List& list : all)
-    entries.insert(entries.end(), list.entries.begin(), list.entries.begin() + static_cast<std::ptrdiff_t>(list.count));
+  for (const auto& list : lists_of_all<32>(ranks, listed)) entries.insert(entries.end(), list.begin(), list.end());
   std::ranges::sort(entries, std::greater{});
   entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
   return entries;
