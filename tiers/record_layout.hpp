@@ -67,6 +67,9 @@ struct Tile {
   std::uint64_t elements = 0;
   std::uint64_t w_offset = 0, w_bytes = 0;  // within the W region, padding included
   std::uint64_t s_offset = 0, s_bytes = 0;  // within the S region; s_bytes is 0 when frozen
+
+  std::uint64_t offset(Region region) const { return region == Region::weights ? w_offset : s_offset; }
+  std::uint64_t bytes(Region region) const { return region == Region::weights ? w_bytes : s_bytes; }
 };
 
 // Consecutive tiles that differ only in their position: the full ones of a segment, or its short last one.
@@ -98,8 +101,7 @@ class RecordLayout {
  private:
   // The offset of a tile within its region; after the last tile, the region's end.
   std::uint64_t offset(Region region, std::uint64_t tile) const {
-    if (tile == tiles().size()) return region_bytes(region);
-    return region == Region::weights ? tiles()[tile].w_offset : tiles()[tile].s_offset;
+    return tile == tiles().size() ? region_bytes(region) : tiles()[tile].offset(region);
   }
 
   std::vector<RecordSegment> segments_;

@@ -23,10 +23,6 @@ std::vector<std::uint64_t> lengths(std::span<const StoreRecord> records) {
 std::uint32_t tiles_of(const StoreRecord& record) { return static_cast<std::uint32_t>(record.layout.tiles().size()); }
 std::uint64_t words_per_region(const StoreRecord& record) { return divide_up(record.layout.tiles().size(), 64); }
 
-std::uint64_t tile_bytes(const RecordLayout& layout, Region region, std::uint32_t tile) {
-  return region == Region::weights ? layout.tiles()[tile].w_bytes : layout.tiles()[tile].s_bytes;
-}
-
 // With durability none a tile has one checksum; otherwise it has the commit's and the next one's.
 std::size_t table_count(Durability durability) { return durability == Durability::step ? 2 : 1; }
 
@@ -100,31 +96,28 @@ std::uint64_t RecordTable::range_bytes(RecordId id, Region region, std::uint32_t
   const std::uint32_t tiles = tiles_of(record(id));
   HOIST_ASSERT(first <= tiles && count <= tiles - first, "tiles [{}, {} + {}) of {} in unit {}", first, first, count,
                tiles, record(id).unit);
-  if (count == 0) return 0;
-  return offset_in_record(id, region, first + count - 1) + tile_bytes(record(id).layout, region, first + count - 1) -
-         offset_in_record(id, region, first);
+  return record(id).layout.tile_bytes(region, first, count);
 }
 
 std::uint64_t RecordTable::offset_in_record(RecordId id, Region region, std::uint32_t tile) const {
   const RecordLayout& layout = record(id).layout;
-  return region == Region::weights ? layout.tiles()[tile].w_offset
-                                   : layout.region_bytes(Region::weights) + layout.tiles()[tile].s_offset;
+  return (region == Region::state ? layout.region_bytes(Region::weights) : 0) + layout.tiles()[tile].offset(region);
 }
 
 std::uint64_t RecordTable::checksum_index(RecordId id, Region region, std::uint32_t tile) const {
   return 2 * entries_[id.index].first_tile + (region == Region::state ? tiles_of(record(id)) : 0) + tile;
 }
 
+std::uint64_t RecordTable::written_word(RecordId id, Region region, std::uint32_t tile) const {
+  return entries_[id.index].first_word + (region == Region::state ? words_per_region(record(id)) : 0) + tile / 64;
+}
+
 bool RecordTable::written(RecordId id, Region region, std::uint32_t tile) const {
-  const std::uint64_t word =
-      entries_[id.index].first_word + (region == Region::state ? words_per_region(record(id)) : 0) + tile / 64;
-  return (written_[word] >> (tile % 64)) & 1;
+  return (written_[written_word(id, region, tile)] >> (tile % 64)) & 1;
 }
 
 void RecordTable::mark_written(RecordId id, Region region, std::uint32_t tile) {
-  const std::uint64_t word =
-      entries_[id.index].first_word + (region == Region::state ? words_per_region(record(id)) : 0) + tile / 64;
-  written_[word] |= std::uint64_t{1} << (tile % 64);
+  written_[written_word(id, region, tile)] |= std::uint64_t{1} << (tile % 64);
 }
 
 bool RecordTable::at_next(const Entry& entry, RecordId id, Region region, std::uint32_t tile) const {
@@ -148,7 +141,7 @@ RecordTable::Run RecordTable::readable_run(RecordId id, Region region, std::uint
   Run run;
   std::uint32_t extent = kNoExtent;
   for (std::uint32_t tile = first; tile < end; ++tile) {
-    const std::uint64_t bytes = tile_bytes(layout, region, tile);
+    const std::uint64_t bytes = layout.tiles()[tile].bytes(region);
     if (bytes != 0) {
       const Location& where = location(id, region, tile);
       if (extent == kNoExtent) {
@@ -166,7 +159,7 @@ RecordTable::Run RecordTable::readable_run(RecordId id, Region region, std::uint
 
 RecordTable::Expected RecordTable::expected(RecordId id, Region region, std::uint32_t tile) const {
   Expected result;
-  result.length_bytes = tile_bytes(record(id).layout, region, tile);
+  result.length_bytes = record(id).layout.tiles()[tile].bytes(region);
   if (result.length_bytes == 0) return result;
   const Entry& entry = entries_[id.index];
   const MutexLock lock(entry.mutex);
@@ -230,7 +223,7 @@ std::uint64_t RecordTable::start_write(RecordId id, Region region, std::uint32_t
   const bool in_place = durability_ == Durability::none;
   std::vector<std::uint64_t>& table = checksums_[in_place ? entry.side : entry.side ^ 1];
   for (std::uint32_t tile = first; tile < first + count; ++tile) {
-    if (tile_bytes(record(id).layout, region, tile) == 0) continue;
+    if (record(id).layout.tiles()[tile].bytes(region) == 0) continue;
     table[checksum_index(id, region, tile)] = checksums[tile - first];
     if (!in_place && !written(id, region, tile)) --entry.to_write;
     mark_written(id, region, tile);
@@ -247,7 +240,7 @@ std::string RecordTable::incomplete() const {
     if (entry.touched && entry.to_write != 0) {
       for (const Region region : {Region::weights, Region::state})
         for (std::uint32_t tile = 0; tile < tiles_of(record(id)); ++tile)
-          if (tile_bytes(record(id).layout, region, tile) != 0 && !written(id, region, tile))
+          if (record(id).layout.tiles()[tile].bytes(region) != 0 && !written(id, region, tile))
             return fmt::format("unit '{}' was rewritten in part: tile {} of its {} is missing, {} tiles in all",
                                record(id).unit, tile, region == Region::weights ? "weights" : "optimizer state",
                                entry.to_write);

@@ -110,6 +110,7 @@ class RecordTable {
   static std::uint32_t nonempty_tiles(const RecordLayout& layout);
   std::uint64_t offset_in_record(RecordId id, Region region, std::uint32_t tile) const;
   std::uint64_t checksum_index(RecordId id, Region region, std::uint32_t tile) const;
+  std::uint64_t written_word(RecordId id, Region region, std::uint32_t tile) const;
   bool written(RecordId id, Region region, std::uint32_t tile) const;
   void mark_written(RecordId id, Region region, std::uint32_t tile);
   // The location and checksum table to read a tile from. For all of these the entry's mutex is held.

@@ -37,7 +37,7 @@ class Copier {
     buffer.checksums.clear();
     std::uint64_t offset = 0;
     for (std::uint32_t t = 0; t < piece.count(); ++t) {
-      const std::uint64_t length = piece.tile_bytes(t);
+      const std::uint64_t length = piece.tiles[t].bytes(piece.region);
       buffer.checksums.push_back(
           target_.checksum(piece.record, piece.region, piece.first + t, bytes.subspan(offset, length)));
       offset += length;

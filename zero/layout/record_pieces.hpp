@@ -23,12 +23,9 @@ struct RecordPiece {
   std::uint32_t first = 0;
   std::span<const tiers::Tile> tiles;
 
-  std::uint64_t tile_bytes(std::uint32_t t) const {
-    return region == tiers::Region::weights ? tiles[t].w_bytes : tiles[t].s_bytes;
-  }
   std::uint64_t bytes() const {
     std::uint64_t sum = 0;
-    for (std::uint32_t t = 0; t < count(); ++t) sum += tile_bytes(t);
+    for (const tiers::Tile& tile : tiles) sum += tile.bytes(region);
     return sum;
   }
   std::uint32_t count() const { return static_cast<std::uint32_t>(tiles.size()); }

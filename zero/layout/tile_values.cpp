@@ -171,6 +171,14 @@ void begin_state(const TileAccess& tile, const GroupOptions& group) {
   store_values(tile, State::moment2, 0, values);
 }
 
+TileRun tile_run(const tiers::RecordLayout& layout, Region region, std::uint32_t first, std::uint32_t count) {
+  return {.region = region,
+          .first = first,
+          .count = count,
+          .offset_bytes = layout.tile_bytes(region, 0, first),
+          .length_bytes = layout.tile_bytes(region, first, count)};
+}
+
 ElementRange overlap(const Tile& tile, std::uint64_t first, std::uint64_t count) {
   const std::uint64_t low = std::max(first, tile.first_element);
   const std::uint64_t high = std::min(first + count, tile.first_element + tile.elements);
@@ -191,20 +199,11 @@ void for_each_run(const tiers::RecordLayout& layout, const Segment& segment, std
   const auto end = std::find_if_not(begin, tiles.end(), wanted);
   for (auto run = begin; run != end;) {
     const auto run_end = run + std::min<std::ptrdiff_t>(kAccessTiles, end - run);
-    const Tile& last = *(run_end - 1);
-    TileRun wanted_run{.first = static_cast<std::uint32_t>(run - tiles.begin()),
-                       .count = static_cast<std::uint32_t>(run_end - run)};
-    wanted_run.region = Region::weights;
-    wanted_run.offset_bytes = run->w_offset;
-    wanted_run.length_bytes = last.w_offset + last.w_bytes - run->w_offset;
-    const std::byte* weights = fetch(wanted_run);
-    const std::byte* state = nullptr;
-    if (with_state && last.s_offset + last.s_bytes > run->s_offset) {
-      wanted_run.region = Region::state;
-      wanted_run.offset_bytes = run->s_offset;
-      wanted_run.length_bytes = last.s_offset + last.s_bytes - run->s_offset;
-      state = fetch(wanted_run);
-    }
+    const auto index = static_cast<std::uint32_t>(run - tiles.begin());
+    const auto tile_count = static_cast<std::uint32_t>(run_end - run);
+    const std::byte* weights = fetch(tile_run(layout, Region::weights, index, tile_count));
+    const TileRun states = tile_run(layout, Region::state, index, tile_count);
+    const std::byte* state = with_state && states.length_bytes > 0 ? fetch(states) : nullptr;
     visit(std::span(run, run_end), weights, state);
     run = run_end;
   }

@@ -39,6 +39,7 @@ struct TileRun {
   std::uint64_t offset_bytes = 0;  // within the region
   std::uint64_t length_bytes = 0;
 };
+TileRun tile_run(const tiers::RecordLayout& layout, tiers::Region region, std::uint32_t first, std::uint32_t count);
 // Gives verified bytes of a run, which stay valid until the next call for the same region.
 using FetchTiles = std::function<const std::byte*(const TileRun& run)>;
 

@@ -38,9 +38,8 @@ tiers::RecordId RecordIo::record(const RecordPart& part) const {
 
 RecordPart RecordIo::part(UnitId unit, RecordKind kind, Region region, std::uint32_t first_tile,
                           std::uint32_t tile_count) const {
-  RecordPart part{.unit = unit, .kind = kind, .tiles = {.region = region, .first = first_tile, .count = tile_count}};
-  part.tiles.offset_bytes = layout(part).tile_bytes(region, 0, first_tile);
-  part.tiles.length_bytes = layout(part).tile_bytes(region, first_tile, tile_count);
+  RecordPart part{.unit = unit, .kind = kind, .tiles = {}};
+  part.tiles = tile_run(layout(part), region, first_tile, tile_count);
   return part;
 }
 
@@ -176,14 +175,13 @@ Completion RecordIo::write_store(const RecordPart& part, std::span<const std::by
   const std::span<const Tile> tiles = layout(part).tiles().subspan(part.tiles.first, part.tiles.count);
   std::vector<std::uint64_t> checksums;
   checksums.reserve(tiles.size());
-  const bool weights = part.tiles.region == Region::weights;
+  const Region region = part.tiles.region;
   for (const Tile& tile : tiles) {
     const auto index = part.tiles.first + static_cast<std::uint32_t>(checksums.size());
-    const std::uint64_t offset = (weights ? tile.w_offset : tile.s_offset) - part.tiles.offset_bytes;
-    checksums.push_back(store_->checksum(record(part), part.tiles.region, index,
-                                         bytes.subspan(offset, weights ? tile.w_bytes : tile.s_bytes)));
+    const std::uint64_t offset = tile.offset(region) - part.tiles.offset_bytes;
+    checksums.push_back(store_->checksum(record(part), region, index, bytes.subspan(offset, tile.bytes(region))));
   }
-  return store_->write(record(part), part.tiles.region, part.tiles.first, part.tiles.count, bytes, checksums,
+  return store_->write(record(part), region, part.tiles.first, part.tiles.count, bytes, checksums,
                        aio::Priority::background);
 }
 

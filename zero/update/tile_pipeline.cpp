@@ -329,15 +329,13 @@ TilePipeline::Writes TilePipeline::writes(const SubGroup& sub_group, const WalkO
 }
 
 void TilePipeline::write(Job& job, const WalkOptions& options) {
-  const tiers::Tile& first = tiles(job.sub_group).front();
-  const tiers::Tile& last = tiles(job.sub_group).back();
   const auto [writes_weights, writes_state] = writes(job.sub_group, options);
   std::array<Completion, 4> from_buffer;
   std::size_t count = 0;
   // State in memory does not change before the next step begins, which waits for this step's commit. So only the commit
   // waits for its write.
-  const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes,
-                               const std::vector<std::uint64_t>& checksums) {
+  const auto start_write = [&](Region region, const std::byte* source, const std::vector<std::uint64_t>& checksums) {
+    const std::uint64_t bytes = part(job.sub_group, region).tiles.length_bytes;
     const bool makes_room = job.buffer != nullptr && is_within(source, job.buffer->bytes);
     const Completion write =
         store_->write(*records_.trainable(job.sub_group.unit), region, job.sub_group.first_tile,
@@ -351,11 +349,8 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
     const std::array parts{written, write};
     written = when_all(parts);
   };
-  if (writes_weights)
-    start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
-  if (writes_state) {
-    start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
-  }
+  if (writes_weights) start_write(Region::weights, job.weights, checksums_w_);
+  if (writes_state) start_write(Region::state, job.state, checksums_s_);
   if (memory_.device_only(job.sub_group.unit) && options.change_device_only) {
     from_buffer[count++] = record_io_.start_write(part(job.sub_group, Region::weights), job.weights);
     from_buffer[count++] = record_io_.start_write(part(job.sub_group, Region::state), job.state);
