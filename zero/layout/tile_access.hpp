@@ -11,17 +11,6 @@
 
 namespace hoist::detail {
 
-// The arrays of a tile's state. Null: what the weights' type has not, and moments that the optimizer does not keep.
-struct StateArrays {
-  std::int16_t* remainder = nullptr;  // of bf16 weights, or remainder8
-  std::int8_t* remainder8 = nullptr;
-  float* master = nullptr;  // beside fp16 weights
-  void* moment1 = nullptr;  // of Segment::state.moments
-  void* moment2 = nullptr;
-  std::uint8_t* scale1 = nullptr;  // of moments of fp8
-  std::uint8_t* scale2 = nullptr;
-};
-
 // One tile's weights and state, readable and writable, wherever they are at the moment.
 struct TileAccess {
   UnitId unit{};
@@ -31,7 +20,9 @@ struct TileAccess {
   std::byte* state = nullptr;
   const std::byte* gradient = nullptr;  // if it came with them, from NVMe
 
-  StateArrays view() const;
+  // moments[0] and scales[0] are those of State::moment1, [1] those of State::moment2; null if the optimizer does not
+  // keep one. Pre: the segment is trainable.
+  tiers::StateTileView view() const;
 };
 
 }  // namespace hoist::detail

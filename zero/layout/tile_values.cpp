@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include <hoist/core/assert.hpp>
@@ -13,18 +14,13 @@ namespace hoist::detail {
 using tiers::Region;
 using tiers::Tile;
 
-StateArrays TileAccess::view() const {
-  const tiers::StateTileView arrays = tiers::view_state_tile(segment->record(), tile->elements, state);
-  const bool has_first = segment->has(State::moment1);
-  const bool has_second = segment->has(State::moment2);
-  const std::size_t second = has_first ? 1 : 0;
-  return {.remainder = arrays.remainder,
-          .remainder8 = arrays.remainder8,
-          .master = arrays.master,
-          .moment1 = has_first ? arrays.moments[0] : nullptr,
-          .moment2 = has_second ? arrays.moments[second] : nullptr,
-          .scale1 = has_first ? arrays.scales[0] : nullptr,
-          .scale2 = has_second ? arrays.scales[second] : nullptr};
+tiers::StateTileView TileAccess::view() const {
+  tiers::StateTileView arrays = tiers::view_state_tile(segment->record(), tile->elements, state);
+  if (!segment->has(State::moment1)) {  // a second moment alone lies first
+    std::swap(arrays.moments[0], arrays.moments[1]);
+    std::swap(arrays.scales[0], arrays.scales[1]);
+  }
+  return arrays;
 }
 
 namespace {
@@ -36,13 +32,12 @@ struct MomentArrays {
   optim::Moment moment = optim::Moment::first;
 };
 MomentArrays moment_of(const TileAccess& tile, State state) {
-  const StateArrays arrays = tile.view();
-  const bool first = state == State::moment1;
-  void* const values = first ? arrays.moment1 : arrays.moment2;
-  HOIST_ASSERT(values != nullptr, "segment without moment {}", first ? 1 : 2);
-  return {.values = values,
-          .scales = first ? arrays.scale1 : arrays.scale2,
-          .moment = first ? optim::Moment::first : optim::Moment::second};
+  const tiers::StateTileView arrays = tile.view();
+  const std::size_t i = state == State::moment1 ? 0 : 1;
+  HOIST_ASSERT(tile.segment->has(state), "segment without moment {}", i + 1);
+  return {.values = arrays.moments[i],
+          .scales = arrays.scales[i],
+          .moment = i == 0 ? optim::Moment::first : optim::Moment::second};
 }
 
 void load_moments(const TileAccess& tile, State state, std::uint64_t first, std::span<float> out) {
@@ -63,7 +58,7 @@ void load_moments(const TileAccess& tile, State state, std::uint64_t first, std:
 void load_masters(const TileAccess& tile, std::uint64_t first, std::span<float> out) {
   const DType dtype = tile.segment->dtype;
   if (tile.state == nullptr || dtype == DType::fp32) return load_elements(tile.weights, dtype, first, out);
-  const StateArrays arrays = tile.view();
+  const tiers::StateTileView arrays = tile.view();
   if (dtype == DType::fp16) {
     std::ranges::copy(std::span(arrays.master + first, out.size()), out.begin());
     return;
@@ -113,7 +108,7 @@ void store_moment(const TileAccess& tile, State state, std::uint64_t first, std:
 }
 
 void store_masters(const TileAccess& tile, std::uint64_t first, std::span<const float> values) {
-  const StateArrays arrays = tile.state != nullptr ? tile.view() : StateArrays{};
+  const tiers::StateTileView arrays = tile.state != nullptr ? tile.view() : tiers::StateTileView{};
   switch (tile.segment->dtype) {
     case DType::fp32:
       std::ranges::copy(values, reinterpret_cast<float*>(tile.weights) + first);

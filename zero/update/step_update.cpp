@@ -29,17 +29,17 @@ optim::Rounding StepUpdate::rounding(const TileAccess& tile) const {
 
 void StepUpdate::apply(const TileAccess& tile, const std::byte* gradient) {
   const Segment& segment = *tile.segment;
-  const StateArrays state = tile.view();
+  const tiers::StateTileView state = tile.view();
   const optim::UpdateCoefficients& c = coefficients_[segment.group.index];
-  const optim::TileState arrays{.moment1 = state.moment1,
-                                .moment2 = state.moment2,
+  const optim::TileState arrays{.moment1 = state.moments[0],
+                                .moment2 = state.moments[1],
                                 .gradient = gradient,
                                 .gradient_dtype = segment.gradient_shard_dtype,
                                 .count = tile.tile->elements,
                                 .moment_type = segment.state.moments,
                                 .rounding = rounding(tile),
-                                .scale1 = state.scale1,
-                                .scale2 = state.scale2};
+                                .scale1 = state.scales[0],
+                                .scale2 = state.scales[1]};
   const auto update = [&](const auto& tile_of_type) {
     if (!optim::update_tile(c, tile_of_type)) broken_ = tile.unit.index;
   };
@@ -62,7 +62,7 @@ void StepUpdate::enqueue(UnitId id, const Segment& segment, std::span<const tier
                           .tile = &first,
                           .weights = here.weights + first.w_offset,
                           .state = here.state + first.s_offset};
-  const StateArrays state = access.view();
+  const tiers::StateTileView state = access.view();
   std::uint64_t count = 0;
   for (const tiers::Tile& tile : tiles) count += tile.elements;
   auto* const master = segment.dtype == DType::fp16 ? static_cast<void*>(state.master) : state.remainder;
@@ -70,8 +70,8 @@ void StepUpdate::enqueue(UnitId id, const Segment& segment, std::span<const tier
                 {.weights = access.weights,
                  .weights_dtype = segment.dtype,
                  .master = static_cast<std::byte*>(master),
-                 .moment1 = static_cast<std::byte*>(state.moment1),
-                 .moment2 = static_cast<std::byte*>(state.moment2),
+                 .moment1 = static_cast<std::byte*>(state.moments[0]),
+                 .moment2 = static_cast<std::byte*>(state.moments[1]),
                  .moment_dtype = segment.state.moments == MomentType::bf16 ? DType::bf16 : DType::fp32,
                  .gradient = here.gradient + segment.gradient_shard_offset +
                              first.first_element * dtype_bytes(segment.gradient_shard_dtype),
