@@ -162,47 +162,49 @@ class Store {
   };
   static Cost cost(const StoreOptions& options);
 
-  ~Store();
+  virtual ~Store() = default;
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
   // Removes what create() made of a store that has no commit: files, and the directories unless something else is in
   // them. The store can only be destroyed then.
-  void remove_new() noexcept;
+  virtual void remove_new() noexcept = 0;
 
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().
-  std::span<const CommitHeader> commits() const;
+  virtual std::span<const CommitHeader> commits() const = 0;
   // Also those that commits() leaves out, at the end. They can be adopted until a step begins. If ranks were returning
   // to an earlier step and some died before they had adopted it, these are the commits that all have in common.
-  std::vector<CommitHeader> commits_and_abandoned() const;
+  virtual std::vector<CommitHeader> commits_and_abandoned() const = 0;
   // Named checkpoints, oldest first, without those of an unfinished add_checkpoint().
-  std::vector<CommitHeader> checkpoints() const;
+  virtual std::vector<CommitHeader> checkpoints() const = 0;
   // The checkpoints of checkpoints() that this damage, found by verify(), does not affect: their copy of that tile is
   // elsewhere.
-  std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
+  virtual std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const = 0;
   // Unusable parts that open() found, as Found::damage; for a warning.
-  std::span<const ManifestDamage> damage() const;
+  virtual std::span<const ManifestDamage> damage() const = 0;
   // Reads the tables and the caller state of a commit or named checkpoint, so that it can be looked at before adopt().
-  void load(const CommitHeader& commit);
+  virtual void load(const CommitHeader& commit) = 0;
   // Reads all records of the loaded commit and verifies them, piece by piece in `buffer`, which holds at least one
   // tile, while `go_on`, called before each piece, returns true. Errors: CorruptionError, naming the first wrong tile.
-  void verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on);
+  virtual void verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on) = 0;
   // Makes the given commit or named checkpoint the current state. It first writes a durable manifest of the next
   // incarnation, so that a later abandoned step can never be resumed; that manifest replaces a commit that was not
   // chosen. With several ranks no rank may begin a step before all have adopted. Once, before the first begin_step. The
   // manifest's checksum and every extent in it are checked here (StoreError), the records themselves when they are
   // read.
-  void adopt(const CommitHeader& commit);
-  std::span<const std::byte> caller_state() const;  // of the loaded or adopted commit
+  virtual void adopt(const CommitHeader& commit) = 0;
+  virtual std::span<const std::byte> caller_state() const = 0;  // of the loaded or adopted commit
 
   // --- reading -------------------------------------------------------------------------------------------------------
   // Reads tiles [first, first + count) of a record's region, contiguous as on disk. The bytes are not verified yet:
   // call verify() on them before any use. Sees the current step's writes once write() has started them, tile by tile; a
   // tile that was not rewritten yet comes from the commit before (with two transfers then). The caller waits for a
   // write's completion before reading the same tiles. Reading a tile that was never written is a bug.
-  Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
-                  aio::Priority priority);
+  virtual Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                          std::span<std::byte> target, aio::Priority priority) = 0;
   // Throws CorruptionError, naming the first wrong tile, unless `bytes` are the last ones written there.
-  void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
-              std::span<const std::byte> bytes) const;
+  virtual void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                      std::span<const std::byte> bytes) const = 0;
 
   // --- writing -------------------------------------------------------------------------------------------------------
   // Opens step `step`, not before the last commit's; the same step again is its next revision. From now on every
@@ -210,14 +212,16 @@ class Store {
   // that will not be committed ends with the store. Durability none: one endless step is enough; commits are optional.
   // While a step is open, goes on to a later one without a commit between them: waits for the writes of the open one;
   // its records are then rewritten where they are, and the commit to come is of both.
-  void begin_step(std::uint64_t step);
+  virtual void begin_step(std::uint64_t step) = 0;
   // The checksum of one tile for write(); compute it while the tile is in cache. It includes the record's next extent,
   // so it is valid for the current step only, and the record counts as touched.
-  std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes);
+  virtual std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile,
+                                 std::span<const std::byte> bytes) = 0;
   // Writes tiles of the current step. `source` stays valid and unchanged until done. Durability step: before
   // commit(), all tiles of both regions of a touched record must have been written.
-  Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
-                   std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
+  virtual Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                           std::span<const std::byte> source, std::span<const std::uint64_t> checksums,
+                           aio::Priority priority) = 0;
   // Starts the commit of the current step and returns at once; a thread of the store waits for the writes, flushes,
   // writes the manifest and flushes again. `agree` (optional) then runs on that thread: the exchange with the other
   // participants, which passes them this one's error (null: none); an exception from it fails the commit. The extents
@@ -226,36 +230,38 @@ class Store {
   // long. A step in which nothing was written may be committed. Durability none: waits for writes only, agree does not
   // run.
   using Agree = std::function<void(std::exception_ptr problem)>;
-  Completion commit(std::span<const std::byte> caller_state, Agree agree = {});
+  virtual Completion commit(std::span<const std::byte> caller_state, Agree agree = {}) = 0;
 
   // Makes the last commit again, even if it is unfinished, with another caller state: its next revision. No data moves.
   // Returns at once. Pre: no step is open; durability step. Errors: UsageError for too long a state.
-  Completion recommit(std::span<const std::byte> caller_state, Agree agree = {});
+  virtual Completion recommit(std::span<const std::byte> caller_state, Agree agree = {}) = 0;
 
   // --- named checkpoints ---------------------------------------------------------------------------------------------
   // Makes the last commit, even if it is unfinished, a checkpoint named `name`, until newer checkpoints need its place.
   // No data moves; its extents are not reused. A checkpoint of the same name is replaced. Returns at once; the store's
   // thread writes and flushes a manifest, then runs `agree`, and only then removes an older checkpoint.
   // Pre: no step is open; checkpoints_max > 0. Errors: UsageError for a name (wrong_step_name), or too long a state.
-  Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree = {});
+  virtual Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state,
+                                    Agree agree = {}) = 0;
   // Removes a named checkpoint; its space is reused. Waits for the drive. Pre: no step is open.
-  void remove_checkpoint(std::uint64_t checkpoint_serial);
-  std::uint32_t checkpoints_max() const;  // without the places that hold() needs
+  virtual void remove_checkpoint(std::uint64_t checkpoint_serial) = 0;
+  virtual std::uint32_t checkpoints_max() const = 0;  // without the places that hold() needs
   // The last commit, to be read beside later steps: its extents are not reused while the reader lives, which ends
   // before the store. Reads its tables from the drive. Nothing of it outlives the process. Pre: no step is open and no
   // commit under way but the one whose completion calls this; held_commits_max is 1, and no other commit is held.
-  std::unique_ptr<StoreReader> hold();
+  virtual std::unique_ptr<StoreReader> hold() = 0;
 
   // Space beside the data, on the same drives, under this store's lock. `queues`: as of create() or open().
-  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Queues queues) const;
+  virtual std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Queues queues) const = 0;
 
-  std::vector<std::string> data_paths() const;  // one for each drive
-  std::uint64_t store_number() const;
+  virtual std::vector<std::string> data_paths() const = 0;  // one for each drive
+  virtual std::uint64_t store_number() const = 0;
+
+ protected:
+  Store() = default;
 
  private:
   class Impl;
-  explicit Store(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace hoist::tiers

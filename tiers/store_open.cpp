@@ -439,7 +439,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Queues queues)
   auto impl = std::make_unique<Impl>(options, std::move(superblock), paths, *queues.front());
   impl->start_new(std::move(files), std::move(to_flush), std::move(made_directories), std::move(labels));
   detail::write_lock_info(paths);
-  return std::unique_ptr<Store>(new Store(std::move(impl)));
+  return impl;
 }
 
 std::unique_ptr<Store> Store::open(const StoreOptions& options, Queues queues) {
@@ -463,7 +463,7 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, Queues queues) {
   auto impl = std::make_unique<Impl>(options, std::move(stored), paths, queue);
   impl->start_existing(std::move(files));
   detail::write_lock_info(paths);
-  return std::unique_ptr<Store>(new Store(std::move(impl)));
+  return impl;
 }
 
 }  // namespace hoist::tiers

@@ -26,7 +26,7 @@
 
 namespace hoist::tiers {
 
-class Store::Impl {
+class Store::Impl final : public Store {
  public:
   struct Files {
     std::unique_ptr<aio::StripedFile> data;  // locked
@@ -34,10 +34,7 @@ class Store::Impl {
   };
 
   Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& queue);
-  ~Impl();
-  void remove_new() noexcept;
-  Impl(const Impl&) = delete;
-  Impl& operator=(const Impl&) = delete;
+  ~Impl() override;
 
   static std::uint64_t memory_bytes(const StoreOptions& options, const Superblock& superblock);
 
@@ -49,33 +46,35 @@ class Store::Impl {
   // An existing one: reads all slots.
   void start_existing(Files files);
 
-  void load(const CommitHeader& commit);
-  void verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on);
-  void adopt(const CommitHeader& commit);
+  void remove_new() noexcept override;
+  void load(const CommitHeader& commit) override;
+  void verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on) override;
+  void adopt(const CommitHeader& commit) override;
   Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
-                  aio::Priority priority);
+                  aio::Priority priority) override;
   void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
-              std::span<const std::byte> bytes) const;
-  void begin_step(std::uint64_t step);
-  std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes);
+              std::span<const std::byte> bytes) const override;
+  void begin_step(std::uint64_t step) override;
+  std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes) override;
   Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
-                   std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
-  Completion commit(std::span<const std::byte> caller_state, Agree agree);
-  Completion recommit(std::span<const std::byte> caller_state, Agree agree);
-  Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
-  void remove_checkpoint(std::uint64_t checkpoint_serial);
-  std::unique_ptr<StoreReader> hold();
-  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Queues queues) const;
+                   std::span<const std::byte> source, std::span<const std::uint64_t> checksums,
+                   aio::Priority priority) override;
+  Completion commit(std::span<const std::byte> caller_state, Agree agree) override;
+  Completion recommit(std::span<const std::byte> caller_state, Agree agree) override;
+  Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree) override;
+  void remove_checkpoint(std::uint64_t checkpoint_serial) override;
+  std::unique_ptr<StoreReader> hold() override;
+  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Queues queues) const override;
 
-  std::span<const CommitHeader> commits() const { return found_.commits; }
-  std::vector<CommitHeader> commits_and_abandoned() const { return found_.commits_and_abandoned(); }
-  std::vector<CommitHeader> checkpoints() const;
-  std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
-  std::uint32_t checkpoints_max() const { return superblock_.checkpoints_max - held_max_; }
-  std::span<const ManifestDamage> damage() const { return damage_; }
-  std::span<const std::byte> caller_state() const { return caller_state_; }
-  std::vector<std::string> data_paths() const { return files_.data->data_paths(); }
-  std::uint64_t store_number() const { return superblock_.store_number; }
+  std::span<const CommitHeader> commits() const override { return found_.commits; }
+  std::vector<CommitHeader> commits_and_abandoned() const override { return found_.commits_and_abandoned(); }
+  std::vector<CommitHeader> checkpoints() const override;
+  std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const override;
+  std::uint32_t checkpoints_max() const override { return superblock_.checkpoints_max - held_max_; }
+  std::span<const ManifestDamage> damage() const override { return damage_; }
+  std::span<const std::byte> caller_state() const override { return caller_state_; }
+  std::vector<std::string> data_paths() const override { return files_.data->data_paths(); }
+  std::uint64_t store_number() const override { return superblock_.store_number; }
 
  private:
   struct Job {
