@@ -61,7 +61,7 @@ class SafetensorsWriter {
   const std::vector<std::string>& files() const { return files_; }
 
  private:
-  // Of the file export.lock, which is in the directory only while an export writes there.
+  // Locks the file export.lock, which is in the directory only while an export writes there.
   class Lock;
   class OpenFile;
   // Removes the directory if this writer made it and it is empty.

@@ -14,7 +14,7 @@
 
 namespace hoist::platform {
 
-// Of a block device; 0:0 for none.
+// Identifies a block device; 0:0 means that there is none.
 struct DeviceNumber {
   unsigned major = 0;
   unsigned minor = 0;

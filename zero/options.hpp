@@ -165,7 +165,8 @@ struct EngineOptions {
   std::string store_directory;
   // Further drives: the store's data is spread over store_directory and these. Key nvme_path, as a list.
   std::vector<std::string> stripe_directories;
-  // Of what lives on NVMe. With nothing there, only Engine::save() commits, whatever this says.
+  // Whether steps of what lives on NVMe are committed. If nothing lives there, this has no effect: only Engine::save()
+  // commits.
   tiers::Durability durability = tiers::Durability::step;
   // Steps from one commit to the next, with durability `step`: what lives on NVMe is written at every step all the
   // same, what lives in memory with each commit only. Key hoist.durability, as {"every": N}.
@@ -176,7 +177,8 @@ struct EngineOptions {
   // While a commit is being copied, its extents are not reused. The store reserves another 12 bytes a parameter for
   // this, as for a named checkpoint.
   MirrorOptions mirror{};
-  // Of each rank's caller state, at most 1 GiB. A call that passes more on one rank is a UsageError on all of them.
+  // The room for each rank's caller state, at most 1 GiB. A call that passes more on one rank is a UsageError on all of
+  // them.
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 

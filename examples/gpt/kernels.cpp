@@ -17,7 +17,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 
-// Of OpenBLAS, which declares them in no header that is installed.
+// OpenBLAS declares these functions in no header that it installs.
 extern "C" {
 void* blas_memory_alloc(int position);
 void blas_memory_free(void* buffer);

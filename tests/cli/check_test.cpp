@@ -93,7 +93,8 @@ TEST_F(Check, AMirrorTakesTheSpaceOfAStore) {
   EXPECT_THAT(
       run("check mirrored.json --parameters 1e6 --machine " HOIST_SOURCE_DIR "/machines/workstation.json").output,
       ContainsRegex("mirror +2.* MiB +its space is not known"));
-  // Of a parameter: 24 bytes, of a store with a mirror 36, of both 60. The remedy is that of what first does not fit.
+  // A parameter takes 24 bytes in a store, 36 in a store with a mirror, and 60 in the two together. The remedy is the
+  // one for the first that does not fit.
   const auto problems = [&](const std::string& hoist, double bytes_a_parameter) {
     const auto free_bytes = static_cast<double>(std::filesystem::space(path("")).available);
     const auto json = report(hoist, fmt::format("{:.0f}", free_bytes / bytes_a_parameter).c_str());

@@ -14,7 +14,7 @@ class StorageProgramTest : public ProgramTest {
  protected:
   StorageProgramTest() { std::filesystem::create_directory(path("drive")); }
 
-  // Of the children of this process so far: what the kernel charged them for reading from and writing to drives.
+  // The bytes that the kernel has charged this process's children for reading from and writing to drives.
   struct Traffic {
     std::uint64_t read_bytes = 0;
     std::uint64_t written_bytes = 0;

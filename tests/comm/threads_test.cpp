@@ -196,7 +196,7 @@ TEST(ThreadGroupTest, NamesRanksWhosePiecesDiffer) {
   });
 }
 
-// Of equal sizes each would get half of another layer.
+// If the units had equal sizes, each rank would get half of another layer.
 TEST(ThreadGroupTest, NamesRanksThatGatherDifferentUnits) {
   run_threads(2, {}, [&](Rank& rank) {
     const auto memory = rank.allocate(200);

@@ -32,7 +32,7 @@ TEST(Statistics, IntervalCoversTheMedian) {
   EXPECT_LT(covered, kExperiments) << "an interval that never misses says nothing; seed " << kSeed;
 }
 
-// Of many values as of few: about 0.98 sqrt(n) ranks on each side of the middle.
+// The interval of many values, as that of few, covers about 0.98 sqrt(n) ranks on each side of the middle.
 TEST(Statistics, IntervalsOfManyValuesAreNoPoints) {
   for (const std::size_t count : {400u, 500u, 501u, 1000u, 1074u, 1075u, 10000u}) {
     std::vector<double> ranks(count);

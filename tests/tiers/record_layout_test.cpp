@@ -15,7 +15,6 @@ std::uint64_t master_bytes(DType dtype, RemainderType remainder = RemainderType:
   if (dtype == DType::bf16) return remainder == RemainderType::int8 ? 1 : 2;
   return dtype == DType::fp16 ? 4 : 0;
 }
-// Of 8 elements.
 std::uint64_t moment_bytes_of_8(MomentType type) {
   return type == MomentType::fp32 ? 32 : type == MomentType::bf16 ? 16 : 9;
 }

@@ -273,7 +273,7 @@ TEST(PinnedFraction, LeftOpenItIsFoundAnewAfterARefusedStart) {
   const auto not_a_number = [](ParameterId, std::uint64_t, std::span<float> out) {
     std::ranges::fill(out, std::numeric_limits<float>::quiet_NaN());
   };
-  // Of 128 MiB everything could be in memory; the program takes some of it before the last start.
+  // Everything would fit into 128 MiB of memory; the program takes some of it before the last start.
   const auto hold = [](Runtime& runtime, std::uint64_t bytes) {
     return runtime.pinned_budget().take(bytes, "the program's own");
   };

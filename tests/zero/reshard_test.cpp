@@ -399,7 +399,7 @@ TEST_P(ReshardTest, FilesOfTwoRunsAreToldApart) {
                                                            other)));
 }
 
-// Of a store that nothing has replaced yet, a named checkpoint stays, even if it seems to be half removed.
+// A named checkpoint of a store that nothing has replaced yet stays, even if the store seems to be half removed.
 TEST_P(ReshardTest, AHalfRemovedStoreStaysWhileItHoldsANamedCheckpointThatCounts) {
   begin_and_keep_two(3);
   const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";

@@ -113,7 +113,7 @@ class Checkpointer {
     CommitState state;
     Promise promise;
   };
-  // Of state that lives in memory.
+  // A save of state that lives in memory; the thread saver_ writes it.
   struct BackgroundSave {
     std::string name;
     std::vector<std::byte> encoded;

@@ -25,12 +25,12 @@ struct CommitState {
   std::optional<LossScaler::State> scaler;
   std::vector<std::byte> program;
 
-  // With the scaler's state if it is a dynamic one.
+  // Includes the scaler's state if the loss scale is dynamic.
   static CommitState of(const LossScaler& scaler, std::span<const std::byte> program_state);
 };
 
 std::vector<std::byte> encode(const std::string& name, const CommitState& state);
-// Nothing when an engine cannot have written it.
+// Returns nullopt if no engine can have written these bytes.
 std::optional<CommitState> decode(std::span<const std::byte> bytes);
 
 }  // namespace hoist::detail

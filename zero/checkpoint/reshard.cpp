@@ -42,8 +42,8 @@ struct NewerCheckpoints {
   }
 };
 
-// Whether what this rank sees of the store is whole and keeps no named checkpoint that counts. Of a store of as many
-// ranks its own part is looked at, else all.
+// Whether what this rank sees of the store is whole and keeps no named checkpoint that counts. Looks at this rank's own
+// part if the store has as many ranks, and at all parts otherwise.
 bool is_replaced(const std::string& directory, int rank, bool same_ranks, const NewerCheckpoints& newer) {
   const auto keeps_nothing = [&](const std::vector<CommitHeader>& commits, const std::vector<CommitHeader>& kept) {
     return !commits.empty() && newer.replace(kept);
@@ -67,7 +67,7 @@ bool holds_what_counts(const std::string& directory, const NewerCheckpoints& new
   });
 }
 
-// With the one in the offload directory itself, of which no manifest may be left.
+// Adds the store in the offload directory itself if it is not listed: it may have lost its last manifest.
 std::vector<StoreDirectory> with_first(std::vector<StoreDirectory> stores) {
   if (stores.empty() || stores.back().order > 0) stores.push_back({});
   return stores;

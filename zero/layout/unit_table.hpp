@@ -91,7 +91,7 @@ struct Unit {
   GradientPart gradient_part(std::uint32_t first_tile, std::uint32_t tile_count) const;
   bool is_trainable() const { return !trainable.tiles().empty(); }
   std::span<const Segment> trainable_segments() const { return std::span(segments).first(trainable.segments().size()); }
-  // Of this rank's shards, by which the norm is summed up (core/norm_order.hpp).
+  // The chunks of this rank's shards, in which the norm is summed up (core/norm_order.hpp).
   std::uint64_t norm_chunks() const;
 };
 

@@ -303,7 +303,7 @@ void Gradients::wait() {
   }
 }
 
-// Of which no gradient is left to sum_of_squares().
+// Whether the unit's gradient is added to the norm when it arrives; sum_of_squares() then leaves it out.
 bool Gradients::is_summed_on_arrival(UnitId id) const {
   return memory_.placement(id).gradient_spilled || (handing_on_ && !memory_.state_on_device(id));
 }

@@ -70,8 +70,9 @@ struct StepFetches {
   FetchCounts forward, backward;
 };
 
-// Of a unit that each pass fetches `fetches` times. A unit that stays gathered is fetched once after each step,
-// whatever passes there are. With a secondary shard, only the first fetch after an update is a whole one.
+// The fetches in a step of a unit that each pass fetches `fetches` times. A unit that stays gathered is fetched once
+// after each step, whatever passes there are. With a secondary shard, only the first fetch after an update is a whole
+// one.
 StepFetches step_fetches(const UnitPlacement& placement, std::uint64_t fetches, std::uint64_t passes) {
   const std::uint64_t forward_in_pass = std::min(fetches, std::uint64_t{1});
   if (placement.stays_gathered) {

@@ -30,8 +30,8 @@ class StepRunner {
   UpdatePolicy& policy() { return *policy_; }
 
  private:
-  // Of the mean over micro-batches, without the loss scale. Every rank of the job passes the same limit, and its own
-  // caller state: UsageError on every rank when one of them is too long. Pre: all gradients have arrived.
+  // The norm of the mean over micro-batches, without the loss scale. Every rank of the job passes the same limit, and
+  // its own caller state: UsageError on every rank when one of them is too long. Pre: all gradients have arrived.
   double global_norm(double norm_max, std::span<const std::byte> program_state);
 
   void check_options(const StepOptions& options);

@@ -214,7 +214,7 @@ def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
         try:
             ranks.meet(json.dumps({"arguments": met.arguments}))
             words = [json.loads(word) for word in ranks.words()]
-            # Of those that are in sharding_group_of() meanwhile.
+            # Ranks that pass mesh=... are in sharding_group_of() at this time, and say so.
             if with_mesh := [member for member, word in zip(members, words, strict=True) if "mesh" in word]:
                 raise _hoist.UsageError(f"rank {with_mesh[0]} passes mesh=..., which every rank of the job passes, or none")
             met.refuse_other_arguments(ranks, [word["arguments"] for word in words])
