@@ -338,9 +338,9 @@ class UnitManager {
   bool walked_ = false;  // in this pass, by a backward pass or torch.autograd.grad()
   bool walks_again_ = false;
   std::optional<std::uint32_t> partly_done_;  // the unit of a recomputation that has gradients of some of its inputs
-  PendingGradients collecting_;          // of the unit whose gradients are coming in
-  std::deque<PendingGradients> adding_;  // of those before, oldest first
-  std::deque<std::uint32_t> complete_;   // units that wait for gradient memory, and then are finished
+  PendingGradients collecting_;               // of the unit whose gradients are coming in
+  std::deque<PendingGradients> adding_;       // of those before, oldest first
+  std::deque<std::uint32_t> complete_;        // units that wait for gradient memory, and then are finished
   // The number of units for whose gradients the engine has memory, and how many use it now. Known after the first
   // refusal.
   std::optional<unsigned> gradient_places_;
