@@ -154,16 +154,6 @@ bool is_same_place(const std::string& one, const std::string& other) noexcept {
   }
 }
 
-std::vector<std::string> names_in(const std::string& directory, const std::string& remedy) {
-  std::vector<std::string> names;
-  std::error_code failed;
-  for (std::filesystem::directory_iterator entry(directory, failed), end; !failed && entry != end;
-       entry.increment(failed))
-    names.push_back(entry->path().filename().string());
-  if (failed && !is_absent(failed)) throw IoError({"list", directory, 0, 0, failed.value()}, remedy);
-  return names;
-}
-
 bool is_absent(const std::error_code& failure) noexcept {
   return failure.value() == ENOENT || failure.value() == ENOTDIR;
 }

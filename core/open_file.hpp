@@ -6,7 +6,7 @@
 //
 // Threading  Any thread.
 // Errors     -1 with errno set, as open() itself. open_file_remedy() explains the errors that only these functions
-//            return. absolute_path() and names_in() throw.
+//            return. absolute_path() throws.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,6 @@
 #include <span>
 #include <string>
 #include <system_error>
-#include <vector>
 
 #include <sys/types.h>
 
@@ -64,10 +63,6 @@ std::string absolute_path(const std::string& path);
 // Whether two names mean one place, now or once it is made: links, mounts and relative names are followed. False where
 // that cannot be known.
 bool is_same_place(const std::string& one, const std::string& other) noexcept;
-
-// The names of a directory's entries; none if it does not exist. Errors: IoError with `remedy` if it cannot be listed,
-// which does not mean that it is empty.
-std::vector<std::string> names_in(const std::string& directory, const std::string& remedy);
 
 // Whether std::filesystem failed because the name is not there. Compares the number alone: PyTorch before 2.8 brings a
 // std::filesystem of its own into the process, whose errors are of another category than those of std::errc.

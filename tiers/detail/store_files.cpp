@@ -4,6 +4,7 @@
 #include <charconv>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <set>
 #include <string_view>
 #include <thread>
@@ -95,11 +96,17 @@ std::optional<int> rank_of(const std::string& name, std::string_view suffix) {
   return own ? std::optional(rank) : std::nullopt;
 }
 
-std::vector<std::string> names_in(const std::string& directory) {
-  return hoist::names_in(directory, "what is in it cannot be known; nothing was changed");
-}
-
 }  // namespace
+
+std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code failed;
+  for (std::filesystem::directory_iterator entry(directory, failed), end; !failed && entry != end;
+       entry.increment(failed))
+    names.push_back(entry->path().filename().string());
+  if (!failed || is_absent(failed)) return names;
+  throw IoError({"list", directory, 0, 0, failed.value()}, "what is in it cannot be known; nothing was changed");
+}
 
 std::vector<int> ranks_in(const std::string& directory) {
   std::vector<int> ranks;

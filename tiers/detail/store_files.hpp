@@ -34,6 +34,9 @@ struct StorePaths {
 // The scratch file beside a data file: rank-00000.scratch beside rank-00000.data.
 std::string scratch_path(const std::string& data_path);
 
+// The entries of a directory; none if it does not exist. IoError if it cannot be listed, which does not mean that it is
+// empty.
+std::vector<std::string> names_in(const std::string& directory);
 // The ranks whose manifests are in `directory`, by their names, ascending.
 std::vector<int> ranks_in(const std::string& directory);
 // The ranks that have only a manifest of the other name, which says that their data may be overwritten.

@@ -45,13 +45,14 @@ std::string offload_directory_of(const std::string& store) {
 
 std::vector<StoreDirectory> store_directories(const std::string& directory) {
   std::vector<StoreDirectory> places;
-  std::error_code ignored;
-  // A store that is not seen might be taken for one that was never finished.
-  for (const std::string& name : names_in(directory, "which stores are in it cannot be known")) {
-    const StoreDirectory place = parsed(name);
-    if (!place.name.empty() && fs::is_directory(fs::symlink_status(fs::path(directory) / name, ignored)))
-      places.push_back(place);
+  std::error_code failed, ignored;
+  for (fs::directory_iterator entry(directory, failed), end; !failed && entry != end; entry.increment(failed)) {
+    if (!entry->is_directory(ignored) || entry->is_symlink(ignored)) continue;
+    const StoreDirectory place = parsed(entry->path().filename().string());
+    if (!place.name.empty()) places.push_back(place);
   }
+  if (failed && !is_absent(failed))  // a store that is not seen might be taken for one that was never finished
+    throw IoError({"list", directory, 0, 0, failed.value()}, "which stores are in it cannot be known");
   if (!tiers::Store::ranks_in(directory).empty()) places.push_back({});
   std::ranges::sort(places, std::greater{}, &StoreDirectory::order);
   return places;

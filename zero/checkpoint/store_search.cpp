@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <array>
 #include <compare>
+#include <filesystem>
 #include <set>
 #include <span>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include <fmt/format.h>
@@ -281,9 +283,13 @@ namespace {
 
 // Whether the drive's directory is absent, or holds nothing but these stores.
 bool holds_nothing_but(const std::vector<StoreDirectory>& stores, const std::string& drive) {
-  return std::ranges::all_of(names_in(drive, "what is in it cannot be known"), [&](const std::string& name) {
-    return std::ranges::find(stores, name, &StoreDirectory::name) != stores.end();
-  });
+  std::error_code failed;
+  for (std::filesystem::directory_iterator entry(drive, failed), end; !failed && entry != end; entry.increment(failed))
+    if (std::ranges::find(stores, entry->path().filename().string(), &StoreDirectory::name) == stores.end())
+      return false;
+  if (failed && !is_absent(failed))
+    throw IoError({"list", drive, 0, 0, failed.value()}, "what is in it cannot be known");
+  return true;
 }
 
 }  // namespace

@@ -90,19 +90,18 @@ double rate_of(const OneCycleRate& s, std::uint64_t n, double) {
   return s.min_rate / (1 + s.decay_rate * intervals);
 }
 
-void require(bool holds, const char* key, const std::string& problem) {
+void require(bool holds, const char* key, const char* problem) {
   if (!holds) throw ConfigError(fmt::format("scheduler.params.{}", key), problem);
 }
 
-void require_rate(double rate, const char* key, const char* kind = "learning rate") {
-  require(std::isfinite(rate) && rate >= 0, key, fmt::format("is not a {}: use a finite number of at least 0", kind));
-}
+bool is_rate(double rate) { return std::isfinite(rate) && rate >= 0; }
 
 void check_one(const ConstantRate&) {}
 
 void check_one(const WarmupRate& s) {
-  require_rate(s.min_rate, "warmup_min_lr");
-  if (s.max_rate) require_rate(*s.max_rate, "warmup_max_lr");
+  require(is_rate(s.min_rate), "warmup_min_lr", "is not a learning rate: use a finite number of at least 0");
+  require(!s.max_rate || is_rate(*s.max_rate), "warmup_max_lr",
+          "is not a learning rate: use a finite number of at least 0");
   require(s.shape <= WarmupShape::linear, "warmup_type", "is none of its values");
 }
 
@@ -113,25 +112,25 @@ void check_one(const WarmupDecayRate& s) {
 
 void check_one(const WarmupCosineRate& s) {
   require(s.total_steps > 0, "total_num_steps", "is 0; name the step at which the cosine ends");
-  require_rate(s.warmup_min_ratio, "warmup_min_ratio", "ratio");
+  require(is_rate(s.warmup_min_ratio), "warmup_min_ratio", "is not a ratio: use a finite number of at least 0");
   require(s.shape <= WarmupShape::linear, "warmup_type", "is none of its values");
-  require_rate(s.cosine_min_ratio, "cos_min_ratio", "ratio");
+  require(is_rate(s.cosine_min_ratio), "cos_min_ratio", "is not a ratio: use a finite number of at least 0");
 }
 
 void check_one(const OneCycleRate& s) {
-  require_rate(s.min_rate, "cycle_min_lr");
-  require_rate(s.max_rate, "cycle_max_lr");
+  require(is_rate(s.min_rate), "cycle_min_lr", "is not a learning rate: use a finite number of at least 0");
+  require(is_rate(s.max_rate), "cycle_max_lr", "is not a learning rate: use a finite number of at least 0");
   require(s.first_steps > 0, "cycle_first_step_size", "is 0; the rising half needs at least 1 step");
-  require_rate(s.decay_rate, "decay_lr_rate", "decay rate");
+  require(is_rate(s.decay_rate), "decay_lr_rate", "is not a decay rate: use a finite number of at least 0");
   const auto is_beta = [](double beta) { return beta >= 0 && beta < 1; };
   require(!s.momentum || is_beta(s.momentum->min_beta1), "cycle_min_mom", "is not from 0 to below 1");
   require(!s.momentum || is_beta(s.momentum->max_beta1), "cycle_max_mom", "is not from 0 to below 1");
 }
 
 void check_one(const RangeTestRate& s) {
-  require_rate(s.min_rate, "lr_range_test_min_lr");
+  require(is_rate(s.min_rate), "lr_range_test_min_lr", "is not a learning rate: use a finite number of at least 0");
   require(s.interval_steps > 0, "lr_range_test_step_size", "is 0; use at least 1");
-  require_rate(s.growth, "lr_range_test_step_rate", "growth");
+  require(is_rate(s.growth), "lr_range_test_step_rate", "is not a growth: use a finite number of at least 0");
 }
 
 }  // namespace
