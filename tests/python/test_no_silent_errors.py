@@ -260,6 +260,72 @@ def test_what_nothing_fills_on_the_meta_device_is_refused(settings):
             hoist.torch.wrap(model, settings())
 
 
+class Gained(nn.Linear):
+    """Its reset_parameters() is the base's, which doesn't know the gain."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.gain = nn.Parameter(torch.ones(outputs))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
+class HalfReset(nn.Linear):
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight[:1] = 1
+            self.bias.zero_()
+
+
+def fill_linear(module):
+    """Leaves norms as their constructor makes them, as GPT-2's _init_weights does."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+
+
+@pytest.mark.parametrize(("kind", "initialize", "match"), [
+    (lambda: Gained(WIDTH, WIDTH), None, r"parameter '0\.gain' .*reset_parameters\(\) of its Gained leaves.*initialize="),
+    (lambda: HalfReset(WIDTH, WIDTH), None, r"parameter '0\.weight' .*of its HalfReset leaves"),
+    (lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), None, r"parameter '0\.weight_g' .*of its Linear leaves"),
+    (lambda: nn.LayerNorm(WIDTH), fill_linear, r"parameter '0\.weight' .*initialize=\.\.\. leaves.*each.*a LayerNorm"),
+    (Scaled, lambda module: nn.init.zeros_(module.weight), r"buffer '0\.scale' .*nothing says"),
+], ids=["gained", "half", "weight_norm", "norm", "buffer"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_elements_that_initialization_leaves_out_are_refused(settings, kind, initialize, match):
+    """Their memory would hold what another tensor left there."""
+    with torch.device("meta"):
+        model = nn.Sequential(kind(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(hoist.UsageError, match=match):
+        hoist.torch.wrap(model, settings(), initialize=initialize)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+    def fill(module):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 0.5)
+
+    with hoist.torch.wrap(model, settings(), initialize=fill) as engine:
+        assert all((values == 0.5).all() for values in engine.state_dict().values())
+
+
+def test_buffers_that_initialize_leaves_are_reset_by_their_module(settings):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
+    means = []
+
+    def fill(module):
+        nn.init.ones_(module.weight)
+        nn.init.constant_(module.bias, 0.5)
+        if not means:
+            means.append(module.running_mean.fill_(3))
+
+    with hoist.torch.wrap(model, settings(), initialize=fill) as engine:
+        assert (model[0].running_mean == 3).all() and not model[1].running_mean.any()
+        assert all((norm.running_var == 1).all() and norm.num_batches_tracked == 0 for norm in model)
+        assert (engine.read("1.bias") == 0.5).all()
+
+
 def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
     def model(features):
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds initial values, one unit at a time. They come from a parameter's attribute `initial_values`, a function that returns
 them; or from the tensor that it was built with; or, for one on the meta device, from its module, which gets memory and is
-initialized."""
+initialized. That memory holds NaN before, which shows the elements that were left out."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _log = logging.getLogger("hoist")
 
 Initialize = Callable[[nn.Module], None]
 Source = torch.Tensor | Callable[[], torch.Tensor]  # a parameter's initial values, or what reads them
+_PIECE = 1 << 20  # elements that are looked at at a time
 
 
 def values_of(source: Source) -> torch.Tensor:
@@ -92,6 +93,10 @@ def default_initialize(module: nn.Module) -> None:
             f"{type(module).__name__} is on the meta device and has no reset_parameters(): pass initialize=..., a "
             "function that initializes one module in place, or weights=..., files to begin with"
         )
+    _reset(module, reset)
+
+
+def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
     try:
         reset()
     except RuntimeError as error:
@@ -142,7 +147,34 @@ class InitialValues:
               own_random_numbers(self._device, (self._seed + index) % 2**64), torch.no_grad()):
             for module in lacking:
                 self._initialize(module)
-            return {p: stand_ins[id(p)].data for p in parameters}
+            made = {p: stand_ins[id(p)].data for p in parameters}
+        for name, parameter in unit.parameters.items():
+            if id(parameter) not in self._sources and _has_gaps(made[parameter]):
+                self._refuse_gaps(unit, name, parameter)
+        return made
+
+    def _refuse_gaps(self, unit: Unit, name: str, parameter: nn.Parameter) -> NoReturn:
+        owner = next((m for m in unit.modules if any(p is parameter for p in m._parameters.values())), unit.module)
+        kind = type(owner).__name__
+        left_by = f"reset_parameters() of its {kind}" if self._initialize is default_initialize else "initialize=..."
+        raise _hoist.UsageError(f"parameter '{name}' is on the meta device, and {left_by} leaves elements of it without values: "
+                                f"pass initialize=..., a function that sets each parameter of a {kind} that it is called with, "
+                                f"or build the {kind} outside of torch.device('meta')")
+
+
+def _shows_gaps(dtype: torch.dtype) -> bool:
+    """Whether _unset() makes elements that no program sets on purpose."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def _unset(like: torch.Tensor, device: str) -> torch.Tensor:
+    if _shows_gaps(like.dtype):
+        return torch.full(like.shape, torch.nan, dtype=like.dtype, device=device)
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def _has_gaps(values: torch.Tensor) -> bool:
+    return values.is_meta or any(bool(part.isnan().any()) for part in values.reshape(-1).split(_PIECE))
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -165,8 +197,7 @@ def _own_memory(modules: list[nn.Module], values: dict[int, torch.Tensor],
         for module, device, name, parameter in own:
             if id(parameter) not in stand_ins:
                 known = values.get(id(parameter))
-                data = (torch.empty(parameter.shape, dtype=parameter.dtype, device=device) if known is None
-                        else known.to(device, parameter.dtype, copy=True))
+                data = _unset(parameter, device) if known is None else known.to(device, parameter.dtype, copy=True)
                 stand_ins[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = stand_ins[id(parameter)]
         yield stand_ins
@@ -176,24 +207,37 @@ def _own_memory(modules: list[nn.Module], values: dict[int, torch.Tensor],
 
 
 def materialize_buffers(model: nn.Module, initialize: Initialize | None, device: torch.device) -> None:
-    """Buffers are not offloaded. Those on the meta device get memory, and their module is asked to fill them."""
+    """Buffers are not offloaded. Those on the meta device get memory. `initialize` fills them, and their module those that it
+    leaves. Errors: UsageError for one with elements that nothing sets; `initialize` may leave integers so."""
     for name, module in model.named_modules():
-        meta = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
-        if not meta:
+        buffers = module._buffers
+        made = {key: _unset(b, "cpu") for key, b in buffers.items() if b is not None and b.is_meta}
+        if not made:
             continue
-        for buffer in meta:
-            module._buffers[buffer] = torch.empty_like(module._buffers[buffer], device="cpu")
-        before = {buffer: (made, made._version) for buffer in meta if (made := module._buffers[buffer]) is not None}
+        buffers.update(made)
+        versions = {key: b._version for key, b in made.items()}
         fill = getattr(module, "reset_buffers", None) or _reset_of(module)
         with _own_memory([module], {}, module), own_random_numbers(device), torch.no_grad():
             if initialize is not None:
                 initialize(module)
-            elif fill is not None:
-                fill()
-        left = [buffer for buffer, (made, version) in before.items()
-                if module._buffers[buffer] is made and made._version == version]
-        if initialize is None and left:
-            raise _hoist.UsageError(
-                f"buffer '{name}.{left[0]}' is on the meta device and nothing says what it holds: build "
-                f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
-            )
+            left = _left(module, made, versions)
+            if left and fill is not None:
+                kept = {key: b for key, b in buffers.items() if b is not None and key not in left}
+                buffers.update({key: b.clone() for key, b in kept.items()})
+                _reset(module, fill)
+                buffers.update(kept)
+                left = _left(module, made, versions)
+        for key in left:
+            if initialize is None or _shows_gaps(made[key].dtype):
+                full_name = f"{name}.{key}" if name else key
+                raise _hoist.UsageError(
+                    f"buffer '{full_name}' is on the meta device and nothing says what it holds, or not all of it: build "
+                    f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..., a function that also "
+                    "fills the buffers of a module")
+
+
+def _left(module: nn.Module, made: dict[str, torch.Tensor], versions: dict[str, int]) -> list[str]:
+    """Those of the module's new buffers that have elements which nothing has set."""
+    now = {key: b for key in made if (b := module._buffers.get(key)) is not None}
+    return [key for key, b in now.items() if (
+        _has_gaps(b) if _shows_gaps(b.dtype) else b is made[key] and b._version == versions[key])]
