@@ -220,6 +220,18 @@ def test_adapters_on_a_base_in_files(tmp_path):
     assert sorted(os.listdir(tmp_path / "adapter")) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 
 
+def test_a_buffer_that_was_made_from_weights_in_files_is_refused(tmp_path):
+    """As DeLoRA's norms of the base's weights, with which each loss would be NaN."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    if not hasattr(peft, "DeloraConfig"):
+        pytest.skip("this PEFT has no DeLoRA")
+    _, directory = saved(tmp_path / "hub")
+    model = peft.get_peft_model(from_pretrained(transformers.LlamaForCausalLM, directory),
+                                peft.DeloraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(hoist.UsageError, match="delora_w_norm.*made from other weights.*transformers' own from_pretrained"):
+        hoist.torch.wrap(model, config_of(tmp_path / "nvme"))
+
+
 def set_os(patch, os):
     for module in (pretrained_export, checkpoints):
         patch.setattr(module, "os", os)

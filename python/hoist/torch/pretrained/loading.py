@@ -367,9 +367,9 @@ def _take_edits(model: Any) -> None:
 
 
 def _refuse_absent(model: Any) -> None:
-    """Errors: UsageError for a parameter whose values were copied from ones that are still in files."""
-    for name, parameter in model.named_parameters():
-        if not hasattr(parameter, "initial_values") and not parameter.is_meta and parameter.isnan().any():
+    """Errors: UsageError for a parameter or buffer whose values were made from ones that are still in files."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not hasattr(tensor, "initial_values") and not tensor.is_meta and tensor.isnan().any():
             raise _change_of(name)
 
 
