@@ -571,7 +571,9 @@ def test_parameters_taken_on_the_meta_device_are_known_by_the_new_ones(wrapped):
     former = list(model.parameters())
     seen = []
     former[0].register_hook(lambda gradient: seen.append(gradient.shape))
+    former[0]._no_weight_decay = True
     with wrapped(model) as engine:
+        assert [getattr(p, "_no_weight_decay", False) for p in model.parameters()] == [True, False, False, False]
         in_groups = [p for group in engine.optimizer.param_groups for p in group["params"]]
         assert [id(p) for p in in_groups] == [id(p) for p in engine.module.parameters()]
         for parameters in (former, in_groups):

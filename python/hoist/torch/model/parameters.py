@@ -157,8 +157,9 @@ class Parameters:
 
     def _replace(self, unit: Unit, name: str, former: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
         """A parameter on the meta device, or of the CPU for an accelerator that PyTorch does not know, cannot be given memory;
-        its place in every module can."""
+        its place in every module can. The new one has the attributes that the program has set."""
         parameter = nn.Parameter(values, requires_grad=former.requires_grad)
+        parameter.__dict__.update({key: value for key, value in former.__dict__.items() if key != "initial_values"})
         if former.requires_grad:
             for hook in (former._backward_hooks or {}).values():
                 parameter.register_hook(hook)
