@@ -133,7 +133,7 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         assert_same(dict(model.state_dict()), reference.state_dict())  # as save_pretrained asks for it
         assert list(model.state_dict()) == list(reference.state_dict())
         other = make(seed=3)
-        engine.load_state_dict(other.state_dict())
+        assert str(engine.load_state_dict(other.state_dict())) == "<All keys matched successfully>"
         assert_same(engine.state_dict(), other.state_dict())
         third = make(seed=4)
         given = third.state_dict()
@@ -145,6 +145,8 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         result = model.load_state_dict(part, strict=False)  # tied: by its other name
         assert "token.weight" in result.missing_keys and "head.weight" not in result.missing_keys
         assert "blocks.0.up.weight" in result.missing_keys and result.unexpected_keys == ["another"]
+        ours = engine.load_state_dict(part, strict=False)
+        assert ours.unexpected_keys == ["another"] and set(ours.missing_keys) == set(result.missing_keys) - {"token.weight"}
         assert torch.equal(engine.read("token.weight"), part["head.weight"].cpu())
         with pytest.raises(RuntimeError, match="Missing key.*blocks.0.up.weight"):
             model.load_state_dict({"token.weight": torch.ones(VOCABULARY, 32)})

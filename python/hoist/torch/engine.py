@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
@@ -595,10 +596,10 @@ class Engine(StandsForModel, DeepSpeedNames):
         return self._parameters.state_dict(dtype)
 
     @takes_turn
-    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Replaces masters, buffers and extra state; moments stay."""
+    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> Any:
+        """Replaces masters, buffers and extra state; moments stay. Returns `missing_keys` and `unexpected_keys`, as PyTorch's."""
         self._between_passes()
-        self._parameters.load_state_dict(state, strict)
+        return _IncompatibleKeys(*self._parameters.load_state_dict(state, strict))
 
     @takes_turn
     def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,

@@ -465,7 +465,8 @@ class Parameters:
         empty = ((name, torch.empty_like(p, device="cpu")) for name, p in self.empty())  # also of those on the meta device
         return dict(weight_files.without_unknown(itertools.chain(empty, self.persistent_buffers())))
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Returns the names that the state lacks, and those that the model has no place for."""
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
         others = dict(self._with_extra_state())
@@ -486,6 +487,7 @@ class Parameters:
             buffers[name].copy_(state[name])
         for name in others.keys() & state.keys():
             others[name].set_extra_state(state[name])
+        return missing, unknown
 
     def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
         self.names_in_model()
