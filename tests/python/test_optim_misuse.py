@@ -2,6 +2,7 @@
 """hoist.optim in memory, and programs that change their parameters, settings or the optimizer itself between steps."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -250,6 +251,20 @@ def test_masters_of_other_parameters_are_refused(offload, dtype):
             with pytest.raises(hoist.UsageError, match="the parameter is not trained by this optimizer"):
                 call()
     assert torch.equal(other, torch.ones(3, dtype=dtype))
+
+
+# --- arguments by position -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+def test_arguments_by_position_are_those_of_torch(name):
+    """Adam's sixth argument is amsgrad there, which must not be taken for another setting."""
+    def by_position(optimizer):
+        return [p.name for p in inspect.signature(optimizer).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    ours = by_position(getattr(hoist.optim, name))
+    assert ours[:2] == ["params", "lr"] and "threads" not in ours
+    if hasattr(torch.optim, name):
+        assert ours == by_position(getattr(torch.optim, name))[:len(ours)]
 
 
 # --- copies --------------------------------------------------------------------------------------------------------------

@@ -430,7 +430,7 @@ class AdamW(_Optimizer):
     _kind = "AdamW"
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, bias_correction: bool = True, threads: int = 0,
+                 weight_decay: float = 1e-2, *, bias_correction: bool = True, threads: int = 0,
                  **offload: Unpack[OffloadArguments]):
         super().__init__(params, threads, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                            "bias_correction": bias_correction}, offload)
@@ -442,16 +442,16 @@ class Adam(AdamW):
     _kind = "Adam"
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, bias_correction: bool = True, threads: int = 0,
+                 weight_decay: float = 0.0, *, bias_correction: bool = True, threads: int = 0,
                  **offload: Unpack[OffloadArguments]):
-        super().__init__(params, lr, betas, eps, weight_decay, bias_correction, threads, **offload)
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, threads=threads, **offload)
 
 
 class Adagrad(_Optimizer):
     _kind = "Adagrad"
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
-                 initial_accumulator_value: float = 0.0, eps: float = 1e-10, threads: int = 0,
+                 initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, threads: int = 0,
                  **offload: Unpack[OffloadArguments]):
         super().__init__(params, threads, {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay,
                                            "initial_accumulator_value": initial_accumulator_value, "eps": eps}, offload)
@@ -463,7 +463,7 @@ class Lion(_Optimizer):
     _kind = "Lion"
 
     def __init__(self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
-                 threads: int = 0, **offload: Unpack[OffloadArguments]):
+                 *, threads: int = 0, **offload: Unpack[OffloadArguments]):
         super().__init__(params, threads, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, offload)
 
 
@@ -471,7 +471,7 @@ class SGD(_Optimizer):
     _kind = "SGD"
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, threads: int = 0,
+                 weight_decay: float = 0.0, nesterov: bool = False, *, threads: int = 0,
                  **offload: Unpack[OffloadArguments]):
         super().__init__(params, threads, {"lr": lr, "momentum": momentum, "dampening": dampening,
                                            "weight_decay": weight_decay, "nesterov": nesterov}, offload)
