@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from small_models import WIDTH, Block, batch, close_to, losses_in_memory, mean_square, model_of, seeded, step_of
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hoist
@@ -37,6 +38,32 @@ def test_gradients_and_values_may_be_negative_views(wrap):
         assert torch.equal(engine.read("linear.weight"), -weight)
         engine.write("linear.weight", weight)
         close_to([step_of(engine, batch(i)) for i in range(3)], expected)
+
+
+# --- higher-order operators: flex_attention, torch.cond, scan ------------------------------------------------------------
+
+class FlexAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention  # imports torch._dynamo
+
+        q, k, v = (part.view(1, 1, -1, WIDTH) for part in self.inputs(x).chunk(3, -1))
+        return self.out(flex_attention(q, k, v, score_mod=lambda score, _, __, i, j: score + i - j))[0, 0]
+
+
+@pytest.mark.cpu_tensors("flex_attention knows the devices of PyTorch")
+@pytest.mark.skipif(not hasattr(TorchDispatchMode, "supports_higher_order_operators"),
+                    reason="this PyTorch runs no higher-order operator under a dispatch mode")
+def test_a_model_with_flex_attention_is_called(wrap):
+    model = seeded(FlexAttention)
+    with torch.no_grad():
+        expected = model(batch(0))
+        with wrap(model) as engine:
+            for _ in range(2):
+                torch.testing.assert_close(engine(batch(0)), expected)
 
 
 # --- before the first step -----------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class Watch(TorchDispatchMode):
     """Calls `missing(unit)` before an operator gets a tensor of a unit that is not gathered. `calls` are then the modules whose
     calls are under way, innermost last. Units that operators use are added to `seen`."""
 
+    supports_higher_order_operators = True  # such as flex_attention, whose arguments hold every tensor that it uses
+
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
                  missing: Callable[[int], None], calls: list[nn.Module], seen: set[int], change_is_lost: str,
                  thread: int | None = None):
@@ -98,7 +100,8 @@ class Watch(TorchDispatchMode):
         for unit in units:
             if not self._is_up(unit):
                 self._missing(unit)
-        if units and func._schema.is_mutable and func is not torch.ops.aten.set_.source_Tensor:
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        if units and schema is not None and schema.is_mutable and func is not torch.ops.aten.set_.source_Tensor:
             self._refuse_writes(func, args)
         if not all(self._is_up(unit) for unit in units):  # one has given way to another
             raise _hoist.BudgetError(f"{func} uses the weights of {len(set(units))} units at once, and the memory for gathered "
