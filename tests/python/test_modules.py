@@ -326,6 +326,63 @@ def test_trains_as_in_memory(settings, kind, loss_of, needs_several):
     assert ends[0] == ends[1]
 
 
+class Projects(nn.Embedding):
+    """Embeds, and computes the logits, too."""
+
+    def forward(self, x):
+        return super().forward(x) if x.dtype == torch.int64 else F.linear(x, self.weight)
+
+
+class Factorized(nn.Embedding):
+    def __init__(self, count, width):
+        super().__init__(count, 4)
+        self.projection = nn.Parameter(torch.randn(width, 4))
+
+    def forward(self, x):
+        return F.linear(super().forward(x), self.projection)
+
+
+class Embeds(Stack):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.embedding(x.argsort()).mean(1) + x)
+
+
+class EmbedsAndProjects(Embeds):
+    def __init__(self):
+        super().__init__(Projects)
+
+    def forward(self, x):
+        return self.embedding(super().forward(x))
+
+
+def normed_embedding(how):
+    return lambda: Embeds(lambda *sizes: how(nn.Embedding(*sizes)))
+
+
+@pytest.mark.parametrize("kind", [EmbedsAndProjects, lambda: Embeds(Factorized), normed_embedding(nn.utils.weight_norm),
+                                  normed_embedding(nn.utils.spectral_norm)], ids=["projects", "factorized", "weight", "spectral"])
+def test_an_embedding_whose_backward_pass_reads_its_weights(settings, kind):
+    """By PyTorch's backward(), which hoist does not watch."""
+    reference, model = make(kind), make(kind)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.1)
+    config = settings(optimizer={"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}})
+    config["hoist"]["device_memory"] = "8MiB"
+    config["zero_optimization"]["stage3_max_live_parameters"] = 1
+    with hoist.torch.wrap(model, config) as engine:
+        for x in batches():
+            expected, loss = square(reference, x), square(engine, x)
+            torch.testing.assert_close(loss, expected)
+            for each in (expected, loss):
+                each.backward()
+            for each in (optimizer, engine):
+                each.step()
+                each.zero_grad()
+
+
 class Scaled(Stack):
     """With a parameter that only the loss uses."""
 
