@@ -73,6 +73,19 @@ def test_zero_grad_between_micro_batches_keeps_their_gradients(wrapped, caplog, 
     assert sum("zero_grad() keeps the gradients of micro-batch 1 of 2" in r.getMessage() for r in caplog.records) == 1
 
 
+@pytest.mark.parametrize("steps_after_each", [True, False])
+def test_a_gradient_penalty_is_not_taken_for_a_divided_loss(wrapped, steps_after_each):
+    with wrapped() as engine:
+        for index, (inputs, _) in enumerate(batches()):
+            inputs = inputs.clone().requires_grad_()
+            result = engine(inputs)
+            slope, = torch.autograd.grad(result.sum(), inputs, create_graph=True)
+            engine.backward(result.pow(2).mean() + slope.pow(2).mean())
+            if steps_after_each or index % COUNT == COUNT - 1:
+                engine.step()
+        assert engine.step_count == STEPS
+
+
 def test_zero_grad_between_micro_batches_with_fp16(wrapped):
     with wrapped(fp16={"enabled": True, "loss_scale": 64}) as engine:
         for inputs, targets in batches():

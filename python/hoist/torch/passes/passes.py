@@ -303,7 +303,6 @@ class Passes:
             raise _hoist.UsageError("a loss that the loss scale of fp16 is missing from: use engine.backward(loss), or "
                                     "engine.scale(loss).backward()")
         self._backward_seen = True
-        self._may_be_divided |= not self._is_called
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
@@ -313,6 +312,7 @@ class Passes:
             self._backward_seen = False  # torch.autograd.grad(), for the gradients of something else: the pass goes on
             self._unit_manager.walks_again()
             return
+        self._may_be_divided |= not self._is_called
         self._end_backward()
 
     def _end_backward(self, micro_batches: int = 1) -> None:
