@@ -267,6 +267,32 @@ def test_only_what_was_named_may_be_modified(wrapped):
         step(engine)
 
 
+@pytest.mark.parametrize("modify", [False, True])
+def test_a_change_of_what_only_a_call_inside_of_gathered_has_gathered_is_refused(wrapped, modify):
+    with wrapped(hoist={"device_memory": "16MiB", "pinned_memory": "32MiB"}) as engine:
+        before = engine.state_dict()
+        refused = pytest.raises(hoist.UsageError, match=r"'2\.weight' was changed inside of gathered.*modify=True")
+        with refused, engine.gathered(["0.weight"], modify=modify), torch.no_grad():
+            engine(batch()[0])
+            engine.module[2].weight.mul_(2)
+        assert all(torch.equal(values, before[name]) for name, values in engine.state_dict().items())
+        step(engine)
+
+
+@pytest.mark.parametrize("modify", [False, True])
+def test_a_step_inside_of_gathered_is_refused_and_can_be_made_after_it(wrapped, modify):
+    with wrapped() as engine, wrapped() as other:
+        step(other)
+        engine.backward(F.mse_loss(engine(batch()[0]), batch()[1]))
+        with engine.gathered(["0.weight"], modify=modify):
+            for call in (engine.step, engine.optimizer.step):
+                with pytest.raises(hoist.UsageError, match=r"step\(\) inside of gathered\(\).*Leave the block"):
+                    call()
+        assert engine.step_count == 0
+        engine.step()
+        assert engine.step_count == 1 and engine.digest() == other.digest()
+
+
 @pytest.mark.skipif(not hoist.torch.model.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
 @pytest.mark.parametrize("evaluations", [1, 2])
 def test_weights_are_not_there_after_an_evaluation_and_cannot_be_changed_in_silence(wrapped, evaluations):

@@ -616,7 +616,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     @contextlib.contextmanager
     def gathered(self, names: str | Iterable[str] | None = None, modify: bool = False) -> Iterator[None]:
         """[C] Gathers whole units outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`. Modules may be called
-        inside of the block under torch.no_grad().
+        inside of the block under torch.no_grad(); step() is refused there.
 
         With `modify`, elements of these parameters that the block has changed are written, as by write(): all ranks change them
         alike. Errors: UsageError at the end of the block where it has changed one without that.

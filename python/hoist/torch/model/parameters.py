@@ -200,11 +200,14 @@ class Parameters:
         if (given := self.tensors.given_another()) is not None:
             self._refuse_edit(self.by_id[id(given)].name, "was given another tensor (parameter.data = ...)")
         changed = self._changed_in_place()
-        for declared in changed:
-            if id(declared.parameter) not in self._set_in_passes and declared.unit in self.watched_units:
-                self._refuse_edit(declared.name, "was changed in place")
+        for declared in self._lost_of(changed):
+            self._refuse_edit(declared.name, "was changed in place")
         if changed:
             self.note_versions()
+
+    def _lost_of(self, changed: list[Declared]) -> list[Declared]:
+        return [declared for declared in changed
+                if id(declared.parameter) not in self._set_in_passes and declared.unit in self.watched_units]
 
     def needs_check(self, module: nn.Module) -> bool:
         """Whether a pass is under way, or one of the module's own parameters shows a tensor of the program's."""
@@ -250,6 +253,8 @@ class Parameters:
 
         def note() -> None:
             others.extend(name for name, was in prints.items() if _fingerprint(up[name]) != was)
+            # Calls inside of the block gather other units, too.
+            others.extend(declared.name for declared in self._lost_of(self._changed_in_place()) if declared.unit not in units)
             for name in kept:
                 where = (_bits(up[name]) != _bits(before[name])).cpu().view(self.by_name[name].shape)
                 if where.any():

@@ -360,9 +360,12 @@ class Passes:
     def end_for_step(self, at_boundary: bool, call: str = "step()") -> bool:
         """Whether a step is to be made, by `call` or after it. `at_boundary`: also of fewer micro-batches than usual, as at the
         end of the data; the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did
-        not end."""
+        not end, or inside of gathered()."""
         unit_manager = self._unit_manager
         unit_manager.require_awake()
+        if self.in_gathered_block:
+            raise _hoist.UsageError(f"{call} inside of gathered(): it would change the weights that the block has. Leave the "
+                                    "block first")
         self._step_was_called = True
         if unit_manager.current_pass == _hoist.Pass.train:
             if self._backward_seen or unit_manager.has_gradients():
