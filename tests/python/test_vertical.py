@@ -87,6 +87,7 @@ def test_placement_changes_no_bit(settings, tmp_path, weights):
 class Output:
     hidden: torch.Tensor
     norm: torch.Tensor
+    cached: object = dataclasses.field(init=False, repr=False)  # without a value
 
 
 class Layer(nn.Module):

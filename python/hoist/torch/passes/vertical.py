@@ -7,7 +7,8 @@ follows sees a tensor without history. Backward, the pieces between the cuts are
 first, each for all micro-batches, with the gradient that the later pieces left at the cut.
 
 A tensor that leaves a unit beside its output (kept in an attribute, say) is not cut. Its gradient would need the memory of
-that unit's gradients while another unit's are not complete, and is refused.
+that unit's gradients while another unit's are not complete, and is refused. So are gradients of micro-batches that use different
+layers, because the pieces from the last one on are then not of the same unit.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ class Piece:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             replaced = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
-                value = tree_map(functools.partial(self._cut_leaf, cuts), getattr(leaf, field.name))
-                object.__setattr__(replaced, field.name, value)
+                if hasattr(leaf, field.name):  # one with init=False may have no value yet
+                    value = tree_map(functools.partial(self._cut_leaf, cuts), getattr(leaf, field.name))
+                    object.__setattr__(replaced, field.name, value)
             return replaced
         return leaf
 
