@@ -489,3 +489,20 @@ def test_a_module_without_hooks_is_refused(settings):
     model.blocks[1] = torch.jit.script(model.blocks[1])
     with pytest.raises(hoist.UsageError, match="'blocks.1' was made by torch.jit"):
         hoist.torch.wrap(model, settings())
+
+
+class Stage(Stack):
+    """A member of a list that contains a list."""
+
+
+@pytest.mark.parametrize(("make_model", "classes", "names"), [
+    (lambda: nn.Sequential(*(nn.Sequential(Mlp(), Mlp()) for _ in range(2))), [], ["0.0", "0.1", "1.0", "1.1"]),
+    (lambda: nn.ModuleList(nn.ModuleList([Mlp(), Mlp()]) for _ in range(2)), [], ["0.0", "0.1", "1.0", "1.1"]),
+    (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(2))), [], ["0", "1"]),
+    (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), Mlp()) for _ in range(2))), [], ["0", "1"]),
+    (lambda: nn.Sequential(Stage(2), Stage(2)), [], ["0", "1"]),
+    (lambda: nn.Sequential(Stage(1), Stage(1)), [Mlp], ["0.blocks.0", "0.out", "1.blocks.0", "1.out"]),
+    (lambda: nn.Sequential(Stage(2), Stage(2)), [Stage, Mlp], ["0", "1"]),
+])
+def test_lists_of_lists_are_cut_into_blocks(make_model, classes, names):
+    assert [unit.name for unit in hoist.torch.units_of(make_model(), classes).units] == names

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module's parameters as units: what is used together, and gathered and released together.
 
-The rule: members of a list of like modules (the blocks of a transformer) are units, whole; so is every module without
-children; and the parameters that stand directly in any other module form a unit of their own. A parameter that several
+The rule: members of a list of like modules (the blocks of a transformer) are units, whole, unless they are such lists
+themselves; so is every module without children; and the parameters that stand directly in any other module form a unit of their
+own. A parameter that several
 modules use belongs to the first of them.
 """
 
@@ -103,7 +104,7 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
     def visit(module: nn.Module, name: str, whole: bool) -> None:
         # A child that is there twice has two names; named_children() gives one.
         children = [(child_name, child) for child_name, child in module._modules.items() if child is not None]
-        if whole or not children or isinstance(module, classes):
+        if not children or isinstance(module, classes) or (whole and not _is_cut_inside(module, classes)):
             named = [(_join(name, n), p) for n, p in module.named_parameters(remove_duplicate=False)]
             add(name, module, list(module.modules()), named)
             return
@@ -120,6 +121,20 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
         for unit in needed:
             units[unit].encloses |= encloses and units[unit].module is module
     return Model(units, users, aliases)
+
+
+def _has_any(values: Iterator[Any]) -> bool:
+    return next(values, None) is not None
+
+
+def _is_cut_inside(member: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a member of a list of like modules is not a unit whole: it is a list of like blocks itself, or contains modules of
+    `classes`. A block that is an nn.Sequential of single layers is none."""
+    if type(member) in _LISTS:
+        blocks = [type(child) for child in member.children() if _has_any(child.children()) and _has_any(child.parameters())]
+        if any(count > 1 for count in Counter(blocks).values()):
+            return True
+    return any(isinstance(inner, classes) for child in member.children() for inner in child.modules())
 
 
 def called_parts(module: nn.Module) -> Iterator[nn.Module]:
