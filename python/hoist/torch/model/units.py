@@ -2,9 +2,8 @@
 """A module's parameters as units: what is used together, and gathered and released together.
 
 The rule: members of a list of like modules (the blocks of a transformer) are units, whole, unless they are such lists
-themselves; so is every module without children; and the parameters that stand directly in any other module form a unit of their
-own. A parameter that several
-modules use belongs to the first of them.
+themselves; so is every module without children; and the parameters that stand directly in any other module form a unit of
+their own. A parameter that several modules use belongs to the first of them.
 """
 
 from __future__ import annotations
