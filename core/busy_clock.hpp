@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // core/busy_clock.hpp - measures the time during which at least one of many overlapping operations was in progress.
 //
-// Threading  begin and end on one thread; total on any.
+// Threading  begin and end on one thread at a time; total on any.
 #pragma once
 
 #include <hoist/core/clock.hpp>
@@ -43,7 +43,7 @@ class BusyClock {
   };
 
  private:
-  unsigned under_way_ = 0;  // owning thread only
+  unsigned under_way_ = 0;  // of the thread that begins and ends
   mutable Mutex mutex_;
   bool open_ HOIST_GUARDED_BY(mutex_) = false;
   TimePoint since_ HOIST_GUARDED_BY(mutex_){};

@@ -172,7 +172,7 @@ void UnitManager::forget_pass() {
   pass_.reset();
   arrived_count_ = 0;
   walked_ = walks_again_ = false;
-  partly_done_.reset();
+  recomputations_.clear();
   has_arrived_.assign(has_arrived_.size(), false);
   complete_.clear();
   gradient_places_taken_ = 0;
@@ -245,7 +245,7 @@ void UnitManager::backward(std::uint32_t index) {
         "of a forward pass, and call backward() once");
   }
   walked_ = true;
-  if (partly_done_ && *partly_done_ != index) input_arrived(*partly_done_, Input::recomputed, 0);
+  end_recomputations();
   if (unit.in_backward) return load(unit);
   hold(unit);
   unit.in_backward = true;
@@ -257,12 +257,28 @@ bool UnitManager::backward_of_call(std::uint32_t index) {
   return true;
 }
 
-void UnitManager::input_arrived(std::uint32_t index, Input input, std::size_t inputs_left) {
+void UnitManager::recomputed_input_arrived(std::uint32_t index, std::int64_t task, std::size_t inputs_left) {
+  const auto begun = std::ranges::find(recomputations_, Recomputation{index, task});
   if (inputs_left > 0) {
-    partly_done_ = index;
+    if (begun == recomputations_.end()) recomputations_.push_back({index, task});
     return;
   }
-  if (partly_done_ == index) partly_done_.reset();
+  if (begun != recomputations_.end()) recomputations_.erase(begun);
+  input_arrived(index, Input::recomputed);
+}
+
+// Graph tasks are numbered as they begin, and one that is nested in another ends before the other goes on.
+void UnitManager::end_recomputations() {
+  if (recomputations_.empty()) return;
+  const auto now = nb::cast<std::int64_t>(nb::module_::import_("torch._C").attr("_current_graph_task_id")());
+  std::erase_if(recomputations_, [&](const Recomputation& recomputation) {
+    if (now > recomputation.task) return false;
+    input_arrived(recomputation.unit, Input::recomputed);
+    return true;
+  });
+}
+
+void UnitManager::input_arrived(std::uint32_t index, Input input) {
   Unit& unit = units_[index];
   ++unit.calls_done;
   if (is_vertical() || walks_again_) return;

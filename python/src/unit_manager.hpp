@@ -204,11 +204,16 @@ class UnitManager {
     computed,  // everything that the call had to do is done: autograd goes on to its maker when nothing newer is left,
                // but for walks_again()
     recomputed,  // it begins the graph of a part that is computed once more, which is done when the weights are, and
-                 // when the gradients of all such inputs have come, or another unit's backward pass begins
+                 // when the gradients of all such inputs have come, or the backward pass of the part has ended
     given,       // it begins the graph of the whole pass: the program may use it late in the call, and weights before
   };
-  // `inputs_left`: of how many more inputs of the call the gradients may still come.
-  void input_arrived(std::uint32_t unit, Input input, std::size_t inputs_left);
+  void input_arrived(std::uint32_t unit, Input input);
+  // The same of one of several inputs of a recomputation, which autograd's graph task `task` makes: the gradients of
+  // `inputs_left` others may still come.
+  void recomputed_input_arrived(std::uint32_t unit, std::int64_t task, std::size_t inputs_left);
+  // Ends the recomputations that have gradients of some of their inputs, and whose backward pass is over: the graph
+  // task under way is the one that made them, or one around it.
+  void end_recomputations();
   // The graph of this pass will be walked (again): forward() or torch.autograd.grad() has ended. If it was walked
   // before, it may have nodes of that walk's gradients. Those made on autograd's own thread are numbered apart from
   // forward's, so an input's gradient may come before them. A unit is then done only when all its weights' gradients
@@ -337,10 +342,15 @@ class UnitManager {
   std::uint64_t arrived_count_ = 0;
   bool walked_ = false;  // in this pass, by a backward pass or torch.autograd.grad()
   bool walks_again_ = false;
-  std::optional<std::uint32_t> partly_done_;  // the unit of a recomputation that has gradients of some of its inputs
-  PendingGradients collecting_;               // of the unit whose gradients are coming in
-  std::deque<PendingGradients> adding_;       // of those before, oldest first
-  std::deque<std::uint32_t> complete_;        // units that wait for gradient memory, and then are finished
+  struct Recomputation {
+    std::uint32_t unit;
+    std::int64_t task;
+    bool operator==(const Recomputation&) const = default;
+  };
+  std::vector<Recomputation> recomputations_;  // that have gradients of some of their inputs
+  PendingGradients collecting_;                // of the unit whose gradients are coming in
+  std::deque<PendingGradients> adding_;        // of those before, oldest first
+  std::deque<std::uint32_t> complete_;         // units that wait for gradient memory, and then are finished
   // The number of units for whose gradients the engine has memory, and how many use it now. Known after the first
   // refusal.
   std::optional<unsigned> gradient_places_;

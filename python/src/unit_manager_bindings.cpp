@@ -239,9 +239,16 @@ struct InputHook {  // on inputs of one call of a unit
   UnitManager* unit_manager;
   std::uint32_t unit;
   UnitManager::Input input;
+  std::int64_t task;
   std::size_t inputs_left;
   void operator()(nb::args) {
-    if (inputs_left > 0 && unit_manager->pass() == Pass::train) unit_manager->input_arrived(unit, input, --inputs_left);
+    if (inputs_left == 0 || unit_manager->pass() != Pass::train) return;
+    --inputs_left;
+    if (input == UnitManager::Input::recomputed) {
+      unit_manager->recomputed_input_arrived(unit, task, inputs_left);
+    } else {
+      unit_manager->input_arrived(unit, input);
+    }
   }
 };
 
@@ -417,11 +424,17 @@ void bind_unit_manager(nb::module_& module) {
           "unit"_a, keep)
       .def(
           "input_hook",
-          [](UnitManager& unit_manager, std::uint32_t u, bool begins_graph, bool is_recomputed, std::size_t inputs) {
+          [](UnitManager& unit_manager, std::uint32_t u, bool begins_graph, std::int64_t task, std::size_t inputs) {
             using enum UnitManager::Input;
-            return InputHook{&unit_manager, u, !begins_graph ? computed : is_recomputed ? recomputed : given, inputs};
+            return InputHook{&unit_manager, u,
+                             !begins_graph ? computed
+                             : task != -1  ? recomputed
+                                           : given,
+                             task, inputs};
           },
-          "unit"_a, "begins_graph"_a, "is_recomputed"_a, "inputs"_a, keep)
+          "unit"_a, "begins_graph"_a, "task"_a, "inputs"_a, keep,
+          "For `inputs` of a call. task: the graph task that makes the call, for a recomputation; -1 for none.")
+      .def("end_recomputations", &UnitManager::end_recomputations)
       .def(
           "step",
           [](UnitManager& unit_manager, const nb::bytes& state, double gradient_norm_max) {

@@ -10,6 +10,7 @@ from torch import nn
 
 import hoist
 import hoist.torch
+from hoist.torch.model.parameters import Parameters
 from models import on_device_of_tests
 
 WIDTH = 8
@@ -179,6 +180,19 @@ def test_gathered_weights_may_be_modified(wrapped, how, dtype):
         with engine.gathered():
             for name, parameter in engine.module.named_parameters():
                 assert torch.equal(parameter.detach().cpu(), stored[name])
+
+
+def test_what_a_gathered_block_has_changed_is_written_in_the_order_of_the_model(wrapped, monkeypatch):
+    """All ranks write the same parameter at a time, however each has named them."""
+    written = []
+    write = Parameters.write
+    monkeypatch.setattr(Parameters, "write", lambda self, name, values: (written.append(name), write(self, name, values)))
+    with wrapped(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))) as engine:
+        names = [name for name, _ in engine.module.named_parameters()]
+        with engine.gathered(reversed(names), modify=True), torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(2)
+    assert written == names
 
 
 def test_one_parameter_may_be_gathered_by_its_name(wrapped):

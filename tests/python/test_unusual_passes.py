@@ -205,6 +205,145 @@ class Modulated(nn.Module):
         return y if self.adapter is None else y + x @ self.adapter
 
 
+class IgnoresCondition(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.linear, self.shared = nn.Linear(WIDTH, WIDTH).requires_grad_(False), shared
+
+    def forward(self, x, _condition):
+        return torch.tanh(self.linear(x) * self.shared)
+
+
+class Encloses(nn.Module):
+    """Its own weights are needed after those of the layer that it encloses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.first, self.last = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(2))
+        self.requires_grad_(False)
+
+    def forward(self, x, condition):
+        return torch.tanh(self.linear(torch.tanh(x @ self.first))) @ self.last + condition @ self.last
+
+
+class Conditioned(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.condition = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        shared = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.blocks = nn.ModuleList({
+            "modulated": lambda: [Modulated(adapted=False) for _ in range(3)],
+            "adapted": lambda: [Modulated(adapted=True) for _ in range(3)],
+            "ignoring": lambda: [IgnoresCondition(shared) for _ in range(24)],
+            "enclosing": lambda: [Encloses()],
+        }[kind]())
+
+    def forward(self, x):
+        condition, x = self.condition(x), self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, condition, use_reentrant=True)
+        return x + condition
+
+
+@pytest.mark.parametrize("kind", ["modulated", "adapted", "ignoring", "enclosing"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_recomputed_blocks_whose_frozen_weights_are_needed_after_the_gradient_of_an_input(wrap, kind, plain, caplog):
+    """The last gradient of an input ends such a block, and the end of its backward pass if an input gets none."""
+    inputs = [batch(i) for i in range(4)]
+    expected = losses_in_memory(seeded(lambda: Conditioned(kind)), inputs)
+    with wrap(seeded(lambda: Conditioned(kind)), memory="40KiB") as engine:
+        close_to([step_of(engine, x, plain=plain) for x in inputs], expected)
+    assert "stays gathered" not in caplog.text
+
+
+class Scaled(nn.Module):
+    """Does something after its last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = model_of()
+
+    def forward(self, x):
+        return self.layers(x) * 1.5
+
+
+class Forces(nn.Module):
+    """Its forward() returns a gradient with respect to its input, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = Checkpointed()
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        energy = self.energy(x)
+        forces, = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, forces
+
+
+def of_forces(model, x):
+    energy, forces = model(x)
+    return forces.pow(2).mean() + energy.pow(2).mean()
+
+
+@pytest.mark.parametrize("make, loss_of", [(model_of, with_gradient_of_input), (Checkpointed, with_gradient_of_input),
+                                           (model_of, with_second_derivative), (Checkpointed, with_second_derivative),
+                                           (Scaled, with_second_derivative),
+                                           (Forces, of_forces)])
+@pytest.mark.parametrize("nodes_before", [0, 10000])
+def test_losses_of_gradients_of_the_input(wrap, make, loss_of, nodes_before):
+    """Autograd prefers nodes with high numbers, and each thread counts its own: on an accelerator those of the input's gradient
+    come before or after forward()'s, as it happens."""
+    inputs = [batch(i) for i in range(4)]
+    expected = losses_in_memory(seeded(make), inputs, loss_of)
+    number = torch.zeros(1, requires_grad=True)
+    for _ in range(nodes_before):
+        number + 1
+    with wrap(seeded(make)) as engine:
+        close_to([step_of(engine, x, loss_of) for x in inputs], expected)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.mask = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x):
+        return torch.tanh(F.linear(self.linear(x), self.mask * self.mask.sigmoid())) * self.frozen.exp()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_are_computed_before_an_input_is_used(wrap, plain, recompute, caplog):
+    """The gradient of an input that begins a graph is complete while the weights are still needed."""
+    def make():
+        return Checkpointed(Normed, reentrant=True) if recompute else nn.Sequential(Normed(), Normed())
+
+    inputs = [batch(i).requires_grad_() for i in range(4)]
+    expected = losses_in_memory(seeded(make), inputs, others=inputs)
+    with wrap(seeded(make)) as engine:
+        close_to([step_of(engine, x, plain=plain) for x in inputs], expected)
+    assert "stays gathered" not in caplog.text
+
+
+class Modulated(nn.Module):
+    """A block of a diffusion transformer: what follows from the condition is computed before the first input is used."""
+
+    def __init__(self, adapted):
+        super().__init__()
+        self.modulation, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.adapter = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) if adapted else None
+
+    def forward(self, x, condition):
+        x = x * (1 + self.modulation(torch.tanh(condition)))
+        y = self.down(torch.tanh(self.up(x)))
+        return y if self.adapter is None else y + x @ self.adapter
+
+
 class ModulatedBlocks(nn.Module):
     def __init__(self, adapted):
         super().__init__()

@@ -243,9 +243,10 @@ class Parameters:
         a function that notes it before they are released, and one that then keeps it (`modify`, of these parameters) or
         refuses it."""
         chosen = [self.find(name) for name in names]
-        kept = {declared.name for declared in chosen} if modify else set()
         units = {declared.unit for declared in chosen}
         up = {name: declared.parameter for name, declared in self.by_name.items() if declared.unit in units}
+        own = {declared.name for declared in chosen} if modify else set()
+        kept = dict.fromkeys(name for name in up if name in own)  # in the order of the model: all ranks write them in one
         before = {name: up[name].detach().clone() for name in kept}
         prints = {name: _fingerprint(p) for name, p in up.items() if name not in kept}
         changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # which elements, and their new values

@@ -107,12 +107,15 @@ class ModuleHook:
             return
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         call.made_before = _nodes_of(inputs)
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        begins_graph = bool(inputs) and _begins_graph(inputs[0])
-        # A recomputation may need weights between the gradients of its inputs: the last of them ends it.
-        watched = [t for t in inputs if t.grad_fn is None] if begins_graph and is_recomputed else inputs[:1]
+        task = torch._C._current_graph_task_id()  # -1: none, so that this is no recomputation
+        begins_graph = bool(inputs) and (_begins_graph(inputs[0]) if task == -1 else inputs[0].grad_fn is None)
+        watched = inputs[:1]
+        if task != -1:
+            unit_manager.end_recomputations()
+            if begins_graph:  # weights may be needed between the gradients of its inputs: the last of them ends it
+                watched = [tensor for tensor in inputs if tensor.grad_fn is None]
         for unit in call.entered if watched else ():
-            hook = unit_manager.input_hook(unit, begins_graph, is_recomputed, len(watched))
+            hook = unit_manager.input_hook(unit, begins_graph, task, len(watched))
             for tensor in watched:
                 handle = tensor.register_hook(hook)
                 call.input_hooks.append((unit, tensor, handle))
