@@ -201,7 +201,7 @@ class Passes:
         returns is called before they are released."""
         self.begin(_hoist.Pass.evaluate)
         try:
-            for unit in units:
+            for unit in sorted(units):  # all ranks in one order, however each has named them
                 self._unit_manager.enter(unit)
             self._note_block = watch()
         except BaseException:
