@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hoist
 import hoist.optim
@@ -295,6 +296,14 @@ def test_float64_parameters_become_the_configuration_s_type(settings, enabled, d
 def test_float64_without_another_type_is_refused(settings):
     with pytest.raises(hoist.UsageError, match="parameter 'weight' is torch.float64; hoist trains only float32"):
         hoist.torch.wrap(torch.nn.Linear(4, 4).double(), settings())
+
+
+def test_a_parameter_of_several_tensors_is_refused(settings):
+    """As torchao's quantized weights are."""
+    model = torch.nn.Linear(4, 4)
+    model.weight = torch.nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
+    with pytest.raises(hoist.UsageError, match="parameter 'weight' is a TwoTensor, which consists of several tensors"):
+        hoist.torch.wrap(model, settings())
 
 
 def test_what_has_another_meaning_is_refused(settings):

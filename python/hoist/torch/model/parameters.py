@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoist import _hoist
@@ -89,6 +90,10 @@ class Parameters:
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
             raise _hoist.UsageError(f"parameter '{name}' is a DTensor: hoist divides the state of ordinary tensors. Build each "
                                     "rank's slice as a tensor of its own, and pass mesh=... and tensor_parallel=...")
+        if is_traceable_wrapper_subclass(parameter):
+            raise _hoist.UsageError(f"parameter '{name}' is a {type(parameter).__name__}, which consists of several tensors, and "
+                                    "hoist moves ordinary ones: build the model with those, and quantize the weights that "
+                                    "engine.export() writes")
         if parameter.device.type not in ("cpu", "meta", self._device.type):
             raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}, and this engine computes on "
                                     f"{self._device.type}: set \"hoist\": {{\"device\": ...}}, or wrap the model on the CPU")
