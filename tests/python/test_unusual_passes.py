@@ -46,12 +46,16 @@ class FlexAttention(nn.Module):
     def __init__(self):
         super().__init__()
         self.inputs, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.distances = nn.Embedding(2 * len(batch(0)), 1)
 
     def forward(self, x):
         from torch.nn.attention.flex_attention import flex_attention  # imports torch._dynamo
 
+        def plus_distance(score, _, __, i, j):
+            return score + self.distances.weight[i - j + len(x), 0]
+
         q, k, v = (part.view(1, 1, -1, WIDTH) for part in self.inputs(x).chunk(3, -1))
-        return self.out(flex_attention(q, k, v, score_mod=lambda score, _, __, i, j: score + i - j))[0, 0]
+        return self.out(flex_attention(q, k, v, score_mod=plus_distance))[0, 0]
 
 
 @pytest.mark.cpu_tensors("flex_attention knows the devices of PyTorch")
@@ -64,6 +68,9 @@ def test_a_model_with_flex_attention_is_called(wrap):
         with wrap(model) as engine:
             for _ in range(2):
                 torch.testing.assert_close(engine(batch(0)), expected)
+            engine.module.inputs.requires_grad_(False)  # PyTorch refuses gradients of flex_attention on CPUs
+            with torch.enable_grad(), pytest.raises(hoist.UsageError, match="uses tensors that need gradients"):
+                engine(batch(0))
 
 
 # --- before the first step -----------------------------------------------------------------------------------------------

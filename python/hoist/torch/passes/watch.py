@@ -39,11 +39,34 @@ _LOST_IN_BACKWARD = ("in the backward pass, as a hook does that steps an optimiz
                      "engine.step() updates the weights. Remove the hook")
 
 
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _captured_by(values: list[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in the closures of functions, and the parameters of modules there that the functions name."""
+    found = list(values)  # grows by what the closures hold
+    seen = set(map(id, found))
+    for function in found:
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                contents = [each for each in tree_leaves(cell.cell_contents) if id(each) not in seen]
+            except ValueError:  # an empty cell
+                continue
+            found += contents
+            seen.update(map(id, contents))
+            yield from (content for content in contents if isinstance(content, torch.Tensor))
+            for module in contents:
+                if isinstance(module, nn.Module):
+                    yield from (p for name, p in module.named_parameters()
+                                if not module._modules or name.split(".")[0] in function.__code__.co_names)
+
+
 class Watch(TorchDispatchMode):
     """Calls `missing(unit)` before an operator gets a tensor of a unit that is not gathered. `calls` are then the modules whose
     calls are under way, innermost last. Units that operators use are added to `seen`."""
 
-    supports_higher_order_operators = True  # such as flex_attention, whose arguments hold every tensor that it uses
+    supports_higher_order_operators = True  # such as flex_attention
 
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
                  missing: Callable[[int], None], calls: list[nn.Module], seen: set[int], change_is_lost: str,
@@ -58,6 +81,7 @@ class Watch(TorchDispatchMode):
         self._change_is_lost = change_is_lost  # where, and what to do
         self._hooks: list[Any] = []
         self._eager: Any = None
+        self._is_recorded = False  # whether a backward pass will follow
 
     def __enter__(self) -> Watch:
         def is_watched() -> bool:
@@ -76,6 +100,7 @@ class Watch(TorchDispatchMode):
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
+        self._is_recorded = torch.is_grad_enabled()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -94,13 +119,21 @@ class Watch(TorchDispatchMode):
     @outside_of_graphs
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        units = [unit for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
+        values = tree_leaves((args, kwargs))
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # a higher-order operator: its functions use tensors, too, which Watch does not see inside of them
+            captured = list(_captured_by(values))
+            if any(each.requires_grad for each in captured) and (self._is_recorded or any(map(_requires_grad, values))):
+                raise _hoist.UsageError(f"a function that {func} calls uses tensors that need gradients, and PyTorch gives them "
+                                        "none while hoist watches the first passes: add what it computes to the scores of an "
+                                        "ordinary attention (attn_mask=...), or freeze those parameters")
+            values += captured
+        units = [unit for value in values if isinstance(value, torch.Tensor)
                  and (unit := self._unit_shown_by(value)) is not None]
         self._seen.update(units)
         for unit in units:
             if not self._is_up(unit):
                 self._missing(unit)
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
         if units and schema is not None and schema.is_mutable and func is not torch.ops.aten.set_.source_Tensor:
             self._refuse_writes(func, args)
         if not all(self._is_up(unit) for unit in units):  # one has given way to another
