@@ -181,3 +181,20 @@ def test_buffers_of_another_size_are_refused_before_anything_is_loaded(settings)
         with pytest.raises(hoist.UsageError, match="buffer '1.running_mean'"):
             engine.load_state_dict(wrong)
         assert torch.equal(engine.state_dict()["0.weight"], before["0.weight"])
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 3.0))
+
+
+def test_files_fill_a_buffer_of_the_meta_device_that_its_module_does_not_reset(settings, tmp_path):
+    with hoist.torch.wrap(Scaled(), settings("first")) as engine:
+        engine.export(tmp_path / "exported")
+    with torch.device("meta"):
+        model, other = Scaled(), Scaled()
+    with pytest.raises(hoist.UsageError, match="buffer 'scale' is on the meta device and nothing says what it holds"):
+        hoist.torch.wrap(other, settings("second"))
+    with hoist.torch.wrap(model, settings("second"), weights=tmp_path / "exported"):
+        assert (model.scale == 3).all()

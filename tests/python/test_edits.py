@@ -289,6 +289,7 @@ def test_a_change_of_what_only_a_call_inside_of_gathered_has_gathered_is_refused
         with refused, engine.gathered(["0.weight"], modify=modify), torch.no_grad():
             engine(batch()[0])
             engine.module[2].weight.mul_(2)
+            engine.module[1](batch()[0])
         assert all(torch.equal(values, before[name]) for name, values in engine.state_dict().items())
         step(engine)
 
@@ -299,9 +300,12 @@ def test_a_step_inside_of_gathered_is_refused_and_can_be_made_after_it(wrapped, 
         step(other)
         engine.backward(F.mse_loss(engine(batch()[0]), batch()[1]))
         with engine.gathered(["0.weight"], modify=modify):
-            for call in (engine.step, engine.optimizer.step):
-                with pytest.raises(hoist.UsageError, match=r"step\(\) inside of gathered\(\).*Leave the block"):
-                    call()
+            for state_was_asked_for in (False, True):
+                for call in (engine.step, engine.optimizer.step):
+                    with pytest.raises(hoist.UsageError, match=r"step\(\) inside of gathered\(\).*leave the block"):
+                        call()
+                if not state_was_asked_for:
+                    engine.read("2.weight")
         assert engine.step_count == 0
         engine.step()
         assert engine.step_count == 1 and engine.digest() == other.digest()

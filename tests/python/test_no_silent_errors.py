@@ -326,6 +326,36 @@ def test_buffers_that_initialize_leaves_are_reset_by_their_module(settings):
         assert (engine.read("1.bias") == 0.5).all()
 
 
+class ResetsByHalf(nn.Linear):
+    """Sets a buffer to NaN on purpose, and cannot be reset without arguments where the buffer is left."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("best", torch.empty(1))
+
+    def reset_parameters(self, *, deviation=None):
+        if hasattr(self, "best"):
+            nn.init.normal_(self.weight, std=deviation)
+
+    def fill(self, best):
+        self.weight.fill_(1)
+        self.bias.zero_()
+        if best is not None:
+            self.best.fill_(best)
+
+
+@pytest.mark.parametrize("best", [torch.nan, None])
+def test_nan_that_is_meant_stays_and_a_reset_that_fails_is_not_the_error(settings, best):
+    with torch.device("meta"):
+        model = ResetsByHalf()
+    if best is None:
+        with pytest.raises(hoist.UsageError, match="buffer 'best' is on the meta device and nothing says what it holds"):
+            hoist.torch.wrap(model, settings(), initialize=lambda module: module.fill(best))
+    else:
+        with hoist.torch.wrap(model, settings(), initialize=lambda module: module.fill(best)):
+            assert model.best.isnan().all()
+
+
 def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
     def model(features):
         torch.manual_seed(0)

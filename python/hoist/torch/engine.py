@@ -39,7 +39,7 @@ from hoist.torch.model.casts import cast_inputs
 from hoist.torch.model.graphs import refuse_graphs
 from hoist.torch.model.initial import Initialize
 from hoist.torch.model.model_names import StandsForModel
-from hoist.torch.model.parameters import Parameters, dtype_of
+from hoist.torch.model.parameters import Parameters, WatchedBlock, dtype_of
 from hoist.torch.model.state_dicts import StateDicts
 from hoist.torch.model.units import units_of
 from hoist.torch.model.wrapped import claim, generate_together, refuse_model, remove_hooks
@@ -139,14 +139,17 @@ class Engine(StandsForModel, DeepSpeedNames):
         with self._parameters.moved(self._unit_manager, self.device) as sources:
             for group in param_groups:
                 group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
-            initial.materialize_buffers(model, initialize, self.device)
+            unset = initial.materialize_buffers(model, initialize, self.device)
             self._run_rates = RunRates(param_groups, "engine.lr_scheduler")
             is_found = self._find_run(resume, load_later)
+            may_come = is_found or weights is not None or deepspeed is not None  # with a commit, or in files
+            persistent = dict(self._parameters.persistent_buffers()) if may_come else {}
+            initial.refuse_unset(each for each in unset if each.name not in persistent)
             if not is_found:
                 checkpoint = deepspeed if deepspeed is None or isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
                 check_together([] if checkpoint is None else checkpoint.files, self._unit_manager)
                 if checkpoint is None:
-                    self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
+                    self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed, unset)
                 else:
                     self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.number_of, sources,
                                                      [config.optimizer, *options], group_of))
@@ -226,10 +229,12 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._waits_for_load = not resume
         return True
 
-    def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int) -> None:
+    def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int,
+               unset: list[initial.NewBuffer]) -> None:
         if weights is not None:
             others, fill = weight_files.read_buffers(weights, self.module, dict(self._parameters.persistent_buffers(False)),
                                                      dict(self._parameters.empty()))
+            initial.refuse_unset(each for each in unset if each.name not in others)
             self._unit_manager.initialize_from(weights, self._cut.aliases, others)
             fill()
         else:
@@ -622,23 +627,25 @@ class Engine(StandsForModel, DeepSpeedNames):
         alike. Errors: UsageError at the end of the block where it has changed one without that.
         """
         chosen = list(self._parameters.by_name) if names is None else [names] if isinstance(names, str) else list(names)
-        settle: Callable[[], None]
+        block: WatchedBlock
 
-        def watch() -> Callable[[], None]:
-            nonlocal settle
-            note, settle = self._parameters.watch_block(chosen, modify)
-            return note
+        def watch() -> WatchedBlock:
+            nonlocal block
+            block = self._parameters.watch_block(chosen, modify)
+            return block
 
         with self._passes.turns.of("gathered()"):
             self._between_passes()
             self._passes.gather({self._parameters.find(name).unit for name in chosen}, watch)
+        self._passes.gathered_blocks += 1
         try:
             yield
         finally:
+            self._passes.gathered_blocks -= 1
             self._passes.end_gathered()
         with self._passes.turns.of("gathered()"):
             self._between_passes()
-            settle()
+            block.settle()
 
     def close(self) -> None:
         """Completes the commit of the last step, if it has one, and gives everything back. With "durability": {"every": N} a step

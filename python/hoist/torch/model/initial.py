@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -206,38 +207,57 @@ def _own_memory(modules: list[nn.Module], values: dict[int, torch.Tensor],
             module._parameters[name] = parameter
 
 
-def materialize_buffers(model: nn.Module, initialize: Initialize | None, device: torch.device) -> None:
+@dataclass
+class NewBuffer:
+    """A buffer that was on the meta device."""
+
+    name: str  # in the model
+    module: nn.Module
+    key: str
+    made: torch.Tensor
+    version: int
+
+    def is_unset(self) -> bool:
+        """Whether it has elements that nothing has set."""
+        now = self.module._buffers.get(self.key)
+        if now is not self.made:
+            return now is not None and now.is_meta
+        if not _shows_gaps(now.dtype):
+            return now._version == self.version
+        return _has_gaps(now) and not (now._version != self.version and bool(now.isnan().all()))  # NaN may be meant
+
+
+def materialize_buffers(model: nn.Module, initialize: Initialize | None, device: torch.device) -> list[NewBuffer]:
     """Buffers are not offloaded. Those on the meta device get memory. `initialize` fills them, and their module those that it
-    leaves. Errors: UsageError for one with elements that nothing sets; `initialize` may leave integers so."""
+    leaves. Returns those that are left then: files or a commit may have their values."""
+    unset: list[NewBuffer] = []
     for name, module in model.named_modules():
         buffers = module._buffers
         made = {key: _unset(b, "cpu") for key, b in buffers.items() if b is not None and b.is_meta}
         if not made:
             continue
         buffers.update(made)
-        versions = {key: b._version for key, b in made.items()}
+        new = [NewBuffer(f"{name}.{key}" if name else key, module, key, b, b._version) for key, b in made.items()]
         fill = getattr(module, "reset_buffers", None) or _reset_of(module)
         with _own_memory([module], {}, module), own_random_numbers(device), torch.no_grad():
             if initialize is not None:
                 initialize(module)
-            left = _left(module, made, versions)
+            left = {each.key for each in new if each.is_unset()}
             if left and fill is not None:
                 kept = {key: b for key, b in buffers.items() if b is not None and key not in left}
                 buffers.update({key: b.clone() for key, b in kept.items()})
-                _reset(module, fill)
+                with contextlib.suppress(Exception) if initialize is not None else contextlib.nullcontext():
+                    _reset(module, fill)
                 buffers.update(kept)
-                left = _left(module, made, versions)
-        for key in left:
-            if initialize is None or _shows_gaps(made[key].dtype):
-                full_name = f"{name}.{key}" if name else key
-                raise _hoist.UsageError(
-                    f"buffer '{full_name}' is on the meta device and nothing says what it holds, or not all of it: build "
-                    f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..., a function that also "
-                    "fills the buffers of a module")
+        unset += [each for each in new if each.is_unset() and (initialize is None or _shows_gaps(each.made.dtype))]
+    return unset
 
 
-def _left(module: nn.Module, made: dict[str, torch.Tensor], versions: dict[str, int]) -> list[str]:
-    """Those of the module's new buffers that have elements which nothing has set."""
-    now = {key: b for key in made if (b := module._buffers.get(key)) is not None}
-    return [key for key, b in now.items() if (
-        _has_gaps(b) if _shows_gaps(b.dtype) else b is made[key] and b._version == versions[key])]
+def refuse_unset(buffers: Iterable[NewBuffer]) -> None:
+    """Errors: UsageError for the first of these, which nothing has set."""
+    for buffer in buffers:
+        raise _hoist.UsageError(
+            f"buffer '{buffer.name}' is on the meta device and nothing says what it holds, or not all of it: build "
+            f"{type(buffer.module).__name__} outside of torch.device('meta'), or pass initialize=..., a function that also fills "
+            "the buffers of a module")
+

@@ -46,6 +46,15 @@ class Declared:
     version: int = 0  # which every change in place counts up
 
 
+@dataclass
+class WatchedBlock:
+    """A block of gathered(), and what is called as it goes on."""
+
+    look: Callable[[], None]  # before a call inside of the block, which may gather other units, and be watched itself
+    note: Callable[[], None]  # before the block's weights are released
+    settle: Callable[[], None]  # after the block: writes what it has changed, or refuses it
+
+
 class Parameters:
     """Calls that read or write values belong between passes: the engine sees to it."""
 
@@ -243,10 +252,9 @@ class Parameters:
                 raise _hoist.UsageError(f"parameter '{name}' has a grad that the program has set, and a step takes only the "
                                         "gradients that backward passes make: put it into the loss, or let zero_grad() drop it")
 
-    def watch_block(self, names: list[str], modify: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Watches what the program changes in these parameters, or others of their units, while the units are gathered. Returns
-        a function that notes it before they are released, and one that then keeps it (`modify`, of these parameters) or
-        refuses it."""
+    def watch_block(self, names: list[str], modify: bool) -> WatchedBlock:
+        """Watches what the program changes in these parameters, or others of their units, while the units are gathered. With
+        `modify`, what it changes in these is kept."""
         chosen = [self.find(name) for name in names]
         units = {declared.unit for declared in chosen}
         up = {name: declared.parameter for name, declared in self.by_name.items() if declared.unit in units}
@@ -257,10 +265,13 @@ class Parameters:
         changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # which elements, and their new values
         others: list[str] = []
 
-        def note() -> None:
-            others.extend(name for name, was in prints.items() if _fingerprint(up[name]) != was)
-            # Calls inside of the block gather other units, too.
+        def look() -> None:
             others.extend(declared.name for declared in self._lost_of(self._changed_in_place()) if declared.unit not in units)
+            self.note_versions()
+
+        def note() -> None:
+            look()
+            others.extend(name for name, was in prints.items() if _fingerprint(up[name]) != was)
             for name in kept:
                 where = (_bits(up[name]) != _bits(before[name])).cpu().view(self.by_name[name].shape)
                 if where.any():
@@ -276,7 +287,7 @@ class Parameters:
             for name in others:
                 self._refuse_edit(name, "was changed inside of gathered()")
 
-        return note, settle
+        return WatchedBlock(look, note, settle)
 
     def put_back(self) -> str | None:
         """Gives modules back the parameters that they had when they were wrapped. Returns the name of the first one that was

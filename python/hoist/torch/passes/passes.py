@@ -28,7 +28,7 @@ from hoist.torch.passes.turns import BACKWARD, FORWARD, Turns
 from hoist.torch.passes.watch import UnannouncedUses
 
 if TYPE_CHECKING:
-    from hoist.torch.model.parameters import Parameters
+    from hoist.torch.model.parameters import Parameters, WatchedBlock
     from hoist.torch.passes.hooks import Call, ModuleHook
     from hoist.torch.passes.vertical import Forward
 
@@ -71,7 +71,8 @@ class Passes:
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
         self.gradient_norm_max = math.inf  # of the step that is due
-        self._note_block: Callable[[], None] | None = None  # before the weights of gathered() are released
+        self._block: WatchedBlock | None = None  # of gathered(), while its weights are there
+        self.gathered_blocks = 0  # that the program is in: their weights may have gone, for a call that asked for state
         self._step_was_called = False  # since the last backward pass
         self._may_be_divided = False  # a loss of this step, by the number of its micro-batches; nobody would see it
         self._may_be_divided_before = False  # as it was when the pass under way began
@@ -108,10 +109,12 @@ class Passes:
         """Begins a pass, or goes on with the one that is open. False for a recomputation, which is part of a backward pass."""
         unit_manager = self._unit_manager
         training = torch.is_grad_enabled() and bool(self.parameters.trainable)
-        if self.in_gathered_block:
-            if training:
-                raise _hoist.UsageError("a module of the wrapped model is called for training inside of gathered(): call it "
-                                        "under torch.no_grad(), or after the block")
+        if training and self.gathered_blocks:
+            raise _hoist.UsageError("a module of the wrapped model is called for training inside of gathered(): call it under "
+                                    "torch.no_grad(), or after the block")
+        if self._block is not None:
+            if not self.calls:
+                self._block.look()
         elif unit_manager.current_pass is not None:
             if self._backward_seen:
                 if torch._C._current_graph_task_id() != -1:
@@ -194,26 +197,25 @@ class Passes:
     @property
     def in_gathered_block(self) -> bool:
         """A block of gathered() has its weights. Calls without gradients take part in its pass."""
-        return self._note_block is not None
+        return self._block is not None
 
-    def gather(self, units: set[int], watch: Callable[[], Callable[[], None]]) -> None:
-        """Gathers units until end_gathered(), or until their state is asked for. `watch` is called when they are there; what it
-        returns is called before they are released."""
+    def gather(self, units: set[int], watch: Callable[[], WatchedBlock]) -> None:
+        """Gathers units until end_gathered(), or until their state is asked for. `watch` is called when they are there."""
         self.begin(_hoist.Pass.evaluate)
         try:
             for unit in sorted(units):  # all ranks in one order, however each has named them
                 self._unit_manager.enter(unit)
-            self._note_block = watch()
+            self._block = watch()
         except BaseException:
             self._unit_manager.end()
             raise
 
     def end_gathered(self) -> None:
-        note, self._note_block = self._note_block, None
-        if note is None:
+        block, self._block = self._block, None
+        if block is None:
             return  # it has ended before
         try:
-            note()
+            block.note()
         finally:
             self._unit_manager.end()
 
@@ -363,9 +365,8 @@ class Passes:
         not end, or inside of gathered()."""
         unit_manager = self._unit_manager
         unit_manager.require_awake()
-        if self.in_gathered_block:
-            raise _hoist.UsageError(f"{call} inside of gathered(): it would change the weights that the block has. Leave the "
-                                    "block first")
+        if self.gathered_blocks:
+            raise _hoist.UsageError(f"{call} inside of gathered(), whose weights it would release: leave the block first")
         self._step_was_called = True
         if unit_manager.current_pass == _hoist.Pass.train:
             if self._backward_seen or unit_manager.has_gradients():

@@ -369,7 +369,8 @@ def _take_edits(model: Any) -> None:
 def _refuse_absent(model: Any) -> None:
     """Errors: UsageError for a parameter or buffer whose values were made from ones that are still in files."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not hasattr(tensor, "initial_values") and not tensor.is_meta and tensor.isnan().any():
+        is_known = hasattr(tensor, "initial_values") or getattr(tensor, "has_nan_of_its_own", False)
+        if not is_known and not tensor.is_meta and tensor.isnan().any():
             raise _change_of(name)
 
 
@@ -466,6 +467,8 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
     for module in model.modules():  # now: to initialize a module with a parametrization calls that
         if any(map(_is_in_files, module._parameters.values())):
             module.register_forward_pre_hook(_refuse_call)
+    for buffer in model.buffers():
+        buffer.has_nan_of_its_own = bool(buffer.isnan().any())
     model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)
 
 
