@@ -257,14 +257,14 @@ bool UnitManager::backward_of_call(std::uint32_t index) {
   return true;
 }
 
-void UnitManager::recomputed_input_arrived(std::uint32_t index, std::int64_t task, std::size_t inputs_left) {
-  const auto begun = std::ranges::find(recomputations_, Recomputation{index, task});
+void UnitManager::recomputed_input_arrived(const Recomputation& recomputation, std::size_t inputs_left) {
+  const auto begun = std::ranges::find(recomputations_, recomputation);
   if (inputs_left > 0) {
-    if (begun == recomputations_.end()) recomputations_.push_back({index, task});
+    if (begun == recomputations_.end()) recomputations_.push_back(recomputation);
     return;
   }
   if (begun != recomputations_.end()) recomputations_.erase(begun);
-  input_arrived(index, Input::recomputed);
+  input_arrived(recomputation.unit, Input::recomputed);
 }
 
 // Graph tasks are numbered as they begin, and one that is nested in another ends before the other goes on.

@@ -208,9 +208,15 @@ class UnitManager {
     given,       // it begins the graph of the whole pass: the program may use it late in the call, and weights before
   };
   void input_arrived(std::uint32_t unit, Input input);
-  // The same of one of several inputs of a recomputation, which autograd's graph task `task` makes: the gradients of
-  // `inputs_left` others may still come.
-  void recomputed_input_arrived(std::uint32_t unit, std::int64_t task, std::size_t inputs_left);
+  // A call that is made once more, for a backward pass: by which of autograd's graph tasks.
+  struct Recomputation {
+    std::uint32_t unit;
+    std::int64_t task;
+    const void* call;  // tells calls apart
+    bool operator==(const Recomputation&) const = default;
+  };
+  // The same of one of its inputs: the gradients of `inputs_left` others may still come.
+  void recomputed_input_arrived(const Recomputation& recomputation, std::size_t inputs_left);
   // Ends the recomputations that have gradients of some of their inputs, and whose backward pass is over: the graph
   // task under way is the one that made them, or one around it.
   void end_recomputations();
@@ -342,11 +348,6 @@ class UnitManager {
   std::uint64_t arrived_count_ = 0;
   bool walked_ = false;  // in this pass, by a backward pass or torch.autograd.grad()
   bool walks_again_ = false;
-  struct Recomputation {
-    std::uint32_t unit;
-    std::int64_t task;
-    bool operator==(const Recomputation&) const = default;
-  };
   std::vector<Recomputation> recomputations_;  // that have gradients of some of their inputs
   PendingGradients collecting_;                // of the unit whose gradients are coming in
   std::deque<PendingGradients> adding_;        // of those before, oldest first

@@ -245,7 +245,7 @@ struct InputHook {  // on inputs of one call of a unit
     if (inputs_left == 0 || unit_manager->pass() != Pass::train) return;
     --inputs_left;
     if (input == UnitManager::Input::recomputed) {
-      unit_manager->recomputed_input_arrived(unit, task, inputs_left);
+      unit_manager->recomputed_input_arrived({unit, task, this}, inputs_left);
     } else {
       unit_manager->input_arrived(unit, input);
     }

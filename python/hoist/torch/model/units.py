@@ -152,8 +152,9 @@ def _join(prefix: str, name: str) -> str:
 def reads_weights_in_backward(module: nn.Module) -> bool:
     """False if the backward pass of the module's calls does without its weights: embeddings, where no class of the program's and
     no hook computes something else with them."""
-    return not (isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and module.max_norm is None
-                and module._parameters.keys() == {"weight"})
+    own_forward = "forward" in vars(module) or type(module).forward is not nn.Embedding.forward
+    return not isinstance(module, nn.Embedding) or own_forward or module.max_norm is not None or (
+        module._parameters.keys() != {"weight"})
 
 
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, type, type(None), nn.Module, torch.dtype, torch.device, types.ModuleType,

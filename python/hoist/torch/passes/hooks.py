@@ -100,6 +100,9 @@ class ModuleHook:
                 passes.enter_outermost(module)
         call = Call(self)
         passes.calls.append(call)
+        task = torch._C._current_graph_task_id()  # -1: none, so that this is no recomputation
+        if task != -1:
+            unit_manager.end_recomputations()
         for unit in self.units if torch.is_grad_enabled() else self.units + self.reference_units:
             unit_manager.enter(unit)
             call.entered.append(unit)
@@ -107,13 +110,9 @@ class ModuleHook:
             return
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         call.made_before = _nodes_of(inputs)
-        task = torch._C._current_graph_task_id()  # -1: none, so that this is no recomputation
         begins_graph = bool(inputs) and (_begins_graph(inputs[0]) if task == -1 else inputs[0].grad_fn is None)
-        watched = inputs[:1]
-        if task != -1:
-            unit_manager.end_recomputations()
-            if begins_graph:  # weights may be needed between the gradients of its inputs: the last of them ends it
-                watched = [tensor for tensor in inputs if tensor.grad_fn is None]
+        # A recomputation may need weights between the gradients of its inputs: the last of them ends it.
+        watched = [t for t in inputs if t.grad_fn is None] if begins_graph and task != -1 else inputs[:1]
         for unit in call.entered if watched else ():
             hook = unit_manager.input_hook(unit, begins_graph, task, len(watched))
             for tensor in watched:
