@@ -212,7 +212,7 @@ said = []
 def refused(**options):
     try:
         hoist.torch.wrap(options.pop("model", Net()), config, **options)
-    except hoist.UsageError as error:
+    except (hoist.UsageError, hoist.CommError) as error:  # its own, or that of a rank that was faster
         said.append(str(error))
 refused(mesh=mesh)
 refused(tensor_parallel=mesh["tp"])
