@@ -88,7 +88,7 @@ class DriveQueue::Impl {
   bool progressed_ = false;  // a block has finished since take_arrivals, or the queue was told to end
   bool draining_ = false;
 
-  std::array<BusyClock, 3> busy_;  // by Operation; nobody asks for that of sync
+  std::array<BusyClock, 3> busy_;  // one for each Operation; that of sync is not read
   std::atomic<std::uint64_t> read_bytes_{0};
   std::atomic<std::uint64_t> written_bytes_{0};
   std::atomic<std::uint64_t> retries_{0};

@@ -208,11 +208,11 @@ class UnitManager {
     given,       // it begins the graph of the whole pass: the program may use it late in the call, and weights before
   };
   void input_arrived(std::uint32_t unit, Input input);
-  // A call that is made once more, for a backward pass: by which of autograd's graph tasks.
+  // A call of a unit that is made once more, for a backward pass.
   struct Recomputation {
     std::uint32_t unit;
-    std::int64_t task;
-    const void* call;  // tells calls apart
+    std::int64_t task;  // the graph task of autograd that makes the call
+    const void* call;   // tells calls apart
     bool operator==(const Recomputation&) const = default;
   };
   // The same of one of its inputs: the gradients of `inputs_left` others may still come.

@@ -89,9 +89,8 @@ void UnitManager::note_refusal(const std::string& parameter) {
     throw UsageError(fmt::format(
         "in vertical order a gradient of '{}' arrived in the backward pass of other layers: micro-batches use "
         "different layers (early exit, routing to experts, varying repeats), layers that share weights are called in "
-        "turns, or a "
-        "tensor of its layer, kept in an attribute perhaps, leads to the loss beside what forward() returns. Return it "
-        "from forward(), or use horizontal order",
+        "turns, or a tensor of its layer, kept in an attribute perhaps, leads to the loss beside what forward() "
+        "returns. Return it from forward(), or use horizontal order",
         parameter));
   }
   if (!gradient_places_) {

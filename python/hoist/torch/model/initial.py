@@ -164,7 +164,7 @@ class InitialValues:
 
 
 def _shows_gaps(dtype: torch.dtype) -> bool:
-    """Whether _unset() makes elements that no program sets on purpose."""
+    """Whether _unset() marks each element, with NaN."""
     return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
 
 
@@ -260,4 +260,3 @@ def refuse_unset(buffers: Iterable[NewBuffer]) -> None:
             f"buffer '{buffer.name}' is on the meta device and nothing says what it holds, or not all of it: build "
             f"{type(buffer.module).__name__} outside of torch.device('meta'), or pass initialize=..., a function that also fills "
             "the buffers of a module")
-

@@ -36,6 +36,8 @@ def dtype_of(config: _hoist.Config) -> torch.dtype | None:
 
 @dataclass(slots=True)  # a model may have 100,000
 class Declared:
+    """A parameter as the engine knows it, and as it was when it was declared."""
+
     name: str
     number: int  # in the engine
     unit: int

@@ -38,8 +38,8 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
 
 
 def _begins_graph(tensor: torch.Tensor) -> bool:
-    """Whether the order in which autograd walks says nothing about its gradient and those of the call that is given it. What
-    another thread has made is numbered apart."""
+    """Whether the tensor's gradient may come before others of the call that it is given to are done: nothing made the tensor,
+    or another thread did, whose nodes autograd numbers apart."""
     return tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= torch.autograd._get_sequence_nr()
 
 
