@@ -404,7 +404,7 @@ def test_one_process_trains_on_one_of_several_gpus(tmp_path, caplog):
 
 @pytest.mark.cpu_tensors("activations are in the accelerator's memory, which is the process's")
 def test_memory_of_the_process_is_bounded(tmp_path):
-    """A model of 168 MB of masters and moments, on the meta device, trained and saved by Trainer in a fraction of that."""
+    """A model of 342 MB of masters and moments, on the meta device, trained and saved by Trainer in less than half of that."""
     program = textwrap.dedent(f"""
         import json, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
@@ -424,7 +424,7 @@ def test_memory_of_the_process_is_bounded(tmp_path):
         small(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-                vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+                vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=6,
                 num_key_value_heads=6, tie_word_embeddings=True, dtype=torch.bfloat16))
         parameters = sum(p.numel() for p in model.parameters())
         def initialize(module):
@@ -435,7 +435,7 @@ def test_memory_of_the_process_is_bounded(tmp_path):
                 module.inv_freq = module.original_inv_freq = rotary.inv_freq
         config = ds_config(path / "nvme")
         config["zero_optimization"]["sub_group_size"] = 131072
-        config["hoist"] = {{"device_memory": "16MiB", "pinned_memory": "56MiB"}}
+        config["hoist"] = {{"device_memory": "16MiB", "pinned_memory": "64MiB"}}
         args = arguments(path / "out", max_steps=4, save_strategy="steps", save_steps=2, per_device_train_batch_size=1,
                          gradient_accumulation_steps=1)
         trainer = trainer_of(args, config, model=model, hoist_options={{"initialize": initialize}})
@@ -450,11 +450,13 @@ def test_memory_of_the_process_is_bounded(tmp_path):
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1])
     state = 12 * result["parameters"]
-    assert state > 150e6
-    budgets = 72 * 2**20
-    slack = 44 * 2**20  # activations, PyTorch's threads, Trainer's imports, this engine's code
+    assert state > 340e6
+    budgets = 80 * 2**20
+    # Gradients of up to three units (4 MB each) on their way into pinned memory, 8 MiB of values on their way into files, 10 MB of
+    # code that is read for the first time, activations, and what malloc keeps between them: 32 to 49 MB, the most on a busy machine.
+    slack = 60 * 2**20
     assert result["grown"] < budgets + slack, result
-    assert budgets + slack < state
+    assert budgets + slack < 0.45 * state
     assert os.path.getsize(tmp_path / "out" / "checkpoint-4" / "model.safetensors") > 2 * result["parameters"]
 
 
