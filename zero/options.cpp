@@ -183,7 +183,7 @@ std::vector<OptionProblem> problems_between(const EngineOptions& options) {
   refuse((backward || detail::updates_under_forward(options)) && options.optimizer == Placement::device, kMode,
          kOptimizer,
          fmt::format("\"{}\" needs offloaded optimizer states; set {} to \"cpu\" or \"nvme\"",
-                     detail::update_mode_name(options), kOptimizer));
+                     update_mode_name(options.mode_of_updates()), kOptimizer));
   refuse(backward && options.gradient_clipping > 0, kMode, "gradient_clipping",
          "\"backward\" updates units before it knows the norm that clipping needs; set gradient_clipping to 0, or use "
          "\"forward\"");
@@ -201,6 +201,16 @@ const char* placement_name(Placement placement) {
 const char* placement_key(Placement placement) {
   static constexpr std::array kKeys{"none", "cpu", "nvme"};
   return kKeys.at(static_cast<std::size_t>(placement));
+}
+
+const char* update_mode_name(UpdateMode mode) {
+  static constexpr std::array kNames{"auto", "step", "forward", "backward"};
+  return kNames.at(static_cast<std::size_t>(mode));
+}
+
+UpdateMode EngineOptions::mode_of_updates() const {
+  if (update_mode != UpdateMode::automatic) return update_mode;
+  return optimizer == Placement::device ? UpdateMode::step : UpdateMode::forward;
 }
 
 std::vector<std::string> EngineOptions::drive_directories() const {

@@ -111,6 +111,8 @@ enum class UpdateMode : std::uint8_t {
   backward,
 };
 
+const char* update_mode_name(UpdateMode mode);  // "forward", as in the configuration
+
 // The order in which a step runs its micro-batches.
 enum class MicroBatchOrder : std::uint8_t {
   horizontal,  // one pass each; a layer's weights are gathered in each of them
@@ -227,6 +229,7 @@ struct EngineOptions {
   bool uses_nvme() const { return parameters == Placement::nvme || optimizer == Placement::nvme; }
   // Whether steps end in commits, without a call of save().
   bool commits_steps() const { return uses_nvme() && durability == tiers::Durability::step; }
+  UpdateMode mode_of_updates() const;                  // never `automatic`
   std::vector<std::string> drive_directories() const;  // store_directory, then stripe_directories
 };
 

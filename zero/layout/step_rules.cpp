@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <array>
 #include <cstddef>
 #include <optional>
 
@@ -38,18 +37,8 @@ unsigned passes_of_a_step(const EngineOptions& options) {
   return gradient_sums(options) == GradientSums::in_memory ? options.micro_batches_max : 1;
 }
 
-UpdateMode update_mode(const EngineOptions& options) {
-  if (options.update_mode != UpdateMode::automatic) return options.update_mode;
-  return options.optimizer == Placement::device ? UpdateMode::step : UpdateMode::forward;
-}
-
-const char* update_mode_name(const EngineOptions& options) {
-  constexpr std::array kNames{"auto", "step", "forward", "backward"};
-  return kNames[static_cast<std::size_t>(update_mode(options))];
-}
-
 std::string describe_updates(const EngineOptions& options) {
-  std::string text = fmt::format("update mode {}", update_mode_name(options));
+  std::string text = fmt::format("update mode {}", update_mode_name(options.mode_of_updates()));
   if (options.update_mode == UpdateMode::automatic)
     text += fmt::format(" (auto: optimizer states are {})",
                         options.optimizer == Placement::device ? "on the device" : "offloaded");
@@ -61,12 +50,12 @@ UpdateOrder update_order(const EngineOptions& options) {
   return delivers ? UpdateOrder::on_request : UpdateOrder::expected;
 }
 
-bool hands_gradients_on(const EngineOptions& options) { return update_mode(options) == UpdateMode::backward; }
+bool hands_gradients_on(const EngineOptions& options) { return options.mode_of_updates() == UpdateMode::backward; }
 bool may_spill_gradients(const EngineOptions& options) {
   return options.gradient_spill_units == 0u && options.uses_nvme() && options.optimizer != Placement::device &&
          !hands_gradients_on(options);
 }
-bool updates_under_forward(const EngineOptions& options) { return update_mode(options) == UpdateMode::forward; }
+bool updates_under_forward(const EngineOptions& options) { return options.mode_of_updates() == UpdateMode::forward; }
 
 bool writes_resident_state(const EngineOptions& options, bool committed) {
   return options.commits_steps() && committed;

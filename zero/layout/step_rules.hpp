@@ -23,10 +23,7 @@ std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Mo
 GradientSums gradient_sums(const EngineOptions& options);
 unsigned passes_of_a_step(const EngineOptions& options);
 
-// The mode that steps are carried out in: never `automatic`. It chooses the UpdatePolicy; all other code asks what the
-// mode means, by the functions below.
-UpdateMode update_mode(const EngineOptions& options);
-const char* update_mode_name(const EngineOptions& options);  // as in the configuration
+// The mode of updates chooses the UpdatePolicy. All other code asks what it means, by the functions below.
 std::string describe_updates(const EngineOptions& options);  // "update mode forward", and why `automatic` chose it
 
 // Whether units wait in the update queue until somebody asks for them, or follow the order of the next pass.

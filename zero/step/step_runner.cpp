@@ -84,11 +84,7 @@ void StepRunner::check_options(const StepOptions& options) {
         fmt::format("step() with a largest norm of {}, which leaves no gradient: leave it out for no limit",
                     options.gradient_norm_max));
   }
-  if (std::isfinite(options.gradient_norm_max) && policy_->is_decided()) {
-    throw UsageError(
-        "a largest norm for a step whose units were updated in the backward pass (hoist.update_mode "
-        "\"backward\"); \"forward\" knows the norm before it updates");
-  }
+  if (std::isfinite(options.gradient_norm_max)) policy_->require_no_norm_limit();
 }
 
 // The step is applied if its norm is finite, and skipped otherwise.

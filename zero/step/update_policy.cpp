@@ -198,6 +198,13 @@ class UpdateInBackward final : public UpdatePolicy {
     for (const UnitId owner : parts_.table.unit(id).tied) require(owner);
   }
 
+  void require_no_norm_limit() const override {
+    if (!is_decided()) return;
+    throw UsageError(
+        "a largest norm for a step whose units were updated in the backward pass (hoist.update_mode "
+        "\"backward\"); \"forward\" knows the norm before it updates");
+  }
+
   std::exception_ptr undone(const std::string& why) override {
     // The commit of the step before may still be under way; telling the other ranks of a failure would break it off.
     // Where it fails, more is lost than this step.
@@ -276,7 +283,7 @@ class UpdateInBackward final : public UpdatePolicy {
 }  // namespace
 
 std::unique_ptr<UpdatePolicy> make_update_policy(const StepParts& parts) {
-  const UpdateMode mode = update_mode(parts.options);
+  const UpdateMode mode = parts.options.mode_of_updates();
   if (mode == UpdateMode::backward) return std::make_unique<UpdateInBackward>(parts);
   return std::make_unique<UpdateAfterNorm>(parts, /*step_waits=*/mode != UpdateMode::forward);
 }

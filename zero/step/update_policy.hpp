@@ -57,6 +57,8 @@ class UpdatePolicy {
   virtual bool is_decided() const { return false; }
   // UsageError, naming `call`, while is_decided().
   virtual void require_undecided(const char*) const {}
+  // UsageError when units were updated before the step's norm was known.
+  virtual void require_no_norm_limit() const {}
   // UsageError when the unit's weights may be changing already.
   virtual void require_gatherable(UnitId) const {}
   // Why the engine fails when a decided step is dropped because of `why`: a StepUndoneError, or what the step before
