@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients on NVMe between backward and update: the same bits, within budgets that hold no gradients, verified; what
 // fails with them says where. The bytes are in budget_test.cpp, more placements in placement_test.cpp.
+#include <algorithm>
 #include <filesystem>
+#include <span>
 #include <thread>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -52,6 +55,49 @@ TEST(Spill, ARestoreIntoANewStoreNeedsNoMoreThanWithAllSpilled) {
   const std::uint64_t needed = restore(kAll, round_up(least, kBlockAlignment));
   ASSERT_GT(needed, least);
   EXPECT_EQ(restore(std::nullopt, needed), 0u);
+}
+
+// --- what is read
+
+// Of the unit that the next pass needs first, all state is in memory and the gradient is on NVMe: it takes a buffer,
+// and none of those that were read ahead.
+TEST(Spill, WhatIsReadAheadIsReadOnce) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::device, Placement::nvme, directory / "store");
+  setup.engine.gradient_spill_units = kAll;
+  setup.engine.optimizer_pinned_fraction = 0.1;
+  setup.engine.sub_group_elements = 64 * 1024;
+  setup.engine.update_buffer_count = 8;
+  Model model;
+  for (int unit = 0; unit < 5; ++unit)
+    model.add_unit(fmt::format("unit{}", unit), {{.name = fmt::format("weight{}", unit), .shape = {200'000}}});
+  const UnitId first = model.add_unit("small", {{.name = "small.weight", .shape = {100}}});
+  Runtime runtime(setup.runtime);
+  Engine engine = Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, 1.0f);
+  });
+  const auto stream = runtime.device().create_stream("compute");
+  const auto read_in = [&](int steps) {
+    const std::uint64_t before = runtime.ledger().totals(Link::nvme_read).bytes;
+    for (int step = 0; step < steps; ++step) {
+      {
+        const auto pass = engine.begin(Pass::train);
+        for (std::uint32_t unit = first.index + 1; unit-- > 0;) engine.gather(UnitId{unit}, *stream).release(*stream);
+        for (std::uint32_t unit = first.index + 1; unit-- > 0;) {
+          engine.gather(UnitId{unit}, *stream).release(*stream);
+          engine.gradients(UnitId{unit}, *stream);
+          engine.finish(UnitId{unit}, *stream);
+        }
+        stream->synchronize();
+      }
+      engine.step();
+    }
+    engine.settle();
+    return runtime.ledger().totals(Link::nvme_read).bytes - before;
+  };
+  read_in(2);
+  const auto read = static_cast<double>(read_in(6));
+  EXPECT_NEAR(read, 6.0 * static_cast<double>(engine.formula_bytes().nvme_read), 0.02 * read);
 }
 
 // --- the same bits

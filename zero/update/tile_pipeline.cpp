@@ -211,7 +211,9 @@ void TilePipeline::read_ahead(const WalkOptions& walk, std::span<const UnitId> u
       for (std::size_t index = first_sub_group_[unit.index]; index < first_sub_group_[unit.index + 1]; ++index) {
         const SubGroup& sub_group = memory_.sub_groups()[index];
         if (memory_.device_only(unit)) break;  // none of it is only on NVMe
-        if (memory_.plan().units().buffered_bytes(sub_group).record() == 0 || read_already(sub_group) != ahead_.end())
+        // One whose gradient alone is on NVMe takes its buffer here: in start() it would take one from those read
+        // ahead.
+        if (memory_.plan().units().buffered_bytes(sub_group).total() == 0 || read_already(sub_group) != ahead_.end())
           continue;
         Buffer* const buffer = idle_buffer({});
         if (buffer == nullptr) return;
