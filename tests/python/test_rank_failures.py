@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import hoist
 import hoist.torch
-from hoist.torch.ranks import distributed, job_store
+from hoist.torch.ranks import channels, distributed, job_store
 from ranks import free_port, results, start, texts_of
 from test_distributed import train_share, with_room
 from training import make
@@ -161,6 +161,21 @@ def test_a_store_that_fails_in_the_process_itself_names_no_other_process():
     store = job_store.JobStore(dist.HashStore(), job_store._Thread())
     with pytest.raises(job_store.StoreLost, match="^torch.distributed's store failed: No space left on device$"):
         store.ask(fail)
+
+
+def test_ranks_that_torchrun_starts_again_hear_nothing_of_those_before(monkeypatch):
+    """The store is torchrun's, and goes on."""
+    def start():
+        monkeypatch.setattr(channels, "_numbers", {})
+        return channels._Start((0,))
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    start().fail("its own reason")
+    assert start().why(1) == "rank 0 failed: its own reason"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert start().why(1) is None
 
 
 def test_a_rank_that_comes_too_late_for_wrap_waits_for_nobody(settings, tmp_path):

@@ -95,4 +95,6 @@ class JobStore:
 
 def job_store() -> JobStore:
     store = dist.distributed_c10d._get_default_store()
-    return JobStore(store, _threads.get(store) or _threads.setdefault(store, _Thread()))
+    whole = JobStore(store, _threads.get(store) or _threads.setdefault(store, _Thread()))
+    # torchrun starts ranks again beside the same store, which still has what those before them said.
+    return whole.part(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
