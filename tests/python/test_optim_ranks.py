@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """hoist.optim with offloaded states that ranks divide among them, beside DistributedDataParallel: the bits of one process."""
 
+import os
 
 import pytest
 import torch
@@ -74,7 +75,10 @@ def alone(last=8):
 @pytest.mark.parametrize("divided", [True, False])
 def test_two_ranks_with_ddp_are_one_process_with_both_batches(tmp_path, offload, divided):
     """fp32, bit for bit: DDP halves each gradient and adds them, which one process does with halved losses."""
-    assert on_two_ranks(tmp_path, "store", divided, offload) == [alone(), alone()]
+    mirror = {"settings": {"mirror": {"path": str(tmp_path / "mirror")}}} if offload == "nvme" else {}
+    assert on_two_ranks(tmp_path, "store", divided, offload, **mirror) == [alone(), alone()]
+    if mirror:
+        assert sorted(os.listdir(tmp_path / "mirror")) == (["hoist"] if divided else ["rank-0", "rank-1"])
 
 
 def test_dividing_bf16_states_changes_no_bit(tmp_path):

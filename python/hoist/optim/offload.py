@@ -157,6 +157,8 @@ class Offloaded:
             paths = [os.fspath(d) for d in ([directory] if isinstance(directory, (str, os.PathLike)) else directory)]
             if len(job) > len(members):  # each group of ranks has a store
                 paths = [os.path.join(path, f"rank-{members[0]}") for path in paths]
+                if isinstance(mirror := settings.get("mirror"), dict) and isinstance(mirror.get("path"), (str, os.PathLike)):
+                    settings["mirror"] = {**mirror, "path": os.path.join(mirror["path"], f"rank-{members[0]}")}
             if offload == "nvme":
                 place["nvme_path"] = paths if len(paths) > 1 else paths[0]
             elif len(paths) > 1:
