@@ -15,6 +15,7 @@ and the directory has a client state of.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import io
@@ -197,6 +198,8 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
         os.replace(partial, path)
         sync(os.path.dirname(path) or ".")
     except Exception as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
         failure = raw and raw.error or error
         if failure is own or not isinstance(failure, OSError):
             raise

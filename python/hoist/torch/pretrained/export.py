@@ -19,7 +19,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hoist import _hoist
-from hoist.torch.checkpoint.checkpoints import sync
+from hoist.torch.checkpoint.checkpoints import io_error, sync
 from hoist.torch.checkpoint.directories import made_and_locked
 from hoist.torch.model.weight_files import NAMES, plain
 from hoist.torch.pretrained.loading import IS_4
@@ -225,7 +225,7 @@ _OLD = ".old"
 @contextlib.contextmanager
 def _new_model(directory: str) -> Iterator[str]:
     """A folder in `directory` for a model's files, which replace those of the model there when all are complete. If writing
-    them fails, the folder is removed, and the directory is as it was. Errors: UsageError if another program is at it."""
+    them fails, the folder is removed, and the directory is as it was. Errors: UsageError if another program is at it, IoError."""
     folder = os.path.join(directory, _FOLDER)
     with made_and_locked(directory, _FOLDER + ".lock", "save_pretrained()"):
         _finish_move(folder, directory)
@@ -238,8 +238,10 @@ def _new_model(directory: str) -> Iterator[str]:
             yield folder
             for path, _, files in os.walk(folder):
                 sync(path, *(os.path.join(path, file) for file in files))
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno and not isinstance(error, _hoist.IoError):
+                raise io_error(error.errno, directory, f"writing the model to {directory} failed: {error.strerror}") from error
             raise
         _move_up(folder, directory)  # if this fails, the files that were not moved stay in the folder
         shutil.rmtree(folder)
