@@ -85,11 +85,13 @@ std::string checkpoint_text(const CommitHeader& checkpoint) {
   return fmt::format("{} (step {})", checkpoint.name, checkpoint.step);
 }
 
+// The store does not say whether its run has a mirror, which uses one of the places.
 std::string checkpoints_text(const StoreSummary& store) {
-  if (!is_whole(store))
-    return fmt::format("unknown: those that all ranks have, and some are not here; room for {}", store.checkpoints_max);
+  const std::string room =
+      fmt::format("room for {} ({} with a mirror)", store.checkpoints_max, store.checkpoints_max - 1);
+  if (!is_whole(store)) return "unknown: those that all ranks have, and some are not here; " + room;
   const std::string text = listed(store.checkpoints, checkpoint_text);
-  return fmt::format("{}; room for {}", text.empty() ? "none" : text, store.checkpoints_max);
+  return fmt::format("{}; {}", text.empty() ? "none" : text, room);
 }
 
 // "step 3 (after restart 1, saved again 2 times)"

@@ -42,14 +42,14 @@ struct Superblock {
   std::uint64_t caller_state_bytes_max = 0;
   std::uint32_t record_count = 0;
   std::uint64_t tile_count = 0;         // of all records
-  std::uint64_t geometry_checksum = 0;  // over every segment of every record: dtype, trainability, elements
+  std::uint64_t geometry_checksum = 0;  // over every segment of every record: dtype, form of the state, elements
   std::string layout;                   // the identity text
   // How the data is spread over drives: aio::StripeLayout::encode(), then each drive's directory, a line each. Empty:
   // one drive, the manifest's own directory.
   std::string stripes;
-  std::uint32_t checkpoints_max = 0;
+  std::uint32_t checkpoints_max = 0;  // and held commits
 
-  // One slot more than named checkpoints, so that a new one is whole before an old one goes.
+  // One slot more than places for checkpoints, so that a new one is whole before an old one goes.
   std::uint32_t slot_count() const { return kSlotCount + (checkpoints_max > 0 ? checkpoints_max + 1 : 0); }
   // Positions, all multiples of 4 KiB.
   std::uint64_t superblock_bytes() const {

@@ -10,7 +10,6 @@
 #include <sys/stat.h>
 
 #include <hoist/aio/transfer_memory.hpp>
-#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/first_difference.hpp>
 #include <hoist/tiers/detail/manifest_view.hpp>
@@ -97,10 +96,11 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
     refuse(fmt::format("was made with durability '{}' and cannot be continued with '{}'",
                        durability_name(stored.durability), durability_name(mine.durability)));
   if (stored.checkpoints_max < mine.checkpoints_max)
-    refuse(fmt::format(
-        "has room for {} named checkpoints, and {} are asked for (hoist.keep_steps); ask for as many as it has, "
-        "or start a new store from it",
-        stored.checkpoints_max, mine.checkpoints_max));
+    refuse(
+        fmt::format("has {} places for named checkpoints and a mirror's commit, and {} are asked for "
+                    "(hoist.keep_steps, and one with "
+                    "hoist.mirror); ask for as many as it has, or start a new store from it",
+                    stored.checkpoints_max, mine.checkpoints_max));
   if (stored.caller_state_bytes_max < mine.caller_state_bytes_max)
     refuse(
         fmt::format("has room for {} bytes of caller state, and {} are asked for; ask for {} less "
@@ -360,7 +360,7 @@ std::vector<std::string> Store::wrong_data_files(const std::string& directory, i
     } else if (d > 0) {
       try {
         if (!detail::find_drive(made_in, {}, rank, {view.superblock->store_number, d, drive_count, directory}))
-          wrong.push_back(fmt::format("{} is another store's: its label is missing, or says so", drive.data));
+          wrong.push_back(fmt::format("{} belongs to another store, or has lost its label", drive.data));
       } catch (const IoError& error) {
         wrong.emplace_back(error.what());
       }

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist inspect: what a store holds, every damage of it, and nothing changed by looking.
-#include <map>
 #include <utility>
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
-#include <unistd.h>
 
 #include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
@@ -46,6 +44,14 @@ TEST_F(Inspect, SaysWhatTheModelIsAndWhereItResumes) {
     EXPECT_EQ(report["parameters"][4]["shape"], nlohmann::json({3, 1000}));
     EXPECT_EQ(report["parameters"][4]["trainable"], false);
   }
+}
+
+TEST_F(Inspect, AMirrorUsesOneOfTheCheckpointsPlaces) {
+  test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  setup.engine.keep_steps = 2;
+  setup.engine.mirror.directory = path("mirror");
+  test::train_then(1, setup, {}, 1, [](int, test::ToyModel&) {});
+  EXPECT_THAT(run("inspect store").output, HasSubstr("none; room for 3 (2 with a mirror)"));
 }
 
 TEST_F(Inspect, ARankThatIsElsewhereIsSaid) {

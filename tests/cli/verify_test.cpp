@@ -99,7 +99,7 @@ TEST_F(Verify, ReadsNamedCheckpointsToo) {
       if (step < 3) engine.save("kept " + std::to_string(step), {}).wait();
     }
   }
-  EXPECT_THAT(run("inspect store").output, HasSubstr("kept 1 (step 1), kept 2 (step 2); room for 2"));
+  EXPECT_THAT(run("inspect store").output, HasSubstr("kept 1 (step 1), kept 2 (step 2); room for 2 (1 with a mirror)"));
   const auto verified = [&](int exit_code) {
     const auto result = run("verify store --json report.json");
     EXPECT_EQ(result.exit_code, exit_code) << result.errors;

@@ -6,11 +6,12 @@
 #include <map>
 #include <optional>
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/message_of.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 #include <hoist/tiers/store_reader.hpp>
 
@@ -209,7 +210,14 @@ TEST_F(StoreCheckpointsTest, AskingForMoreRoomThanTheStoreHasIsRefused) {
     store->add_checkpoint("one", as_state("state of one")).wait();
   }
   const auto drive = clean_queue();
-  EXPECT_THROW(open_store(keeping(options_.directory, 3), *drive), StoreError);
+  const auto refusal = [&](const StoreOptions& options) {
+    return hoist::test::message_of<StoreError>([&] { open_store(options, *drive); });
+  };
+  const char* const places = "has 2 places for named checkpoints and a mirror's commit, and 3 are asked for";
+  EXPECT_THAT(refusal(keeping(options_.directory, 3)), testing::HasSubstr(places));
+  StoreOptions mirrored = keeping(options_.directory, 2);
+  mirrored.held_commits_max = 1;
+  EXPECT_THAT(refusal(mirrored), testing::HasSubstr(places));
   const auto store = open_store(keeping(options_.directory, 0), *drive);  // fewer is none of its concern
   EXPECT_EQ(store->checkpoints_max(), 2u);
   EXPECT_EQ(names(*store), std::vector<std::string>{"one"});

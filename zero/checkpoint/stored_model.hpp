@@ -57,7 +57,7 @@ struct StoreSummary {
   std::vector<tiers::CommitHeader> commits;
   std::vector<tiers::CommitHeader> all_commits;  // the same, with abandoned ones (Store::commits_and_abandoned())
   std::vector<tiers::CommitHeader> checkpoints;  // likewise, oldest first
-  std::uint32_t checkpoints_max = 0;
+  std::uint32_t checkpoints_max = 0;  // a run with a mirror needs one of these places for the commit that is copied
 };
 // Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it.
 // Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
