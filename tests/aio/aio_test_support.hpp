@@ -19,10 +19,12 @@
 #include <gtest/gtest.h>
 
 #include <hoist/aio/drive_queue.hpp>
+#include <hoist/aio/striped_file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 
 #include "../support/log_capture.hpp"
+#include "../support/temp_directory.hpp"
 
 namespace hoist::aio {
 
@@ -51,6 +53,23 @@ inline void fill_pattern(std::span<std::byte> bytes, std::uint64_t seed) {
 
 inline bool same_bytes(std::span<const std::byte> a, std::span<const std::byte> b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size()) == 0;
+}
+
+using DriveQueues = std::vector<std::unique_ptr<DriveQueue>>;
+
+inline std::string path_of_drive(const test::TempDirectory& directory, unsigned drive) {
+  return directory / ("drive" + std::to_string(drive));
+}
+
+// A new file with a part for each of the layout's drives in `directory`. Pre: there are as many queues.
+inline std::unique_ptr<StripedFile> make_striped_file(const test::TempDirectory& directory, const DriveQueues& queues,
+                                                      const StripeLayout& layout, std::uint64_t bytes) {
+  std::vector<StripeDrive> drives;
+  for (unsigned d = 0; d < layout.drive_count(); ++d)
+    drives.push_back(
+        {queues[d].get(),
+         File(path_of_drive(directory, d), {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, bytes)})});
+  return std::make_unique<StripedFile>(layout, std::move(drives));
 }
 
 template <typename Work>

@@ -235,7 +235,7 @@ class Freeze {
   std::thread watchdog_;
 };
 
-TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheEngineHasGone) {
+TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheQueueHasGone) {
   const SmallFileSystem drive(directory_.path().string(), "ext4");
   if (!drive.mounted()) GTEST_SKIP() << "a loop device cannot be mounted here (needs root)";
   // As its owner has to: given up for good when the queue says ETIMEDOUT.

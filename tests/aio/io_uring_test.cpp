@@ -9,10 +9,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <linux/audit.h>
 #include <linux/capability.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <sched.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -23,6 +20,7 @@
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/aio/io_uring_probe.hpp>
 #include <hoist/platform/topology.hpp>
+#include <hoist/tests/support/refused_system_call.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
@@ -30,22 +28,7 @@
 namespace hoist::aio::io_uring_test {
 namespace {
 
-// Makes a system call fail with `code` for the calling thread and what it starts, when its second argument has all
-// the bits of `second_argument_mask` (0: always).
-bool refuse_system_call(long number, int code, std::uint32_t second_argument_mask = 0) {
-  const auto error = SECCOMP_RET_ERRNO | (static_cast<std::uint32_t>(code) & SECCOMP_RET_DATA);
-  std::array<sock_filter, 7> filter{{
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<std::uint32_t>(number), 0, 4),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args) + sizeof(std::uint64_t)),
-      BPF_STMT(BPF_ALU | BPF_AND | BPF_K, second_argument_mask),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, second_argument_mask, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, error),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  }};
-  const sock_fprog program{static_cast<unsigned short>(filter.size()), filter.data()};
-  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
-}
+using test::refuse_system_call;
 
 void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Single calls beyond 2 GiB and beyond 4 GiB, where a 32-bit length or offset anywhere would show. Needs as much free
-// memory and disk; with several registered slices, over two drives, and at odd places.
+// Single calls beyond 2 GiB and beyond 4 GiB, where a 32-bit length or offset anywhere would show. With several
+// registered slices, over two drives, and at odd places. Needs 6 GiB of free memory and 8 GiB of free disk.
 #include <filesystem>
-#include <fstream>
 
 #include <gtest/gtest.h>
 
 #include <hoist/aio/unaligned.hpp>
+#include <hoist/core/kernel_files.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
@@ -17,15 +17,6 @@ namespace {
 
 constexpr std::uint64_t kBytes = 4 * kGiB + 3 * kMiB + 12 * kKiB;
 constexpr std::uint64_t kSlice = 1000 * kMiB;  // no power of two: some blocks straddle slices
-
-std::uint64_t available_memory() {
-  std::ifstream info("/proc/meminfo");
-  for (std::string word; info >> word;) {
-    std::uint64_t kib = 0;
-    if (word == "MemAvailable:" && info >> kib) return kib * kKiB;
-  }
-  return 0;
-}
 
 // Word i of the file is a function of i alone.
 constexpr std::uint64_t word(std::uint64_t index) { return index * 0x9E3779B97F4A7C15ull + 1; }
@@ -38,7 +29,7 @@ void fill_words(std::span<std::byte> bytes) {
 }
 
 // The first byte that differs from the file's own; the length when none does. `first` is a multiple of 8.
-std::uint64_t first_difference(std::span<const std::byte> bytes, std::uint64_t first) {
+std::uint64_t first_wrong_byte(std::span<const std::byte> bytes, std::uint64_t first) {
   for (std::uint64_t at = 0; at < bytes.size(); at += 8) {
     const std::uint64_t value = word((first + at) / 8);
     if (std::memcmp(bytes.data() + at, &value, std::min<std::uint64_t>(8, bytes.size() - at)) != 0) return at;
@@ -50,53 +41,45 @@ class LargeTransfers : public testing::TestWithParam<Way> {
  protected:
   void SetUp() override {
     if (const auto reason = unavailable(GetParam())) GTEST_SKIP() << *reason;
-    if (available_memory() < kBytes + 2 * kGiB) GTEST_SKIP() << "less than 6 GiB of memory are free";
+    if (field_bytes("/proc/meminfo", "MemAvailable").value_or(0) < kBytes + 2 * kGiB)
+      GTEST_SKIP() << "less than 6 GiB of memory are free";
     if (std::filesystem::space(directory_.path()).available < 2 * kBytes)
-      GTEST_SKIP() << "less than 9 GiB of disk are free";
+      GTEST_SKIP() << "less than 8 GiB of disk are free";
     memory_ = std::make_unique<AlignedBuffer>(kBytes);
     DriveQueueOptions options = queue_options(GetParam(), AlignedBuffer(File::kAlignment));
     options.registered_memory.clear();
     for (std::uint64_t at = 0; GetParam().registered && at < kBytes; at += kSlice)
       options.registered_memory.push_back(memory_->part(at, std::min(kSlice, kBytes - at)));
-    for (int drive = 0; drive < 2; ++drive)
-      queues_.push_back(std::unique_ptr<DriveQueue>(new DriveQueue(make_queue(GetParam(), options))));
-  }
-  StripedFile make(const StripeLayout& layout) {
-    std::vector<StripeDrive> drives;
-    for (unsigned d = 0; d < layout.drive_count(); ++d)
-      drives.push_back(
-          {queues_[d].get(), File(directory_ / std::to_string(d),
-                                  {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, kBytes)})});
-    return StripedFile(layout, std::move(drives));
+    queues_ = make_queues(2, GetParam(), options);
   }
   void wipe() { std::fill(memory_->span().begin(), memory_->span().end(), std::byte{0}); }
 
   test::TempDirectory directory_;
   std::unique_ptr<AlignedBuffer> memory_;
-  std::vector<std::unique_ptr<DriveQueue>> queues_;
+  DriveQueues queues_;
 };
 
 TEST_P(LargeTransfers, AreByteExactInOneCall) {
   for (const StripeLayout& layout : {StripeLayout::one_drive(), StripeLayout(3 * kMiB, {2, 1})}) {
     SCOPED_TRACE(layout.encode());
-    StripedFile file = make(layout);
+    const auto file = make_striped_file(directory_, queues_, layout, kBytes);
     fill_words(memory_->span());
-    file.write(0, memory_->span(), Priority::background).wait();
+    file->write(0, memory_->span(), Priority::background).wait();
     wipe();
-    file.read(0, memory_->span(), Priority::foreground).wait();
-    ASSERT_EQ(first_difference(memory_->span(), 0), kBytes);
+    file->read(0, memory_->span(), Priority::foreground).wait();
+    ASSERT_EQ(first_wrong_byte(memory_->span(), 0), kBytes);
 
     wipe();
     const auto half = memory_->part(8 * kKiB, 2 * kGiB + 4 * kKiB);
-    file.read(2 * kGiB, half, Priority::foreground).wait();
-    ASSERT_EQ(first_difference(half, 2 * kGiB), half.size());
+    file->read(2 * kGiB, half, Priority::foreground).wait();
+    ASSERT_EQ(first_wrong_byte(half, 2 * kGiB), half.size());
 
     wipe();
-    Unaligned door;
+    Unaligned unaligned;
     const auto odd = memory_->part(1224, 4 * kGiB + 77);  // aligned to the file, so that nearly all of it is direct
-    door.read(file, 1224, odd, Priority::foreground).wait();
-    ASSERT_EQ(first_difference(odd, 1224), odd.size());
-    for (const std::string& path : file.data_paths()) std::filesystem::remove(path);
+    unaligned.read(*file, 1224, odd, Priority::foreground).wait();
+    ASSERT_EQ(first_wrong_byte(odd, 1224), odd.size());
+    for (const std::string& path : file->data_paths()) std::filesystem::remove(path);
   }
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One logical file over several drives: the same bytes as one file, one drive's trouble is that drive's alone.
 #include <filesystem>
-#include <map>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -23,7 +22,7 @@ constexpr std::uint64_t kUnit = 64 * kKiB;
 // Directories as drives, a queue each.
 class Striped : public testing::Test {
  protected:
-  std::string path(unsigned drive) const { return directory_ / ("drive" + std::to_string(drive)); }
+  std::string path(unsigned drive) const { return path_of_drive(directory_, drive); }
 
   void add_queue(DriveQueueOptions options = {.block_bytes = 48 * kKiB, .queue_depth = 4}) {
     queues_.push_back(std::make_unique<DriveQueue>(options));
@@ -35,13 +34,8 @@ class Striped : public testing::Test {
     return faults;
   }
   std::unique_ptr<StripedFile> make(const StripeLayout& layout, std::uint64_t bytes) {
-    std::vector<StripeDrive> drives;
-    for (unsigned d = 0; d < layout.drive_count(); ++d) {
-      if (queues_.size() == d) add_queue();
-      drives.push_back(
-          {queues_[d].get(), File(path(d), {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, bytes)})});
-    }
-    return std::make_unique<StripedFile>(layout, std::move(drives));
+    while (queues_.size() < layout.drive_count()) add_queue();
+    return make_striped_file(directory_, queues_, layout, bytes);
   }
   std::unique_ptr<StripedFile> open(const StripeLayout& layout) {
     std::vector<StripeDrive> drives;
@@ -50,7 +44,7 @@ class Striped : public testing::Test {
   }
 
   test::TempDirectory directory_;
-  std::vector<std::unique_ptr<DriveQueue>> queues_;
+  DriveQueues queues_;
 };
 
 TEST_F(Striped, EveryRangeIsByteExactWhateverTheWeights) {

@@ -69,19 +69,11 @@ class UnalignedTransfers : public testing::TestWithParam<Way> {
     if (const auto reason = unavailable(GetParam())) GTEST_SKIP() << *reason;
     DriveQueueOptions options = queue_options(GetParam(), memory_);
     options.block_bytes = kBlock;
-    for (int drive = 0; drive < 2; ++drive) queues_.push_back(make_queue(options));
+    queues_ = make_queues(2, GetParam(), options);
   }
 
-  std::unique_ptr<DriveQueue> make_queue(const DriveQueueOptions& options) const {
-    return std::unique_ptr<DriveQueue>(new DriveQueue(aio::make_queue(GetParam(), options)));
-  }
   std::unique_ptr<StripedFile> make_file(const StripeLayout& layout, std::uint64_t bytes) const {
-    std::vector<StripeDrive> drives;
-    for (unsigned d = 0; d < layout.drive_count(); ++d)
-      drives.push_back(
-          {queues_[d].get(), File(directory_ / ("drive" + std::to_string(d)),
-                                  {.mode = OpenMode::create, .reserve_bytes = layout.drive_bytes(d, bytes)})});
-    return std::make_unique<StripedFile>(layout, std::move(drives));
+    return make_striped_file(directory_, queues_, layout, bytes);
   }
   std::vector<std::byte> contents(StripedFile& file, std::uint64_t bytes) const {
     const AlignedBuffer whole(bytes);
@@ -92,7 +84,7 @@ class UnalignedTransfers : public testing::TestWithParam<Way> {
   static constexpr std::uint64_t kMemoryBytes = 2 * kMiB;
   test::TempDirectory directory_;
   AlignedBuffer memory_;
-  std::vector<std::unique_ptr<DriveQueue>> queues_;
+  DriveQueues queues_;
 };
 
 const StripeLayout& two_drives() {

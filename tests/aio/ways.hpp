@@ -60,6 +60,12 @@ inline DriveQueue make_queue(const Way& way, const DriveQueueOptions& options) {
   return DriveQueue(options, test::make_faulty_backend(options, faults));
 }
 
+inline DriveQueues make_queues(unsigned count, const Way& way, const DriveQueueOptions& options) {
+  DriveQueues queues;
+  for (unsigned i = 0; i < count; ++i) queues.emplace_back(new DriveQueue(make_queue(way, options)));
+  return queues;
+}
+
 // Why this machine does not let us, for a skip.
 inline std::optional<std::string> unavailable(const Way& way) {
   if (way.backend != BackendKind::io_uring) return std::nullopt;

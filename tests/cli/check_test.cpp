@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `hoist check` predicts.
+// What `hoist check` predicts and refuses, and that no command overwrites a file that it reads.
 #include <filesystem>
 #include <regex>
 #include <sstream>

@@ -7,6 +7,8 @@
 #include <gmock/gmock.h>
 #include <unistd.h>
 
+#include <hoist/tests/support/damage.hpp>
+
 #include "program.hpp"
 #include "stores.hpp"
 
@@ -144,11 +146,7 @@ TEST_F(Copy, AnotherStoreIsNeverOverwritten) {
 TEST_F(Copy, DamageIsNamedAndNothingOfItRemains) {
   test::make_store(path("store"), 2, 0);
   const std::string data = path("store/rank-00001.data");
-  {
-    std::fstream file(data, std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(static_cast<std::streamoff>(fs::file_size(data) / 4));  // in the middle of the first commit's extents
-    file << "damage";
-  }
+  test::flip_bits(data, fs::file_size(data) / 4);  // in the middle of the first commit's extents
   const auto result = run("copy store --to copy");
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.errors, HasSubstr("rank-00001.data"));

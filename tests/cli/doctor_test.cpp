@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist doctor: right about this machine, about machines made of files, and where io_uring is forbidden.
-#include <set>
+#include <map>
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
@@ -16,6 +13,8 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/drive.hpp>
 #include <hoist/tests/support/machine_of_files.hpp>
+#include <hoist/tests/support/refused_system_call.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
 
 #include "program.hpp"
 
@@ -81,15 +80,9 @@ TEST_F(Doctor, APathThatCannotBeWrittenIsMissing) {
 }
 
 TEST_F(Doctor, MemoryIsNoDrive) {
-  struct Removal {
-    ~Removal() {
-      std::error_code ignored;
-      fs::remove_all(path, ignored);
-    }
-    std::string path;
-  } directory{"/dev/shm/hoist-doctor-test-" + std::to_string(::getpid())};
-  if (!fs::create_directory(directory.path)) GTEST_SKIP() << "no /dev/shm here";
-  run("doctor --path " + directory.path + " --json report.json");
+  if (!fs::exists("/dev/shm")) GTEST_SKIP() << "no /dev/shm here";
+  const test::TempDirectory directory("/dev/shm");
+  run("doctor --path " + directory.path().string() + " --json report.json");
   const auto found = finding(json_of("report.json"), "file system");
   if (found["data"]["type"] != "tmpfs") GTEST_SKIP() << "/dev/shm is no tmpfs here";
   EXPECT_EQ(found["verdict"], "lacking");
@@ -103,24 +96,11 @@ TEST_F(Doctor, DoesNotWriteOverAStore) {
   EXPECT_EQ(test::contents_of(path("rank-00000.manifest")), "committed");
 }
 
-// Makes the io_uring calls of this process, and of what it becomes, fail with EPERM, as container runtimes do.
-void forbid_io_uring() {
-  sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-                          BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, __NR_io_uring_setup, 0, 2),
-                          BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, __NR_io_uring_register, 1, 0),
-                          BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-                          BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
-  const sock_fprog program{.len = std::size(filter), .filter = filter};
-  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
-    ::_exit(99);
-  }
-}
-
 TEST_F(Doctor, WorksWhereIoUringIsForbidden) {
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    forbid_io_uring();
+    if (!test::refuse_system_call(__NR_io_uring_setup, EPERM)) ::_exit(99);
     ::_exit(run("doctor --path . --json report.json").exit_code);
   }
   int status = 0;

@@ -10,6 +10,7 @@
 
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/python.hpp>
 
 #include "program.hpp"
@@ -33,13 +34,6 @@ class Export : public test::ProgramTest {
   }
 };
 
-std::vector<float> values_of(const interchange::SafetensorsModel& model, const std::string& name) {
-  const auto* tensor = model.find(name);
-  std::vector<float> values(tensor->info->bytes() / 4);
-  tensor->read(0, std::as_writable_bytes(std::span(values)));
-  return values;
-}
-
 TEST_F(Export, HoldsTheMastersBitByBit) {
   for (const int world_size : {1, 3}) {
     const std::string store = "store" + std::to_string(world_size);
@@ -51,7 +45,7 @@ TEST_F(Export, HoldsTheMastersBitByBit) {
     const interchange::SafetensorsModel model(path(to));
     EXPECT_EQ(model.metadata().at("hoist.step"), "2");
     EXPECT_EQ(model.tensors().size(), masters.size());
-    for (const auto& [name, expected] : masters) EXPECT_EQ(values_of(model, name), expected) << name;
+    for (const auto& [name, expected] : masters) EXPECT_EQ(test::values_of<float>(model, name), expected) << name;
     const auto report = json_of("report.json");
     EXPECT_EQ(report["step"], 2);
     EXPECT_EQ(report["tensors"], 9);
@@ -79,10 +73,9 @@ TEST_F(Export, Bf16HoldsTheWeightsOfTheForwardPass) {
   EXPECT_GT(names_in("weights").size(), 3u);
   const interchange::SafetensorsModel model(path("weights"));
   for (const auto& [name, expected] : masters) {
-    const auto* tensor = model.find(name);
-    ASSERT_EQ(tensor->info->type, interchange::TensorType::bf16);
-    std::vector<bf16> values(expected.size());
-    tensor->read(0, std::as_writable_bytes(std::span(values)));
+    ASSERT_EQ(model.find(name)->info->type, interchange::TensorType::bf16);
+    const auto values = test::values_of<bf16>(model, name);
+    ASSERT_EQ(values.size(), expected.size());
     for (std::size_t i = 0; i < values.size(); ++i) ASSERT_EQ(values[i], to_bf16(expected[i])) << name << " " << i;
   }
 }
@@ -92,10 +85,9 @@ TEST_F(Export, Fp16IsForModelsOfFp16) {
   ASSERT_EQ(run("export store --to weights --dtype fp16").exit_code, 0);
   const interchange::SafetensorsModel model(path("weights"));
   for (const auto& [name, expected] : masters) {
-    const auto* tensor = model.find(name);
-    ASSERT_EQ(tensor->info->type, interchange::TensorType::f16);
-    std::vector<std::uint16_t> values(expected.size());
-    tensor->read(0, std::as_writable_bytes(std::span(values)));
+    ASSERT_EQ(model.find(name)->info->type, interchange::TensorType::f16);
+    const auto values = test::values_of<std::uint16_t>(model, name);
+    ASSERT_EQ(values.size(), expected.size());
     for (std::size_t i = 0; i < values.size(); ++i)
       ASSERT_EQ(values[i], float_to_fp16(expected[i])) << name << " " << i;
   }
@@ -103,7 +95,7 @@ TEST_F(Export, Fp16IsForModelsOfFp16) {
   const interchange::SafetensorsModel whole(path("masters"));
   for (const auto& [name, expected] : masters) {
     if (!name.ends_with("frozen")) {
-      EXPECT_EQ(values_of(whole, name), expected) << name;
+      EXPECT_EQ(test::values_of<float>(whole, name), expected) << name;
     }
   }
   test::make_store(path("other"), 1, 1);
@@ -150,7 +142,7 @@ TEST_F(Export, WarnsOfNamesThatNoModelHasAndJoinsPiecesOfHoistOptim) {
   const auto* const whole = joined.find("parameter 1");
   ASSERT_NE(whole, nullptr);
   EXPECT_THAT(whole->info->shape, testing::ElementsAre(100, 2));
-  const std::vector<float> values = values_of(joined, "parameter 1");
+  const std::vector<float> values = test::values_of<float>(joined, "parameter 1");
   EXPECT_EQ(values.front(), 1000);
   EXPECT_EQ(values[139], 1139);
   EXPECT_EQ(values[140], 2000);
@@ -254,12 +246,8 @@ TEST_F(Export, BadInputIsRefusedBeforeAnythingIsWritten) {
 
 TEST_F(Export, DamageEndsItAndLeavesNothing) {
   test::make_store(path("store"), 1, 0);
-  const auto length = fs::file_size(path("store/rank-00000.data"));
-  {
-    std::fstream file(path("store/rank-00000.data"), std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(static_cast<std::streamoff>(length / 4));  // in the middle of the first commit's extents
-    file << "damage";
-  }
+  const std::string data = path("store/rank-00000.data");
+  test::flip_bits(data, fs::file_size(data) / 4);  // in the middle of the first commit's extents
   const auto result = run("export store --to weights --shard-size 100kB");
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.errors, HasSubstr("rank-00000.data"));

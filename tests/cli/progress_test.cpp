@@ -7,6 +7,8 @@
 
 #include <gmock/gmock.h>
 
+#include <hoist/core/units.hpp>
+
 namespace hoist::cli::progress_test {
 namespace {
 
@@ -32,8 +34,6 @@ class ProgressTest : public ::testing::Test {
     std::fflush(stream_);
     return {text_, length_};
   }
-
-  static constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
 
  private:
   char* text_ = nullptr;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <hoist/interchange/safetensors_reader.hpp>
 #include <hoist/tests/zero/toy_ranks.hpp>
 
 namespace hoist::test {
@@ -33,6 +34,15 @@ inline Masters make_store(const std::string& directory, int world_size, std::uin
     if (rank == 0) masters = std::move(mine);
   });
   return masters;
+}
+
+// Pre: the model has a tensor of this name and of values of type T.
+template <typename T>
+std::vector<T> values_of(const interchange::SafetensorsModel& model, const std::string& name) {
+  const auto* tensor = model.find(name);
+  std::vector<T> values(tensor->info->bytes() / sizeof(T));
+  tensor->read(0, std::as_writable_bytes(std::span(values)));
+  return values;
 }
 
 }  // namespace hoist::test

@@ -7,6 +7,7 @@
 
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/message_of.hpp>
 
 namespace hoist::comm::launch_test {
 
@@ -117,23 +118,13 @@ TEST(Launch, TorchrunSaysWhereToMeet) {
 
 TEST(Launch, WhatTorchrunWouldNotSetIsRefusedWithItsValue) {
   const auto refusal = [](const Variables& changed) {
-    Variables variables = changed;
-    variables.insert(kTorchrun.begin(), kTorchrun.end());
-    try {
-      launch_in(variables);
-    } catch (const CommError& error) {
-      return std::string(error.what());
-    }
-    return std::string("accepted");
+    return test::message_of<CommError>([&] { launch_in(joined(changed, kTorchrun)); });
   };
   EXPECT_THAT(refusal({{"RANK", "4"}}), testing::HasSubstr("RANK is '4'"));
   EXPECT_THAT(refusal({{"RANK", "-1"}}), testing::HasSubstr("'-1'"));
   EXPECT_THAT(refusal({{"WORLD_SIZE", "x"}}), testing::HasSubstr("'x'"));
-  for (const char* no_port : {"70000", "http", "tcp://10.0.0.1:80"}) {
-    Variables variables{{"MASTER_PORT", no_port}};
-    variables.insert(kTorchrun.begin(), kTorchrun.end());
-    EXPECT_EQ(launch_in(variables).master_port, 0) << no_port;
-  }
+  for (const char* no_port : {"70000", "http", "tcp://10.0.0.1:80"})
+    EXPECT_EQ(launch_in(joined({{"MASTER_PORT", no_port}}, kTorchrun)).master_port, 0) << no_port;
 }
 
 }  // namespace

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "text.hpp"
 
-#include <algorithm>
 #include <ctime>
-#include <filesystem>
 #include <fstream>
 #include <set>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/tests/support/message_of.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::gpt::text_test {
 namespace {
@@ -18,24 +19,14 @@ using testing::HasSubstr;
 
 class TextTest : public testing::Test {
  protected:
-  TextTest() : directory_(testing::TempDir() + "/hoist_text_" + std::to_string(getpid())) {
-    std::filesystem::create_directories(directory_);
-  }
-  ~TextTest() override { std::filesystem::remove_all(directory_); }
   std::string write(const std::string& name, const std::string& content) const {
-    const std::string path = directory_ + "/" + name;
-    std::ofstream(path, std::ios::binary) << content;
-    return path;
+    std::ofstream(directory_ / name, std::ios::binary) << content;
+    return directory_ / name;
   }
-  std::string error_of(const std::string& path, int context) const {
-    try {
-      Text::load(path, context);
-    } catch (const BadInputError& error) {
-      return error.what();
-    }
-    return "no error";
+  static std::string error_of(const std::string& path, int context) {
+    return test::message_of<BadInputError>([&] { Text::load(path, context); });
   }
-  const std::string directory_;
+  const test::TempDirectory directory_;
 };
 
 Text counting(std::size_t bytes) {
@@ -57,8 +48,8 @@ TEST_F(TextTest, LoadsEveryByte) {
 }
 
 TEST_F(TextTest, RefusesWhatCannotBeLearnt) {
-  EXPECT_THAT(error_of(directory_ + "/none", 4), HasSubstr("there is no text"));
-  EXPECT_THAT(error_of(directory_, 4), HasSubstr("not a regular file"));
+  EXPECT_THAT(error_of(directory_ / "none", 4), HasSubstr("there is no text"));
+  EXPECT_THAT(error_of(directory_.path(), 4), HasSubstr("not a regular file"));
   EXPECT_THAT(error_of("/dev/zero", 4), HasSubstr("not a regular file"));
   EXPECT_THAT(error_of(write("empty", ""), 4), HasSubstr("has 0 bytes; a context of 4 needs at least 5"));
   EXPECT_THAT(error_of(write("four", "abcd"), 4), HasSubstr("has 4 bytes"));
@@ -112,21 +103,15 @@ TEST_F(TextTest, FingerprintTellsTextsApart) {
   EXPECT_NE(counting(100).fingerprint(), counting(101).fingerprint());
 }
 
-double thread_seconds() {
-  timespec now{};
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
 // Every step asks for it.
 TEST_F(TextTest, FingerprintIsComputedOnce) {
   std::vector<std::uint8_t> bytes(std::size_t{32} << 20);
-  const double begin = thread_seconds();
+  const double begin = processor_seconds(CLOCK_THREAD_CPUTIME_ID);
   const Text text(std::move(bytes));
-  const double made = thread_seconds();
+  const double made = processor_seconds(CLOCK_THREAD_CPUTIME_ID);
   std::uint64_t sum = 0;
   for (int i = 0; i < 100; ++i) sum += text.fingerprint();
-  EXPECT_LT(thread_seconds() - made, made - begin);
+  EXPECT_LT(processor_seconds(CLOCK_THREAD_CPUTIME_ID) - made, made - begin);
   EXPECT_EQ(sum, 100 * text.fingerprint());
 }
 
