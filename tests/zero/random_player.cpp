@@ -91,7 +91,7 @@ void Player::go_on() {
   const auto kept = journal_.kept.find(session_.from);
   const bool goes_back = kept != journal_.kept.end();
   restore(goes_back ? session_.from : "");
-  compare(goes_back ? kept->second : journal_.last, /*newly=*/true);
+  compare(goes_back ? kept->second : journal_.last, /*with_state=*/true);
   set_rates();
 }
 
@@ -99,7 +99,7 @@ void Player::restore(const std::string& from) {
   engine_.emplace(Engine::restore(runtime_, setup_.engine, model_, {.from = from}));
 }
 
-void Player::compare(const Snapshot& expected, bool newly) {
+void Player::compare(const Snapshot& expected, bool with_state) {
   const RestoreReport& report = *engine_->restored();
   EXPECT_EQ(report.step, expected.step);
   EXPECT_EQ(engine_->step_count(), expected.step);
@@ -108,7 +108,7 @@ void Player::compare(const Snapshot& expected, bool newly) {
   // The caller state is the one that the rank of the same number gave or, if there was no such rank, rank 0.
   caller_state_.assign(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size());
   EXPECT_EQ(caller_state_, expected.caller_states.at(runtime_.rank() < expected.ranks ? runtime_.rank() : 0));
-  if (newly) {
+  if (with_state) {
     EXPECT_EQ(state_digests(), expected.state) << "as restored";
   }
 }
@@ -146,7 +146,7 @@ std::string Player::caller_state(std::uint64_t salt) const {
 }
 
 Digests Player::play() {
-  for (const Deed& deed : session_.deeds) act(deed);
+  for (const Action& action : session_.actions) act(action);
   drop_gradients();
   engine_->settle();
   if (program_.goes_on() && can_resume()) engine_->save("", present_caller_state()).wait();
@@ -160,32 +160,32 @@ Digests Player::play() {
   return digests;
 }
 
-// --- deeds -----------------------------------------------------------------------------------------------------------
+// --- actions ---------------------------------------------------------------------------------------------------------
 
-void Player::act(const Deed& deed) {
-  switch (deed.act) {
+void Player::act(const Action& action) {
+  switch (action.act) {
     case Act::train:
-      return train(deed);
+      return train(action);
     case Act::evaluate:
-      return pass(deed, Pass::evaluate, 0);
+      return pass(action, Pass::evaluate, 0);
     case Act::generate:
-      return pass(deed, Pass::generate, 0);
+      return pass(action, Pass::generate, 0);
     case Act::step:
-      return step(deed.salt);
+      return step(action.salt);
     case Act::discard:
       return drop_gradients();
     case Act::read:
-      return read(deed.salt);
+      return read(action.salt);
     case Act::write:
-      return write(deed.salt);
+      return write(action.salt);
     case Act::settle:
       return engine_->settle();
     case Act::set_rate:
-      return set_rate(deed.salt);
+      return set_rate(action.salt);
     case Act::save:
-      return save(deed.salt);
+      return save(action.salt);
     case Act::restart:
-      return restart(deed);
+      return restart(action);
   }
 }
 
@@ -213,12 +213,12 @@ void Player::step(std::uint64_t salt) {
   if (report.step % 2 == 0) report.committed.wait();
 }
 
-void Player::train(const Deed& deed) {
+void Player::train(const Action& action) {
   if (std::exchange(gradients_due_, false)) engine_->discard();
-  const int passes = setup_.engine.micro_batch_order == MicroBatchOrder::vertical ? 1 : deed.micro_batches;
+  const int passes = setup_.engine.micro_batch_order == MicroBatchOrder::vertical ? 1 : action.micro_batches;
   for (int i = 0; i < passes; ++i) {
     // The last one is left, if one is.
-    Deed now = deed;
+    Action now = action;
     if (i + 1 < passes) now.fails_after = std::numeric_limits<std::size_t>::max();
     try {
       pass(now, Pass::train, i);
@@ -229,33 +229,33 @@ void Player::train(const Deed& deed) {
   gradients_due_ = true;
 }
 
-void Player::pass(const Deed& deed, Pass kind, int micro_batch) {
+void Player::pass(const Action& action, Pass kind, int micro_batch) {
   kept_.clear();
   ++passes_;
-  visits_left_ = deed.fails_after;
-  stream_ = deed.stream;
+  visits_left_ = action.fails_after;
+  stream_ = action.stream;
   try {
     const PassScope scope = engine_->begin(
-        kind, {.micro_batch = micro_batch, .micro_batches = kind == Pass::train ? deed.micro_batches : 1});
-    for (const std::size_t u : deed.forward) visit(u, deed, false, micro_batch);
+        kind, {.micro_batch = micro_batch, .micro_batches = kind == Pass::train ? action.micro_batches : 1});
+    for (const std::size_t u : action.forward) visit(u, action, false, micro_batch);
     if (kind != Pass::train) return;
-    for (const std::size_t u : deed.backward) visit(u, deed, true, micro_batch);
+    for (const std::size_t u : action.backward) visit(u, action, true, micro_batch);
     finish_tied_owners();
   } catch (const Abandoned&) {
     if (kind == Pass::train) throw;
   }
 }
 
-void Player::visit(std::size_t index, const Deed& deed, bool backward, int micro_batch) {
+void Player::visit(std::size_t index, const Action& action, bool backward, int micro_batch) {
   const Unit& unit = units_[index];
   kept_.clear();
   Lease lease = engine_->gather(unit.id, stream());
   look_at(index, lease);
-  if (deed.nests) nest(index, deed, backward);
-  if (backward) make_gradients(index, lease, deed, micro_batch);
+  if (action.nests) nest(index, action, backward);
+  if (backward) make_gradients(index, lease, action, micro_batch);
   const bool fails = visits_left_-- == 0;
-  if (fails && !deed.keeps_lease) throw Abandoned();  // `lease` is released on the way
-  if (deed.keeps_lease && !(program_.is_tame && backward)) {
+  if (fails && !action.keeps_lease) throw Abandoned();  // `lease` is released on the way
+  if (action.keeps_lease && !(program_.fits_backward_mode && backward)) {
     kept_.push_back(std::move(lease));
   } else {
     lease.release(stream());
@@ -271,44 +271,44 @@ void Player::look_at(std::size_t index, const Lease& lease) {
 
 // Takes another lease on the same unit, and one on another unit, for which the budget may be too small. The latter is
 // held longer than the first lease at times.
-void Player::nest(std::size_t index, const Deed& deed, bool backward) {
+void Player::nest(std::size_t index, const Action& action, bool backward) {
   Lease same = engine_->gather(units_[index].id, stream());
   seen_.push_back(look(same, units_[index].parameters.front()));
-  if (backward && program_.is_tame) return;  // the neighbour may have been finished
-  const Unit& other = units_[deed.salt % units_.size()];
+  if (backward && program_.fits_backward_mode) return;  // the neighbour may have been finished
+  const Unit& other = units_[action.salt % units_.size()];
   try {
     Lease neighbour = engine_->gather(other.id, stream());
     look(neighbour, other.parameters.back());
-    if (deed.salt / units_.size() % 2 == 0) kept_.push_back(std::move(neighbour));
+    if (action.salt / units_.size() % 2 == 0) kept_.push_back(std::move(neighbour));
   } catch (const BudgetError&) {
   }
 }
 
-void Player::make_gradients(std::size_t index, const Lease& lease, const Deed& deed, int micro_batch) {
+void Player::make_gradients(std::size_t index, const Lease& lease, const Action& action, int micro_batch) {
   const bool vertical = setup_.engine.micro_batch_order == MicroBatchOrder::vertical;
-  const int last = vertical ? deed.micro_batches - 1 : micro_batch;
+  const int last = vertical ? action.micro_batches - 1 : micro_batch;
   for (int m = vertical ? 0 : micro_batch; m <= last; ++m) {
     const std::uint64_t seed =
-        deed.salt + static_cast<std::uint64_t>(runtime_.rank()) + 7919 * static_cast<std::uint64_t>(m);
+        action.salt + static_cast<std::uint64_t>(runtime_.rank()) + 7919 * static_cast<std::uint64_t>(m);
     const Unit& unit = units_[index];
     for (std::size_t p = 0; p < unit.parameters.size(); ++p)
-      if (p == 0 || (deed.salt + p) % 3 != 0) make_gradient(unit.id, unit.parameters[p], lease, deed, seed);
+      if (p == 0 || (action.salt + p) % 3 != 0) make_gradient(unit.id, unit.parameters[p], lease, action, seed);
     if (const auto owner = program_.units[index].tied_to)
-      make_gradient(units_[*owner].id, units_[*owner].parameters.front(), lease, deed, seed + 500);
+      make_gradient(units_[*owner].id, units_[*owner].parameters.front(), lease, action, seed + 500);
   }
 }
 
-void Player::make_gradient(UnitId unit, ParameterId parameter, const Lease& lease, const Deed& deed,
+void Player::make_gradient(UnitId unit, ParameterId parameter, const Lease& lease, const Action& action,
                            std::uint64_t seed) {
   const ParameterSpec& spec = model_.parameters()[parameter.index];
   if (!spec.trainable) return;
   const TensorView weights = lease.view(parameter);
-  const bool poisoned = deed.poisoned && spec.counts_in_norm;  // a replica's is counted by another rank
+  const bool poisoned = action.poisoned && spec.counts_in_norm;  // a replica's is counted by another rank
   const float scale = poisoned ? std::numeric_limits<float>::infinity() : engine_->loss_scale();
   TensorView target;
-  if (deed.accumulates) {
+  if (action.accumulates) {
     constexpr std::array kTypes{DType::fp32, DType::bf16, DType::fp16};
-    const DType type = kTypes[deed.salt % (spec.counts_in_norm ? 3 : 2)];  // no rank notices a replica's overflow
+    const DType type = kTypes[action.salt % (spec.counts_in_norm ? 3 : 2)];  // no rank notices a replica's overflow
     target = {.data = scratch_[stream_].data(), .dtype = type, .shape = spec.shape};
     stream().fill(scratch_[stream_].data(), 0, byte_count(target));
   } else {
@@ -319,7 +319,7 @@ void Player::make_gradient(UnitId unit, ParameterId parameter, const Lease& leas
     add_gradient(copy_of(weights), weights.dtype, sum, target.dtype, seed, scale);
     std::ranges::copy(sum, static_cast<std::byte*>(target.data));
   });
-  if (deed.accumulates) engine_->accumulate(parameter, target, stream());
+  if (action.accumulates) engine_->accumulate(parameter, target, stream());
 }
 
 bool Player::is_tied_owner(std::size_t index) const {
@@ -351,13 +351,19 @@ ParameterId Player::some_parameter(std::uint64_t salt) const {
   return {static_cast<std::uint32_t>(salt % model_.parameters().size())};
 }
 
+// Without a gradient.
+std::vector<State> Player::states_of(ParameterId parameter) const {
+  std::vector<State> states{State::master};
+  for (const State state : {State::moment1, State::moment2})
+    if (engine_->keeps(parameter, state)) states.push_back(state);
+  return states;
+}
+
 void Player::read(std::uint64_t salt) {
   const ParameterId parameter = some_parameter(salt);
   const std::uint64_t count = elements_of(model_.parameters()[parameter.index]);
   const std::uint64_t first = salt / 3 % 2 == 0 ? 0 : salt / 5 % count;
-  std::vector<State> states{State::master};
-  for (const State state : {State::moment1, State::moment2})
-    if (engine_->keeps(parameter, state)) states.push_back(state);
+  std::vector<State> states = states_of(parameter);
   if (gradients_due_ && engine_->keeps(parameter, State::gradient)) states.push_back(State::gradient);
   std::vector<float> values(count - first);
   engine_->read(parameter, states[salt / 7 % states.size()], first, values);
@@ -370,9 +376,7 @@ void Player::write(std::uint64_t salt) {
   const ParameterId parameter = some_parameter(salt);
   const std::uint64_t count = elements_of(model_.parameters()[parameter.index]);
   const std::uint64_t first = salt / 5 % count;
-  std::vector<State> states{State::master};
-  for (const State state : {State::moment1, State::moment2})
-    if (engine_->keeps(parameter, state)) states.push_back(state);
+  const std::vector<State> states = states_of(parameter);
   const State state = states[salt / 11 % states.size()];
   const double scale = state == State::moment1 ? 1e-4 : 1;  // the update divides it by the root of moment2, maybe 0
   std::vector<float> values(std::min<std::uint64_t>(count - first, 1 + salt % 50));
@@ -402,7 +406,7 @@ void Player::save(std::uint64_t salt) {
 
 // Ends the engine, perhaps during a pass, and resumes from the last commit. If the session cannot resume, it only drops
 // the gradients.
-void Player::restart(const Deed& deed) {
+void Player::restart(const Action& action) {
   drop_gradients();
   if (!can_resume()) return;
   // Skipped steps change the loss scale, but commit nothing.
@@ -413,20 +417,20 @@ void Player::restart(const Deed& deed) {
                .ranks = runtime_.world_size(),
                .caller_states = {{runtime_.rank(), caller_state_}}};
   std::optional<PassScope> scope;
-  if (deed.salt % 2 == 0) {
+  if (action.salt % 2 == 0) {
     scope.emplace(engine_->begin(Pass::train));
     ++passes_;
     const Unit& unit = units_.front();
     kept_.push_back(engine_->gather(unit.id, stream()));
     look(kept_.back(), unit.parameters.front());
-    make_gradient(unit.id, unit.parameters.front(), kept_.back(), deed, deed.salt);
+    make_gradient(unit.id, unit.parameters.front(), kept_.back(), action, action.salt);
   }
   engine_.reset();
   scope.reset();
   for (const auto& stream : streams_) stream->synchronize();
   kept_.clear();
   restore("");
-  compare(now, /*newly=*/false);
+  compare(now, /*with_state=*/false);  // reading the state above would have carried out the update of the last step
   set_rates();
 }
 

@@ -60,7 +60,7 @@ class Player {
   void begin_anew();
   void go_on();
   void restore(const std::string& from);
-  void compare(const Snapshot& expected, bool newly);
+  void compare(const Snapshot& expected, bool with_state);
   Snapshot snapshot();
   Digests state_digests();
   void set_rates();
@@ -68,14 +68,14 @@ class Player {
   std::string caller_state(std::uint64_t salt) const;
   std::span<const std::byte> present_caller_state() const { return std::as_bytes(std::span(caller_state_)); }
 
-  void act(const Deed& deed);
-  void pass(const Deed& deed, Pass kind, int micro_batch);
-  void train(const Deed& deed);
-  void visit(std::size_t index, const Deed& deed, bool backward, int micro_batch);
+  void act(const Action& action);
+  void pass(const Action& action, Pass kind, int micro_batch);
+  void train(const Action& action);
+  void visit(std::size_t index, const Action& action, bool backward, int micro_batch);
   void look_at(std::size_t index, const Lease& lease);
-  void nest(std::size_t index, const Deed& deed, bool backward);
-  void make_gradients(std::size_t index, const Lease& lease, const Deed& deed, int micro_batch);
-  void make_gradient(UnitId unit, ParameterId parameter, const Lease& lease, const Deed& deed, std::uint64_t seed);
+  void nest(std::size_t index, const Action& action, bool backward);
+  void make_gradients(std::size_t index, const Lease& lease, const Action& action, int micro_batch);
+  void make_gradient(UnitId unit, ParameterId parameter, const Lease& lease, const Action& action, std::uint64_t seed);
   bool is_tied_owner(std::size_t index) const;
   void finish_tied_owners();
   Seen look(const Lease& lease, ParameterId parameter);
@@ -85,11 +85,12 @@ class Player {
   void write(std::uint64_t salt);
   void set_rate(std::uint64_t salt);
   void save(std::uint64_t salt);
-  void restart(const Deed& deed);
+  void restart(const Action& action);
   void drop_gradients();
   bool can_resume() const;
   bool on_nvme() const;
   ParameterId some_parameter(std::uint64_t salt) const;
+  std::vector<State> states_of(ParameterId parameter) const;
   platform::Stream& stream() const { return *streams_[stream_]; }
 
   const Program& program_;

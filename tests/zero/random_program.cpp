@@ -114,16 +114,16 @@ UnitPlan random_unit(Rng& rng, std::size_t index, DType short_type, std::size_t 
 // --- what is done with it --------------------------------------------------------------------------------------------
 
 // A program repeats itself most of the time, else nothing would ever be planned.
-class DeedDraw {
+class ActionDraw {
  public:
-  DeedDraw(const Program& program, Rng& rng) : program_(program), rng_(rng), count_(program.units.size()) {
+  ActionDraw(const Program& program, Rng& rng) : program_(program), rng_(rng), count_(program.units.size()) {
     for (int i = 0; i < 2; ++i) orders_.push_back(shuffled(count_, rng));
   }
 
-  std::vector<Deed> deeds(int count) {
-    std::vector<Deed> drawn;
+  std::vector<Action> actions(int count) {
+    std::vector<Action> drawn;
     due_ = false;
-    while (std::cmp_less(drawn.size(), count) || (due_ && program_.is_tame)) drawn.push_back(deed());
+    while (std::cmp_less(drawn.size(), count) || (due_ && program_.fits_backward_mode)) drawn.push_back(action());
     return drawn;
   }
 
@@ -134,7 +134,7 @@ class DeedDraw {
   }
 
   Act act() {
-    if (due_ && program_.is_tame) return Act::step;
+    if (due_ && program_.fits_backward_mode) return Act::step;
     // Between a pass and step() the engine is already reading for the update; nothing may disturb that.
     if (due_ && one_in(rng_, 4)) return one_in(rng_, 3) ? Act::write : Act::read;
     const std::uint64_t draw = rng_.below(20);
@@ -149,22 +149,22 @@ class DeedDraw {
     return other;
   }
 
-  Deed deed() {
-    Deed deed{.act = act(), .forward = order(), .backward = order()};
-    deed.micro_batches = 1 + static_cast<int>(rng_.below(static_cast<std::uint64_t>(program_.micro_batches_max)));
-    deed.salt = rng_.bits();
-    if (one_in(rng_, 8)) deed.forward.resize(1 + rng_.below(count_));
-    const std::size_t visits = deed.forward.size() + (program_.is_tame ? 0 : count_);
-    if (one_in(rng_, 7)) deed.fails_after = rng_.below(visits);
-    deed.nests = one_in(rng_, 4);
-    deed.keeps_lease = one_in(rng_, 4);
-    deed.poisoned = !program_.is_tame && one_in(rng_, 10);
-    deed.accumulates = one_in(rng_, 4);
-    deed.stream = one_in(rng_, 4) ? 1 : 0;
-    if (deed.act == Act::train) due_ = deed.fails_after >= visits;
-    if (deed.act == Act::step || deed.act == Act::discard || deed.act == Act::restart || deed.act == Act::save)
+  Action action() {
+    Action action{.act = act(), .forward = order(), .backward = order()};
+    action.micro_batches = 1 + static_cast<int>(rng_.below(static_cast<std::uint64_t>(program_.micro_batches_max)));
+    action.salt = rng_.bits();
+    if (one_in(rng_, 8)) action.forward.resize(1 + rng_.below(count_));
+    const std::size_t visits = action.forward.size() + (program_.fits_backward_mode ? 0 : count_);
+    if (one_in(rng_, 7)) action.fails_after = rng_.below(visits);
+    action.nests = one_in(rng_, 4);
+    action.keeps_lease = one_in(rng_, 4);
+    action.poisoned = !program_.fits_backward_mode && one_in(rng_, 10);
+    action.accumulates = one_in(rng_, 4);
+    action.stream = one_in(rng_, 4) ? 1 : 0;
+    if (action.act == Act::train) due_ = action.fails_after >= visits;
+    if (action.act == Act::step || action.act == Act::discard || action.act == Act::restart || action.act == Act::save)
       due_ = false;
-    return deed;
+    return action;
   }
 
   const Program& program_;
@@ -175,8 +175,8 @@ class DeedDraw {
 };
 
 void draw_arithmetic(Program& program, Rng& rng, DType short_type) {
-  program.is_tame = one_in(rng, 4);
-  if (!program.is_tame) {
+  program.fits_backward_mode = one_in(rng, 4);
+  if (!program.fits_backward_mode) {
     program.gradient_clipping = one_of(rng, std::array{0.0, 0.5, 0.5, 1000.0});
     const bool scales = short_type == DType::fp16 ? !one_in(rng, 4) : one_in(rng, 8);
     if (scales && one_in(rng, 3)) program.loss_scale = {.scale = 128};
@@ -206,11 +206,11 @@ Program random_program(std::uint64_t seed) {
     program.units.push_back(random_unit(rng, u, short_type, program.groups.size()));
   const auto sessions = one_of(rng, std::array<std::size_t, 8>{1, 1, 1, 1, 2, 2, 2, 3});
   program.saves = sessions > 1 || one_in(rng, 4);
-  DeedDraw draw(program, rng);
+  ActionDraw draw(program, rng);
   int ranks = 1 + static_cast<int>(rng.below(4));
   for (std::size_t s = 0; s < sessions; ++s) {
     if (s > 0 && one_in(rng, 2)) ranks = 1 + static_cast<int>(rng.below(4));
-    Session session{.ranks = ranks, .deeds = draw.deeds(sessions == 1 ? 22 : 10)};
+    Session session{.ranks = ranks, .actions = draw.actions(sessions == 1 ? 22 : 10)};
     // Where nothing was kept until then, the session goes on from the newest.
     if (s > 0 && one_in(rng, 3)) session.from = fmt::format("kept{}", rng.below(2));
     program.sessions.push_back(std::move(session));
@@ -284,7 +284,7 @@ void draw_placement(const Program& program, std::size_t session, Rng& rng, const
 void draw_update_mode(const Program& program, Rng& rng, EngineOptions& engine) {
   if (engine.optimizer == Placement::device) {
     if (one_in(rng, 2)) engine.update_mode = UpdateMode::step;
-  } else if (program.is_tame && !one_in(rng, 3)) {
+  } else if (program.fits_backward_mode && !one_in(rng, 3)) {
     engine.update_mode = UpdateMode::backward;
   } else {
     engine.update_mode = one_of(rng, std::array{UpdateMode::automatic, UpdateMode::forward, UpdateMode::step});
@@ -380,20 +380,20 @@ std::string_view name_of(Placement placement) {
   return std::array{"device", "pinned", "nvme"}[static_cast<std::size_t>(placement)];
 }
 
-std::string describe(const Deed& deed) {
+std::string describe(const Action& action) {
   constexpr std::array kActs{"train", "evaluate", "generate", "step", "discard", "read",
                              "write", "settle",   "set_rate", "save", "restart"};
-  std::string text = kActs[static_cast<std::size_t>(deed.act)];
-  if (deed.act > Act::generate) return text;
-  text += fmt::format(" {}", fmt::join(deed.forward, "-"));
-  if (deed.act == Act::train) text += fmt::format("/{} x{}", fmt::join(deed.backward, "-"), deed.micro_batches);
-  if (deed.fails_after < deed.forward.size() + deed.backward.size())
-    text += fmt::format(", left after {}", deed.fails_after);
-  if (deed.nests) text += ", nests";
-  if (deed.keeps_lease) text += ", keeps a lease";
-  if (deed.poisoned) text += ", poisoned";
-  if (deed.accumulates) text += ", accumulates";
-  if (deed.stream > 0) text += ", other stream";
+  std::string text = kActs[static_cast<std::size_t>(action.act)];
+  if (action.act > Act::generate) return text;
+  text += fmt::format(" {}", fmt::join(action.forward, "-"));
+  if (action.act == Act::train) text += fmt::format("/{} x{}", fmt::join(action.backward, "-"), action.micro_batches);
+  if (action.fails_after < action.forward.size() + action.backward.size())
+    text += fmt::format(", left after {}", action.fails_after);
+  if (action.nests) text += ", nests";
+  if (action.keeps_lease) text += ", keeps a lease";
+  if (action.poisoned) text += ", poisoned";
+  if (action.accumulates) text += ", accumulates";
+  if (action.stream > 0) text += ", other stream";
   return text;
 }
 
@@ -415,7 +415,7 @@ std::string describe(const Program& program) {
       fmt::format("clipping {}, loss scale {}{}, {} {} micro-batches, schedule {}{}\n", program.gradient_clipping,
                   program.loss_scale.scale, program.loss_scale.dynamic ? " dynamic" : "", program.micro_batches_max,
                   program.order == MicroBatchOrder::vertical ? "vertical" : "horizontal", program.schedule.index(),
-                  program.is_tame ? ", tame" : "");
+                  program.fits_backward_mode ? ", fits update mode backward" : "");
   for (const GroupOptions& group : program.groups)
     text += fmt::format("group: {} lr {} decay {} moments {}{} seed {:x}\n", optim::optimizer_name(group.kind),
                         group.learning_rate, group.weight_decay, moment_type_name(group.moments),
@@ -424,7 +424,7 @@ std::string describe(const Program& program) {
     text += fmt::format("unit {}: {}\n", u, describe(program.units[u]));
   for (const Session& session : program.sessions) {
     text += fmt::format("session of {} ranks{}:", session.ranks, session.from.empty() ? "" : ", from " + session.from);
-    for (const Deed& deed : session.deeds) text += fmt::format(" [{}]", describe(deed));
+    for (const Action& action : session.actions) text += fmt::format(" [{}]", describe(action));
     text += '\n';
   }
   return text;

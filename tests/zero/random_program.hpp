@@ -37,7 +37,7 @@ enum class Act : std::uint8_t {
   restart,  // the engine ends, maybe in a pass, and a new one goes on from its last commit
 };
 
-struct Deed {
+struct Action {
   Act act = Act::train;
   std::vector<std::size_t> forward, backward;
   int micro_batches = 1;
@@ -53,7 +53,7 @@ struct Deed {
 struct Session {
   int ranks = 1;
   std::string from;  // the step that it goes back to; empty: where the last session ended
-  std::vector<Deed> deeds;
+  std::vector<Action> actions;
 };
 
 struct Program {
@@ -66,7 +66,7 @@ struct Program {
   int micro_batches_max = 1;
   // Keeps what update mode `backward` asks for: nothing vetoes a step, and nothing comes between a unit's last use, its
   // finish() and step().
-  bool is_tame = false;
+  bool fits_backward_mode = false;
   bool saves = false;
   std::vector<Session> sessions;
 
