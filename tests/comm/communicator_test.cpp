@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <optional>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The control plane and agree(), on every backend.
 #include <algorithm>
-#include <array>
 #include <numeric>
 
 #include <gmock/gmock.h>

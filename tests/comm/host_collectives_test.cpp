@@ -61,7 +61,7 @@ TEST(SumInRankOrder, OneRankChangesNothing) {
   }
 }
 
-// The order matters in fp32: the largest first swallows what the smallest first keeps.
+// The order matters in fp32: a 1 that is added to 2^24 first is lost; added last, it remains.
 TEST(SumInRankOrder, AddsRankZeroFirst) {
   const std::array<float, 3> values{1.0f, 0x1p24f, -0x1p24f};
   float sum = 0;
@@ -75,7 +75,7 @@ TEST(SumInRankOrder, AddsRankZeroFirst) {
 }
 
 TEST(SumInRankOrder, RoundsOnceAfterTheScale) {
-  // 1 + 2^-8 + 2^-9 in fp32, times 2, is not what rounding before the scale gives for a third.
+  // 3 x (1 + 2^-8 + 2^-9), rounded to bf16 once, differs from 3 x the sum already rounded to bf16.
   const std::array<std::uint16_t, 2> values{to_bf16(1.0f).bits, to_bf16(0x1.8p-8f).bits};
   std::uint16_t result = 0;
   sum_in_rank_order(reinterpret_cast<std::byte*>(&result), reinterpret_cast<const std::byte*>(values.data()),

@@ -2,10 +2,10 @@
 // tests/comm/reference.hpp - seeded contributions and the plain-loop results every backend must match bit for bit.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include <hoist/core/dtype.hpp>
 #include <hoist/core/rng.hpp>

@@ -140,8 +140,8 @@ double shortest(const TaskGraph& graph) {
   return best;
 }
 
-// A lane that never rests while it has work is at most (2 - 1 / lanes) of the best here; that it is never better than
-// the best shows that the simulation breaks no dependency and no turn.
+// Some lane works at every moment, so the end is at most kLanes times the best. That it is never better than the best
+// shows that the simulation breaks no dependency and no turn.
 TEST(Simulation, IsNeverBetterThanTheBestOfAllOrdersAndSeldomMuchWorse) {
   int optimal = 0;
   constexpr int kGraphs = 100;
@@ -158,7 +158,7 @@ TEST(Simulation, IsNeverBetterThanTheBestOfAllOrdersAndSeldomMuchWorse) {
     for (const TaskTimes& times : simulate(graph, kLanes)) end = std::max(end, times.end);
     const double best = shortest(graph);
     EXPECT_GE(end, best) << "seed " << seed;
-    EXPECT_LE(end, 3 * best) << "seed " << seed;
+    EXPECT_LE(end, kLanes * best) << "seed " << seed;
     optimal += end == best ? 1 : 0;
   }
   EXPECT_GT(optimal, kGraphs / 2);

@@ -143,7 +143,7 @@ TEST_P(VerificationTest, DamageIsFoundInAStoreInUse) {
   for (const CorruptionError& error : found[0].damage) EXPECT_THAT(error.where.path, HasSubstr("rank-00000.data"));
 }
 
-TEST_P(VerificationTest, TheRanksInSightAreRead) {
+TEST_P(VerificationTest, TheRanksWhoseFilesAreHereAreRead) {
   train_then(3, setup_, {}, 2, [](int, ToyModel&) {});
   const auto all = verify();
   EXPECT_TRUE(all[0].is_sound());
