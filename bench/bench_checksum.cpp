@@ -1,22 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // bench/bench_checksum.cpp - verifying bytes, and verifying and copying them, beside memcpy of as many bytes.
 //
-//   bench_checksum [--size BYTES] [--pairs N] [--threads N] [--json FILE] [--smoke]
+//   bench_checksum [--bytes N] [--pairs N] [--threads N] [--json FILE] [--smoke]
 //
 // Each round verifies all tiles of an array, copies the array with verification, tile by tile, and runs memcpy of the
 // same tiles twice, in an order that changes from round to round, on every processor. A ratio is memcpy's time over
-// ours; the second memcpy over the first is the control. On each instruction set of the machine.
+// ours; the second memcpy over the first is the control. It does so for each instruction set of the machine.
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdio>
 #include <cstring>
-#include <span>
 #include <string>
 #include <vector>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
+#include <fmt/ranges.h>
 
 #include <hoist/core/checksum.hpp>
 #include <hoist/core/clock.hpp>
@@ -27,6 +25,7 @@
 #include <hoist/platform/host_memory.hpp>
 
 #include "options.hpp"
+#include "pairs.hpp"
 
 namespace {
 
@@ -45,9 +44,9 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  arguments.bytes = options.bytes("--size", smoke ? 8 * kMiB : 512 * kMiB);
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : 31));
-  arguments.threads = static_cast<unsigned>(options.number("--threads", 0, 0));
+  arguments.bytes = options.bytes("--bytes", smoke ? 8 * kMiB : arguments.bytes);
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : arguments.pairs));
+  arguments.threads = static_cast<unsigned>(options.number("--threads", arguments.threads, 0));
   arguments.json = options.text("--json");
   options.end();
   return arguments;
@@ -67,16 +66,16 @@ class Legs {
   }
 
   double seconds(Leg leg) {
-    const TimePoint begin = Clock::now();
     std::atomic<std::uint64_t> sums{0};
-    pool_.run(tiles_, [&](std::size_t k) {
+    const auto work = [&](std::size_t k) {
       const auto source = from_.bytes().subspan(k * kTileBytes, kTileBytes);
       if (leg == verify || leg == verify_and_copy)
         sums.fetch_xor(tile_checksum({.tile = static_cast<std::uint32_t>(k)}, source), std::memory_order_relaxed);
       if (leg != verify) std::memcpy(to_.bytes().data() + k * kTileBytes, source.data(), kTileBytes);
-    });
+    };
+    const double seconds = seconds_of([&] { pool_.run(tiles_, work); });
     sink_ = sums.load();
-    return to_seconds(Clock::now() - begin);
+    return seconds;
   }
   unsigned threads() const { return pool_.threads(); }
 
@@ -87,14 +86,9 @@ class Legs {
   volatile std::uint64_t sink_ = 0;
 };
 
-nlohmann::ordered_json json_of(const std::vector<double>& ratios) {
-  const measure::Interval interval = measure::median_interval(ratios);
-  return {{"ratio", measure::median(ratios)}, {"interval", {interval.low, interval.high}}};
-}
-
 int run(const Arguments& arguments) {
   Legs work(arguments);
-  nlohmann::ordered_json json = nlohmann::ordered_json::array();
+  std::vector<std::string> rows;
   fmt::print("memcpy's time over ours: {}, {} rounds, {} threads\n", format_bytes(arguments.bytes), arguments.pairs,
              work.threads());
   for (const std::string& name : optim::supported_instruction_sets()) {
@@ -113,15 +107,13 @@ int run(const Arguments& arguments) {
     }
     fmt::print("  {:6} verify {}, verify and copy {}, control {}\n", name, measure::median_text(verified),
                measure::median_text(copied), measure::median_text(control));
-    json.push_back({{"instruction_set", name},
-                    {"verify", json_of(verified)},
-                    {"verify_and_copy", json_of(copied)},
-                    {"control", json_of(control)},
-                    {"pairs", arguments.pairs},
-                    {"threads", work.threads()}});
+    rows.push_back(fmt::format(R"({{"instruction_set":"{}","verify":{{{}}},"verify_and_copy":{{{}}},"control":{{{}}},)"
+                               R"("pairs":{},"threads":{}}})",
+                               name, bench::ratio_json(verified), bench::ratio_json(copied), bench::ratio_json(control),
+                               arguments.pairs, work.threads()));
   }
   optim::force_instruction_set("");
-  bench::write_json(arguments.json, json.dump(2));
+  bench::write_json(arguments.json, fmt::format("[{}]", fmt::join(rows, ",")));
   return 0;
 }
 

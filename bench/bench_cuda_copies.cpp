@@ -10,7 +10,6 @@
 // missed if the whole interval, widened by the control's, lies below it.
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -48,10 +47,10 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  arguments.piece = round_up(options.bytes("--piece", smoke ? 8 * kMiB : 64 * kMiB), kBlockAlignment);
-  arguments.bytes =
-      std::max(arguments.piece, round_up(options.bytes("--bytes", smoke ? 64 * kMiB : 2 * kGiB), arguments.piece));
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : 31));
+  arguments.piece = round_up(options.bytes("--piece", smoke ? 8 * kMiB : arguments.piece), kBlockAlignment);
+  arguments.bytes = std::max(arguments.piece,
+                             round_up(options.bytes("--bytes", smoke ? 64 * kMiB : arguments.bytes), arguments.piece));
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : arguments.pairs));
   arguments.ordinal = static_cast<int>(options.number("--ordinal", 0, 0));
   arguments.json = options.text("--json");
   options.end();

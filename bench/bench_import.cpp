@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How fast a training run starts from safetensors files, against the drive alone: the same bytes read from the same
-// files, and as many written to new ones.
+// files, and as many bytes written as the import writes.
 //
 //   bench_import [--path DIR] [--parameters N] [--pairs N] [--json FILE] [--smoke]
 //
@@ -47,7 +47,7 @@ constexpr unsigned kUnits = 16;
 enum class Moves : std::uint8_t { reads_and_writes, writes };
 
 struct Arguments {
-  std::string path;
+  std::string path = ".";
   std::uint64_t parameters = 160'000'000;
   unsigned pairs = 11;
   std::string json;
@@ -57,9 +57,9 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  arguments.path = options.text("--path", ".");
-  arguments.parameters = options.number("--parameters", smoke ? 1'600'000 : 160'000'000);
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : 11));
+  arguments.path = options.text("--path", arguments.path);
+  arguments.parameters = options.number("--parameters", smoke ? 1'600'000 : arguments.parameters);
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : arguments.pairs));
   arguments.json = options.text("--json");
   options.end();
   return arguments;
@@ -90,8 +90,8 @@ class Bench {
     return created([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); });
   }
 
-  // Median of the imports since the last call.
-  double processor_seconds_of_imports() { return measure::median(std::exchange(processor_seconds_, {})); }
+  // Median over the engines created since the last call.
+  double processor_seconds_since_last() { return measure::median(std::exchange(processor_seconds_, {})); }
 
   double drive(Moves moves) {
     drop_cache();
@@ -228,7 +228,7 @@ Result compare(const std::string& name, const Arguments& arguments, Bench& bench
                       .ratios = ratios,
                       .seconds = measure::median(ours),
                       .drive_seconds = measure::median(drive),
-                      .processor_seconds = bench.processor_seconds_of_imports()};
+                      .processor_seconds = bench.processor_seconds_since_last()};
   fmt::print("{:<9} {}  {:.3f} s, drive {:.3f} s ({:.2f} GB/s)", name, measure::median_text(ratios), result.seconds,
              result.drive_seconds, bench.gigabytes(moves) / result.drive_seconds);
   if (result.processor_seconds > 0) fmt::print(", {:.3f} s of processors", result.processor_seconds);

@@ -27,7 +27,7 @@ namespace {
 using namespace hoist;
 
 struct Arguments {
-  std::string path;
+  std::string path = ".";
   std::uint64_t parameters = 40'000'000;
   unsigned saves = 100;
   std::string json;
@@ -46,9 +46,9 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
-  arguments.path = options.text("--path", ".");
-  arguments.parameters = options.number("--parameters", smoke ? 400'000 : 40'000'000);
-  arguments.saves = static_cast<unsigned>(options.number("--saves", smoke ? 6 : 100));
+  arguments.path = options.text("--path", arguments.path);
+  arguments.parameters = options.number("--parameters", smoke ? 400'000 : arguments.parameters);
+  arguments.saves = static_cast<unsigned>(options.number("--saves", smoke ? 6 : arguments.saves));
   arguments.json = options.text("--json");
   options.end();
   return arguments;

@@ -54,9 +54,9 @@ Arguments parse(int argc, char** argv) {
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
   arguments.smoke = smoke;
-  arguments.bytes = round_up(options.bytes("--bytes", smoke ? 64 * kMiB : 4 * kGiB), kBlockAlignment);
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : 31));
-  arguments.drives = static_cast<unsigned>(options.number("--drives", 1, 0));
+  arguments.bytes = round_up(options.bytes("--bytes", smoke ? 64 * kMiB : arguments.bytes), kBlockAlignment);
+  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : arguments.pairs));
+  arguments.drives = static_cast<unsigned>(options.number("--drives", arguments.drives, 0));
   arguments.json = options.text("--json");
   options.end();
   return arguments;
@@ -112,8 +112,9 @@ class Pinned {
   double seconds() {
     std::unique_ptr<tiers::PinnedPool> pool;
     std::vector<std::unique_ptr<aio::DriveQueue>> queues;
-    const double taking =
-        seconds_of([&] { pool = std::make_unique<tiers::PinnedPool>(budget_, options(arguments_.bytes)); });
+    const double taking = seconds_of([&] {
+      pool = std::make_unique<tiers::PinnedPool>(budget_, platform::HostMemoryOptions{.bytes = arguments_.bytes});
+    });
     const std::span<std::byte> memory = pool->memory().bytes();
     const double registering = seconds_of([&] {
       device_.register_host(memory);
@@ -133,11 +134,6 @@ class Pinned {
   }
 
  private:
-  static platform::HostMemoryOptions options(std::uint64_t bytes) {
-    platform::HostMemoryOptions options;
-    options.bytes = bytes;
-    return options;
-  }
   const Arguments& arguments_;
   platform::Device& device_;
   tiers::Budget budget_;

@@ -3,7 +3,7 @@
 // optimizers and ours can work on the same memory in turn (compare_deepspeed_adam.py).
 //
 // Threading  One caller at a time for each pool.
-// Errors     None reach the caller but the returned flag: false when a state came out that may not be committed.
+// Errors     shim_update returns 0 if a state came out that may not be committed.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -11,13 +11,14 @@
 
 #include <hoist/optim_cpu/update.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/tiers/record_layout.hpp>
 
 namespace {
 
 using namespace hoist;
 using namespace hoist::optim;
 
-constexpr std::size_t kTile = 16384;
+constexpr std::size_t kTile = tiers::kTileElements;
 
 }  // namespace
 

@@ -153,7 +153,7 @@ TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& direct
     timed.explained_or_running =
         std::max(timed.explained_or_running, (now_explained + running_seconds() - running) / seconds);
   }
-  // Several steps may begin with what was read ahead before them, and end before what trails behind them.
+  // The first steps of a window may use records that were read before it, and the last writes may end after it.
   const Prediction& prediction = steps.prediction();
   const auto buffers = static_cast<double>(prediction.update_buffers * prediction.update_buffer_bytes);
   timed.outside_seconds = 2 * buffers / kDriveSpeed / kWindow;

@@ -5,8 +5,9 @@ checkpoint, 20 steps in the other.
     python bench/deepspeed/checkpoints.py --deepspeed-python ~/deepspeed/bin/python [--stages 1 2 3] [--types fp32 bf16 fp16]
 
 Runs DeepSpeed live, on `--ranks` processes (0.19; DS_BUILD_OPS=0 pip install deepspeed==0.19.0 beside the same PyTorch), and
-hoist with everything on NVMe. Prints the largest difference of a loss from DeepSpeed's 40 steps: after 20 steps in DeepSpeed
-and its own checkpoint; and after 20 in hoist and `hoist.torch.deepspeed export`.
+hoist with everything on NVMe. Prints the largest difference of a loss from DeepSpeed's 40 steps: in hoist from DeepSpeed's
+checkpoint after 20 steps ("into_hoist"); in hoist's own first 20 steps ("within_hoist"); and in DeepSpeed from what
+`hoist.torch.deepspeed export` wrote after these ("back_into_deepspeed").
 """
 
 from __future__ import annotations

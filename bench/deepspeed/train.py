@@ -75,7 +75,7 @@ def build(layers: int, width: int, context: int, recompute: bool = True, bf16_pr
 
 
 def batch_of(step: int, batch: int, context: int):
-    """Bytes of this file's own kind: predictable enough that a loss falls."""
+    """Windows of this file's own bytes: predictable enough that a loss falls."""
     import torch
 
     with open(__file__, "rb") as file:
@@ -167,8 +167,8 @@ def main() -> None:
     print(json.dumps({"parameters": parameters, "first": first}), flush=True)
     before = accounting()
     for step in range(first, arguments.steps):
-        begin = time.perf_counter()
         inputs, targets = batch_of(step, arguments.batch, arguments.context)
+        begin = time.perf_counter()
         logits = engine(inputs)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         engine.backward(loss)
