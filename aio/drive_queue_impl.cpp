@@ -26,7 +26,7 @@ using detail::transfer_error;
 namespace {
 
 constexpr const char* kThreadName = "hoist-aio";
-constexpr std::size_t kTransferRecords = 1024;  // at construction; a store keeps tens in flight
+constexpr std::size_t kTransferCount = 1024;  // at construction; a store keeps tens in flight
 // Doubled at every attempt of a block: 8 tries are 25.5 ms, long enough for a starved request pool to recover.
 constexpr Nanoseconds kRetryPause = std::chrono::microseconds(100);
 constexpr unsigned kRetryDoublingsMax = 10;
@@ -51,12 +51,12 @@ DriveQueue::Impl::Impl(const DriveQueueOptions& options, std::unique_ptr<Backend
     : options_(options),
       description_(backend->description()),
       backend_(std::move(backend)),
-      records_(kTransferRecords),
+      transfers_(kTransferCount),
       flights_(options.queue_depth),
       done_(options.queue_depth),
       silence_(options.answer_timeout),
       drain_(options.drain_timeout) {
-  for (Transfer& record : records_) unused_.push(record);
+  for (Transfer& transfer : transfers_) unused_.push(transfer);
   free_flights_.reserve(flights_.size());
   retrying_.reserve(flights_.size());
   for (Flight& flight : flights_) free_flights_.push_back(&flight);
@@ -76,7 +76,7 @@ Completion DriveQueue::Impl::enqueue(const Request& request, Priority priority) 
       return completion;
     }
     HOIST_ASSERT(!ended_, "a transfer was started on a queue that is being destroyed");
-    if (unused_.empty()) unused_.push(records_.emplace_back());
+    if (unused_.empty()) unused_.push(transfers_.emplace_back());
     Transfer& transfer = unused_.pop();
     transfer.request = request;
     transfer.promise.emplace(std::move(promise));
@@ -353,7 +353,7 @@ void DriveQueue::Impl::retire(Transfer& transfer) {
   promise.settle(std::move(error));
 }
 
-// The drive has stopped answering. Every waiting transfer fails. The blocks in flight keep their records, because the
+// The drive has stopped answering. Every waiting transfer fails. The blocks in flight keep their transfers, because the
 // backend may still report to them.
 void DriveQueue::Impl::abandon() {
   note_given_up();  // before a caller learns of the failure and releases its memory

@@ -22,7 +22,7 @@ void RegisteredFiles::start() {
   io_thread_ = std::this_thread::get_id();
 }
 
-int RegisteredFiles::slot_of(const File& file, const std::shared_ptr<RegisteredFiles>& self) {
+int RegisteredFiles::slot_of(const File& file) {
   const MutexLock lock(mutex_);
   if (ring_ == nullptr) return -1;
   if (const int slot = find(file.id()); slot >= 0) return slot;
@@ -31,7 +31,7 @@ int RegisteredFiles::slot_of(const File& file, const std::shared_ptr<RegisteredF
   int descriptor = file.descriptor();
   if (io_uring_register_files_update(ring_, static_cast<unsigned>(slot), &descriptor, 1) != 1) return -1;
   file_ids_[static_cast<std::size_t>(slot)] = file.id();
-  file.observe(self);
+  file.observe(shared_from_this());
   return slot;
 }
 

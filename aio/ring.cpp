@@ -111,7 +111,7 @@ io_uring_sqe* Ring::next_entry() {
 }
 
 void Ring::prepare(io_uring_sqe* entry, Block& block) {
-  const int slot = files_->slot_of(*block.file, files_);
+  const int slot = files_->slot_of(*block.file);
   const int file = slot >= 0 ? slot : block.file->descriptor();
   const auto length = static_cast<unsigned>(block.length_bytes);
   const int slice = block.operation == Operation::sync ? -1 : slice_of(block);

@@ -22,7 +22,7 @@ const char* remedy_of(Operation operation, int code) {
     case EAGAIN:
       return "the system stayed short of resources through every retry; lower the queue depth";
     case EINVAL:
-      return "this file system may not do direct transfers of this block size";
+      return "this file system probably cannot do direct transfers of this block size";
     case EOPNOTSUPP:
       return "this drive or file system cannot do this kind of transfer";
     case EBADF:

@@ -46,15 +46,6 @@ std::string cause_in(const std::string& complaint) {
   return complaint.substr(begin, complaint.find('\n', begin) - begin);
 }
 
-}  // namespace
-
-void require_fio() {
-  if (find_program("fio").empty())
-    throw UsageError("--compare fio: there is no fio on the PATH; install it (apt install fio)");
-}
-
-namespace {
-
 class FioContender final : public Contender {
  public:
   FioContender(std::span<Drive* const> drives, const StopFlag* stop)
@@ -158,6 +149,11 @@ class FioContender final : public Contender {
 };
 
 }  // namespace
+
+void require_fio() {
+  if (find_program("fio").empty())
+    throw UsageError("--compare fio: there is no fio on the PATH; install it (apt install fio)");
+}
 
 std::unique_ptr<Contender> make_fio_contender(std::span<Drive* const> drives, const StopFlag* stop) {
   return std::make_unique<FioContender>(drives, stop);

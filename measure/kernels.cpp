@@ -4,7 +4,6 @@
 #include <atomic>
 #include <limits>
 #include <span>
-#include <thread>
 
 #include <fmt/format.h>
 
@@ -21,6 +20,7 @@
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/platform/host_memory.hpp>
 #include <hoist/platform/update_arrays.hpp>
+#include <hoist/tiers/record_layout.hpp>
 
 namespace hoist::measure {
 
@@ -29,7 +29,7 @@ namespace {
 using optim::UpdateCoefficients;
 using optim::UpdatePool;
 
-constexpr std::size_t kTile = 16384;  // parameters, as in a record
+constexpr std::size_t kTile = tiers::kTileElements;
 
 // Makes every update use one instruction set during its lifetime.
 class InstructionSet {
@@ -241,7 +241,7 @@ class KernelComparison {
     return best * static_cast<double>(tiles_) / static_cast<double>(rounds * pool_.threads());
   }
 
-  // The same for their divisions and square roots; 0 if there are none.
+  // Seconds that the divisions and square roots of as many updates take; 0 if the formula has none.
   double divisions() {
     const unsigned divisions = divisions_of(UpdateCoefficients(what_.optimizer, 1, 1.0).formula);
     if (divisions == 0) return 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In builds without libaio.
+// Compiled instead of libaio_contender.cpp if libaio is not installed.
 #include <hoist/measure/contender.hpp>
 
 namespace hoist::measure {

@@ -3,7 +3,6 @@
 #include <system_error>
 
 #include <fmt/format.h>
-#include <sched.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 

@@ -120,7 +120,10 @@ class ScratchFile::Marker {
     descriptor_ = open_regular_file(path_, O_RDWR | O_NOFOLLOW | (made ? O_CREAT | O_EXCL : 0), 0600);
     if (descriptor_ < 0) return missing_marker(made);
     try {
-      if (lock() && claim()) return true;
+      if (lock()) {
+        claim();
+        return true;
+      }
     } catch (...) {
       ::close(descriptor_);
       throw;
@@ -169,14 +172,13 @@ class ScratchFile::Marker {
   }
 
   // Checks that the marker is ours (a killed run may have written only part of it) and writes it.
-  bool claim() const {
+  void claim() const {
     char text[kMarkerText.size() + 1];
     const ssize_t length = ::pread(descriptor_, text, sizeof text, 0);
     if (length < 0) throw io_error("read", path_);
     if (!kMarkerText.starts_with(std::string_view(text, static_cast<std::size_t>(length))))
       throw not_ours(directory_, fmt::format("its {} holds something else", kMarkerName));
     if (::pwrite(descriptor_, kMarkerText.data(), kMarkerText.size(), 0) < 0) throw io_error("write", path_);
-    return true;
   }
 
   std::string directory_;

@@ -67,8 +67,8 @@ class DriveQueue::Impl {
   ConditionVariable ended_changed_;
   Queues arrivals_ HOIST_GUARDED_BY(mutex_);
   detail::TransferQueue unused_ HOIST_GUARDED_BY(mutex_);
-  std::deque<detail::Transfer> records_ HOIST_GUARDED_BY(mutex_);  // addresses are stable
-  bool waiting_ HOIST_GUARDED_BY(mutex_) = false;                  // the I/O thread sleeps and can take more blocks
+  std::deque<detail::Transfer> transfers_ HOIST_GUARDED_BY(mutex_);  // addresses are stable
+  bool waiting_ HOIST_GUARDED_BY(mutex_) = false;                    // the I/O thread sleeps and can take more blocks
   bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
   std::uint64_t drain_progress_ HOIST_GUARDED_BY(mutex_) = 0;  // grows while the drive answers
   bool ended_ HOIST_GUARDED_BY(mutex_) = false;

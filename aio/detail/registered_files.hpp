@@ -23,7 +23,7 @@
 
 namespace hoist::aio::detail {
 
-class RegisteredFiles final : public FileObserver {
+class RegisteredFiles final : public FileObserver, public std::enable_shared_from_this<RegisteredFiles> {
  public:
   static constexpr unsigned kSlotCount = 64;
   static constexpr Nanoseconds kForgetTimeout = std::chrono::seconds(1);
@@ -36,7 +36,7 @@ class RegisteredFiles final : public FileObserver {
   // From now on the calling thread is the I/O thread.
   void start();
   // The slot of a file, which is registered now if a slot is free. -1: use its descriptor.
-  int slot_of(const File& file, const std::shared_ptr<RegisteredFiles>& self);
+  int slot_of(const File& file);
   // Unregisters the files that are waiting to close.
   void serve();
   // The ring will be destroyed.

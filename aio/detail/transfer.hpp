@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // aio/detail/transfer.hpp - a transfer, its blocks, and queues of transfers.
 //
-// Memory     Records are recycled; queues link through the record itself, so moving one never allocates.
+// Memory     Transfers are recycled; queues link through the transfer itself, so moving one never allocates.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ struct Request {
 
 struct Transfer {
   Request request;
-  std::optional<Promise> promise;  // empty while the record is unused
+  std::optional<Promise> promise;  // empty while the transfer is unused
   bool fully_cut = false;
   std::uint64_t cut_bytes = 0;  // of request.length_bytes, handed out in blocks
   unsigned blocks_open = 0;     // handed out and not finished

@@ -18,7 +18,8 @@ Unavailable io_uring_unavailable(int code);
 
 // Sets of setup flags, best first. The last works wherever io_uring does.
 //   SINGLE_ISSUER | DEFER_TASKRUN  requests are finished on our thread, when we ask for them (Linux 6.1)
-//   COOP_TASKRUN                   the same, without being interrupted by it (5.19)
+//   COOP_TASKRUN                   requests are finished when our thread next enters the kernel, without interrupting
+//                                  it (5.19)
 // R_DISABLED comes with the first: the thread that enables the ring, not the one that makes it, is the single issuer.
 inline constexpr std::array<unsigned, 3> kRingFlagChoices{
     IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED, IORING_SETUP_COOP_TASKRUN, 0};

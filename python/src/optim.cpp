@@ -14,6 +14,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/optim_cpu/update.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/tiers/record_layout.hpp>
 #include <hoist/zero/types.hpp>
 
 #include "bindings.hpp"
@@ -25,7 +26,7 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr std::uint64_t kTile = 16384;
+constexpr std::uint64_t kTile = tiers::kTileElements;
 
 // One parameter's arrays, as addresses of dense CPU tensors.
 struct Arrays {

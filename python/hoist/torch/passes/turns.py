@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -52,12 +52,17 @@ class Turns:
 
     @property
     def is_free_or_mine(self) -> bool:
-        return not self._calls or self._thread is threading.current_thread() or self._is_walked_through
+        return not self._calls or self._thread is threading.current_thread() or self._is_autograd_thread_of_call
 
     @property
-    def _is_walked_through(self) -> bool:
+    def _is_in_forward(self) -> bool:
+        """Whether the innermost call is forward()."""
+        return self._calls[-1:] == [FORWARD]
+
+    @property
+    def _is_autograd_thread_of_call(self) -> bool:
         """Whether this thread is autograd's, at work for the call under way."""
-        return (BACKWARD in self._calls or self._calls[-1:] == [FORWARD]) and torch._C._current_graph_task_id() != -1
+        return (BACKWARD in self._calls or self._is_in_forward) and torch._C._current_graph_task_id() != -1
 
     @property
     def under_way(self) -> str:
@@ -68,17 +73,16 @@ class Turns:
         """Errors: UsageError while another thread has the turn, after a call that was interrupted, and in a forked process."""
         self._require_process()
         if self._interrupted:
-            raise _hoist.UsageError(f"{call} after {self._interrupted}: it is unknown what that call has done. {_REMEDY}")
+            self._refuse_interrupted(call)
         with self._lock:
             may_begin = self.is_free_or_mine
-            in_forward = self._calls[-1:] == [FORWARD]
-            if may_begin and not in_forward:
+            if may_begin and not self._is_in_forward:
                 if not self._calls:
                     self._thread = threading.current_thread()
                 self._calls.append(call)
                 return
         if not may_begin:
-            return self._refuse_concurrent(call)
+            self._refuse_concurrent(call)
         self._refuse_inside(call)
         self.interrupt(f"{FORWARD} was interrupted")  # its end was never seen
         raise _hoist.UsageError(f"{call} after {FORWARD} was interrupted. {_REMEDY}")
@@ -91,14 +95,14 @@ class Turns:
     def require(self, call: str) -> None:
         """Errors: UsageError while another thread has the turn, and in a forked process."""
         self._require_process()
-        is_of_another = call == BACKWARD and self._calls[-1:] == [FORWARD] and self._thread is not threading.current_thread()
+        is_of_another = call == BACKWARD and self._is_in_forward and self._thread is not threading.current_thread()
         if not self.is_free_or_mine or is_of_another:
             self._refuse_concurrent(call)
 
     def require_outside(self, call: str) -> None:
         """For a call that leaves interrupted ones behind. Errors: as require(), and UsageError inside of forward()."""
         self.require(call)
-        if self._calls[-1:] == [FORWARD]:
+        if self._is_in_forward:
             self._refuse_inside(call)
 
     @contextlib.contextmanager
@@ -148,11 +152,14 @@ class Turns:
         finally:
             self.end()
 
-    def _refuse_concurrent(self, call: str) -> None:
+    def _refuse_interrupted(self, call: str) -> NoReturn:
+        raise _hoist.UsageError(f"{call} after {self._interrupted}: it is unknown what that call has done. {_REMEDY}")
+
+    def _refuse_concurrent(self, call: str) -> NoReturn:
         thread, under_way = self._thread, self._calls[-1:]
         if thread is not None and not thread.is_alive():
             self.interrupt(f"the end of thread '{thread.name}' in the middle of {''.join(under_way)}")
-            return self.begin(call)
+            self._refuse_interrupted(call)
         raise _hoist.UsageError(
             f"{call} in thread '{threading.current_thread().name}' while {''.join(under_way) or 'another call'} is under way in "
             f"thread '{getattr(thread, 'name', '?')}': an engine works for one thread at a time. Nothing has changed; call it "
