@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/host_kernels.hpp - the kernels of the host device: one thread, with the bits of a GPU's kernels.
+// platform/detail/host_kernels.hpp - kernels of the host device: they run on one thread and give the same bits as a
+// GPU's.
 //
 // Each runs in a FloatEnvironment of its own: a stream's worker inherits the environment of the thread that made it.
 #pragma once

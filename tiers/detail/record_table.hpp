@@ -82,11 +82,11 @@ class RecordTable {
   // hold no extents.
   [[nodiscard]] std::string load(const SlotImage& image);
 
-  // A record as it was committed: where it is, when it was written, and its checksums.
+  // A digest of the committed extent, its generation and checksums.
   std::uint64_t fingerprint(RecordId id) const;
 
   std::uint32_t extent_at(std::uint64_t offset_bytes) const { return pool_.extent_at(offset_bytes); }
-  // Extents that a named checkpoint holds, one for each record; they are not reused until they are released.
+  // The extents of the last commit, one for each record. hold() keeps them from being reused until release().
   std::vector<std::uint32_t> committed_extents() const;
   [[nodiscard]] std::string hold(std::span<const std::uint32_t> extents);  // returns the problem with them
   void release(std::span<const std::uint32_t> extents);
@@ -113,7 +113,7 @@ class RecordTable {
   std::uint64_t written_word(RecordId id, Region region, std::uint32_t tile) const;
   bool written(RecordId id, Region region, std::uint32_t tile) const;
   void mark_written(RecordId id, Region region, std::uint32_t tile);
-  // The location and checksum table to read a tile from. For all of these the entry's mutex is held.
+  // Whether a tile is read at the record's next location. These functions need the entry's mutex.
   bool at_next(const Entry& entry, RecordId id, Region region, std::uint32_t tile) const;
   const Location& location(RecordId id, Region region, std::uint32_t tile) const;
   void touch(RecordId id);

@@ -4,7 +4,6 @@
 #include <memory>
 #include <optional>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include <fmt/format.h>
@@ -117,7 +116,7 @@ class Verifier {
  private:
   // All parts of the commit as it is on disk now. Errors: StoreError if it is not there, or if the store is another.
   std::vector<Part> look() const {
-    // Ranks are looked at one after the other, and may commit meanwhile, so that none is in all that is seen.
+    // Ranks are read one after the other and may commit in between, so a look may find no commit that all ranks have.
     constexpr int kLooks = 100;
     for (int look = 1; look < kLooks; ++look) {
       if (std::vector<Part> parts = look_once(); !parts.empty()) return parts;
@@ -133,7 +132,8 @@ class Verifier {
     const auto older = std::ranges::find_if(all.older, is_this);
     const StoredJob* const job = is_this(all) ? &all : older != all.older.end() ? &*older : nullptr;
     if (!job && checkpoint_)
-      throw RetiredError(fmt::format("checkpoint '{}' is in no store that counts any more", checkpoint_->name));
+      throw RetiredError(
+          fmt::format("checkpoint '{}' is no longer in a store that a run would continue from", checkpoint_->name));
     if (!job)
       throw StoreError(
           fmt::format("{} has the files of another store than when it was looked at first; verify it again",
@@ -225,10 +225,10 @@ std::vector<Verification> verify_job(std::span<const std::string> directories, c
   const StoredJob job = look_at_job(directories);
   if (std::string problem = obstacle(job); !problem.empty()) return {{.not_done = std::move(problem)}};
   std::vector<Verification> results;
-  Verifier newest(directories, options, job);
-  results.push_back(newest.verify(std::nullopt));
+  Verifier current(directories, options, job);
+  results.push_back(current.verify(std::nullopt));
   for (const CommitHeader& checkpoint : job.groups.front().ranks.front().checkpoints)
-    if (!named_checkpoint(job, checkpoint).empty()) results.push_back(newest.verify(checkpoint));
+    if (!named_checkpoint(job, checkpoint).empty()) results.push_back(current.verify(checkpoint));
   for (const StoredJob& older : job.older) {
     Verifier verifier(directories, options, older);
     for (const CommitHeader& checkpoint : older.checkpoints) results.push_back(verifier.verify(checkpoint));

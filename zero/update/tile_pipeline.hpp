@@ -42,8 +42,7 @@ struct WalkOptions {
   bool read_gradients = false;  // those that are spilled, too
 };
 
-// A unit to be updated, and where to leave a copy of its new trainable weights, those that are on NVMe (in host
-// layout), unless null.
+// A unit to update. `target`, unless null, receives a copy (host layout) of its new trainable weights that are on NVMe.
 struct UpdateRequest {
   UnitId unit{};
   std::byte* target = nullptr;
@@ -71,9 +70,10 @@ class TilePipeline {
   using Updated = std::function<void(UnitId)>;
   void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
 
-  // Starts reading the records of `units`, in this order, for the next step, into as many buffers as there are; behind
-  // whatever else is read. Waits until they are written out. The next run with WalkOptions::makes_weights takes what
-  // was read instead of reading it; any other walk drops it. An error here, or during the reads, makes that run fail.
+  // Starts to read the records of `units` for the next step, in this order and with background priority, into the free
+  // buffers. First waits until the last writes out of the buffers are done. The next run with
+  // WalkOptions::makes_weights takes what was read instead of reading it; any other walk drops it. An error here, or
+  // during the reads, makes that run fail.
   void read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept;
 
   // Binds the calling thread, which does nothing else, to the processors that tiles are updated on.
@@ -101,7 +101,7 @@ class TilePipeline {
     bool ends_unit = false;
     aio::Priority priority = aio::Priority::foreground;  // of the reads
     std::vector<Completion> reads;
-    bool verifies_weights = false, verifies_state = false;  // but weights that are made
+    bool verifies_weights = false, verifies_state = false;  // weights that the update makes are not verified
     bool verifies_gradient = false;
   };
   void finish_job(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);

@@ -80,7 +80,7 @@ class _Optimizer(torch.optim.Optimizer):
         self._places: list[tuple[int, int]] = []  # of the last step's parameters in memory: their addresses and elements
 
     def _offload_arguments(self, settings: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-        """Without the arguments of torch.optim's optimizers. Errors: UsageError for those that would change results."""
+        """Returns the arguments for offloading, without torch.optim's. Errors: UsageError for those that would change results."""
         for name in arguments:
             if name not in _OFFLOAD_DEFAULTS and name not in TORCH_ARGUMENTS:
                 raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument '{name}'")
@@ -126,7 +126,8 @@ class _Optimizer(torch.optim.Optimizer):
             return loss
         updates = [self._checked(index, group) for index, group in enumerate(self.param_groups)]  # before anything changes
         places = [(parameter.data_ptr(), parameter.numel()) for _, ready in updates for parameter, _ in ready]
-        if places != self._places:  # what has no element in common with another one has none as long as it stays
+        # Checked only if an address changed: parameters that shared no memory still share none.
+        if places != self._places:
             refuse_shared_memory((self._name_of(index, place), parameter) for index, group in enumerate(self.param_groups)
                                  for place, parameter in enumerate(group["params"]) if parameter.grad is not None)
             self._places = places
@@ -258,7 +259,7 @@ class _Optimizer(torch.optim.Optimizer):
             return self._require_offload("load_state_dict()").load(self.param_groups, state_dict)
         for saved_group in state_dict["param_groups"]:
             options_of(saved_group, self._default_options())
-        # All that can be refused is, before anything changes.
+        # Refuse whatever can be refused before anything changes.
         numbered = self._numbered(state_dict)
         saved_states = [SavedState.of(self._kind, p, state_dict["state"].get(number, {})) for number, p in numbered]
         for (_, parameter), saved in zip(numbered, saved_states, strict=True):

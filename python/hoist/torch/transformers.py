@@ -57,7 +57,7 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     """A configuration with its "auto" values taken from the arguments. Errors: UsageError with all contradictions, and
     ConfigError for what the configuration cannot say.
 
-    What the loop is made of (batches, clipping, the weights' type) is taken from them also where the file says nothing.
+    Batches, clipping and the weights' type come from the arguments even if the file does not mention them.
     """
     text = as_json(config, "hoist_config")
     _hoist.Config.parse(text, "hoist_config", trains=False)
@@ -327,7 +327,7 @@ class Trainer(transformers.Trainer):
         if self.args.save_strategy == "no":
             return 0
         # One more than directories: a checkpoint is durable before its directory is complete, and a program that is killed
-        # between the two goes on from the directory before.
+        # between the two continues from the previous directory.
         return (self.args.save_total_limit or 1) + 1 + (1 if self.args.load_best_model_at_end else 0)
 
     @property

@@ -35,7 +35,7 @@ from hoist import _hoist
 from hoist.torch.commands import run_command
 from hoist.torch.finetune.data import from_the_hub, load_rows
 from hoist.torch.finetune.methods import PRETRAINING, REWARD, Method, method_of
-from hoist.torch.pretrained.loading import IS_4
+from hoist.torch.pretrained.loading import IS_TRANSFORMERS_4
 from hoist.torch.transformers import OPTIMS, Trainer, from_pretrained, newest_complete_checkpoint
 
 __all__ = ["main", "run"]
@@ -412,7 +412,7 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
     _complete(plan, recipe, len(train))
     callbacks = _stops_early(plan, recipe)
     arguments = plan.arguments
-    if IS_4 and 0 < arguments["warmup_steps"] < 1:
+    if IS_TRANSFORMERS_4 and 0 < arguments["warmup_steps"] < 1:
         arguments["warmup_ratio"] = arguments.pop("warmup_steps")
     nvme = {"device": "nvme", "nvme_path": os.path.join(recipe["output_dir"], "nvme")}
     default = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}

@@ -133,7 +133,7 @@ class Forward:
         self._unit_manager = unit_manager
         self.pieces: list[list[Piece]] = [[] for _ in range(count)]  # of each micro-batch, in the order of the calls
         self.uncut: list[list[int]] = [[] for _ in range(count)]  # units of each that the next piece includes
-        self._with_history: set[int] = set()  # units that were called so
+        self._with_history: set[int] = set()  # units called with gradients recorded
         self._without_history: set[int] = set()  # under torch.no_grad()
         self._calls: list[list[Call]] = [[] for _ in range(count)]
         self._losses: list[torch.Tensor] = [torch.empty(0, device="cpu")] * count
@@ -205,7 +205,7 @@ class Forward:
     def only_without_history(self) -> set[int]:
         return self._without_history - self._with_history
 
-    # --- hooks say ---------------------------------------------------------------------------------------------------
+    # --- called by hooks ---------------------------------------------------------------------------------------------
 
     def reaches(self, units: list[int]) -> None:
         """A micro-batch reaches a call of units: the others catch up first."""

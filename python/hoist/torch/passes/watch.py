@@ -134,6 +134,7 @@ class Watch(TorchDispatchMode):
         for unit in units:
             if not self._is_up(unit):
                 self._missing(unit)
+        # torch.nn.utils.parametrize calls set_() with the memory that a weight has already.
         if units and schema is not None and schema.is_mutable and func is not torch.ops.aten.set_.source_Tensor:
             self._refuse_writes(func, args)
         if not all(self._is_up(unit) for unit in units):  # one has given way to another
@@ -142,7 +143,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _refuse_writes(self, func: Any, args: tuple[Any, ...]) -> None:
-        """torch.nn.utils.parametrize calls set_() with the memory that a weight has already."""
+        """Errors: UsageError if `func` writes to a unit's weight."""
         changed = [value for argument, values in zip(func._schema.arguments, args, strict=False) if argument.is_write
                    for value in tree_leaves(values)]  # torch._foreach_add_() takes lists, as optimizers do on accelerators
         for value in changed:
@@ -318,9 +319,9 @@ class UnannouncedUses:
         self._unit_manager.enter(unit)
 
     def _announce_likes(self) -> None:
-        """Announces others beside a unit that was used and that nothing calls: those that nothing has called may be used in the
-        same way in a later pass, such as experts that no token was routed to yet. After a call without gradients, a reference
-        model's call may use what PEFT has in the unit's place."""
+        """Units were used although nothing calls their modules. Announces units like them that were never called: a later pass
+        may use these in the same way, such as experts that got no token yet. After a call without gradients it also announces
+        the unit that PEFT uses in such a unit's place for a reference model."""
         def is_called(unit: int) -> bool:
             return self._add_hook(self._cut.units[unit].module, unit).was_called
 

@@ -22,7 +22,7 @@ from hoist import _hoist
 from hoist.torch.checkpoint.checkpoints import io_error, sync
 from hoist.torch.checkpoint.directories import made_and_locked
 from hoist.torch.model.weight_files import NAMES, plain
-from hoist.torch.pretrained.loading import IS_4
+from hoist.torch.pretrained.loading import IS_TRANSFORMERS_4
 from hoist.torch.ranks import distributed
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _as_in_files(model: Any, tensors: Tensors) -> Tensors:
     """With the names and shapes that files of this model have."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: value for name, value in tensors.items() if name not in ignored}
-    if IS_4:
+    if IS_TRANSFORMERS_4:
         return kept
     from transformers.core_model_loading import revert_weight_conversion
 

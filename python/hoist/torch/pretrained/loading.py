@@ -43,7 +43,7 @@ from hoist.torch.model.weight_files import FLOAT8, TYPES, can_be_mapped
 
 __all__ = ["from_pretrained"]
 
-IS_4 = int(transformers.__version__.split(".")[0]) < 5
+IS_TRANSFORMERS_4 = int(transformers.__version__.split(".")[0]) < 5
 
 Read = Callable[[], torch.Tensor]
 
@@ -187,7 +187,7 @@ class _Mapped:
 
 def _reads_of(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] | None) -> dict[str, Read]:
     """How to read each parameter and buffer that the files have: by the calls that PEFT makes, too, to convert adapters."""
-    if IS_4:
+    if IS_TRANSFORMERS_4:
         return _reads_of_4(model, tensors, key_mapping)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -460,11 +460,12 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
                 value: Any = torch.empty_like(buffer, device="cpu") if read is None else read().clone()
                 value._is_hf_initialized = read is not None
                 module._buffers[name] = value
-    if IS_4:
+    if IS_TRANSFORMERS_4:
         _initialize_as_4(model)
     else:
         model.initialize_weights()
-    for module in model.modules():  # now: to initialize a module with a parametrization calls that
+    # Only now: initializing a module with a parametrization calls the parametrization, which the hook would refuse.
+    for module in model.modules():
         if any(map(_is_in_files, module._parameters.values())):
             module.register_forward_pre_hook(_refuse_call)
     for buffer in model.buffers():

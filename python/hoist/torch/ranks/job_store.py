@@ -44,12 +44,12 @@ def _answer(questions: queue.SimpleQueue[Any]) -> None:
 
 
 def _is_done_within(seconds: float, answer: concurrent.futures.Future[Any]) -> bool:
-    """In slices: while this process stands still (SIGSTOP, an extension that holds the GIL), one of them is over, and not all."""
+    """Waits in slices: a pause of this process (SIGSTOP, an extension holding the GIL) uses up one slice, not the whole time."""
     return any(concurrent.futures.wait([answer], _SLICE).done for _ in range(math.ceil(seconds / _SLICE)))
 
 
 class _Thread:
-    """It begins with the first engine: at the program's end, when ranks still tell each other why, Python starts none."""
+    """Started with the first engine, because Python starts no thread at the program's end, when ranks still report errors."""
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -80,7 +80,7 @@ _threads: weakref.WeakKeyDictionary[dist.Store, _Thread] = weakref.WeakKeyDictio
 
 
 class JobStore:
-    """A part of the store. `plain`: the same for PyTorch."""
+    """A part of the store. `plain` is the torch.distributed store itself."""
 
     def __init__(self, plain: dist.Store, thread: _Thread):
         self.plain, self._thread = plain, thread
