@@ -13,6 +13,7 @@
 //   zero/predict/prediction.hpp   what an engine will hold and move; step_time.hpp: how long it will take
 //   platform/device.hpp, stream.hpp, tiers/device_arena.hpp    the program's own work on the device
 //   tiers/activation_offload.hpp  activations kept in pinned memory
+//   comm/communicator.hpp         not included: for a program that starts ranks of its own
 //   core/error.hpp                every exception
 #pragma once
 

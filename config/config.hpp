@@ -79,8 +79,8 @@ class Config {
   // train_batch_size = micro-batch * accumulation * world; two of them imply the third. Returns the batch sizes with
   // the implied ones filled in. Errors: ConfigProblems.
   TrainingOptions check_world_size(int world_size) const;
-  // The same, and takes the result: `training` has all batch sizes, and engine.micro_batches_max is at least the number
-  // of micro-batches of a step. A program calls it before it makes an engine.
+  // The same, and takes the result: `training` has the batch sizes that the file gives or implies, and the number of
+  // micro-batches; engine.micro_batches_max is at least that. A program calls it before it makes an engine.
   void settle(int world_size);
   // Micro-batches of a step: as the file says or as two batch sizes imply, at most 2^20; 1 where these do not go with
   // so many ranks.

@@ -38,7 +38,7 @@ class ConfigError : public Error {
 class BudgetError : public Error {
  public:
   struct Need {
-    std::string tier;          // "device", "pinned" or "nvme"
+    std::string tier;          // "device", "pinned", "host" or "nvme"
     std::uint64_t have_bytes;  // the budget
     std::uint64_t need_bytes;  // the smallest budget that works
     std::string key;           // the configuration key to raise

@@ -151,7 +151,7 @@ void HostStream::execute(Operation& operation) {
         },
         operation);
   } catch (...) {
-    error_ = std::current_exception();
+    error_ = current_failure();
   }
 }
 

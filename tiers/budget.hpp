@@ -15,8 +15,8 @@ namespace hoist::tiers {
 
 class Budget {
  public:
-  // `tier` is "device", "pinned" or "nvme"; `key` the configuration key that sets it. Bytes of it are also held in
-  // `common`, which outlives it.
+  // `tier` is "device", "pinned", "host" or "nvme"; `key` the configuration key that sets it. Bytes of it are also held
+  // in `common`, which outlives it.
   Budget(std::string tier, std::string key, std::uint64_t limit_bytes, Budget* common = nullptr);
   ~Budget();
   Budget(const Budget&) = delete;

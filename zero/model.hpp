@@ -37,8 +37,8 @@ class Model {
 
   // A unit is what is used together: a layer. Its parameters of one dtype, trainability, group and norm membership are
   // stored and moved as one segment.
-  // Errors: UsageError for a unit without parameters, a repeated or unprintable name, an extent below 1, more elements
-  // than 10^13 in one parameter, a group that was not added.
+  // Errors: UsageError for a unit without parameters, a parameter whose name is repeated or unprintable, an extent
+  // below 1, more than 10^13 elements in one parameter, a group that was not added.
   UnitId add_unit(std::string name, std::span<const ParameterSpec> parameters, UnitOptions options = {});
   UnitId add_unit(std::string name, std::initializer_list<ParameterSpec> parameters, UnitOptions options = {});
 
@@ -52,8 +52,8 @@ class Model {
   std::span<const ModelUnit> units() const { return units_; }                            // UnitId::index
   std::span<const ParameterSpec> parameters() const { return parameters_; }              // ParameterId::index
   std::span<const std::optional<GroupOptions>> added_groups() const { return groups_; }  // GroupId::index - 1
-  UnitId unit_of(ParameterId parameter) const { return unit_of_[parameter.index]; }
-  std::uint64_t parameter_count() const { return element_count_; }  // elements of all parameters
+  UnitId unit_of(ParameterId parameter) const { return unit_of_[parameter.index]; }  // Pre: a parameter of this model
+  std::uint64_t parameter_count() const { return element_count_; }                   // elements of all parameters
 
  private:
   std::vector<ModelUnit> units_;

@@ -61,7 +61,7 @@ struct UnitOptions {
   // The unit's gradient may begin before, and end after, those of other units: it has device memory of its own for it.
   // A unit that owns a tied parameter has that anyway.
   bool own_gradient_memory = false;
-  // Units that are gathered whenever this one is. They never take turns with it in device memory.
+  // Units that the program gathers together with this one. They never take turns with it in device memory.
   std::vector<UnitId> gathered_with{};
 };
 

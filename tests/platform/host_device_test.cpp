@@ -130,6 +130,26 @@ struct Sour : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// From a step, these two promise that nothing has changed.
+TEST(HostStream, AUsageErrorOfLaunchedWorkIsAFailure) {
+  const auto device = host_device();
+  for (const bool usage : {true, false}) {
+    const auto stream = device->create_stream("failing");
+    stream->launch("bad", [usage] {
+      if (usage) throw UsageError("an ended lease");
+      throw BudgetError({"device", 1, 2, "hoist.device_memory", "a buffer"});
+    });
+    try {
+      stream->synchronize();
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(dynamic_cast<const UsageError*>(&error), nullptr);
+      EXPECT_EQ(dynamic_cast<const BudgetError*>(&error), nullptr);
+      if (usage) EXPECT_STREQ(error.what(), "an ended lease");
+    }
+  }
+}
+
 TEST(HostStream, KeepsItsFirstErrorAndStops) {
   const auto device = host_device();
   const auto stream = device->create_stream("failing");

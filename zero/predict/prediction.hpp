@@ -6,8 +6,8 @@
 // forward, once backward), planned like a recorded one.
 //
 // Threading  Pure functions, but for what runtime options leave to this machine.
-// Errors     UsageError for a model without units; ConfigError for options that no engine could have. Too small a
-//            budget is not an error here: see fits().
+// Errors     UsageError for a model without units. Options are not checked: those that Engine::create() refuses have
+//            numbers without a meaning. Too small a budget is not an error here: see fits().
 #pragma once
 
 #include <optional>
