@@ -94,10 +94,11 @@ int write_config(const PlanArguments& arguments, const PlanQuestion& question, c
   if (report.best() == nullptr) throw UsageError(fmt::format("nothing fits, so {} was not written", arguments.write));
   const std::string base =
       question.has_config ? read_file(arguments.config, "name the configuration to start from") : "{}\n";
-  const std::string text = planned_config(question, *report.best(), base);
-  check_written(question, *report.best(), Config::parse(text, arguments.write, RunLength::left_to_the_trainer));
-  replace_file(arguments.write, text);
+  const PlannedConfig planned = planned_config(question, *report.best(), base);
+  check_written(question, *report.best(), Config::parse(planned.text, arguments.write, RunLength::left_to_the_trainer));
+  replace_file(arguments.write, planned.text);
   say("\nwritten to {}\n", arguments.write);
+  for (const std::string& line : planned.replaced) say("  {}\n", line);
   return kOk;
 }
 

@@ -29,6 +29,8 @@ constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // e
 constexpr const char* kStoreDirectory = "/local_nvme";
 
 constexpr const char* kDurability = "hoist.durability";
+constexpr const char* kSpill = "hoist.gradient_spill";
+constexpr const char* kUpdateMode = "hoist.update_mode";
 constexpr const char* kRatio = "zero_optimization.offload_optimizer.ratio";
 constexpr std::array kPathKeys{"zero_optimization.offload_param.nvme_path",
                                "zero_optimization.offload_optimizer.nvme_path", "hoist.checkpoint_path"};
@@ -85,7 +87,7 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   if (engine.uses_nvme() && !is_given(config, kDurability)) engine.durability = tiers::Durability::step;
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
   if (parameters != Placement::nvme) engine.parameters_pinned_fraction = 0;
-  if (optimizer == Placement::device)
+  if (optimizer == Placement::device && engine.update_mode != UpdateMode::step)
     engine.update_mode = UpdateMode::automatic;  // the other modes are for offloaded state
   if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
   if (optimizer == Placement::device || !engine.uses_nvme()) engine.gradient_spill_units = 0;
@@ -127,6 +129,16 @@ std::string refusal_of(const EngineOptions& engine, const RuntimeOptions& runtim
   } catch (const ConfigError& error) {
     return error.what();
   }
+}
+
+// A configuration that asks for commits of steps is refused with all state in memory; so is a placement for it.
+std::string durability_refusal(const Config& config, const EngineOptions& engine) {
+  const ConfigSetting* const given = given_setting(config, kDurability);
+  if (given == nullptr || engine.durability != tiers::Durability::step || engine.uses_nvme()) return "";
+  const auto* const every = std::get_if<std::int64_t>(&given->value);
+  return fmt::format(
+      "{}: {} needs optimizer state or weights on NVMe; leave this key out to plan with both in memory, too",
+      kDurability, every == nullptr ? to_text(given->value) : fmt::format(R"({{"every": {}}})", *every));
 }
 
 // The program's memory: as the units file says, or activations by formula.
@@ -176,6 +188,7 @@ StepQuestion step_question(const PlanQuestion& question, const ProgramMemory& pr
 PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   PlanRow row{.engine = engine};
   row.refusal = refusal_of(engine, question.runtime, question.world_size);
+  if (row.refusal.empty()) row.refusal = durability_refusal(question.config, engine);
   if (row.refusal.empty() && question.is_here)
     row.refusal = fmt::format("{}", fmt::join(directory_problems(engine), "; "));
   row.program = program_of(question, engine);
@@ -187,9 +200,9 @@ PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   return row;
 }
 
-// Times that differ by the rounding of sums are equal: then the first one stays the best.
+// Times that differ by the rounding of sums are equal: then the configured one is the best, or else the first one.
 auto rank_of(const PlanRow& row) {
-  return std::tuple(!row.refusal.empty(), !row.fits(), std::round(row.time.expected_seconds * 1e9),
+  return std::tuple(!row.refusal.empty(), !row.fits(), std::round(row.time.expected_seconds * 1e9), !row.configured,
                     row.prediction.nvme_bytes);
 }
 
@@ -297,6 +310,21 @@ std::vector<ZeroRow> zero_table(const PlanQuestion& question) {
   return table;
 }
 
+// The row's options with the fractions that the written file names.
+EngineOptions with_planned_fractions(const PlanRow& row) {
+  EngineOptions engine = row.engine;
+  engine.optimizer_pinned_fraction = row.prediction.pinned_fraction;
+  engine.parameters_pinned_fraction = row.prediction.parameters_pinned_fraction;
+  return engine;
+}
+
+// Why no engine takes these options with their value of the key; empty if one does.
+std::string problem_of(const EngineOptions& engine, std::string_view key) {
+  const std::vector<OptionProblem> problems = problems_between(engine);
+  const auto found = std::ranges::find(problems, key, &OptionProblem::key);
+  return found == problems.end() ? "" : found->problem;
+}
+
 }  // namespace
 
 PlanReport plan_of(const PlanQuestion& question) {
@@ -320,7 +348,7 @@ PlanReport plan_of(const PlanQuestion& question) {
   return report;
 }
 
-std::string planned_config(const PlanQuestion& question, const PlanRow& row, std::string text) {
+PlannedConfig planned_config(const PlanQuestion& question, const PlanRow& row, std::string text) {
   const auto set = [&](std::initializer_list<std::string_view> path, const nlohmann::ordered_json& value) {
     text = with_member(text, std::vector<std::string_view>(path), value);
   };
@@ -361,14 +389,30 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     set({"hoist", "optimizer_pinned_fraction"}, row.prediction.pinned_fraction);
   if (row.engine.parameters == Placement::nvme)
     set({"hoist", "parameters_pinned_fraction"}, row.prediction.parameters_pinned_fraction);
-  if (row.prediction.spilled_units > 0 || given.gradient_spill_units != 0u)
-    set({"hoist", "gradient_spill"}, row.prediction.spilled_units > 0);
-  // The configuration set these for another placement.
-  if (given.update_mode != engine.update_mode && given.update_mode != UpdateMode::step)
-    set({"hoist", "update_mode"}, "auto");
-  if (!engine.uses_nvme() && given.durability == tiers::Durability::step && is_given(question.config, kDurability))
-    set({"hoist", "durability"}, "auto");
-  return text;
+  std::vector<std::string> replaced;
+  // `key` has a value in the file, which the placement cannot have.
+  const auto replace = [&](std::string_view key, const nlohmann::ordered_json& value, std::string_view reason) {
+    set({"hoist", config::last_part(key)}, value);
+    replaced.push_back(fmt::format("{} is {} there, not {}: {}", key, value.dump(),
+                                   to_text(given_setting(question.config, key)->value), reason));
+  };
+  if (engine.update_mode != given.update_mode) {
+    EngineOptions kept = engine;
+    kept.update_mode = given.update_mode;
+    replace(kUpdateMode, "auto", problem_of(kept, kUpdateMode));
+  }
+  if (given.gradient_spill_units == 0u) {
+    if (row.prediction.spilled_units > 0) set({"hoist", "gradient_spill"}, true);  // a plan without a configuration
+  } else if (row.prediction.spilled_units == 0) {
+    EngineOptions kept = with_planned_fractions(row);
+    kept.gradient_spill_units.reset();
+    std::string reason = problem_of(kept, kSpill);
+    if (reason.empty() &&
+        predict(question.runtime, kept, question.model.model, question.world_size, row.program).spilled_units > 0)
+      reason = "all gradients fit pinned memory; with true, some would leave it for larger buffers";
+    if (!reason.empty()) replace(kSpill, false, reason);
+  }
+  return {std::move(text), std::move(replaced)};
 }
 
 void check_written(const PlanQuestion& question, const PlanRow& row, const Config& written) {
@@ -382,10 +426,8 @@ void check_written(const PlanQuestion& question, const PlanRow& row, const Confi
                                   {"nvme", p.nvme_bytes},
                                   {"step", step_json(p.step)}};
   };
-  EngineOptions planned = row.engine;
+  EngineOptions planned = with_planned_fractions(row);
   const EngineOptions read = written.engine_at(question.world_size);
-  planned.optimizer_pinned_fraction = row.prediction.pinned_fraction;
-  planned.parameters_pinned_fraction = row.prediction.parameters_pinned_fraction;
   if (row.prediction.spilled_units == 0) planned.gradient_spill_units = 0;
   planned.store_directory = read.store_directory;  // a store keeps the names of its drives: they take space
   planned.stripe_directories = read.stripe_directories;

@@ -3,6 +3,9 @@
 // of a step. Pure: everything it needs is in the question.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include <hoist/config/config.hpp>
 #include <hoist/zero/predict/machine_spec.hpp>
 
@@ -27,9 +30,14 @@ struct PlanQuestion {
 
 PlanReport plan_of(const PlanQuestion& question);
 
+struct PlannedConfig {
+  std::string text;
+  std::vector<std::string> replaced;  // for each given key that the placement cannot have: its new value, and why
+};
+
 // The question's configuration, changed so that a run uses this row's placement and budgets. `text` is the
 // configuration's own, or "{}". Errors: JsonEditError.
-std::string planned_config(const PlanQuestion& question, const PlanRow& row, std::string text);
+PlannedConfig planned_config(const PlanQuestion& question, const PlanRow& row, std::string text);
 
 // Checks that a run with what planned_config() has made is predicted to hold and move as many bytes as one with the
 // row's options and its budgets, and that it fits these.

@@ -87,9 +87,7 @@ TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
         R"({"gradient_clipping": 0, "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
             "hoist": {"update_mode": "backward"}})",
         R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "hoist": {"update_mode": "forward"}})",
-        R"({"zero_optimization": {"prefetch_bucket_size": "auto", "max_live_parameters": "auto"}})",
-        R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}},
-            "hoist": {"durability": "step"}})"}) {
+        R"({"zero_optimization": {"prefetch_bucket_size": "auto", "max_live_parameters": "auto"}})"}) {
     write("own.json", text);
     const auto planned = run("plan own.json --parameters 1e8 --write own.json" + std::string(kOneRank));
     EXPECT_EQ(planned.exit_code, 0) << text << planned.errors;
@@ -100,12 +98,17 @@ TEST_F(Plan, WritesOverWhatTheOldPlacementNeeded) {
   }
 }
 
+constexpr const char* kOnNvme = R"({"zero_optimization": {"stage": 3,
+  "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "hoist": )";
+
 // A placement in memory has no commits. The written file says nothing of them that outlives this placement.
 TEST_F(Plan, WritesNoDurabilityThatALaterPlanWouldKeep) {
-  const std::string nvme = R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}})";
-  for (const std::string& text : {nvme + "}", nvme + R"(, "hoist": {"durability": {"every": 5}}})"}) {
-    write("own.json", text);
-    const auto small = run("plan own.json --parameters 1e8 --write own.json" + std::string(kOneRank));
+  for (const char* hoist : {"{}", R"({"durability": "auto"})", ""}) {
+    const bool is_given = *hoist != '\0';
+    std::filesystem::remove(path("own.json"));
+    if (is_given) write("own.json", kOnNvme + std::string(hoist) + "}");
+    const auto small = run(std::string("plan ") + (is_given ? "own.json" : "") + " --parameters 1e8 --write own.json" +
+                           std::string(kOneRank));
     ASSERT_EQ(small.exit_code, 0) << small.errors;
     EXPECT_THAT(small.output, HasSubstr("commits: none: there is no store, so nothing can be saved or resumed; "
                                         "hoist.checkpoint_path names one"));
@@ -120,6 +123,84 @@ TEST_F(Plan, WritesNoDurabilityThatALaterPlanWouldKeep) {
   const auto keeps = run("plan keeps.json --parameters 1e8 --write keeps.json" + std::string(kOneRank));
   EXPECT_THAT(keeps.output, HasSubstr("commits: when the program saves"));
   EXPECT_THAT(test::contents_of(path("keeps.json")), HasSubstr(R"("durability": "none")"));
+}
+
+// A configuration that asks for commits of steps gets a placement that has them, and keeps the key.
+TEST_F(Plan, ADurabilityThatIsGivenNeedsAStore) {
+  for (const auto& [given, commits] :
+       {std::pair(R"({"every": 5})", "commits: every 5 steps"), std::pair(R"("step")", "commits: every step")}) {
+    write("own.json", fmt::format("{}{{\"durability\": {}}}}}", kOnNvme, given));
+    for (const char* size : {"70e9 --pinned-memory 200GiB", "1e8", "1e8"}) {
+      const auto planned = run(fmt::format("plan own.json --parameters {} --write own.json{}", size, kOneRank));
+      ASSERT_EQ(planned.exit_code, 0) << planned.errors;
+      EXPECT_THAT(planned.output, AllOf(HasSubstr(commits), Not(HasSubstr("durability is"))));
+      const std::string written = test::contents_of(path("own.json"));
+      EXPECT_THAT(written, HasSubstr(fmt::format("\"durability\": {}", given)));
+      const auto report = json_of("plan.json");
+      EXPECT_GT(best(report)["nvme"]["bytes"], 0);
+      for (const char* parameters : {"device", "pinned"})
+        EXPECT_THAT(row(report, parameters, "pinned")["refusal"].get<std::string>(),
+                    HasSubstr(fmt::format("hoist.durability: {} needs optimizer state or weights on NVMe; leave this "
+                                          "key out to plan with both in memory, too",
+                                          given)));
+      EXPECT_EQ(run("check own.json").exit_code, 0) << written;
+    }
+  }
+}
+
+// The kernels take so long that all copies are hidden.
+TEST_F(Plan, PrefersTheConfiguredPlacementAtEqualTime) {
+  nlohmann::json machine = kMachine;
+  machine["device"]["compute_tflops"] = 0.1;
+  write("machine.json", machine.dump());
+  const std::string on_nvme = R"({"device": "nvme", "nvme_path": "/n"})";
+  for (const auto& [parameters, name] : {std::pair(on_nvme, "nvme"), std::pair(std::string("{}"), "device")}) {
+    write("own.json", fmt::format(R"({{"zero_optimization": {{"stage": 3, "offload_param": {},
+                                                             "offload_optimizer": {}}}}})",
+                                  parameters, on_nvme));
+    ASSERT_EQ(run("plan own.json --parameters 1e9" + std::string(kOneRank)).exit_code, 0);
+    const auto found = best(json_of("plan.json")), first = row(json_of("plan.json"), "device", "pinned");
+    EXPECT_EQ(found["parameters"], name);
+    EXPECT_EQ(found["optimizer"], "nvme");
+    EXPECT_EQ(found["seconds"]["expected"], first["seconds"]["expected"]);
+  }
+  // Without a configuration, the one that needs no drive.
+  ASSERT_EQ(run("plan --parameters 1e9" + std::string(kOneRank)).exit_code, 0);
+  EXPECT_EQ(best(json_of("plan.json"))["optimizer"], "pinned");
+}
+
+// The written file keeps what its placement can have. What it replaces is printed, with the reason.
+TEST_F(Plan, SaysWhichGivenKeysTheWrittenFileReplaces) {
+  const auto written = [&](const char* hoist, const char* model) {
+    write("own.json", kOnNvme + std::string(hoist) + "}");
+    const auto planned = run(fmt::format("plan own.json --parameters {} --write own.json{}", model, kOneRank));
+    EXPECT_EQ(planned.exit_code, 0) << planned.errors;
+    EXPECT_EQ(run("check own.json").exit_code, 0) << test::contents_of(path("own.json"));
+    const std::size_t at = planned.output.find("written to own.json\n");
+    return test::contents_of(path("own.json")) + planned.output.substr(std::min(at, planned.output.size()));
+  };
+  const auto mode = written(R"({"update_mode": "forward"})", "1e8");
+  EXPECT_THAT(mode, AllOf(HasSubstr(R"("update_mode": "auto")"),
+                          HasSubstr("written to own.json\n  hoist.update_mode is \"auto\" there, not \"forward\": "
+                                    "\"forward\" needs offloaded optimizer states; set zero_optimization.")));
+  const auto spill = written(R"({"gradient_spill": true})", "1e8");
+  EXPECT_THAT(spill, AllOf(HasSubstr(R"("gradient_spill": false)"),
+                           HasSubstr("written to own.json\n  hoist.gradient_spill is false there, not true: gradients "
+                                     "go to NVMe only beside optimizer state or weights that are there")));
+  // On NVMe, whether or not gradients fit pinned memory.
+  for (const char* model : {"20e9 --pinned-memory 200GiB", "20e9 --device-memory 16GiB --pinned-memory 24GiB"}) {
+    const auto kept = written(R"({"update_mode": "forward", "gradient_spill": true})", model);
+    EXPECT_THAT(kept, AllOf(HasSubstr(R"("update_mode": "forward", "gradient_spill": true)"),
+                            testing::EndsWith("written to own.json\n")));
+  }
+  // All gradients fit beside the planned fraction of the state, but "true" would put room for larger buffers first.
+  nlohmann::json machine = kMachine;
+  machine["device"]["compute_tflops"] = 0.1;
+  write("machine.json", machine.dump());
+  EXPECT_THAT(written(R"({"durability": {"every": 7}, "gradient_spill": true})", "7e9 --pinned-memory 14GiB"),
+              AllOf(HasSubstr(R"("gradient_spill": false)"),
+                    HasSubstr("hoist.gradient_spill is false there, not true: all gradients fit pinned memory; with "
+                              "true, some would leave it for larger buffers\n")));
 }
 
 // The old placement ignores some keys that the written file's placement obeys: the file still means what was planned.
