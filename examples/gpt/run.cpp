@@ -147,6 +147,7 @@ class Training {
   Batch micro_batch(int index) const;
   double train_micro_batches();
   bool saves_steps() const;
+  std::string why_no_commit() const;
   void save_at_end();
   void mirror_at_end();
 
@@ -238,7 +239,7 @@ void Training::prepare() {
     say(fmt::format("resuming at step {}", step_));
   } else {
     engine_ = Engine::create(runtime_, engine_options_, gpt_.model(), initial_values(), encode(state_at(0)));
-    if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
+    if (arguments_.resume) say(fmt::format("nothing to resume: {}, starting at step 0", why_no_commit()));
   }
   gpt_.attach(*engine_);
   introduce();
@@ -356,6 +357,13 @@ StepRecord Training::one_step() {
 // Without a store, or with durability `none`, there is nothing to save.
 bool Training::saves_steps() const {
   return !config_.engine.store_directory.empty() && (!config_.engine.uses_nvme() || config_.engine.commits_steps());
+}
+
+std::string Training::why_no_commit() const {
+  if (saves_steps()) return "no commit yet";
+  return config_.engine.uses_nvme()
+             ? "nothing is ever committed (hoist.durability is \"none\")"
+             : "nothing is ever committed: all state is in memory (set hoist.checkpoint_path, or put state on NVMe)";
 }
 
 // If steps are commits, there is nothing to do.

@@ -175,6 +175,21 @@ TEST_F(Program, ARefusalNamesTheMirrorIfOnlyThatHoldsTheRun) {
   expect_refused(usual(2), "the mirror in " + path("mirror"));
 }
 
+TEST_F(Program, SaysIfNothingIsEverCommitted) {
+  const auto resume = [&](const char* optimizer, const json& hoist) {
+    write_config("config.json", "none", optimizer, hoist);
+    const Outcome outcome = run(usual(1, {"--resume"}));
+    EXPECT_EQ(outcome.code, 0) << outcome.error;
+    return outcome.out;
+  };
+  EXPECT_THAT(resume("cpu", json::object()),
+              HasSubstr("nothing to resume: nothing is ever committed: all state is in memory (set "
+                        "hoist.checkpoint_path, or put state on NVMe), starting at step 0"));
+  EXPECT_THAT(resume("nvme", {{"durability", "none"}}),
+              HasSubstr("nothing to resume: nothing is ever committed (hoist.durability is \"none\"), starting at"));
+  EXPECT_THAT(resume("cpu", {{"checkpoint_path", path("kept")}}), HasSubstr("nothing to resume: no commit yet"));
+}
+
 // Its manifest is gone: that there is nothing to resume would be untrue.
 TEST_F(Program, AStoreThatCannotBeResumedIsNotCalledEmpty) {
   ASSERT_EQ(run(usual(1)).code, 0);
