@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/unit_regions.hpp>
@@ -21,6 +22,10 @@ namespace {
 
 void refuse(bool wrong, const char* key, const std::string& problem) {
   if (wrong) throw ConfigError(key, problem);
+}
+
+void make_absolute(std::string& path) {
+  if (!path.empty()) path = absolute_path(path);
 }
 
 // For programs that fill the structs themselves, from other languages for example.
@@ -217,6 +222,15 @@ std::vector<std::string> EngineOptions::drive_directories() const {
   std::vector<std::string> directories{store_directory};
   directories.insert(directories.end(), stripe_directories.begin(), stripe_directories.end());
   return directories;
+}
+
+void make_paths_absolute(RuntimeOptions& options) { make_absolute(options.trace_path); }
+
+void make_paths_absolute(EngineOptions& options) {
+  make_absolute(options.store_directory);
+  for (std::string& directory : options.stripe_directories) make_absolute(directory);
+  make_absolute(options.mirror.directory);
+  make_absolute(options.metrics_path);
 }
 
 std::string describe_commits(const EngineOptions& options) {

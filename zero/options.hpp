@@ -248,6 +248,10 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime);
 // UsageError or ConfigError, with the remedy, for a model that no engine with these options trains.
 void check(const Model& model, const EngineOptions& options);
+// Writes the options' paths from the root on: they stay right when the program changes its directory. IoError where a
+// path is relative and the working directory is gone.
+void make_paths_absolute(RuntimeOptions& options);
+void make_paths_absolute(EngineOptions& options);
 // When steps are committed, and what stays: "every step; named checkpoints that stay: 2".
 std::string describe_commits(const EngineOptions& options);
 

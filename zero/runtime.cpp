@@ -13,7 +13,6 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
-#include <hoist/core/open_file.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/machine.hpp>
 #include <hoist/zero/runtime.hpp>
@@ -79,9 +78,7 @@ ChosenOptions chosen(const RuntimeOptions& options) {
                                                           options.update_threads, kUpdateThreadsMax));
   ChosenOptions chosen = choose_for_this_machine(options);
   divide_shared_memory(chosen);
-  // Stays right when the program changes its directory.
-  std::string& trace = chosen.runtime.trace_path;
-  if (!trace.empty()) trace = absolute_path(trace);
+  make_paths_absolute(chosen.runtime);
   return chosen;
 }
 

@@ -152,6 +152,14 @@ void bind_config(nb::module_& module) {
             below(c.engine.mirror.directory);
           },
           "name"_a, "Inserts a directory of this name above those of the store and its mirror.")
+      .def(
+          "make_paths_absolute",
+          [](Config& c) {
+            make_paths_absolute(c.runtime);
+            make_paths_absolute(c.engine);
+          },
+          "For an engine, which opens its files again at restore() and wake(): the program may have changed its "
+          "directory.")
       .def_prop_ro("store_directory", [](const Config& c) { return c.engine.store_directory; })
       .def_prop_ro(
           "has_schedule",

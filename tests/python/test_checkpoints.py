@@ -49,6 +49,43 @@ def test_a_kept_step_is_gone_back_to_in_a_running_program(settings):
         assert digests(engine) == at_nine
 
 
+def test_a_change_of_directory_leads_to_no_other_runs_files(settings, tmp_path, monkeypatch):
+    """Two runs in directories of their own, with the same relative paths."""
+    def begin(name, seed):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        config = keeping(settings, 1)
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] = ["nvme", "further"]
+        config["hoist"] |= {"mirror": {"path": "mirror"}, "metrics": "metrics.jsonl", "trace": "trace.json"}
+        return hoist.torch.wrap(make(seed), config)
+
+    def files(name):
+        return {path: path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+
+    with begin("other", seed=1) as engine:
+        train(engine, 2)
+        engine.save("mine").wait()
+    others = files("other")
+    with begin("own", seed=0) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path / "tags", "mine")
+        at_three = digests(engine)
+        losses = train(engine, 1, first=3)
+        monkeypatch.chdir(tmp_path / "other")
+        assert engine.checkpoints() == {"mine": 3}
+        for go_back in (lambda: engine.restore("mine"), lambda: engine.load_checkpoint(tmp_path / "tags")):
+            go_back()
+            assert digests(engine) == at_three
+            assert train(engine, 1, first=3) == losses
+        engine.sleep()
+        engine.wake()
+        assert engine.restore() == 4
+    assert files("other") == others
+    assert {path.relative_to(tmp_path / "own").parts[0] for path in files("own")} == {
+        "nvme", "further", "mirror", "metrics.jsonl", "metrics.jsonl.prom", "trace.json"}
+
+
 def test_the_last_ones_stay(settings):
     with hoist.torch.wrap(make(), keeping(settings, 2)) as engine:
         for step in range(4):

@@ -176,6 +176,29 @@ def test_steps_are_kept_by_name(tmp_path, offload):
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_a_change_of_directory_leads_to_no_other_runs_store(tmp_path, monkeypatch, offload):
+    """Two runs in directories of their own, with the same relative path."""
+    def begin(name):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        arguments = place(offload, tmp_path) | {"directory": "store", "keep_steps": 1}
+        return Program("AdamW", torch.bfloat16, torch.get_default_device(), **arguments)
+
+    other = begin("other").train(0, 2)
+    other.optimizer.save("mine").wait()
+    other.optimizer.close()
+    own = begin("own").train(0, 3)
+    own.optimizer.save("mine").wait()
+    at_three = own.bits()
+    own.train(3, 4)
+    monkeypatch.chdir(tmp_path / "other")
+    assert own.optimizer.checkpoints() == {"mine": 3}
+    assert own.optimizer.restore("mine") == 3
+    assert_equal(own.bits(), at_three)
+    own.optimizer.close()
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
 @pytest.mark.parametrize("has_store, name, match", [(False, "", "all state is in memory"), (False, "x", "all state is in memory"),
                                                     (True, "", "holds no commit yet"), (True, "x", "keeps no step 'x'")])
 def test_a_restore_of_what_is_not_there_gives_up_nothing(tmp_path, offload, has_store, name, match):

@@ -3,7 +3,6 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
-#include <hoist/core/open_file.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/detail/engine_parts.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
@@ -17,13 +16,7 @@ EngineOptions checked(EngineOptions options, const Runtime& runtime, const Model
   check(options, runtime.options(), runtime.world_size());
   for (const std::optional<GroupOptions>& group : model.added_groups())
     if (group) check(*group, options, runtime.options());
-  const auto make_absolute = [](std::string& path) {
-    if (!path.empty()) path = absolute_path(path);
-  };
-  make_absolute(options.store_directory);
-  make_absolute(options.mirror.directory);
-  make_absolute(options.metrics_path);
-  for (std::string& directory : options.stripe_directories) make_absolute(directory);
+  make_paths_absolute(options);
   return options;
 }
 

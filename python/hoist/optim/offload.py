@@ -178,6 +178,7 @@ class Offloaded:
         }, "settings"), "the optimizer's arguments")
         for warning in config.warnings:
             _log.warning("%s", warning)
+        config.make_paths_absolute()
         config.gradients_are_reduced = True
         if self._cut.device.type == "cuda" and self._cut.device.index is not None:
             config.device_ordinal = self._cut.device.index

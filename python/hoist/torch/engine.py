@@ -171,6 +171,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def _make_unit_manager(self, options: list[_hoist.OptimizerOptions], group_of: dict[int, int]) -> _hoist.UnitManager:
         """[C] Settles the configuration as well."""
         config, sharding = self.config, self._sharding
+        config.make_paths_absolute()
         if sharding is not None and not sharding.is_whole_job:
             config.store_in(sharding.name)
         program_end.release_dropped(config.store_directory)
