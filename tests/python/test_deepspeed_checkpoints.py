@@ -46,6 +46,14 @@ def test_goes_on_as_in_deepspeed(checkpoints, expected, tmp_path, cell, form):
     engine.close()
 
 
+def test_files_are_found_from_another_directory(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.chdir(checkpoints)
+    checkpoint = hoist.torch.deepspeed.open("zero3-bf16-universal")
+    monkeypatch.chdir(tmp_path)
+    with wrap("zero3-bf16", tmp_path, deepspeed=checkpoint) as engine:
+        assert engine.global_steps == STEPS
+
+
 @pytest.mark.parametrize("lost", ["moment1", "moment2", "step"])
 def test_the_bound_notices_what_is_lost(checkpoints, expected, tmp_path, lost):
     cell = "zero3-bf16"

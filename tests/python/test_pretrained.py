@@ -129,6 +129,16 @@ def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
         assert_same(engine.state_dict(), expected.state_dict())
 
 
+def test_files_are_found_from_another_directory(tmp_path, monkeypatch):
+    expected, _ = saved(tmp_path / "hub")
+    monkeypatch.chdir(tmp_path)
+    model = from_pretrained(transformers.LlamaForCausalLM, "hub")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        assert_same(engine.state_dict(), expected.state_dict())
+
+
 def test_a_copy_has_the_values(tmp_path):
     source, directory = saved(tmp_path / "hub")
     model = from_pretrained(transformers.LlamaForCausalLM, directory)
