@@ -208,3 +208,15 @@ def test_state_in_memory_is_saved_beside_trainers_own_files_otherwise(tmp_path):
     assert trained(2, resume=False) == {"global_step2": 2}
     assert (tmp_path / "out" / "hoist").is_dir() and not (tmp_path / "nvme").exists()
     assert trained(4, resume=True)["global_step4"] == 4
+
+
+@pytest.mark.parametrize("setting", ["keep_steps", "mirror"])
+def test_state_in_memory_has_what_a_store_can(tmp_path, setting):
+    config = in_memory(ds_config(tmp_path / "nvme"))
+    config["hoist"] = {"keep_steps": 3} if setting == "keep_steps" else {"mirror": {"path": str(tmp_path / "mirror")}}
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=1), config)
+    trainer.train()
+    assert len(trainer.engine.checkpoints()) == (3 if setting == "keep_steps" else 2)
+    trainer.engine.close()
+    assert (tmp_path / "out" / "hoist").is_dir() and (tmp_path / "mirror" / "hoist").is_dir() == (setting == "mirror")
+    assert "checkpoint_path" not in config["hoist"]

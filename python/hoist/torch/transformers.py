@@ -109,6 +109,25 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     return config
 
 
+def saves_checkpoints(args: TrainingArguments) -> bool:
+    return args.save_strategy != "no" and not args.save_only_model
+
+
+def with_store(config: dict[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    """A configuration without a store, in which all state is in memory, gets one where Trainer's other files go, if Trainer
+    saves."""
+    own = config.get("hoist") or {}
+    if not saves_checkpoints(args) or not isinstance(own, dict):
+        return config
+    others = {key: value for key, value in own.items() if key not in ("keep_steps", "mirror")}  # they need a store
+    try:
+        if _hoist.Config.parse(as_json({**config, "hoist": others}, "hoist_config"), trains=False).store_directory:
+            return config
+    except _hoist.ConfigError:
+        return config  # fill_in() says all that is wrong
+    return {**config, "hoist": {**own, "checkpoint_path": args.output_dir}}
+
+
 def optim_of(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
@@ -241,13 +260,9 @@ class Trainer(transformers.Trainer):
         if config.is_vertical:
             raise _hoist.UsageError('Trainer computes one micro-batch after the other: set "hoist": {"micro_batch_order": '
                                     '"horizontal"}, or write the loop with engine.train_batch()')
-        saves = self.args.save_strategy != "no" and not self.args.save_only_model
-        if saves and not config.store_directory:  # all state is in memory: checkpoints go where Trainer's others go
-            filled.setdefault("hoist", {})["checkpoint_path"] = self.args.output_dir
-            config = hoist.torch.load_config(filled)
         if config.setting("hoist.keep_steps") is None and config.can_keep_steps:
             config.keep_steps = self._checkpoints_that_stay()
-        if saves and config.keep_steps == 0:
+        if saves_checkpoints(self.args) and config.keep_steps == 0:
             raise _hoist.UsageError(
                 f"save_strategy is '{self.args.save_strategy}', and what is saved are checkpoints in the store, of which this "
                 'configuration keeps none: it needs "hoist": {"keep_steps": N} with N above 0 (or none set) and, with state on '
@@ -255,7 +270,7 @@ class Trainer(transformers.Trainer):
         return config
 
     def _make_engine(self, model: Any) -> None:
-        filled = fill_in(self._hoist_config, self.args, self.state.max_steps or self._steps_of_run)
+        filled = fill_in(with_store(self._hoist_config, self.args), self.args, self.state.max_steps or self._steps_of_run)
         own_groups = self.optimizer is None and "optimizer" not in filled
         config = self._config_of_run(filled, own_groups)
         refuse_adapters(self.model, self.args.world_size)
