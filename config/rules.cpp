@@ -5,6 +5,7 @@
 #include <iterator>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include <fmt/format.h>
@@ -302,11 +303,12 @@ class Rules {
     using tiers::Durability;
     if (!draft_.engine.uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
       const ConfigSetting* const cadence = read_.setting("hoist.durability");
+      const auto* const every = cadence == nullptr ? nullptr : std::get_if<std::int64_t>(&cadence->value);
       read_.refuse(
           "hoist.durability",
           fmt::format("{} needs optimizer state or weights on NVMe; with both in memory, {} and save with "
                       "Engine::save",
-                      cadence != nullptr ? to_text(cadence->value) : "\"step\"",
+                      every != nullptr ? fmt::format("{{\"every\": {}}}", *every) : "\"step\"",
                       draft_.checkpoint_path.empty() ? "set hoist.checkpoint_path instead" : "leave this key out"));
     }
     draft_.engine.durability =
