@@ -200,7 +200,8 @@ PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   return row;
 }
 
-// Times that differ by the rounding of sums are equal: then the configured one is the best, or else the first one.
+// Times that differ by the rounding of sums are equal: then the configured one is the best, or else the one with the
+// fewest bytes on NVMe.
 auto rank_of(const PlanRow& row) {
   return std::tuple(!row.refusal.empty(), !row.fits(), std::round(row.time.expected_seconds * 1e9), !row.configured,
                     row.prediction.nvme_bytes);
@@ -390,7 +391,7 @@ PlannedConfig planned_config(const PlanQuestion& question, const PlanRow& row, s
   if (row.engine.parameters == Placement::nvme)
     set({"hoist", "parameters_pinned_fraction"}, row.prediction.parameters_pinned_fraction);
   std::vector<std::string> replaced;
-  // `key` has a value in the file, which the placement cannot have.
+  // `key` has a value in the file that the placement cannot have, or would not run as planned with.
   const auto replace = [&](std::string_view key, const nlohmann::ordered_json& value, std::string_view reason) {
     set({"hoist", config::last_part(key)}, value);
     replaced.push_back(fmt::format("{} is {} there, not {}: {}", key, value.dump(),

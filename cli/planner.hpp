@@ -32,7 +32,7 @@ PlanReport plan_of(const PlanQuestion& question);
 
 struct PlannedConfig {
   std::string text;
-  std::vector<std::string> replaced;  // for each given key that the placement cannot have: its new value, and why
+  std::vector<std::string> replaced;  // for each given key that was changed: its new value, and why
 };
 
 // The question's configuration, changed so that a run uses this row's placement and budgets. `text` is the

@@ -29,7 +29,7 @@ class Match {
   }
 
  private:
-  // The length of legs, and the time that the rival takes before its first block. The drive rests during that time,
+  // The length of legs, and the time that the contender takes before its first block. The drive rests during that time,
   // which some drives reward, so hoist rests as long before each of its legs.
   void prepare() {
     file_bytes_ = drives_.front()->file().bytes();

@@ -29,7 +29,7 @@ struct ComparisonOptions {
 };
 
 struct ComparisonResult {
-  std::string tool;                    // the rival
+  std::string tool;                    // the contender
   std::string description;             // its settings
   std::uint64_t leg_bytes = 0;         // of each drive
   std::vector<double> ratios;          // of speeds, ours / theirs, one for each pair

@@ -79,8 +79,8 @@ class Stream {
   // For engines: one optimizer update, with the same bits on every device (formulas and rounding:
   // docs/optimizers.md).
   virtual void update(const UpdateFactors& factors, const UpdateArrays& arrays) = 0;
-  // Runs `work` in stream order on the stream's worker; what it throws fails the stream. Host device only: a CUDA
-  // stream throws UsageError, because a host function in its order would stall the GPU.
+  // Runs `work` in stream order on the stream's worker. What it throws fails the stream; UsageError and BudgetError
+  // become an Error (current_failure()). Host device only: a CUDA stream throws UsageError; it would stall the GPU.
   virtual void launch(std::string_view what, std::function<void()> work) = 0;
   // Blocks until everything enqueued so far is done; rethrows the first error. Never called by launched work or by a
   // completion's continuation: the stream would wait for itself.

@@ -188,7 +188,7 @@ std::vector<OptionProblem> problems_between(const EngineOptions& options) {
   refuse((backward || detail::updates_under_forward(options)) && options.optimizer == Placement::device, kMode,
          kOptimizer,
          fmt::format("\"{}\" needs offloaded optimizer states; set {} to \"cpu\" or \"nvme\"",
-                     update_mode_name(options.mode_of_updates()), kOptimizer));
+                     update_mode_name(options.resolved_update_mode()), kOptimizer));
   refuse(backward && options.gradient_clipping > 0, kMode, "gradient_clipping",
          "\"backward\" updates units before it knows the norm that clipping needs; set gradient_clipping to 0, or use "
          "\"forward\"");
@@ -213,7 +213,7 @@ const char* update_mode_name(UpdateMode mode) {
   return kNames.at(static_cast<std::size_t>(mode));
 }
 
-UpdateMode EngineOptions::mode_of_updates() const {
+UpdateMode EngineOptions::resolved_update_mode() const {
   if (update_mode != UpdateMode::automatic) return update_mode;
   return optimizer == Placement::device ? UpdateMode::step : UpdateMode::forward;
 }

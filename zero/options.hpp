@@ -229,7 +229,7 @@ struct EngineOptions {
   bool uses_nvme() const { return parameters == Placement::nvme || optimizer == Placement::nvme; }
   // Whether steps end in commits, without a call of save().
   bool commits_steps() const { return uses_nvme() && durability == tiers::Durability::step; }
-  UpdateMode mode_of_updates() const;                  // never `automatic`
+  UpdateMode resolved_update_mode() const;             // never `automatic`
   std::vector<std::string> drive_directories() const;  // store_directory, then stripe_directories
 };
 

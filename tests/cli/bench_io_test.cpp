@@ -188,12 +188,10 @@ TEST_F(BenchIo, WithoutODirectItSaysWhatIsMeasured) {
   EXPECT_THAT(result.output, HasSubstr("has no O_DIRECT: the benchmark measures the page cache"));
 }
 
-constexpr int kNoFilter = 99;  // exit code of a child
-
 TEST_F(BenchIo, FallsBackToThreadsWhereIoUringIsForbidden) {
   const pid_t child = ::fork();
   if (child == 0) {
-    if (!test::refuse_system_call(__NR_io_uring_setup, EPERM)) ::_exit(kNoFilter);
+    if (!test::refuse_system_call(__NR_io_uring_setup, EPERM)) ::_exit(test::kNoFilter);
     const auto automatic = run("bench io --path drive --size 8MiB --json io.json");
     const auto named = run("bench io --path drive --size 8MiB --engine io_uring");
     ::_exit(automatic.exit_code == 0 && named.exit_code == 1 ? 0 : 10 * automatic.exit_code + named.exit_code);
@@ -201,7 +199,7 @@ TEST_F(BenchIo, FallsBackToThreadsWhereIoUringIsForbidden) {
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status));
-  if (WEXITSTATUS(status) == kNoFilter) GTEST_SKIP() << "this system allows no seccomp filter";
+  if (WEXITSTATUS(status) == test::kNoFilter) GTEST_SKIP() << "this system allows no seccomp filter";
   EXPECT_EQ(WEXITSTATUS(status), 0) << "tens: exit code of the automatic choice; ones: of io_uring by name";
   EXPECT_EQ(json_of("io.json")["engine"], "threads");
   EXPECT_THAT(json_of("io.json")["engine_description"].get<std::string>(), HasSubstr("not permitted"));
@@ -214,13 +212,13 @@ TEST_F(BenchIo, ComparesWithFioWhereIoUringIsForbidden) {
   if (!have_fio()) GTEST_SKIP() << "fio is not installed";
   const pid_t child = ::fork();
   if (child == 0) {
-    if (!test::refuse_system_call(__NR_io_uring_setup, EPERM)) ::_exit(kNoFilter);
+    if (!test::refuse_system_call(__NR_io_uring_setup, EPERM)) ::_exit(test::kNoFilter);
     ::_exit(run("bench io --path drive --size 16MiB --compare fio --pairs 1 --json io.json").exit_code);
   }
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status));
-  if (WEXITSTATUS(status) == kNoFilter) GTEST_SKIP() << "this system allows no seccomp filter";
+  if (WEXITSTATUS(status) == test::kNoFilter) GTEST_SKIP() << "this system allows no seccomp filter";
   EXPECT_EQ(WEXITSTATUS(status), 0) << test::contents_of(path("err"));
   EXPECT_THAT(json_of("io.json")["compare"]["description"].get<std::string>(), HasSubstr("libaio (io_uring is not"));
 }

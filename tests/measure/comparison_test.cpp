@@ -78,7 +78,7 @@ TEST_F(ComparisonTest, StopsBetweenLegs) {
                Interrupted);
 }
 
-// The rival loop that stands for DeepSpeed's handle moves what it says.
+// The contender loop that stands for DeepSpeed's handle moves what it says.
 TEST_F(ComparisonTest, LibaioMovesItsBytes) {
   if (!have_libaio()) GTEST_SKIP() << "this build has no libaio";
   ScratchFile* files[1] = {&file_};

@@ -402,7 +402,7 @@ def test_a_failed_write_is_said_where_torch_hides_it(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert os.listdir(tmp_path) == []  # the part that was written took the room of what may be written instead
+    assert os.listdir(tmp_path) == []  # the partial file takes no space on a full drive
 
 
 @pytest.mark.parametrize("code, remedy", [(errno.EDQUOT, "raise the quota, or choose another directory"),

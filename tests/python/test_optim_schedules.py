@@ -170,7 +170,7 @@ def test_other_rates_than_the_run_began_with_count(tmp_path, caplog):
     optimizer.close()
     optimizer = two_groups(lr=1e-3, **arguments, resume=True)
     assert "began with [0.1, 0.3] and had come to [0.025, 0.075]; this program asks for [0.001, 0.3]" in caplog.text
-    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-3, 0.3]  # for schedules with a last_epoch
+    assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1, last_epoch=0).base_lrs == [1e-3, 0.3]
     schedule = SCHEDULES["ExponentialLR"](optimizer)
     assert rates_of(optimizer, schedule, 2) == [[1e-3, 0.3], [5e-4, 0.15]]
     optimizer.close()

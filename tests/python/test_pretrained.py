@@ -408,8 +408,12 @@ def test_quantized_weights_are_refused(tmp_path):
     path = os.path.join(hub, "model.safetensors")
     tensors = load_file(path)
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
-    with pytest.raises(hoist.UsageError, match=r"'model\.norm\.weight' is torch\.float8_e4m3fn; (quantized|hoist)"):
-        hoist.torch.wrap(from_pretrained(transformers.LlamaForCausalLM, hub), config_of(tmp_path / "nvme"))
+    if transformers.__version__.startswith("4."):  # that makes the model in the file's type
+        with pytest.raises(hoist.UsageError, match=r"'model\.norm\.weight' is torch\.float8_e4m3fn; hoist trains only"):
+            hoist.torch.wrap(from_pretrained(transformers.LlamaForCausalLM, hub), config_of(tmp_path / "nvme"))
+        return
+    with pytest.raises(hoist.UsageError, match=r"'model\.norm\.weight' is torch\.float8_e4m3fn; quantized weights are not"):
+        from_pretrained(transformers.LlamaForCausalLM, hub)
 
 
 def test_a_full_drive_is_said_with_the_directory(tmp_path, monkeypatch):

@@ -163,8 +163,8 @@ def test_a_store_that_fails_in_the_process_itself_names_no_other_process():
         store.ask(fail)
 
 
-def test_ranks_that_torchrun_starts_again_hear_nothing_of_those_before(monkeypatch):
-    """The store is torchrun's, and goes on."""
+def test_a_restart_by_torchrun_does_not_read_the_failure_before_it(monkeypatch):
+    """torchrun keeps one store over restarts. Agents of several machines do not count alike: their ranks must meet."""
     def start():
         monkeypatch.setattr(channels, "_numbers", {})
         return channels._Start((0,))
@@ -176,6 +176,9 @@ def test_ranks_that_torchrun_starts_again_hear_nothing_of_those_before(monkeypat
     assert start().why(1) == "rank 0 failed: its own reason"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert start().why(1) is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert start().why(1) == "rank 0 failed: its own reason"
 
 
 def test_a_rank_that_comes_too_late_for_wrap_waits_for_nobody(settings, tmp_path):

@@ -12,6 +12,8 @@
 
 namespace hoist::test {
 
+inline constexpr int kNoFilter = 99;  // exit code of a child that could not set one
+
 // Makes a system call fail with `code` for the calling thread and what it starts, when its second argument has all
 // the bits of `second_argument_mask` (0: always). False if this system allows no such filter.
 [[nodiscard]] inline bool refuse_system_call(long number, int code, std::uint32_t second_argument_mask = 0) {

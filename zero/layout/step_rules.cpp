@@ -38,7 +38,7 @@ unsigned passes_of_a_step(const EngineOptions& options) {
 }
 
 std::string describe_updates(const EngineOptions& options) {
-  std::string text = fmt::format("update mode {}", update_mode_name(options.mode_of_updates()));
+  std::string text = fmt::format("update mode {}", update_mode_name(options.resolved_update_mode()));
   if (options.update_mode == UpdateMode::automatic)
     text += fmt::format(" (auto: optimizer states are {})",
                         options.optimizer == Placement::device ? "on the device" : "offloaded");
@@ -50,12 +50,14 @@ UpdateOrder update_order(const EngineOptions& options) {
   return delivers ? UpdateOrder::on_request : UpdateOrder::expected;
 }
 
-bool hands_gradients_on(const EngineOptions& options) { return options.mode_of_updates() == UpdateMode::backward; }
+bool hands_gradients_on(const EngineOptions& options) { return options.resolved_update_mode() == UpdateMode::backward; }
 bool may_spill_gradients(const EngineOptions& options) {
   return options.gradient_spill_units == 0u && options.uses_nvme() && options.optimizer != Placement::device &&
          !hands_gradients_on(options);
 }
-bool updates_under_forward(const EngineOptions& options) { return options.mode_of_updates() == UpdateMode::forward; }
+bool updates_under_forward(const EngineOptions& options) {
+  return options.resolved_update_mode() == UpdateMode::forward;
+}
 
 bool writes_resident_state(const EngineOptions& options, bool committed) {
   return options.commits_steps() && committed;

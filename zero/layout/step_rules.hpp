@@ -23,7 +23,7 @@ std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Mo
 GradientSums gradient_sums(const EngineOptions& options);
 unsigned passes_of_a_step(const EngineOptions& options);
 
-// The mode of updates chooses the UpdatePolicy. All other code asks what it means, by the functions below.
+// EngineOptions::resolved_update_mode() chooses the UpdatePolicy. Other code in zero/ asks what it means, below.
 std::string describe_updates(const EngineOptions& options);  // "update mode forward", and why `automatic` chose it
 
 // Whether units wait in the update queue until somebody asks for them, or follow the order of the next pass.

@@ -62,7 +62,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
           {"hoist.mirror.every", mirror.directory.empty() ? "no mirror" : fmt::to_string(mirror.every)},
           {"gradient_accumulation_steps", fmt::to_string(micro_batches_max)},
           {"hoist.micro_batch_order", micro_batch_order == MicroBatchOrder::vertical ? "vertical" : "horizontal"},
-          {"hoist.update_mode", update_mode_name(engine.mode_of_updates())},
+          {"hoist.update_mode", update_mode_name(engine.resolved_update_mode())},
           {"zero_optimization.stage3_prefetch_bucket_size", fmt::to_string(prefetch_elements)},
           {"zero_optimization.stage3_max_live_parameters", fmt::to_string(live_elements_max)},
           {"zero_optimization.stage3_max_reuse_distance", fmt::to_string(reuse_distance_elements)},

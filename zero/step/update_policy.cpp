@@ -283,7 +283,7 @@ class UpdateInBackward final : public UpdatePolicy {
 }  // namespace
 
 std::unique_ptr<UpdatePolicy> make_update_policy(const StepParts& parts) {
-  const UpdateMode mode = parts.options.mode_of_updates();
+  const UpdateMode mode = parts.options.resolved_update_mode();
   if (mode == UpdateMode::backward) return std::make_unique<UpdateInBackward>(parts);
   return std::make_unique<UpdateAfterNorm>(parts, /*step_waits=*/mode != UpdateMode::forward);
 }

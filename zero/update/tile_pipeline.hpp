@@ -72,8 +72,8 @@ class TilePipeline {
 
   // Starts to read the records of `units` for the next step, in this order and with background priority, into the free
   // buffers. First waits until the last writes out of the buffers are done. The next run with
-  // WalkOptions::makes_weights takes what was read instead of reading it; any other walk drops it. An error here, or
-  // during the reads, makes that run fail.
+  // WalkOptions::makes_weights takes what was read instead of reading it; any other walk drops it. A sub-group whose
+  // gradient alone is on NVMe only takes its buffer. An error here, or during the reads, makes that run fail.
   void read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept;
 
   // Binds the calling thread, which does nothing else, to the processors that tiles are updated on.

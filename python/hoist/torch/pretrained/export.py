@@ -225,7 +225,7 @@ _OLD = ".old"
 @contextlib.contextmanager
 def _new_model(directory: str) -> Iterator[str]:
     """A folder in `directory` for a model's files, which replace those of the model there when all are complete. If writing
-    them fails, the folder is removed, and the directory is as it was. Errors: UsageError if another program is at it, IoError."""
+    them fails, the folder is removed, and the directory is as it was. Errors: UsageError if another program saves to this directory, IoError if writing or flushing fails."""
     folder = os.path.join(directory, _FOLDER)
     with made_and_locked(directory, _FOLDER + ".lock", "save_pretrained()"):
         _finish_move(folder, directory)
@@ -240,7 +240,7 @@ def _new_model(directory: str) -> Iterator[str]:
                 sync(path, *(os.path.join(path, file) for file in files))
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno and not isinstance(error, _hoist.IoError):
+            if isinstance(error, OSError) and error.errno and error.filename is None:  # of a write, or a flush
                 raise io_error(error.errno, directory, f"writing the model to {directory} failed: {error.strerror}") from error
             raise
         _move_up(folder, directory)  # if this fails, the files that were not moved stay in the folder

@@ -73,7 +73,7 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
         model, info = model_class.from_pretrained(name, *positional, **arguments, device_map="meta", output_loading_info=True)
     if getattr(model, "hf_quantizer", None) is not None:
         raise _hoist.UsageError(f"{name} holds quantized weights; hoist trains only float32, bfloat16 and float16")
-    files = [_tensors_in(os.path.abspath(path)) for path in _files_of(os.fspath(name), model, arguments)]
+    files = [_tensors_in(os.path.join(os.getcwd(), path)) for path in _files_of(os.fspath(name), model, arguments)]
     tensors = {key: read for file in files for key, read in file.items()}
     reads = _reads_of(model, tensors, cast("dict[str, str] | None", arguments.get("key_mapping")))
     _tie_what_is_equal(model, reads)

@@ -80,7 +80,7 @@ _threads: weakref.WeakKeyDictionary[dist.Store, _Thread] = weakref.WeakKeyDictio
 
 
 class JobStore:
-    """A part of the store. `plain` is the torch.distributed store itself."""
+    """A part of the store. `plain`: the same part, as a torch.distributed store."""
 
     def __init__(self, plain: dist.Store, thread: _Thread):
         self.plain, self._thread = plain, thread
@@ -96,5 +96,11 @@ class JobStore:
 def job_store() -> JobStore:
     store = dist.distributed_c10d._get_default_store()
     whole = JobStore(store, _threads.get(store) or _threads.setdefault(store, _Thread()))
-    # torchrun starts ranks again beside the same store, which still has what those before them said.
-    return whole.part(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+    return whole.part(f"start-{_start()}")
+
+
+def _start() -> str:
+    """Which start of the ranks this is. torchrun keeps one store over restarts, which still holds the failure reasons of the
+    earlier ranks. On several machines each agent counts its own restarts, so that the numbers differ and cannot be used."""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_machine else "0"
