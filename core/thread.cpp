@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <pthread.h>
 
+#include <hoist/core/blocked_signals.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
@@ -32,25 +33,6 @@ void require_stack(const std::string& name) {
                   name, format_bytes(bytes), format_bytes(kStackBytesMin)));
 }
 
-// A thread begins with the signals blocked that its creator has blocked. Left open are those of a thread's own faults,
-// and a profiler's.
-class OtherSignalsBlocked {
- public:
-  OtherSignalsBlocked() {
-    sigset_t others;
-    ::sigfillset(&others);
-    for (const int mine : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT, SIGPROF})
-      ::sigdelset(&others, mine);
-    ::pthread_sigmask(SIG_BLOCK, &others, &before_);
-  }
-  ~OtherSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  OtherSignalsBlocked(const OtherSignalsBlocked&) = delete;
-  OtherSignalsBlocked& operator=(const OtherSignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
-
 template <class Thread, class Body>
 Thread start(const std::string& name, Body body) {
   require_stack(name);
@@ -68,6 +50,15 @@ Thread start(const std::string& name, Body body) {
 }
 
 }  // namespace
+
+OtherSignalsBlocked::OtherSignalsBlocked() {
+  sigset_t others;
+  ::sigfillset(&others);
+  for (const int mine : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT, SIGPROF})
+    ::sigdelset(&others, mine);
+  ::pthread_sigmask(SIG_BLOCK, &others, &before_);
+}
+OtherSignalsBlocked::~OtherSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
 std::thread start_thread(const std::string& name, std::function<void()> body) {
   return start<std::thread>(name, std::move(body));

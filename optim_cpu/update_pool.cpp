@@ -19,6 +19,7 @@
 #include <tbb/task_scheduler_observer.h>
 #include <unistd.h>
 
+#include <hoist/core/blocked_signals.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/processors.hpp>
 #include <hoist/core/thread.hpp>
@@ -203,6 +204,9 @@ void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& 
     hand_over(&spans);
   };
   hand_over(&spans);
+  // oneTBB may start a worker in any run, from the calling thread or from another worker. An arena of one has none.
+  std::optional<OtherSignalsBlocked> blocked;
+  if (arena_->threads > 1) blocked.emplace();
   arena_->arena.execute([&] {
     // Isolated: a caller that waits for its own items must not pick up another caller's, whose locks it may hold.
     tbb::this_task_arena::isolate(

@@ -2,6 +2,9 @@
 // optim_cpu/update_pool.hpp - the threads that update tiles: a oneTBB arena of fixed width.
 //
 // Threading  run() blocks its caller, who takes part in the work. Several threads may call run() at once.
+//            The program's signals are not delivered to a thread that a run() starts, nor to the caller until run()
+//            ends. oneTBB's workers belong to the whole process: those that the program's own use of oneTBB starts keep
+//            its signals, and those of a run() have them blocked in the program's tasks, too.
 // Memory     Threads are created at the first run(), not per run.
 // Errors     run() rethrows an exception of `work`; items that have not begun are then skipped.
 #pragma once

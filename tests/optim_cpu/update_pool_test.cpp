@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <mutex>
 #include <set>
@@ -10,6 +11,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/processors.hpp>
@@ -84,6 +86,28 @@ TEST(UpdatePool, HasItsThreadsEvenWhenTheHostIsBoundToOneProcessor) {
   EXPECT_THAT(worker_sets, ::testing::ElementsAre(all));
   EXPECT_EQ(current_processors(), Processors{all.front()});
   ASSERT_TRUE(bind_current_thread(all));
+}
+
+TEST(UpdatePool, LeavesTheProgramsSignalsToItsOwnThreads) {
+  const auto blocks_sigterm = [] {
+    sigset_t blocked;
+    ::pthread_sigmask(SIG_BLOCK, nullptr, &blocked);
+    return ::sigismember(&blocked, SIGTERM) == 1;
+  };
+  UpdatePool pool({.threads = 4});
+  const auto host = std::this_thread::get_id();
+  std::atomic<int> by_workers{0}, delivered{0};
+  for (int round = 0; round < 50 && by_workers == 0; ++round) {
+    pool.run(64, [&](std::size_t) {
+      std::this_thread::sleep_for(200us);
+      if (std::this_thread::get_id() == host) return;
+      ++by_workers;
+      if (!blocks_sigterm()) ++delivered;
+    });
+  }
+  EXPECT_GT(by_workers, 0);
+  EXPECT_EQ(delivered, 0);
+  EXPECT_FALSE(blocks_sigterm());
 }
 
 TEST(UpdatePool, ExceptionsReachTheCaller) {
