@@ -143,9 +143,9 @@ class ThreadGroup {
 };
 
 // Ranks started by mpirun or srun. Initialises MPI (MPI_THREAD_MULTIPLE) if the program has not, and then also
-// finalises it at process exit, unless the process exits with an error. Throws CommError with the remedy if this build
-// has no MPI, or if a launcher (comm/launch.hpp) announced several ranks that MPI does not see: each would otherwise
-// train alone. Sub-communicators: comm/mpi.hpp.
+// finalises it at process exit, unless the process exits with an error or still uses it. Throws CommError with the
+// remedy if this build has no MPI, or if a launcher (comm/launch.hpp) announced several ranks that MPI does not see:
+// each would otherwise train alone. Sub-communicators: comm/mpi.hpp.
 std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options = {});
 // The world size that a launcher of MPI ranks (mpirun, mpiexec, srun) announced in the environment; 0 without one.
 int mpi_size_of_launch();

@@ -51,6 +51,7 @@ std::shared_ptr<detail::LivenessProbe>& probe_of_world() {
 std::shared_ptr<detail::LivenessProbe> make_probe(MPI_Comm communicator) {
   const std::shared_ptr<detail::LivenessProbe> made(new detail::LivenessProbe(communicator),
                                                     [](detail::LivenessProbe* ended) {
+                                                      const detail::MpiCall call;
                                                       if (may_call_mpi()) delete ended;
                                                     });
   probes().add(made);
@@ -99,6 +100,7 @@ class MpiTransport final : public Transport {
   }
 
   ~MpiTransport() override {
+    const detail::MpiCall call;
     if (ownership_ == Ownership::taken && may_call_mpi()) MPI_Comm_free(&communicator_);
   }
 
@@ -119,6 +121,7 @@ class MpiTransport final : public Transport {
 
   void broadcast(std::span<std::byte> bytes, int root) override {
     constexpr Doing kDoing{"broadcast"};
+    const detail::MpiCall call;
     refuse_if_broken(kDoing);
     for (std::uint64_t first = 0; first < bytes.size(); first += options_.message_bytes_max) {
       const auto count = static_cast<int>(std::min<std::uint64_t>(options_.message_bytes_max, bytes.size() - first));
@@ -129,6 +132,7 @@ class MpiTransport final : public Transport {
 
   void barrier() override {
     constexpr Doing kDoing{"barrier"};
+    const detail::MpiCall call;
     refuse_if_broken(kDoing);
     check(MPI_Ibarrier(communicator_, new_request()), kDoing);
     finish(kDoing);
@@ -141,6 +145,7 @@ class MpiTransport final : public Transport {
   // MPI_Comm_split always blocks, so the barrier first checks that all ranks are there.
   std::unique_ptr<Transport> split(int ranks) override {
     constexpr Doing kDoing{"split"};
+    const detail::MpiCall call;
     barrier();
     MPI_Comm group = MPI_COMM_NULL;
     check(MPI_Comm_split(communicator_, rank_ / ranks, rank_, &group), kDoing);
@@ -151,6 +156,7 @@ class MpiTransport final : public Transport {
 
   // Messages first: once it is reported, this process calls MPI no more.
   void abort(std::string_view why) noexcept override {
+    const detail::MpiCall call;
     if (!may_call_mpi()) return;
     try {
       probes().tell(detail::LivenessProbe::News::failed, why);
@@ -160,6 +166,7 @@ class MpiTransport final : public Transport {
   }
 
   std::optional<std::string> broken() override {
+    const detail::MpiCall call;
     std::string reason = breakage().reason();
     if (!reason.empty()) return reason;
     if (!may_call_mpi()) return std::nullopt;
@@ -168,6 +175,7 @@ class MpiTransport final : public Transport {
 
   MPI_Comm duplicate_communicator() {
     constexpr Doing kDoing{"duplicate"};
+    const detail::MpiCall call;
     refuse_if_broken(kDoing);
     // Left behind on failure: MPI may still write the handle.
     auto copy = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
@@ -201,6 +209,7 @@ class MpiTransport final : public Transport {
 
   // Receives stand before the first send, nearest higher rank first, so that not all ranks send to rank 0 at once.
   void exchange(const char* operation, std::span<const ShardExchange> parts) {
+    const detail::MpiCall call;
     Doing doing{operation, subject_of(parts)};
     for (const ShardExchange& part : parts) doing.bytes += part.chunk_bytes;
     refuse_if_broken(doing);
@@ -361,12 +370,13 @@ class MpiTransport final : public Transport {
   }
 
   void refuse_if_broken(const Doing& doing) const {
-    const std::string reason = breakage().reason();
+    const std::string reason = detail::reason_not_to_call_mpi();
     if (reason.empty()) return;
     throw CommError(fmt::format("mpi: {} on rank {} of {} was refused, because this process has given MPI up: {}",
                                 doing.text(), rank_, size_, reason));
   }
 
+  const detail::MpiUser user_;
   MPI_Comm communicator_;
   const Ownership ownership_;
   const std::shared_ptr<detail::LivenessProbe> probe_;

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 
 #include <fmt/format.h>
 #include <mpi.h>
 
 #include <hoist/comm/detail/mpi_process.hpp>
 #include <hoist/comm/launch.hpp>
+#include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
 
 namespace hoist::comm::detail {
@@ -28,9 +33,31 @@ Breakage& breakage() {
   return *instance;
 }
 
-bool may_call_mpi() {
+namespace {
+
+std::atomic<int> users{0}, calls{0};
+std::atomic<std::uint64_t> calls_begun{0};
+std::atomic<bool> process_ends{false};
+
+bool is_finalized() {
   int finalized = 0;
-  return MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0 && !breakage().there();
+  return MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0;
+}
+
+}  // namespace
+
+MpiCall::MpiCall() {
+  calls.fetch_add(1);
+  calls_begun.fetch_add(1);
+}
+MpiCall::~MpiCall() { calls.fetch_sub(1); }
+MpiUser::MpiUser() { users.fetch_add(1); }
+MpiUser::~MpiUser() { users.fetch_sub(1); }
+
+std::string reason_not_to_call_mpi() {
+  if (breakage().there()) return breakage().reason();
+  if (process_ends) return "the process ends";
+  return is_finalized() ? "MPI has been finalised" : "";
 }
 
 std::string mpi_error_text(int code) {
@@ -42,19 +69,57 @@ std::string mpi_error_text(int code) {
 
 namespace {
 
+// From now on no thread begins a call of MPI; false if one is in a call.
+bool close_mpi() {
+  process_ends = true;
+  return calls.load() == 0;
+}
+
+// A commit under way comes to its end first, unless it takes longer than `kQuiet` between two calls.
+bool close_mpi_when_quiet() {
+  constexpr std::chrono::milliseconds kQuiet{200};
+  constexpr std::chrono::seconds kLongest{5};
+  const TimePoint start = Clock::now();
+  TimePoint quiet_since = start;
+  for (std::uint64_t begun = calls_begun; Clock::now() - start < kLongest;) {
+    if (const std::uint64_t now = calls_begun; calls.load() > 0 || now != begun) {
+      begun = now;
+      quiet_since = Clock::now();
+    } else if (Clock::now() - quiet_since >= kQuiet) {
+      return close_mpi();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
 // MPI_Finalize waits for all ranks. A rank that ends with an error must not wait for ranks that wait for it, so it
 // exits without MPI_Finalize, and the launcher ends the job.
-void finalize_at_exit(int status, void*) {
-  int finalized = 0;
-  if (status != 0 || !breakage().reason().empty()) return;
-  if (MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) MPI_Finalize();
-}
+class Finalizer {
+ public:
+  void exit_begins(int status) { wanted_ = status == 0; }
+  ~Finalizer() {
+    if (!wanted_ || !may_call_mpi()) return;
+    if (users.load() == 0 ? close_mpi() : close_mpi_when_quiet()) {
+      MPI_Finalize();
+    } else {
+      log_error(
+          "mpi: MPI is not finalised, because an engine or a communicator still uses it while the process ends; "
+          "destroy them before main returns or exit() is called");
+    }
+  }
+
+ private:
+  bool wanted_ = false;
+};
+// The first global of a program, and so the last to be destroyed: an engine in another one still calls MPI.
+[[gnu::init_priority(101)]] Finalizer finalizer;
 
 void register_finalize() {
 #ifdef __GLIBC__
-  on_exit(&finalize_at_exit, nullptr);
+  on_exit([](int status, void*) { finalizer.exit_begins(status); }, nullptr);
 #else
-  std::atexit([] { finalize_at_exit(0, nullptr); });
+  finalizer.exit_begins(0);
 #endif
 }
 

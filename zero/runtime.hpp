@@ -6,7 +6,7 @@
 // Memory     A GPU's budget is taken at construction; pinned memory, and the host device's, when an engine is laid
 //            out. A runtime outlives its engines, and the streams and device blocks that a program has of it: ending it
 //            before them is a bug that ends the process. In a process that was forked later, none of their destructors
-//            does anything.
+//            does anything. An engine and its runtime end before main returns or exit() is called.
 // Errors     UsageError from calls in a process that was forked later (the counters below stay readable there).
 //            DeviceError, CommError, BudgetError, ConfigError, UsageError from construction, IoError where no trace
 //            can be written. One that turns out at the end not to be writable is only logged.

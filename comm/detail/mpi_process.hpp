@@ -15,7 +15,7 @@
 
 namespace hoist::comm::detail {
 
-// Why MPI must not be called any more; empty if it may be.
+// The failure after which MPI must not be called any more, if there was one.
 class Breakage {
  public:
   void report(const std::string& reason);  // the first one counts
@@ -29,11 +29,32 @@ class Breakage {
 };
 Breakage& breakage();
 
-bool may_call_mpi();
+// Why MPI must not be called any more; empty if it may be. Before initialize_mpi() it must not be asked.
+std::string reason_not_to_call_mpi();
+inline bool may_call_mpi() { return reason_not_to_call_mpi().empty(); }
 std::string mpi_error_text(int code);
 
-// Initialises MPI with MPI_THREAD_MULTIPLE unless the program has; in that case also finalises it when the process
-// exits.
+// While one lives, MPI is not finalised. A thread makes one, then asks may_call_mpi(), then calls MPI.
+class MpiCall {
+ public:
+  MpiCall();
+  ~MpiCall();
+  MpiCall(const MpiCall&) = delete;
+  MpiCall& operator=(const MpiCall&) = delete;
+};
+// While one lives, threads of hoist may begin calls of MPI.
+class MpiUser {
+ public:
+  MpiUser();
+  ~MpiUser();
+  MpiUser(const MpiUser&) = delete;
+  MpiUser& operator=(const MpiUser&) = delete;
+};
+
+// Initialises MPI with MPI_THREAD_MULTIPLE unless the program has. In that case the end of the process also finalises
+// it, after the destructors of the program's globals. Users that are alive even then have no thread that will end them:
+// MPI is finalised when they have been quiet for a moment, and their later calls are refused. If they are not, the log
+// says so, MPI is left as it is, and the launcher reports a failure.
 void initialize_mpi();
 // Refuses a process that is alone in its MPI although a launcher announced several ranks. The others are alone as well,
 // and each would train its own model. This happens with srun without PMI, with torchrun, and with the mpirun of another
