@@ -225,7 +225,10 @@ _OLD = ".old"
 @contextlib.contextmanager
 def _new_model(directory: str) -> Iterator[str]:
     """A folder in `directory` for a model's files, which replace those of the model there when all are complete. If writing
-    them fails, the folder is removed, and the directory is as it was. Errors: UsageError if another program saves to this directory, IoError if writing or flushing fails."""
+    them fails, the folder is removed, and the directory is as it was.
+
+    Errors: UsageError if another program saves to this directory, IoError if writing or flushing fails.
+    """
     folder = os.path.join(directory, _FOLDER)
     with made_and_locked(directory, _FOLDER + ".lock", "save_pretrained()"):
         _finish_move(folder, directory)
