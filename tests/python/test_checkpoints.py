@@ -209,6 +209,20 @@ def test_a_schedule_goes_back_to_where_it_was(settings, kind):
         assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
 
 
+def test_a_save_between_the_update_and_the_schedule(settings):
+    """As a signal handler makes it in step(): the schedule is stepped when the run goes back to it."""
+    config = keeping(settings, 1)
+    with hoist.torch.wrap(make(), config) as engine:
+        engine.lr_scheduler = SCHEDULES["closed"](engine.optimizer)
+        engine.optimizer.register_step_post_hook(lambda *_: engine.step_count == 2 and engine.save("two").wait())
+        losses = train(engine, 4)
+    with hoist.torch.wrap(make(seed=4), config, resume=True) as engine:
+        engine.restore("two")
+        engine.lr_scheduler = SCHEDULES["closed"](engine.optimizer)
+        assert engine.lr_scheduler.last_epoch == 2
+        assert train(engine, 2, first=2) == losses[2:]
+
+
 # --- in DeepSpeed's shape --------------------------------------------------------------------------------------------
 
 

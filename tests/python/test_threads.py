@@ -10,6 +10,7 @@ import torch
 import hoist
 import hoist.torch
 from hoist.torch.model.unit_tensors import CAN_REFUSE, UnitTensors
+from hoist.torch.passes.turns import Turns
 from models import batches, loss_of
 from training import digests, make, train
 
@@ -235,3 +236,17 @@ def test_an_interrupted_close_gives_all_memory_back(settings, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     assert all(unit.storage is None and unit.shown is unit.absent for unit in units)
+
+
+def test_a_signal_handler_may_call_the_engine_while_its_own_thread_notes_a_call():
+    turns = Turns(lambda: None)
+
+    def call():
+        with turns._lock:
+            turns.begin("save()")
+            turns.end()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

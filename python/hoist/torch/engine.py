@@ -89,6 +89,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.config = config = config.copy()  # what is settled here is not for the next engine
         self._last_report: _hoist.StepReport | None = None
         self._step_applied = False
+        self._schedule_lags = False  # while step() has taken the step, and its schedule is not stepped yet
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
         self.eviction_was_said = False
@@ -345,9 +346,13 @@ class Engine(StandsForModel, DeepSpeedNames):
         if not lr_kwargs and schedules.needs_arguments(self.lr_scheduler):
             raise _hoist.UsageError(f"the step() of {type(self.lr_scheduler).__name__} needs more than the step, such as its "
                                     'metrics: call engine.step(lr_kwargs={"metrics": ...})')
-        report = self.optimizer.update()
-        if report.applied and self.lr_scheduler is not None:
-            schedules.step_schedule(self.lr_scheduler, **(lr_kwargs or {}))
+        self._schedule_lags = True
+        try:
+            report = self.optimizer.update()
+            if report.applied and self.lr_scheduler is not None:
+                schedules.step_schedule(self.lr_scheduler, **(lr_kwargs or {}))
+        finally:
+            self._schedule_lags = False
         return report
 
     def _update(self) -> _hoist.StepReport:
@@ -368,6 +373,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.optimizer.note_step()
         self._last_report = report
         self._step_applied = report.applied
+        self._schedule_lags &= report.applied
         if not report.applied:
             self._skipped_steps += 1
             self._say_skipped()
@@ -497,7 +503,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._passes.refuse_part_of_step("save()")
         if state is not None:
             self.state = state
-        return self._unit_manager.save(name, self._commit_state(schedule_lags=False), mirror)
+        return self._unit_manager.save(name, self._commit_state(self._schedule_lags), mirror)
 
     @takes_turn
     def checkpoints(self) -> dict[str, int]:
@@ -544,7 +550,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         """
         self._between_passes()
         self._passes.refuse_part_of_step("sleep()")
-        self._unit_manager.sleep(self._commit_state(schedule_lags=False))
+        self._unit_manager.sleep(self._commit_state(self._schedule_lags))
 
     @takes_turn
     def wake(self) -> None:

@@ -45,7 +45,7 @@ class Turns:
 
     def __init__(self, require_process: Callable[[], None]) -> None:
         self._require_process = require_process
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.RLock()  # of what follows; a signal handler may call the engine while its thread holds it
         self._thread: threading.Thread | None = None
         self._calls: list[str] = []
         self._interrupted = ""
@@ -132,7 +132,7 @@ class Turns:
 
     def forget(self) -> None:
         """For an engine that begins again, or ends."""
-        self._lock, self._thread, self._calls, self._interrupted = threading.Lock(), None, [], ""
+        self._lock, self._thread, self._calls, self._interrupted = threading.RLock(), None, [], ""
 
     @contextlib.contextmanager
     def of(self, call: str) -> Iterator[None]:
