@@ -183,11 +183,15 @@ UpdatePool::UpdatePool(const UpdatePoolOptions& options) {
   std::ranges::sort(processors);
   if (!processors.empty()) check_processors(processors);
   const std::size_t available = processors.empty() ? current_processors().size() : processors.size();
+  const OtherSignalsBlocked blocked;
   arena_ = std::make_unique<Arena>(options.threads != 0 ? options.threads : static_cast<unsigned>(available),
                                    std::move(processors));
 }
 
-UpdatePool::~UpdatePool() = default;
+UpdatePool::~UpdatePool() {
+  const OtherSignalsBlocked blocked;
+  arena_.reset();
+}
 
 unsigned UpdatePool::threads() const { return arena_->threads; }
 
@@ -204,7 +208,8 @@ void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& 
     hand_over(&spans);
   };
   hand_over(&spans);
-  // oneTBB may start a worker in any run, from the calling thread or from another worker. An arena of one has none.
+  // oneTBB may start a worker from the calling thread or from another worker: in any run, and whenever its limit of
+  // threads changes (above) while an earlier run's workers are still wanted. An arena of one has none.
   std::optional<OtherSignalsBlocked> blocked;
   if (arena_->threads > 1) blocked.emplace();
   arena_->arena.execute([&] {
