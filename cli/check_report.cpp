@@ -67,9 +67,16 @@ std::string source_text(const ConfigSetting& setting) {
   return "";
 }
 
-// The value in effect, which for budgets is rounded.
+// The value in effect, as a file says it.
+std::string written_value(const ConfigSetting& setting) {
+  const bool cadence = setting.row->type == config::ValueType::cadence;
+  if (!cadence || !std::holds_alternative<std::int64_t>(setting.value)) return to_text(setting.value);
+  return fmt::format("{{\"every\": {}}}", to_text(setting.value));
+}
+
+// For budgets it is rounded.
 std::string value_text(const ConfigSetting& setting) {
-  if (setting.row->type != config::ValueType::bytes) return to_text(setting.value);
+  if (setting.row->type != config::ValueType::bytes) return written_value(setting);
   return format_bytes(static_cast<std::uint64_t>(std::get<std::int64_t>(setting.value)));
 }
 
@@ -224,7 +231,7 @@ std::string settings_text(const Config& config) {
 Json setting_json(const ConfigSetting& setting) {
   static constexpr const char* kSources[] = {"file", "default", "auto"};
   Json json{{"key", setting.row->path},
-            {"value", Json::parse(to_text(setting.value))},
+            {"value", Json::parse(written_value(setting))},
             {"source", kSources[static_cast<std::size_t>(setting.source)]},
             {"status", config::key_status_name(setting.row->status)}};
   if (setting.line != 0) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What `hoist check` predicts and refuses, and that no command overwrites a file that it reads.
+#include <algorithm>
 #include <filesystem>
 #include <regex>
 #include <sstream>
@@ -400,6 +401,19 @@ TEST_F(Check, OffloadsTheStatesOfOffloadedWeights) {
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_THAT(result.output, HasSubstr("optimizer states are offloaded to \"cpu\", as "));
   EXPECT_THAT(result.output, ContainsRegex("offload_optimizer[.]device +\"cpu\""));
+}
+
+TEST_F(Check, ShowsASettingAsAFileSaysIt) {
+  write("rare.json",
+        R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
+                         "hoist": {"durability": {"every": 50}}})");
+  const auto result = run("check rare.json --all --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, ContainsRegex("hoist[.]durability +\\{\"every\": 50\\} +line 2"));
+  const auto settings = json_of("report.json")["settings"];
+  const auto found = std::ranges::find(settings, "hoist.durability", [](const auto& s) { return s["key"]; });
+  ASSERT_NE(found, settings.end());
+  EXPECT_EQ((*found)["value"], nlohmann::json({{"every", 50}}));
 }
 
 TEST_F(Check, AReportNeverReplacesWhatIsRead) {
