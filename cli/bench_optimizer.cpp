@@ -17,6 +17,7 @@
 
 #include "commands.hpp"
 #include "interrupt.hpp"
+#include "model_question.hpp"
 #include "output.hpp"
 #include "progress.hpp"
 #include "storage.hpp"
@@ -41,7 +42,7 @@ struct BenchOptimizerArguments {
   std::int64_t pairs = 31;
   std::int64_t step_pairs = 0;  // 0: as many
   std::int64_t threads = 0;
-  std::int64_t parameters = 200'000'000;
+  std::string parameters = "200000000";
   std::string pinned = "512MiB";
   std::string block_size = "1MiB";
   std::int64_t queue_depth = 16;
@@ -174,7 +175,8 @@ void check(const BenchOptimizerArguments& arguments) {
   check_range("--pairs", arguments.pairs, 1, 10000);
   check_range("--step-pairs", arguments.step_pairs, 0, 10000);
   check_range("--threads", arguments.threads, 0, 4096);
-  check_range("--parameters", arguments.parameters, 16 * 1024, 1'000'000'000'000);
+  const std::uint64_t parameters = parameter_count(arguments.parameters);
+  check_range("--parameters", static_cast<std::int64_t>(parameters), 16 * 1024, 1'000'000'000'000);
   check_queue_depth("--queue-depth", arguments.queue_depth);
   check_range("--sub-group", arguments.sub_group, 1, 1'000'000'000);
   check_range("--buffers", arguments.buffers, 3, 1024);
@@ -192,8 +194,7 @@ void check(const BenchOptimizerArguments& arguments) {
         fmt::format("--only \"{}\": there is no such kernel; leave the option out to measure all", arguments.only));
   }
   // Checked first, because the kernels take minutes.
-  if (!arguments.path.empty())
-    measure::check_streamed_step(arguments.path, static_cast<std::uint64_t>(arguments.parameters));
+  if (!arguments.path.empty()) measure::check_streamed_step(arguments.path, parameters);
 }
 
 void measure_kernels(const BenchOptimizerArguments& arguments, const measure::StopFlag* stop, ProgressStyle style,
@@ -227,7 +228,7 @@ void measure_step(const BenchOptimizerArguments& arguments, const measure::StopF
                      .style = style});
   report.step = measure::compare_streamed_step({.directory = arguments.path,
                                                 .optimizer = {.learning_rate = 1e-5},
-                                                .parameters = static_cast<std::uint64_t>(arguments.parameters),
+                                                .parameters = parameter_count(arguments.parameters),
                                                 .pinned_bytes = parse_size_option("--pinned", arguments.pinned),
                                                 .block_bytes = parse_size_option("--block-size", arguments.block_size),
                                                 .queue_depth = static_cast<unsigned>(arguments.queue_depth),
@@ -412,7 +413,7 @@ Command add_bench_optimizer(CLI::App& bench) {
                       "Alternating pairs of legs of the whole step [as --pairs]");
   command->add_option("--threads", arguments->threads, "Threads of the kernels [one a processor]");
   command->add_option("--parameters", arguments->parameters,
-                      "Parameters of the model whose step is measured [200000000]");
+                      "Parameters of the model whose step is measured (1e9, 350M) [200000000]");
   command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included [512MiB]");
   command->add_option("--block-size", arguments->block_size, "Bytes of one transfer [1MiB]");
   command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight [16]");

@@ -138,11 +138,10 @@ Command add_check(CLI::App& app) {
       app.add_subcommand("check", "Explain what a configuration will do, or everything that is wrong with it");
   auto arguments = std::make_shared<CheckArguments>();
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file");
-  command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")
-      ->check(CLI::Range(1, 1 << 24));
+  command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")->check(rank_count());
   CLI::Option* const local_ranks =
       command->add_option("--local-ranks", arguments->local_ranks, "Ranks on this machine [all ranks]")
-          ->check(CLI::Range(1, 1 << 16));
+          ->check(between(1, 1 << 16, "COUNT"));
   command->add_option("--device-memory", arguments->device_memory,
                       "Budget of each rank, instead of the file's, such as 80GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory,

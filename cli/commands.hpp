@@ -2,9 +2,12 @@
 // cli/commands.hpp - the commands of `hoist`. Each registers itself and runs if the user chose it.
 #pragma once
 
+#include <concepts>
 #include <functional>
+#include <string>
 
 #include <CLI/CLI.hpp>
+#include <fmt/format.h>
 
 namespace hoist::cli {
 
@@ -17,6 +20,22 @@ struct Command {
   std::function<int()> run;
   const char* interrupted = "";  // what an interruption leaves, for people: "; its files are removed"
 };
+
+// Refuses an option's value that is no number of this type, or is out of range. CLI::Range calls "8.0" out of range,
+// and accepts "nan". `name`: of the value, in the help.
+template <typename Number>
+CLI::Validator between(Number least, Number most, const char* name) {
+  return CLI::Validator(
+      [least, most](const std::string& text) {
+        Number value = 0;
+        const bool reads = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+        return reads ? std::string()
+                     : fmt::format("{} is not {} from {} to {}", text,
+                                   std::integral<Number> ? "an integer" : "a number", least, most);
+      },
+      name);
+}
+inline CLI::Validator rank_count() { return between(1, 1 << 24, "COUNT"); }
 
 Command add_check(CLI::App& app);
 Command add_plan(CLI::App& app);

@@ -20,14 +20,18 @@
 namespace hoist::cli {
 namespace {
 
-// An empty value is usually an unset variable of a script: --step "$STEP" must not mean the newest step.
-void refuse_empty_values(const CLI::App& app) {
+// An empty value is usually an unset variable of a script: --step "$STEP" must not mean the newest step. Without
+// quotes, the variable leaves no word at all, and the option takes the next one for its value.
+void refuse_missing_values(const CLI::App& app) {
   for (const CLI::Option* option : app.get_options()) {
-    const std::vector<std::string> values = option->results();
-    if (std::ranges::find(values, std::string()) != values.end())
-      throw CLI::ValidationError(option->get_name(), "the value is empty");
+    for (const std::string& value : option->results()) {
+      if (value.empty()) throw CLI::ValidationError(option->get_name(), "the value is empty");
+      if (option->nonpositional() && value.starts_with("--"))
+        throw CLI::ValidationError(option->get_name(),
+                                   fmt::format("has no value before {}; a file of that name is ./{}", value, value));
+    }
   }
-  for (const CLI::App* command : app.get_subcommands()) refuse_empty_values(*command);
+  for (const CLI::App* command : app.get_subcommands()) refuse_missing_values(*command);
 }
 
 // `--json -` of the command that was given.
@@ -76,7 +80,7 @@ int run(int argc, char** argv) {
                             add_copy(app),  add_doctor(app), add_bench(app),   add_tune(app),   add_completion(app)};
   try {
     app.parse(argc, argv);
-    refuse_empty_values(app);
+    refuse_missing_values(app);
   } catch (const CLI::ParseError& error) {
     std::ostringstream output, errors;
     const bool asked = app.exit(error, output, errors) == 0;  // --help and --version are no errors

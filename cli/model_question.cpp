@@ -126,11 +126,8 @@ NamedModel read_model(const ModelArguments& arguments, const EngineOptions& engi
   const DType dtype = engine.weights_dtype.value_or(DType::bf16);
   if (!arguments.units.empty()) return read_units(arguments.units, dtype);
   if (!arguments.weights.empty()) return read_weights(arguments.weights, dtype);
-  const auto count = parse_count(arguments.parameters);
-  if (!count)
-    throw UsageError(fmt::format("--parameters {} is not a count from 1 to {:g}; write 350000000, 3.5e8 or 350M",
-                                 arguments.parameters, kCountMax));
-  NamedModel named{.model = uniform_model(*count, assumed_layers(*count), dtype)};
+  const std::uint64_t count = parameter_count(arguments.parameters);
+  NamedModel named{.model = uniform_model(count, assumed_layers(count), dtype)};
   named.name =
       fmt::format("assumed to be {} equal units; use --units FILE for the real ones", named.model.units().size());
   return named;
@@ -151,6 +148,14 @@ std::optional<std::uint64_t> parse_count(std::string_view text) {
   }
   if (!(number >= 1 && number <= kCountMax)) return std::nullopt;
   return static_cast<std::uint64_t>(std::llround(number));
+}
+
+std::uint64_t parameter_count(const std::string& text) {
+  const auto count = parse_count(text);
+  if (!count)
+    throw UsageError(
+        fmt::format("--parameters {} is not a count from 1 to {:g}; write 350000000, 3.5e8 or 350M", text, kCountMax));
+  return *count;
 }
 
 std::uint64_t bytes_of(const char* option, const std::string& text) {

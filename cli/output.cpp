@@ -53,6 +53,14 @@ bool lacks_room(const Error& error) {
   return io != nullptr && (io->where.code == ENOSPC || io->where.code == EDQUOT);
 }
 
+void write_output(const std::string& path, const std::string& text) {
+  try {
+    replace_file(path, text);
+  } catch (const IoError& error) {
+    throw Error(error.what());
+  }
+}
+
 void check_json(const std::string& path) {
   if (path.empty() || path == kOutputItself) return;
   check_outputs_apart({{"--json", path}}, {});
@@ -64,11 +72,7 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   // Bytes of a path or of the configuration need not be UTF-8.
   const std::string text = value.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
   if (path == kOutputItself) return print(text);
-  try {
-    replace_file(path, text);
-  } catch (const IoError& error) {  // output that cannot be written is a failure (1), also for lack of room
-    throw Error(error.what());
-  }
+  write_output(path, text);
 }
 
 std::string shell_quoted(const std::string& text) {

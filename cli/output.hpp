@@ -42,8 +42,11 @@ bool lacks_room(const Error& error);
 // From now on print_text() prints to standard error: standard output is for the JSON of `--json -`.
 void keep_output_for_json();
 
-// Writes `value` to `path`, replacing the file, in ASCII: a terminal shows it safely, and a program reads the true
-// text. Does nothing if the path is empty. The path "-" is standard output. Errors: IoError.
+// replace_file(). Errors: Error and never IoError, so that the exit code is kFailure also for lack of room.
+void write_output(const std::string& path, const std::string& text);
+
+// Writes `value` to `path` with write_output(), in ASCII: a terminal shows it safely, and a program reads the true
+// text. Does nothing if the path is empty. The path "-" is standard output.
 void write_json(const std::string& path, const nlohmann::ordered_json& value);
 
 // Checks early what write_json() would refuse, for commands that work for a long time before they write, and that the

@@ -96,7 +96,7 @@ int write_config(const PlanArguments& arguments, const PlanQuestion& question, c
       question.has_config ? read_file(arguments.config, "name the configuration to start from") : "{}\n";
   const PlannedConfig planned = planned_config(question, *report.best(), base);
   check_written(question, *report.best(), Config::parse(planned.text, arguments.write, RunLength::left_to_the_trainer));
-  replace_file(arguments.write, planned.text);
+  write_output(arguments.write, planned.text);
   say("\nwritten to {}\n", arguments.write);
   for (const std::string& line : planned.replaced) say("  {}\n", line);
   return kOk;
@@ -135,33 +135,23 @@ Command add_plan(CLI::App& app) {
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file [hoist's defaults]");
   add_model_options(*command, arguments->model);
   command->add_option("--world,--world-size", arguments->world_size, "Ranks [as many as the machine has devices]")
-      ->check(CLI::Range(1, 1 << 24));
+      ->check(rank_count());
   command->add_option("--machine", arguments->machine,
                       "A machine file (machines/*.json), or \"this\": measured once [32 nodes of 8 H100, 1 rank]");
   command->add_option("--path", arguments->paths,
                       "For \"this\": a directory on the drive; again for each further drive");
-  // CLI::Range accepts "nan".
-  const auto number = [](double least, double most, const char* name) {
-    return CLI::Validator(
-        [least, most](const std::string& text) {
-          double value = 0;
-          const bool reads = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
-          return reads ? std::string() : fmt::format("{} is not a number from {:g} to {:g}", text, least, most);
-        },
-        name);
-  };
   command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step [16384]")
-      ->check(number(1, 1e12, "COUNT"));
+      ->check(between(1.0, 1e12, "COUNT"));
   StepDisturbance& disturbance = arguments->disturbance;
   command
       ->add_option("--slow-drive", disturbance.slow_drive, "Also show a step in which one drive takes N times as long")
-      ->check(number(1, 1e6, "N"));
+      ->check(between(1.0, 1e6, "N"));
   command->add_option("--slow-rank", disturbance.slow_rank, "Also show a step in which one rank takes N times as long")
-      ->check(number(1, 1e6, "N"));
+      ->check(between(1.0, 1e6, "N"));
   command
       ->add_option("--noise", disturbance.noise,
                    "Also show a step in which each transfer and kernel takes up to so much longer (0.1: a tenth)")
-      ->check(number(0, 1e3, "SHARE"));
+      ->check(between(0.0, 1e3, "SHARE"));
   command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
   command->add_option(

@@ -219,7 +219,7 @@ std::string write_settings(const TuneArguments& arguments, TuneReport& report) {
   const std::string text = arguments.merge.empty() ? configuration(report).dump(2) + "\n"
                                                    : merged_configuration(read_config(arguments.merge), report);
   warn_if_refused(report, text, target);
-  replace_file(target, text);
+  write_output(target, text);
   return target;
 }
 
@@ -238,8 +238,8 @@ void write_results(const TuneArguments& arguments, TuneReport& report) {
   } else {
     say("\nwritten to {}\n", target);
   }
-  if (!arguments.plot.empty()) replace_file(arguments.plot, to_svg(report));
   write_json(arguments.json, to_json(report));
+  if (!arguments.plot.empty()) write_output(arguments.plot, to_svg(report));
 }
 
 int tune(const TuneArguments& arguments) {

@@ -37,5 +37,17 @@ TEST_F(BenchOptimizer, WithoutTheUsualKernelThereIsNoVerdict) {
   EXPECT_THAT(result.output, Not(HasSubstr("million parameters a second")));
 }
 
+TEST_F(BenchOptimizer, ANumberOfParametersIsReadAsPlanReadsIt) {
+  const std::string command = "bench optimizer --only \"SGD, split\" --size 24MiB --pairs 1 --threads 1 --parameters ";
+  for (const char* count : {"1e9", "2B", "200000000"}) EXPECT_EQ(run(command + count).exit_code, 0) << count;
+  for (const auto& [count, part] : {std::pair("many", "--parameters many is not a count"),
+                                    std::pair("1e3", "--parameters 1000: must be 16384 to 1000000000000"),
+                                    std::pair("2T", "--parameters 2000000000000: must be 16384 to 1000000000000")}) {
+    const auto result = run(command + count);
+    EXPECT_EQ(result.exit_code, 2) << count;
+    EXPECT_THAT(result.errors, HasSubstr(part));
+  }
+}
+
 }  // namespace
 }  // namespace hoist::bench_optimizer_test

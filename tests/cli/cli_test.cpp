@@ -149,6 +149,51 @@ TEST_F(Cli, AnEmptyValueIsRefused) {
   }
 }
 
+// As of `--to $OUT` with OUT not set.
+TEST_F(Cli, TheNextOptionIsNoValue) {
+  write("good.json", kGood);
+  std::filesystem::create_directory(path("store"));
+  for (const auto& [arguments, option] :
+       {std::pair("export store --to --universal", "--to"), std::pair("copy store --to --json", "--to"),
+        std::pair("copy store --to there --to --json", "--to"), std::pair("check good.json --json --all", "--json"),
+        std::pair("check good.json --units --all", "--units"), std::pair("check good.json --model --all", "--model"),
+        std::pair("check good.json --machine --all", "--machine"), std::pair("inspect store --json --help", "--json"),
+        std::pair("verify store --json --bytes-per-second", "--json"), std::pair("doctor --path --json", "--path"),
+        std::pair("plan --parameters 1e8 --write --json", "--write"),
+        std::pair("plan --machine this --path --json", "--path"), std::pair("bench io --path --json", "--path"),
+        std::pair("bench io --path . --json --quiet", "--json"), std::pair("bench optimizer --path --quiet", "--path"),
+        std::pair("tune --path . --out --full", "--out"), std::pair("tune --path . --merge --full", "--merge"),
+        std::pair("tune --path . --plot --full", "--plot"), std::pair("check good.json --json=--all", "--json")}) {
+    const auto result = run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments;
+    EXPECT_THAT(result.errors, HasSubstr(std::string(option) + ": has no value before --")) << arguments;
+    EXPECT_THAT(result.output, IsEmpty()) << arguments;
+  }
+  EXPECT_THAT(run("check good.json --json --all").errors, HasSubstr("a file of that name is ./--all"));
+  EXPECT_FALSE(std::filesystem::exists(path("--all")));
+  EXPECT_EQ(run("check good.json --json ./--all").exit_code, 0);
+  write("--all", kGood);
+  EXPECT_EQ(run("check -- --all").exit_code, 0) << "not an option's value";
+}
+
+TEST_F(Cli, ANumberOfRanksIsAnInteger) {
+  write("good.json", kGood);
+  for (const char* command : {"check good.json", "plan --parameters 1e8"})
+    for (const char* world : {"1e3", "8.0", "eight", "0", "16777217", "-1"})
+      EXPECT_THAT(run(std::string(command) + " --world " + world).errors,
+                  HasSubstr(std::string(world) + " is not an integer from 1 to 16777216"))
+          << command;
+  EXPECT_THAT(run("check good.json --local-ranks 8.0").errors, HasSubstr("8.0 is not an integer from 1 to 65536"));
+}
+
+TEST_F(Cli, AFullDiskUnderTheOutputIsAFailure) {
+  for (const char* option : {"--json", "--write"}) {
+    const auto result = run(std::string("plan --parameters 1e8 ") + option + " /dev/full");
+    EXPECT_EQ(result.exit_code, 1) << option;
+    EXPECT_THAT(result.errors, HasSubstr("/dev/full failed: No space left on device")) << option;
+  }
+}
+
 TEST_F(Cli, AReportThatCannotBeWrittenIsAFailure) {
   write("good.json", kGood);
   const auto result = run("check good.json --json /no/such/directory/report.json");

@@ -109,6 +109,15 @@ TEST_F(Tune, WhatWasMeasuredIsPrintedIfTheFileCannotBeWrittenAnyMore) {
   EXPECT_THAT(result.output, HasSubstr("queue_depth"));
 }
 
+TEST_F(Tune, AFullDiskUnderTheOutputIsAFailure) {
+  for (const char* option : {"--out", "--plot"}) {
+    const auto result = run(std::string(kShort) + option + " /dev/full --json report.json");
+    EXPECT_EQ(result.exit_code, 1) << option;
+    EXPECT_THAT(result.errors, HasSubstr("No space left on device")) << option;
+  }
+  EXPECT_GT(json_of("report.json")["settings"].size(), 10u) << "written before the plot";
+}
+
 TEST_F(Tune, MergeWithOutLeavesTheOriginalAlone) {
   write("offload.json", kConfig);
   ASSERT_EQ(run(std::string(kShort) + "--merge offload.json --out tuned.json").exit_code, 0);
