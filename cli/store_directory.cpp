@@ -27,6 +27,15 @@ std::string rank_file(const std::string& directory, int rank, const char* suffix
   return (fs::path(directory) / fmt::format("rank-{:05}.{}", rank, suffix)).string();
 }
 
+// Refuses a step or a checkpoint that was asked for. A damaged manifest may have held it.
+[[noreturn]] void throw_not_held(const StoredJob& job, const std::string& sentence) {
+  std::string damage;
+  for (const StoreSummary& group : job.groups)
+    for (const std::string& line : damage_lines(without_passing_damage(group))) damage += "; " + line;
+  if (damage.empty()) throw UsageError(sentence);
+  throw StoreError(sentence + damage);
+}
+
 // The commit of the requested step, which exists, also under a name; nullopt for the newest one of a single store.
 std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const StoredJob& job) {
   const bool several = job.groups.size() > 1;
@@ -46,8 +55,8 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
     if (std::ranges::find(job.commits, checkpoint->step, &tiers::CommitHeader::step) != job.commits.end()) continue;
     held += fmt::format("{}{} ('{}')", held.empty() ? "" : ", ", checkpoint->step, checkpoint->name);
   }
-  throw UsageError(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
-                               held.empty() ? "no step that every rank has" : "the steps " + held));
+  throw_not_held(job, fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
+                                  held.empty() ? "no step that every rank has" : "the steps " + held));
 }
 
 tiers::CommitHeader chosen_checkpoint(const std::string& name, const StoredJob& job) {
@@ -56,8 +65,9 @@ tiers::CommitHeader chosen_checkpoint(const std::string& name, const StoredJob& 
   std::vector<tiers::CommitHeader> all = job.checkpoints;
   for (const StoredJob& older : job.older) std::ranges::copy(older.checkpoints, std::back_inserter(all));
   const auto held = listed(all, &tiers::CommitHeader::name);
-  throw UsageError(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
-                               held.empty() ? "no step under a name" : "the steps " + held));
+  throw_not_held(job,
+                 fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
+                             held.empty() ? "no step under a name" : "the steps " + held));
 }
 
 }  // namespace

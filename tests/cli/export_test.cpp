@@ -4,6 +4,7 @@
 #include <csignal>
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -20,6 +21,7 @@ namespace hoist::export_test {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -252,6 +254,23 @@ TEST_F(Export, DamageEndsItAndLeavesNothing) {
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.errors, HasSubstr("rank-00000.data"));
   EXPECT_FALSE(fs::exists(path("weights")));
+}
+
+// The step or the name that was asked for may be in it, and no other value of the option would do.
+TEST_F(Export, ADamagedManifestIsNotAWrongStep) {
+  test::make_store(path("one"), 1, 2);
+  test::make_store(path("two"), 2, 2);
+  test::flip_bits(path("one/rank-00000.manifest"), 64);
+  test::flip_bits(path("two/rank-00001.manifest"), 64);
+  for (const auto& [store, rank] : {std::pair("one", "rank 0"), std::pair("two", "rank 1")}) {
+    for (const auto& [command, which] : {std::pair("export", "--step 2"), std::pair("copy", "--from kept")}) {
+      const auto result = run(fmt::format("{} {} --to there {}", command, store, which));
+      EXPECT_EQ(result.exit_code, 1) << result.errors;
+      EXPECT_THAT(result.errors, AllOf(HasSubstr(which), HasSubstr(fmt::format("; {}: {}/rank-0000", rank, store)),
+                                       HasSubstr(".manifest cannot be used: checksum")));
+    }
+  }
+  EXPECT_FALSE(fs::exists(path("there")));
 }
 
 TEST_F(Export, AStoreInUseIsLeftAlone) {
