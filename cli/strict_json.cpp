@@ -50,7 +50,11 @@ StrictJson parse_strict_json(const std::string& text) {
   } catch (const StrictJson::exception& error) {
     std::string_view problem = error.what();  // "[json.exception.parse_error.101] parse error at line 1, ..."
     if (const auto end = problem.find("] "); end != std::string_view::npos) problem.remove_prefix(end + 2);
-    throw ConfigError("", fmt::format("is not JSON: {}", problem));
+    constexpr std::size_t kShownMax = 200;
+    if (problem.size() <= kShownMax) throw ConfigError("", fmt::format("is not JSON: {}", problem));
+    std::size_t shown = kShownMax;
+    while (shown > 0 && (static_cast<unsigned char>(problem[shown]) & 0xC0) == 0x80) --shown;  // not inside a character
+    throw ConfigError("", fmt::format("is not JSON: {}...", problem.substr(0, shown)));
   }
 }
 

@@ -36,10 +36,15 @@ bool flag_of(const std::string& key, const UnitsJson& value) {
   return value.get<bool>();
 }
 
+const UnitsJson& list_of(const std::string& key, const UnitsJson& value, const char* what) {
+  if (!value.is_array()) refuse(key, value, what);
+  return value;
+}
+
 std::vector<std::int64_t> shape_of(const std::string& key, const UnitsJson& value) {
-  if (!value.is_array()) refuse(key, value, "a list of extents");
   std::vector<std::int64_t> shape;
-  for (const UnitsJson& extent : value) shape.push_back(static_cast<std::int64_t>(count_of(key, extent, 1)));
+  for (const UnitsJson& extent : list_of(key, value, "a list of extents"))
+    shape.push_back(static_cast<std::int64_t>(count_of(key, extent, 1)));
   return shape;
 }
 
@@ -92,10 +97,11 @@ DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype
         unit.parameters.push_back(parameter_of(fmt::format("{}.parameters[{}]", key, i), member[i], dtype));
     } else if (name == "parameters") {
       parameters = count_of(key + ".parameters", member, 1);
-    } else if (name == "tied" && member.is_array()) {
-      for (const UnitsJson& tied : member) unit.tied.push_back(text_of(key + ".tied", tied));
-    } else if (name == "gathered_with" && member.is_array()) {
-      for (const UnitsJson& other : member) {
+    } else if (name == "tied") {
+      for (const UnitsJson& tied : list_of(key + ".tied", member, "a list of names"))
+        unit.tied.push_back(text_of(key + ".tied", tied));
+    } else if (name == "gathered_with") {
+      for (const UnitsJson& other : list_of(key + "." + name, member, "a list of indices")) {
         const std::uint64_t index = std::min<std::uint64_t>(count_of(key + "." + name, other, 0), UINT32_MAX);
         unit.options.gathered_with.push_back(UnitId{static_cast<std::uint32_t>(index)});
       }

@@ -12,7 +12,9 @@
 namespace hoist::check_model_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class CheckModel : public test::ProgramTest {};
 
@@ -129,9 +131,21 @@ TEST_F(CheckModel, RefusesModelsItCannotRead) {
               HasSubstr("units[0].stable_in_pass"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "gathered_with": [4294967296]}]})"),
               HasSubstr("gathered with a unit that is not there"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "gathered_with": 0}]})"),
+              HasSubstr("units[0].gathered_with: 0 is not a list of indices"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "tied": "x"}]})"),
+              HasSubstr("units[0].tied: \"x\" is not a list of names"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1}], "dtype": "fp8"})"), HasSubstr("dtype"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "parameters": 2}]})"), HasSubstr("given twice"));
   EXPECT_THAT(with_units((R"({"units": )" + std::string(100000, '[')).c_str()), HasSubstr("nested deeper"));
+  const std::string long_number = with_units((R"({"units": )" + std::string(1'000'000, '1') + "}").c_str());
+  EXPECT_THAT(long_number, AllOf(HasSubstr("is not JSON: number overflow"), HasSubstr("111...")));
+  EXPECT_LT(long_number.size(), 300u);
+  std::string euros;  // the message is cut between two of them, wherever it begins
+  for (int i = 0; i < 500; ++i) euros += "€";
+  for (const char* before : {"", "x", "xx"})
+    EXPECT_THAT(with_units((std::string("{\"units\": \"") + before + euros + "\n").c_str()),
+                AllOf(HasSubstr("€..."), Not(HasSubstr("\\x"))));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1e13}]})"),
               HasSubstr("unit 'a' has 1e+13 parameters"));
   std::string many = R"({"units": [{"name": "a", "parameters": 1e12})";
