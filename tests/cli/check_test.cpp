@@ -218,6 +218,15 @@ TEST_F(Check, EndsWithWhetherTheModelFitsThisMachine) {
   EXPECT_EQ(report["section"], nullptr);
 }
 
+TEST_F(Check, NamesTheProgramWhereNoPlacementHelps) {
+  write("file.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "n"},
+                         "offload_optimizer": {"device": "nvme", "nvme_path": "n"}}, "hoist": {"device": "host"}})");
+  write("units.json", R"({"units": [{"name": "a", "parameters": 5}], "program_device_bytes": 1e13})");
+  const auto result = run("check file.json --units units.json");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.output, HasSubstr(" free; the program's own memory is 9.1 TiB of it\n"));
+}
+
 TEST_F(Check, TheSectionToPasteIsAcceptedWithTheSameVerdict) {
   for (const char* text :
        {"{}", R"({"zero_optimization": {"stage": 2}})",

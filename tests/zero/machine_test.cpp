@@ -149,6 +149,30 @@ TEST(MachineFit, TheRemedyMovesStateOutOfTheMemoryThatIsShort) {
   EXPECT_THAT(remedy(workstation(), engine), HasSubstr(R"(; offload_param with device "nvme")"));
 }
 
+// No placement of the engine's state helps.
+TEST(MachineFit, AProgramThatDoesNotFitByItselfIsNamed) {
+  const auto problem = [](const Machine& machine, const ProgramMemory& program) {
+    Prediction prediction;
+    prediction.device.least_bytes = program.device_bytes + kGiB;
+    prediction.pinned.least_bytes = program.pinned_bytes + kGiB;
+    prediction.program = program;
+    const auto problems = machine_fit(prediction, choose({}, machine).runtime, {}, machine).problems;
+    return problems.empty() ? "" : problems.front();
+  };
+  const auto names = [](const char* bytes) {
+    return HasSubstr(std::string("; the program's own memory is ") + bytes + " of it");
+  };
+  EXPECT_THAT(problem(workstation(), {.device_bytes = 500 * kGiB}), names("500 GiB"));
+  EXPECT_THAT(problem(workstation(), {.device_bytes = 300 * kGiB, .pinned_bytes = 300 * kGiB}), names("600 GiB"));
+  EXPECT_THAT(problem(with_gpu(), {.device_bytes = 500 * kGiB}), names("500 GiB"));
+  EXPECT_THAT(problem(with_gpu(), {.pinned_bytes = 500 * kGiB}), names("500 GiB"));
+  // Less than the 60 GiB that are free: what is too much is the engine's.
+  EXPECT_THAT(problem(workstation(), {.device_bytes = 59 * kGiB}), HasSubstr("; offload_optimizer with"));
+  Machine two = workstation();
+  two.processes = 2;
+  EXPECT_THAT(problem(two, {.device_bytes = 40 * kGiB}), names("80.0 GiB"));
+}
+
 TEST(MachineFit, ABudgetThatIsTakenAtTheStartMustBeThere) {
   const Machine machine = with_gpu();
   RuntimeOptions runtime = choose({}, machine).runtime;

@@ -151,6 +151,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   const std::uint64_t other_device = other_device_bytes(runtime, program, world_size);
   const std::uint64_t other_pinned = store.memory_bytes + program.pinned_bytes;
   Prediction out;
+  out.program = program;
   out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
   out.pinned.budget_bytes = runtime.pinned_memory_bytes;
   out.host_budget_bytes = runtime.host_memory_bytes;

@@ -58,6 +58,7 @@ struct Prediction {
   };
   Tier device;
   Tier pinned;
+  ProgramMemory program;                // what of both is the program's own
   std::uint64_t host_budget_bytes = 0;  // of both together, on the host device; 0: there is none
   bool fits() const {
     const bool together = host_budget_bytes == 0 || device.least_bytes + pinned.least_bytes <= host_budget_bytes;
