@@ -103,9 +103,7 @@ class ScratchFile::Marker {
   }
 
   ~Marker() {
-    remove_file(path_);
-    if (::rmdir(directory_.c_str()) != 0 && errno != ENOENT)
-      log_warning("{} is kept: {}", directory_, std::strerror(errno));
+    remove();
     ::close(descriptor_);
   }
   Marker(const Marker&) = delete;
@@ -124,12 +122,22 @@ class ScratchFile::Marker {
         claim();
         return true;
       }
+    } catch (const IoError&) {  // and no other run's directory
+      if (made) remove();
+      ::close(descriptor_);
+      throw;
     } catch (...) {
       ::close(descriptor_);
       throw;
     }
     ::close(descriptor_);
     return false;
+  }
+
+  void remove() const {
+    remove_file(path_);
+    if (::rmdir(directory_.c_str()) != 0 && errno != ENOENT)
+      log_warning("{} is kept: {}", directory_, std::strerror(errno));
   }
 
   void check_directory() const {
@@ -151,7 +159,10 @@ class ScratchFile::Marker {
           fmt::format("{} belongs to {}, whose measurement uses it or was killed; remove it as that user, or choose "
                       "another --path",
                       directory_, owner_of(directory_)));
-    if (code != ENOENT && !(made && code == EEXIST)) throw IoError({.operation = "open", .path = path_, .code = code});
+    if (code != ENOENT && !(made && code == EEXIST)) {
+      if (made) ::rmdir(directory_.c_str());
+      throw IoError({.operation = "open", .path = path_, .code = code});
+    }
     if (code == ENOENT && ::rmdir(directory_.c_str()) != 0 && errno != ENOENT)
       throw not_ours(directory_, fmt::format("there is no {} in it", kMarkerName));
     return false;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 
 #include <gmock/gmock.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -94,6 +96,26 @@ TEST_F(ScratchFileTest, ARunKilledBeforeItsMarkerWasWholeIsTakenOver) {
   fs::create_directory(inside());
   write(inside() / ScratchFile::kMarkerName, "Scratch sp");
   { const ScratchFile file(parent(), kMiB); }
+  EXPECT_TRUE(fs::is_empty(directory_.path()));
+}
+
+// A limit of file sizes stands in for a quota that is used up.
+TEST_F(ScratchFileTest, AMarkerThatCannotBeWrittenIsRemoved) {
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit none = before;
+  none.rlim_cur = 0;
+  ::setrlimit(RLIMIT_FSIZE, &none);
+  std::string error;
+  try {
+    const ScratchFile file(parent(), kMiB);
+  } catch (const IoError& thrown) {
+    error = thrown.what();
+  }
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_THAT(error, HasSubstr("write"));
   EXPECT_TRUE(fs::is_empty(directory_.path()));
 }
 
