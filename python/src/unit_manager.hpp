@@ -23,6 +23,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -31,6 +32,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -59,14 +61,30 @@ struct ManagedUnit {
 // The units as a model of the engine's.
 Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups);
 
+// Of an engine, for Python threads. A call of the engine may run Python, as for the values of a unit, and with it a
+// signal handler of the program: what that one calls would wait for its own thread.
+class EngineMutex {
+ public:
+  // Errors: UsageError in the thread that has it.
+  void lock();
+  void unlock();
+  bool is_mine() const { return owner_ == std::this_thread::get_id(); }
+  // Errors: as lock().
+  void require_outside() const;
+
+ private:
+  std::mutex mutex_;
+  std::atomic<std::thread::id> owner_;
+};
+
 // A caller's turn at the engine: without the GIL, which the thread that has the mutex may be waiting for.
 class EngineTurn {
  public:
-  explicit EngineTurn(std::mutex& engine_mutex) : lock_(engine_mutex) {}
+  explicit EngineTurn(EngineMutex& engine_mutex) : lock_(engine_mutex) {}
 
  private:
   nb::gil_scoped_release release_;
-  std::lock_guard<std::mutex> lock_;
+  std::lock_guard<EngineMutex> lock_;
 };
 
 // PyTorch's side. The callables may be called wherever a hook is.
@@ -160,7 +178,7 @@ class UnitManager {
   // Errors: UsageError in a process that was forked later.
   void require_process() const { process_.require_this(kEngine); }
   // Errors: as require_process(): the thread that holds the mutex may not exist in another process.
-  std::mutex& engine_mutex() {
+  EngineMutex& engine_mutex() {
     require_process();
     return mutex_;
   }
@@ -326,7 +344,7 @@ class UnitManager {
   UnitManagerOptions options_;
   Model model_;
   std::vector<ParameterPlace> places_;  // by parameter
-  std::mutex mutex_;                    // of the engine, for Python threads; taken without the GIL
+  EngineMutex mutex_;                   // taken without the GIL
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter
   std::unique_ptr<Runtime> runtime_;

@@ -44,6 +44,22 @@ UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(option
 
 UnitManager::~UnitManager() { end_engine(); }
 
+void EngineMutex::require_outside() const {
+  if (!is_mine()) return;
+  throw UsageError(
+      "a signal handler calls the engine while its thread is in the middle of another call of that engine: let the "
+      "handler only note that the signal came, and call the engine when the other call has returned");
+}
+void EngineMutex::lock() {
+  require_outside();
+  mutex_.lock();
+  owner_ = std::this_thread::get_id();
+}
+void EngineMutex::unlock() {
+  owner_ = std::thread::id();
+  mutex_.unlock();
+}
+
 void UnitManager::require_awake() const {
   if (runtime_) return;
   throw UsageError(
@@ -53,6 +69,7 @@ void UnitManager::require_awake() const {
 }
 
 void UnitManager::close() {
+  if (process_.is_this()) mutex_.require_outside();
   asleep_at_.reset();
   if (!is_open() || !process_.is_this()) return;
   if (pass_) discard();
@@ -77,7 +94,7 @@ void UnitManager::close() {
 }
 
 void UnitManager::abandon(const std::string& why) noexcept {
-  if (!runtime_ || !process_.is_this()) return;
+  if (!runtime_ || !process_.is_this() || mutex_.is_mine()) return;
   if (runtime_->world_size() == 1 && !runtime_->has_several_groups()) return;
   if (pass_) discard();
   end_engine(&why);
@@ -168,6 +185,7 @@ void UnitManager::require_commit(const std::string& from) {
 }
 
 RestoreReport UnitManager::restore(const std::string& from) {
+  mutex_.require_outside();
   if (pass_) discard();
   const std::optional<std::uint64_t> asleep_at = asleep_at_;
   if (engine_) {

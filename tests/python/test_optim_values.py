@@ -2,6 +2,7 @@
 """What a program gives to and takes from hoist.optim beside steps: state dicts, masters, and weights that it sets."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -97,6 +98,31 @@ def test_an_interrupted_load_ends_the_optimizer_and_not_the_process(tmp_path, mo
             optimizer.step()
     with pytest.raises(hoist.Error, match="KeyboardInterrupt"):
         optimizer.close()
+
+
+@pytest.mark.parametrize("call", [lambda o, saved: o.adopt_parameters(), lambda o, saved: o.load_state_dict(saved)])
+def test_a_signal_handler_inside_a_call_is_refused_what_would_wait_for_that_call(tmp_path, monkeypatch, call):
+    program = Program("AdamW", **place("nvme", tmp_path), threads=1).train(0, 1)
+    optimizer, refused = program.optimizer, []
+    saved = copy.deepcopy(optimizer.state_dict())
+    values_of = hoist.optim.pieces.UnitValues.__call__
+
+    def with_signal(values, unit):
+        if threading.current_thread() is threading.main_thread():
+            for wanted in (optimizer.save, optimizer.settle, optimizer.close, optimizer.restore):
+                with pytest.raises(hoist.UsageError, match="a signal handler calls the engine") as error:
+                    wanted()
+                refused.append(error)
+        return values_of(values, unit)
+
+    monkeypatch.setattr("hoist.optim.pieces.UnitValues.__call__", with_signal)
+    with torch.no_grad():
+        for parameter in program.parameters:
+            parameter.mul_(2)
+    call(optimizer, saved)
+    assert refused
+    monkeypatch.undo()
+    program.train(1, 2).optimizer.close()
 
 
 def test_a_state_dict_is_committed_with_its_rates(tmp_path):
