@@ -100,6 +100,36 @@ def test_an_interrupted_load_ends_the_optimizer_and_not_the_process(tmp_path, mo
         optimizer.close()
 
 
+@pytest.mark.parametrize("name, call", [("_weights", lambda o, saved: o.restore("one")),
+                                        ("_note_values", lambda o, saved: o.load_state_dict(saved))])
+def test_a_call_that_replaces_everything_is_made_once_more_after_an_interruption(tmp_path, monkeypatch, name, call):
+    """Here the states are replaced, and the parameters or the learning rates are not."""
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    bits = []
+    for place_of_run, is_interrupted in (("undisturbed", False), ("interrupted", True)):
+        program = Program("AdamW", **place("nvme", tmp_path, place_of_run), keep_steps=1).train(0, 1)
+        optimizer, saved = program.optimizer, copy.deepcopy(program.optimizer.state_dict())
+        optimizer.save("one").wait()
+        if name == "_weights":
+            program.train(1, 3)
+        optimizer.param_groups[0]["lr"] = 0.5
+        if is_interrupted:
+            with monkeypatch.context() as context:
+                context.setattr(f"hoist.optim.offload.Offloaded.{name}", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call(optimizer, saved)
+            for following in (optimizer.step, optimizer.save, optimizer.state_dict, optimizer.adopt_parameters,
+                              lambda optimizer=optimizer, p=program.parameters[0]: optimizer.master(p)):
+                with pytest.raises(hoist.UsageError, match=r"was interrupted.*Call restore\(\) or load_state_dict\(\)"):
+                    following()
+        call(optimizer, saved)
+        bits.append(program.train(1, 3).bits())
+        optimizer.close()
+    assert_equal(*bits)
+
+
 @pytest.mark.parametrize("call", [lambda o, saved: o.adopt_parameters(), lambda o, saved: o.load_state_dict(saved)])
 def test_a_signal_handler_inside_a_call_is_refused_what_would_wait_for_that_call(tmp_path, monkeypatch, call):
     program = Program("AdamW", **place("nvme", tmp_path), threads=1).train(0, 1)

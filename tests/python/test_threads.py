@@ -115,8 +115,11 @@ def test_a_call_of_the_engine_inside_of_forward_is_refused_and_no_more(settings,
         assert digests(engine) == expected
 
 
-def interrupted_in(engine, monkeypatch, name):
-    """One step, with a KeyboardInterrupt right after the extension's `name` has returned."""
+def interrupted_in(engine, monkeypatch, name, raised):
+    """One step, with a signal right after the extension's `name` has returned, whose handler raises `raised`."""
+    def handler(*_):
+        raise raised
+
     manager = engine._unit_manager
 
     class Interrupting:
@@ -127,14 +130,16 @@ def interrupted_in(engine, monkeypatch, name):
 
             def call(*args):
                 value(*args)
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGALRM)
 
             return call
 
     monkeypatch.setattr(engine, "_unit_manager", Interrupting())
     monkeypatch.setattr(engine._passes, "_unit_manager", Interrupting())
-    with pytest.raises(KeyboardInterrupt):
+    before = signal.signal(signal.SIGALRM, handler)
+    with pytest.raises(raised):
         train(engine, 1, first=engine.step_count)
+    signal.signal(signal.SIGALRM, before)
     monkeypatch.undo()
 
 
@@ -170,13 +175,14 @@ def undisturbed(config):
     return config
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("name", ["step", "end_backward"])
-def test_after_an_interrupted_step_the_engine_is_restored(settings, monkeypatch, name):
+def test_after_an_interrupted_step_the_engine_is_restored(settings, monkeypatch, name, raised):
     """Also in place: what follows is bit for bit what an undisturbed run computes."""
     with hoist.torch.wrap(make(), settings()) as engine:
         train(engine, 2)
-        interrupted_in(engine, monkeypatch, name)
-        with pytest.raises(hoist.UsageError, match="interrupted by KeyboardInterrupt.*restore"):
+        interrupted_in(engine, monkeypatch, name, raised)
+        with pytest.raises(hoist.UsageError, match=f"interrupted by {raised.__name__}.*restore"):
             train(engine, 1)
         step = engine.restore()
         assert step == (3 if name == "step" else 2)

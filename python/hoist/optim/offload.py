@@ -112,6 +112,7 @@ class Offloaded:
         self.program_state: dict[str, Any] = {}
         self.restored = False
         self.step_was_skipped = False
+        self._unfinished = ""  # a call that has not replaced all states and parameters: under way, or interrupted
         self._consolidated: dict[int, Any] | None = None
         # Between load() and adopt(): the program may load the weights after the states.
         self._is_loading = False
@@ -225,11 +226,19 @@ class Offloaded:
                 [(piece.name, piece.of(piece.parameter.detach())) for piece in unit] for unit in self._cut.units))
             self._note_versions()
 
+    def _require_whole(self) -> None:
+        """Errors: UsageError after a call that was interrupted in the middle of replacing the states, and in a forked process."""
+        self.unit_manager.require_process()
+        if self._unfinished:
+            self.unit_manager.settle()  # raises what has ended it, if something has
+            raise _hoist.UsageError(f"{self.call} after {self._unfinished} was interrupted: states and parameters may be of "
+                                    "different steps. Call restore() or load_state_dict() once more")
+
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         """[C] One step of all parameters, from their gradients."""
-        self.unit_manager.require_process()
+        self._require_whole()
         refuse_changes(groups, self._settled)
         gradients = self._gradients()
         has_gradients = any(gradient is not None for gradient in gradients)
@@ -319,7 +328,7 @@ class Offloaded:
 
     def adopt(self) -> None:
         """[C] Makes the parameters' present values the masters."""
-        self.unit_manager.require_process()
+        self._require_whole()
         self._weights()
         refuse_shared_memory(self._cut.named())
 
@@ -347,6 +356,7 @@ class Offloaded:
         """[C] Commits the present state; done when it is durable."""
         if not self._has_store:
             raise _hoist.UsageError("save() needs directory=..., where commits are")
+        self._require_whole()
         self._adopt_changes(also_after_load=True)
         return self.unit_manager.save(name, self._commit_state(groups))
 
@@ -355,6 +365,7 @@ class Offloaded:
         with channels.start(self._job):
             if self.unit_manager.is_alive:
                 self.unit_manager.require_commit(name)
+            self._unfinished = "restore()"
             step, state = self.unit_manager.restore(name)
         self.unit_manager.copy_weights(self._weights())
         self._note_versions()
@@ -370,6 +381,7 @@ class Offloaded:
             self.run_rates.go_back(groups)
         self._rates = [None] * len(groups)
         self.restored = True
+        self._unfinished = ""
         return step
 
     def _resume(self, groups: list[dict[str, Any]]) -> None:
@@ -404,6 +416,7 @@ class Offloaded:
         self._consolidated = None
 
     def _pieces_of(self, parameter: torch.Tensor) -> list[Piece]:
+        self._require_whole()
         pieces = [piece for piece in self._cut.pieces if piece.parameter is parameter]
         if not pieces:
             raise _hoist.UsageError("the parameter is not trained by this optimizer")
@@ -473,11 +486,17 @@ class Offloaded:
 
         changed = [group | copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
                    for group, saved in zip(groups, saved_groups, strict=True)]
-        if states or before > 0:  # otherwise nothing was trained yet, and set_master() may have set exact masters
+        # Otherwise nothing was trained yet, and set_master() may have set exact masters.
+        if states or before > 0 or self._unfinished:
             for name, parameter in self._cut.named():
                 _refuse_not_finite(name, parameter, states.get(id(parameter)))
+            unfinished, self._unfinished = self._unfinished, "load_state_dict()"
             masters, *both_moments = (UnitValues(self._cut.units, of) for of in (master, moments(0), moments(1)))
-            self.unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
+            try:
+                self.unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
+            except _hoist.UsageError:  # nothing has changed
+                self._unfinished = unfinished
+                raise
             self._note_values()
             self._is_loading = True
             self._remainders = {key: saved.remainder for key, saved in states.items() if saved.remainder is not None}
@@ -489,6 +508,7 @@ class Offloaded:
         self._settled = [settled_of(group) for group in groups]
         if not is_present:
             self.run_rates.forget()
+        self._unfinished = ""
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
         """The states by id of the parameter, and the step count of all of them: none, and 0, before the first step."""

@@ -101,8 +101,7 @@ class Passes:
                 self.uses.begin_call(module)
         except BaseException as error:
             self.turns.end()
-            if not isinstance(error, Exception):
-                self.turns.interrupt(f"{FORWARD} was interrupted by {type(error).__name__}")
+            self.turns.failed(FORWARD, error)
             raise
 
     def _open_pass(self) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
@@ -127,6 +129,14 @@ class Turns:
         """For another thread that works on the same call while the first one waits for it."""
         self._thread = threading.current_thread()
 
+    def failed(self, call: str, error: BaseException) -> None:
+        """Notes whether `call` was interrupted by `error`: by KeyboardInterrupt, or by what one of the program's signal handlers
+        raised. These may come between any two lines; other errors come where the engine is ready for them."""
+        handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+        if not isinstance(error, Exception) or any(
+                frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+            self.interrupt(f"{call} was interrupted by {type(error).__name__}")
+
     def interrupt(self, what: str) -> None:
         self._interrupted = self._interrupted or what
 
@@ -146,8 +156,7 @@ class Turns:
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception):  # KeyboardInterrupt may come between any two lines
-                self.interrupt(f"{call} was interrupted by {type(error).__name__}")
+            self.failed(call, error)
             raise
         finally:
             self.end()
