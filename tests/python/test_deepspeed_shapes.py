@@ -306,6 +306,14 @@ def test_a_parameter_of_several_tensors_is_refused(settings):
         hoist.torch.wrap(model, settings())
 
 
+def test_a_model_of_inference_mode_is_refused(settings, tmp_path):
+    with torch.inference_mode():
+        model = torch.nn.Linear(4, 4)
+    with pytest.raises(hoist.UsageError, match=r"parameter 'weight' was made under torch.inference_mode\(\)"):
+        hoist.torch.wrap(model, settings())
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_has_another_meaning_is_refused(settings):
     with pytest.raises(hoist.UsageError, match="model"):
         hoist.torch.initialize(config=settings())

@@ -105,6 +105,9 @@ class Parameters:
             raise _hoist.UsageError(f"parameter '{name}' is a {type(parameter).__name__}, which consists of several tensors, and "
                                     "hoist moves ordinary ones: build the model with those, and quantize the weights that "
                                     "engine.export() writes")
+        if parameter.is_inference():
+            raise _hoist.UsageError(f"parameter '{name}' was made under torch.inference_mode(), where PyTorch does not count how "
+                                    "often the program changes a tensor: build the model outside of it, or under torch.no_grad()")
         if parameter.device.type not in ("cpu", "meta", self._device.type):
             raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}, and this engine computes on "
                                     f"{self._device.type}: set \"hoist\": {{\"device\": ...}}, or wrap the model on the CPU")
