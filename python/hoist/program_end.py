@@ -5,6 +5,7 @@ they would wait for this one."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from hoist import _hoist
 
@@ -54,9 +56,10 @@ def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> Non
         gc.collect()
 
 
-def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Callable[[], str] = str) -> Callable[[], None]:
-    """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing. Returns what
-    atexit has been given, to unregister it after an earlier end."""
+def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Callable[[], str] = str,
+                  turn: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext) -> Callable[[], None]:
+    """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing. `turn`: of
+    a call that is named. Returns what atexit has been given, to unregister it after an earlier end."""
     alive = weakref.ref(unit_manager)
     _store_of[unit_manager] = store
 
@@ -66,7 +69,8 @@ def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Call
         try:
             if why := pass_error() or text_of(getattr(sys, "last_value", None)):
                 ending.abandon(why)
-            ending.close()
+            with turn("close()"):
+                ending.close()
         except _hoist.Error as error:
             _log.error("the last step was not committed: %s", error)
 

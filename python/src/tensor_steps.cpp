@@ -87,10 +87,11 @@ bool rounds_to(float master, float value, DType dtype) {
 StepReport step_tensors(UnitManager& unit_manager, const std::vector<std::uintptr_t>& gradients,
                         const std::vector<DType>& dtypes, const std::vector<std::uintptr_t>& weights,
                         std::span<const std::byte> caller_state) {
-  Engine& engine = unit_manager.engine();
-  for (const std::size_t given : {gradients.size(), dtypes.size(), weights.size()}) require_all(given, engine.model());
+  for (const std::size_t given : {gradients.size(), dtypes.size(), weights.size()})
+    require_all(given, unit_manager.model());
   const platform::StreamRef in = unit_manager.stream_of_gradients(), out = unit_manager.stream_of_weights();
   const EngineTurn turn(unit_manager.engine_mutex());
+  Engine& engine = unit_manager.engine();
   StepReport report;
   {
     EndOfWork read(unit_manager, in);
@@ -106,10 +107,10 @@ StepReport step_tensors(UnitManager& unit_manager, const std::vector<std::uintpt
 }
 
 void copy_weights(UnitManager& unit_manager, const std::vector<std::uintptr_t>& weights) {
-  Engine& engine = unit_manager.engine();
-  require_all(weights.size(), engine.model());
+  require_all(weights.size(), unit_manager.model());
   const platform::StreamRef out = unit_manager.stream_of_weights();
   const EngineTurn turn(unit_manager.engine_mutex());
+  Engine& engine = unit_manager.engine();
   EndOfWork written(unit_manager, out);
   copy_all(engine, weights, out);
   written.wait();
@@ -118,8 +119,8 @@ void copy_weights(UnitManager& unit_manager, const std::vector<std::uintptr_t>& 
 void change_masters(UnitManager& unit_manager, nb::callable unit_values) {
   const Model& model = unit_manager.model();
   UnitValues values(model, std::move(unit_values));
-  Engine& engine = unit_manager.engine();
   const EngineTurn turn(unit_manager.engine_mutex());
+  Engine& engine = unit_manager.engine();
   const auto change = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     std::vector<float> given(out.size());
     values.fill(parameter, first, given);
@@ -136,8 +137,8 @@ void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable u
   UnitValues masters(unit_manager.model(), std::move(unit_masters));
   UnitValues moments1(unit_manager.model(), std::move(unit_moments1));
   UnitValues moments2(unit_manager.model(), std::move(unit_moments2));
-  Engine& engine = unit_manager.engine();
   const EngineTurn turn(unit_manager.engine_mutex());
+  Engine& engine = unit_manager.engine();
   const InitialState state{.masters = [&](ParameterId parameter, std::uint64_t first,
                                           std::span<float> out) { masters.fill(parameter, first, out); },
                            .moments =

@@ -40,8 +40,8 @@ void UnitManager::load(Unit& unit) {
 }
 
 void UnitManager::gather(Unit& unit, platform::StreamRef stream) {
-  Engine& live = engine();
   const EngineTurn turn(engine_mutex());
+  Engine& live = engine();
   unit.uses.push_back({&*stream, live.gather(unit.id, stream)});
   if (computes_on_host()) stream->synchronize();
 }
@@ -161,8 +161,8 @@ void UnitManager::begin(Pass pass, PassOptions options) {
   require_awake();
   gave_way_ = false;
   {
-    Engine& live = engine();
     const EngineTurn turn(engine_mutex());
+    Engine& live = engine();
     scope_.emplace(live.begin(pass, options));
   }
   pass_ = pass;

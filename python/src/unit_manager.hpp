@@ -77,7 +77,8 @@ class EngineMutex {
   std::atomic<std::thread::id> owner_;
 };
 
-// A caller's turn at the engine: without the GIL, which the thread that has the mutex may be waiting for.
+// A caller's turn at the engine: without the GIL, which the thread that has the mutex may be waiting for. Take it before
+// UnitManager::engine(): another thread may end the engine.
 class EngineTurn {
  public:
   explicit EngineTurn(EngineMutex& engine_mutex) : lock_(engine_mutex) {}

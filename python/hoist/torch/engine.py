@@ -199,8 +199,13 @@ class Engine(StandsForModel, DeepSpeedNames):
             generate_together(self.module)
         clip_through(self)
         passes = weakref.ref(self._passes)
+
+        def turn(call: str) -> contextlib.AbstractContextManager[None]:
+            present = passes()
+            return contextlib.nullcontext() if present is None else present.turns.last(call)
+
         self._at_exit = program_end.close_at_exit(self._unit_manager, self.config.store_directory,
-                                                  lambda: getattr(passes(), "pass_error", ""))
+                                                  lambda: getattr(passes(), "pass_error", ""), turn)
 
     def _add_hook(self, module: nn.Module, unit: int) -> ModuleHook:
         for hook in self._hooks:
@@ -657,7 +662,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def close(self) -> None:
         """Completes the commit of the last step, if it has one, and gives everything back. With "durability": {"every": N} a step
         in between has none: save() makes one. In update mode "backward", a step that backward() has begun and step() has not
-        taken is given up, with a warning. The module's parameters stay, without values.
+        taken is given up, with a warning. The module's parameters stay, without values. A call of another thread ends first.
 
         On several ranks, after a pass that an exception ended, or in an `except` or `finally` block: others that wait for this
         rank stop with a CommError, which says why. In a process that was forked later (os.fork, a DataLoader's worker) this does
@@ -665,10 +670,13 @@ class Engine(StandsForModel, DeepSpeedNames):
         """
         if self._passes.pass_error:
             self._unit_manager.abandon(self._passes.pass_error)
-        self._passes.give_up()
-        self._passes.forget()
-        with self._met.told_of_error():
-            self._unit_manager.close()
+        with self._passes.turns.last("close()"):
+            try:
+                with self._met.told_of_error():
+                    self._unit_manager.close()
+            finally:
+                self._passes.give_up()
+                self._passes.forget()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Engine:

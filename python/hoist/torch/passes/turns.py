@@ -8,6 +8,7 @@ import functools
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -120,6 +121,32 @@ class Turns:
             self._refuse_concurrent(call)
         with self._watched(call):
             yield
+
+    @contextlib.contextmanager
+    def last(self, call: str) -> Iterator[None]:
+        """The engine's last turn, when the call under way has ended. Calls that were interrupted are left behind. Errors:
+        UsageError if another thread has not ended its call after a minute."""
+        try:
+            self._require_process()
+        except _hoist.UsageError:
+            yield  # there is nothing to end, and the lock may be held by a thread that does not exist here
+            return
+        end = time.monotonic() + 60
+        while not self._take_over_for(call):
+            if time.monotonic() > end:
+                self._refuse_concurrent(call)
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            self.forget()
+
+    def _take_over_for(self, call: str) -> bool:
+        with self._lock:
+            may_begin = self.is_free_or_mine or self._thread is None or not self._thread.is_alive()
+            if may_begin:
+                self._thread, self._calls = threading.current_thread(), [call]
+        return may_begin
 
     def _refuse_inside(self, call: str) -> None:
         if call != FORWARD and any(True for _ in modules_on_stack()):
