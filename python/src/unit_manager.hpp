@@ -77,8 +77,8 @@ class EngineMutex {
   std::atomic<std::thread::id> owner_;
 };
 
-// A caller's turn at the engine: without the GIL, which the thread that has the mutex may be waiting for. Take it before
-// UnitManager::engine(): another thread may end the engine.
+// A caller's turn at the engine: without the GIL, which the thread that has the mutex may be waiting for. Take it
+// before UnitManager::engine(): another thread may end the engine.
 class EngineTurn {
  public:
   explicit EngineTurn(EngineMutex& engine_mutex) : lock_(engine_mutex) {}
@@ -172,8 +172,9 @@ class UnitManager {
   Engine& engine() {
     runtime();
     if (!engine_)
-      throw UsageError(was_used_ ? "the last restore() failed, and the state is gone: call restore() again"
-                                 : "call initialize() or restore() first");
+      throw UsageError(was_used_
+                           ? "the last restore() failed or has not ended, and the state is gone: call restore() again"
+                           : "call initialize() or restore() first");
     return *engine_;
   }
   // Errors: UsageError in a process that was forked later.
@@ -309,7 +310,7 @@ class UnitManager {
   void take_memory();
   void fall_asleep(std::uint64_t step) noexcept;
   void open_runtime();
-  void note_memory();
+  void begin_with(Engine engine);
   void lay_out_units();
   int world_size_at_start() const;
   void hold(Unit& unit);

@@ -105,8 +105,15 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   const EngineTurn turn(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
   was_used_ = true;
-  engine_ = Engine::create(runtime(), options_.config.engine, model_, state, caller_state);
-  note_memory();
+  begin_with(Engine::create(runtime(), options_.config.engine, model_, state, caller_state));
+}
+
+// Pre: an EngineTurn. With the GIL: what threads read beside the calls, such as step_count, needs no turn.
+void UnitManager::begin_with(Engine engine) {
+  const nb::gil_scoped_acquire no_reader;
+  engine_ = std::move(engine);
+  for (Unit& unit : units_) unit.stays_up = engine_->keeps_gathered(unit.id);
+  keeps_all_up_ = std::ranges::all_of(units_, &Unit::stays_up);
 }
 
 comm::Communicator& UnitManager::ranks_of(Among among) {
@@ -142,11 +149,6 @@ std::vector<bool> UnitManager::take_first_ranks(std::span<const std::span<std::b
       ranks.broadcast_host(rest.first(std::min(rest.size(), kMessageBytes)), 0);
   }
   return differs;
-}
-
-void UnitManager::note_memory() {
-  for (Unit& unit : units_) unit.stays_up = engine_->keeps_gathered(unit.id);
-  keeps_all_up_ = std::ranges::all_of(units_, &Unit::stays_up);
 }
 
 void UnitManager::require_commit(const std::string& from) {
@@ -204,8 +206,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
     asleep_at_.reset();
     was_used_ = true;
     const EngineTurn turn(engine_mutex());
-    engine_ = Engine::restore(runtime(), options_.config.engine, model_, {.from = from});
-    note_memory();
+    begin_with(Engine::restore(runtime(), options_.config.engine, model_, {.from = from}));
     return *engine_->restored();
   } catch (...) {
     if (asleep_at) fall_asleep(*asleep_at);
@@ -259,18 +260,24 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   // Tensors that a stream may still read. They go after the streams, and when the GIL is held again.
   const auto read_by_streams = std::make_pair(std::exchange(collecting_, {}), std::exchange(adding_, {}));
   const EngineTurn turn(engine_mutex());
-  if (engine_) engine_->discard();  // ends leases
+  std::optional<Engine> engine;
+  std::unique_ptr<Runtime> runtime;
+  {
+    const nb::gil_scoped_acquire no_reader;
+    engine.swap(engine_);
+    runtime.swap(runtime_);
+  }
+  if (engine) engine->discard();  // ends leases
   for (Unit& unit : units_) unit.uses.clear();
   scope_.reset();
   weights_stream_ = {nullptr, kEngine};
   gradients_stream_ = {nullptr, kEngine};
-  engine_.reset();  // the step that was decided is carried out, and committed with the others
+  engine.reset();  // the step that was decided is carried out, and committed with the others
   if (why_for_others != nullptr) {
-    runtime_->communicator().abort(*why_for_others);
-    if (runtime_->has_several_groups()) runtime_->norm_group().abort(*why_for_others);
+    runtime->communicator().abort(*why_for_others);
+    if (runtime->has_several_groups()) runtime->norm_group().abort(*why_for_others);
   }
   borrowed_streams_.clear();
-  runtime_.reset();
 }
 
 // The memory is given back as soon as no tensor of the program's is over it.
@@ -316,14 +323,19 @@ void UnitManager::open_runtime() {
     return join_over(job, platform::DeviceKind::host, {.timeout = comm.timeout});
   };
   try {
+    std::unique_ptr<Runtime> opened;
     if (job) {
       Runtime::Groups groups{.sharding = {}, .norm = norm};
       if (sharding) groups.sharding = join;
-      runtime_ = std::make_unique<Runtime>(options_.config.runtime, groups);
+      opened = std::make_unique<Runtime>(options_.config.runtime, groups);
     } else if (sharding) {
-      runtime_ = std::make_unique<Runtime>(options_.config.runtime, join);
+      opened = std::make_unique<Runtime>(options_.config.runtime, join);
     } else {
-      runtime_ = std::make_unique<Runtime>(options_.config.runtime);
+      opened = std::make_unique<Runtime>(options_.config.runtime);
+    }
+    {
+      const nb::gil_scoped_acquire no_reader;
+      runtime_ = std::move(opened);
     }
     weights_stream_ = {runtime_->device().create_stream("torch weights"), kEngine};
     gradients_stream_ = {runtime_->device().create_stream("torch gradients"), kEngine};

@@ -2,7 +2,9 @@
 """Calls of several threads at once, and calls that Ctrl-C ends: refused by name, and a new engine continues."""
 
 import signal
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -66,6 +68,60 @@ def test_a_call_while_another_thread_has_one_is_refused_by_name(settings):
         engine.step()
         train(engine, 1, first=2)
         assert engine.step_count == 3
+
+
+def test_close_waits_for_the_call_of_another_thread(settings):
+    engine = hoist.torch.wrap(held_model(), settings())
+    train(engine, 1)
+    held = engine.module.blocks[1]
+    held.entered.clear()
+    held.let_go.clear()
+    inputs, targets = next(iter(batches(1)))
+    losses = []
+    threads = [threading.Thread(target=lambda: losses.append(loss_of(engine(inputs), targets).item())),
+               threading.Thread(target=engine.close)]
+    threads[0].start()
+    assert held.entered.wait(30)
+    threads[1].start()
+    time.sleep(0.1)
+    assert threads[1].is_alive() and engine.step_count == 1
+    held.let_go.set()
+    for thread in threads:
+        thread.join(30)
+    assert losses
+    with pytest.raises(hoist.UsageError, match="the engine was closed"):
+        engine(inputs)
+
+
+def test_another_thread_may_read_while_the_engine_is_restored_or_sleeps(settings):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        train(engine, 1)
+        engine.settle()
+        ended, counts, refused = threading.Event(), set(), set()
+
+        def read():
+            while not ended.is_set():
+                for value in (lambda: engine.step_count, lambda: engine.committed_step, engine.statistics, engine.describe):
+                    try:
+                        counts.add(str(value())[:1])
+                    except hoist.UsageError as error:
+                        refused.add(str(error))
+
+        thread, before = threading.Thread(target=read), sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            thread.start()
+            for _ in range(10):
+                engine.restore()
+                engine.sleep()
+                engine.wake()
+        finally:
+            sys.setswitchinterval(before)
+            ended.set()
+            thread.join()
+        assert "1" in counts
+        assert all("restore() failed or has not ended" in text or "sleeps" in text or "closed" in text or "call initialize()" in text
+                   for text in refused)
 
 
 def test_threads_may_take_turns(settings):
