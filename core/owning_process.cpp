@@ -28,7 +28,7 @@ void OwningProcess::require_this(const char* what) const {
   if (is_this()) return;
   throw UsageError(
       fmt::format("this process was forked from the one that made {}, which works only there: its threads are not "
-                  "copied; make another one here, or start this process by spawning instead of forking",
+                  "copied; start this process by spawning instead of forking",
                   what));
 }
 
