@@ -47,6 +47,11 @@ HOIST_HOST_DEVICE inline float float_of(std::uint32_t bits) {
 // (a * x) + (b * y)
 HOIST_HOST_DEVICE inline float mix(float a, float x, float b, float y) { return add(mul(a, x), mul(b, y)); }
 
+// x + (factor * y), and x if the factor is 0, whatever y is.
+HOIST_HOST_DEVICE inline float add_scaled(float x, float factor, float y) {
+  return factor == 0.0f ? x : add(x, mul(factor, y));
+}
+
 // Zero where the magnitude is below the smallest normal number; NaN stays.
 HOIST_HOST_DEVICE inline float without_denormals(float value) {
   return (bits_of(value) & 0x7FFFFFFFu) < 0x00800000u ? 0.0f : value;

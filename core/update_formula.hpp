@@ -57,6 +57,13 @@ struct UpdateNumbers {
   float gradient = 0, master = 0, moment1 = 0, moment2 = 0;
 };
 
+// `magnitude`, which is positive, with the sign of `value`; zero if that is zero, and NaN if it is NaN.
+HOIST_HOST_DEVICE inline float with_sign_of(float value, float magnitude) {
+  const std::uint32_t sign = exact::bits_of(value) & 0x80000000u;
+  const float size = exact::float_of(exact::bits_of(value) ^ sign);
+  return size > 0.0f ? exact::float_of(exact::bits_of(magnitude) | sign) : size;
+}
+
 // The formula; the caller stores the moments (without_denormals, or as bf16).
 HOIST_HOST_DEVICE inline void apply_update(const UpdateFactors& c, UpdateNumbers& n) {
   using namespace exact;
@@ -64,7 +71,7 @@ HOIST_HOST_DEVICE inline void apply_update(const UpdateFactors& c, UpdateNumbers
   if (c.formula == UpdateFormula::adamw || c.formula == UpdateFormula::lion) {
     n.master = mul(n.master, c.decay_factor);
   } else {
-    n.gradient = add(n.gradient, mul(c.l2, n.master));
+    n.gradient = add_scaled(n.gradient, c.l2, n.master);
   }
   switch (c.formula) {
     case UpdateFormula::adamw:
@@ -80,14 +87,14 @@ HOIST_HOST_DEVICE inline void apply_update(const UpdateFactors& c, UpdateNumbers
       return;
     case UpdateFormula::lion: {
       const float direction = mix(c.beta1, n.moment1, c.one_minus_beta1, n.gradient);
-      const std::uint32_t sign = bits_of(direction) & 0x80000000u;
-      n.master = sub(n.master, direction == 0.0f ? 0.0f : float_of(bits_of(c.step_size) | sign));
+      n.master = sub(n.master, with_sign_of(direction, c.step_size));
       n.moment1 = mix(c.beta2, n.moment1, c.one_minus_beta2, n.gradient);
       return;
     }
     case UpdateFormula::momentum:
       n.moment1 = mix(c.beta1, n.moment1, c.one_minus_beta1, n.gradient);
-      n.master = sub(n.master, mul(c.step_size, mix(c.gradient_part, n.gradient, c.moment_part, n.moment1)));
+      n.master =
+          sub(n.master, mul(c.step_size, add_scaled(mul(c.moment_part, n.moment1), c.gradient_part, n.gradient)));
       return;
     case UpdateFormula::sgd:
       n.master = sub(n.master, mul(c.step_size, n.gradient));

@@ -28,7 +28,7 @@ void adagrad(const OptimizerOptions& options, std::uint64_t step, double gradien
 
 void lion(const OptimizerOptions& options, double gradient, ReferenceState& state) {
   const double direction = options.beta1 * state.moment1 + (1 - options.beta1) * gradient;
-  if (direction != 0) state.master -= direction > 0 ? options.learning_rate : -options.learning_rate;
+  state.master -= std::isnan(direction) ? direction : options.learning_rate * ((direction > 0) - (direction < 0));
   state.moment1 = options.beta2 * state.moment1 + (1 - options.beta2) * gradient;
 }
 
@@ -46,7 +46,7 @@ void sgd(const OptimizerOptions& options, std::uint64_t step, double gradient, R
 void reference_update(const OptimizerOptions& options, std::uint64_t step, double gradient, ReferenceState& state) {
   if (options.kind == OptimizerKind::adamw || options.kind == OptimizerKind::lion) {
     state.master *= 1 - options.learning_rate * options.weight_decay;
-  } else {
+  } else if (options.weight_decay != 0) {
     gradient += options.weight_decay * state.master;
   }
   switch (options.kind) {

@@ -19,7 +19,7 @@
 //             p = p - ((step_size * g) / (sqrt(v) + epsilon))
 //
 //   lion      p = p * decay_factor
-//             p = p - (step_size * sign((beta1 * m) + (one_minus_beta1 * g)))      sign(0) = 0
+//             p = p - (step_size * sign((beta1 * m) + (one_minus_beta1 * g)))      sign(0) = 0, sign(NaN) = NaN
 //             m = (beta2 * m) + (one_minus_beta2 * g)
 //
 //   momentum  g = g + (l2 * p)
@@ -29,6 +29,7 @@
 //   sgd       g = g + (l2 * p)
 //             p = p - (step_size * g)
 //
+//   A product with l2 or gradient_part is left out when that factor is 0: its other factor may be infinite.
 //   stored: p; m and v, each as +0 when its magnitude is below 2^-126
 //
 // Moments of bf16 are widened exactly, and rounded when they are stored. m is rounded to nearest, halves away from

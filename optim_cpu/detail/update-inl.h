@@ -112,10 +112,16 @@ HWY_INLINE FloatVector mix(float a, FloatVector x, float b, FloatVector y) {
   return hn::Add(hn::Mul(hn::Set(d, a), x), hn::Mul(hn::Set(d, b), y));
 }
 
-// `magnitude`, which is positive, with the sign of `value`; zero where that is zero.
+// x + (factor * y), and x if the factor is 0, whatever y is.
+HWY_INLINE FloatVector add_scaled(FloatVector x, float factor, FloatVector y) {
+  return factor == 0 ? x : hn::Add(x, hn::Mul(hn::Set(Floats(), factor), y));
+}
+
+// `magnitude`, which is positive, with the sign of `value`; zero where that is zero, and NaN where it is NaN.
 HWY_INLINE FloatVector with_sign_of(FloatVector value, float magnitude) {
   const Floats d;
-  return hn::IfThenZeroElse(hn::Eq(value, hn::Zero(d)), hn::CopySignToAbs(hn::Set(d, magnitude), value));
+  const auto size = hn::Abs(value);
+  return hn::IfThenElse(hn::Gt(size, hn::Zero(d)), hn::CopySignToAbs(hn::Set(d, magnitude), value), size);
 }
 
 // The formulas, in the order of update.hpp.
@@ -126,7 +132,7 @@ HWY_INLINE void apply(const UpdateCoefficients& c, Numbers& n) {
   if constexpr (decays_apart(kFormula)) {
     n.master = hn::Mul(n.master, hn::Set(d, c.decay_factor));
   } else {
-    n.gradient = hn::Add(n.gradient, hn::Mul(hn::Set(d, c.l2), n.master));
+    n.gradient = add_scaled(n.gradient, c.l2, n.master);
   }
   const auto step_size = hn::Set(d, c.step_size);
   if constexpr (kFormula == Formula::adamw || kFormula == Formula::adam) {
@@ -145,7 +151,8 @@ HWY_INLINE void apply(const UpdateCoefficients& c, Numbers& n) {
     n.moment1 = mix(c.beta2, n.moment1, c.one_minus_beta2, n.gradient);
   } else if constexpr (kFormula == Formula::momentum) {
     n.moment1 = mix(c.beta1, n.moment1, c.one_minus_beta1, n.gradient);
-    n.master = hn::Sub(n.master, hn::Mul(step_size, mix(c.gradient_part, n.gradient, c.moment_part, n.moment1)));
+    const auto direction = add_scaled(hn::Mul(hn::Set(d, c.moment_part), n.moment1), c.gradient_part, n.gradient);
+    n.master = hn::Sub(n.master, hn::Mul(step_size, direction));
   } else {
     n.master = hn::Sub(n.master, hn::Mul(step_size, n.gradient));
   }

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include <hoist/optim_cpu/norm.hpp>
+#include <hoist/optim_cpu/reference.hpp>
 
 #include "tiles.hpp"
 
@@ -56,6 +57,32 @@ TEST(Denormals, MastersKeepThem) {
         ASSERT_EQ(std::bit_cast<std::uint32_t>(tile.split_value(i)), 0x00012345u) << optimizer << ", " << name;
       }
     }
+  }
+}
+
+// As in torch.optim: a product with a factor of zero is left out, so that an infinite number stays, and no NaN is lost.
+TEST(NotFinite, WeightsAreInfiniteOrNaN) {
+  for (const auto& [optimizer, standard] : every_optimizer()) {
+    OptimizerOptions options = standard;
+    options.weight_decay = 0;
+    const UpdateCoefficients coefficients(options, 1, 1.0);
+    const auto expect = [&](float master, float gradient, int kind) {
+      ReferenceState state{.master = static_cast<double>(master)};
+      reference_update(options, 1, static_cast<double>(gradient), state);
+      EXPECT_EQ(std::fpclassify(state.master), kind) << optimizer << ", reference";
+      for (const auto& name : supported_instruction_sets()) {
+        const Forced forced(name);
+        Tile tile(67, DType::fp32);
+        for (std::size_t i = 0; i < tile.count(); ++i) tile.set_master(i, master);
+        for (std::size_t i = 0; i < tile.count(); ++i) tile.set_gradient(i, gradient);
+        EXPECT_FALSE(update_tile(coefficients, tile.whole()));
+        for (std::size_t i = 0; i < tile.count(); ++i)
+          ASSERT_EQ(std::fpclassify(tile.master_array[i]), kind) << optimizer << ", " << name;
+      }
+    };
+    expect(-kInfinity, 0, FP_INFINITE);
+    expect(1, kNaN, FP_NAN);
+    if (options.kind == OptimizerKind::sgd) expect(1, kInfinity, FP_INFINITE);
   }
 }
 

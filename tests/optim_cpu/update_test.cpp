@@ -30,13 +30,13 @@ bool has_moment2(Formula formula) {
   return formula == Formula::adamw || formula == Formula::adam || formula == Formula::adagrad;
 }
 
-float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
+float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x == 0 ? 0.0f : x; }
 
 void scalar_step(const UpdateCoefficients& c, float g, ScalarState& s) {
   g = g * c.gradient_scale;
   if (c.formula == Formula::adamw || c.formula == Formula::lion) {
     s.p = s.p * c.decay_factor;
-  } else {
+  } else if (c.l2 != 0) {
     g = g + product(c.l2, s.p);
   }
   float m = s.m, v = s.v, change = 0;
@@ -63,7 +63,7 @@ void scalar_step(const UpdateCoefficients& c, float g, ScalarState& s) {
       break;
     case Formula::momentum:
       m = mixed(c.beta1, s.m, c.one_minus_beta1, g);
-      change = c.step_size * mixed(c.gradient_part, g, c.moment_part, m);
+      change = c.step_size * (c.gradient_part == 0 ? m : mixed(c.gradient_part, g, c.moment_part, m));
       break;
     case Formula::sgd:
       change = c.step_size * g;

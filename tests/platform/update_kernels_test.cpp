@@ -29,6 +29,7 @@ const std::vector<NamedOptions>& every_optimizer() {
       {"lion", {.kind = lion, .learning_rate = 1e-4, .beta2 = 0.99, .weight_decay = 0.1}},
       {"momentum", {.kind = sgd, .learning_rate = 1e-2, .weight_decay = 0.1, .momentum = 0.9, .dampening = 0.3}},
       {"nesterov", {.kind = sgd, .learning_rate = 1e-2, .weight_decay = 0.1, .momentum = 0.9, .nesterov = true}},
+      {"undecayed", {.kind = sgd, .learning_rate = 1e-2, .weight_decay = 0, .momentum = 0.9}},
       {"sgd", {.kind = sgd, .learning_rate = 1e-2, .weight_decay = 0.1}}};
   return kEvery;
 }
@@ -176,6 +177,7 @@ std::vector<bool> open_elements(State& before, const Shape& shape, const optim::
 
 void expect_same_state(State& expected, State& found, const Shape& shape, const std::vector<bool>& open) {
   for (std::size_t i = 0; i < shape.count; ++i) {
+    ASSERT_EQ(std::isnan(expected.master(i)), std::isnan(found.master(i))) << "master " << i;
     if (open[i]) continue;
     ASSERT_EQ(std::bit_cast<std::uint32_t>(expected.master(i)), std::bit_cast<std::uint32_t>(found.master(i)))
         << "master " << i << " of " << shape.count << ": " << expected.master(i) << " and " << found.master(i);
