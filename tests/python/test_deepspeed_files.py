@@ -109,6 +109,20 @@ def test_another_model(checkpoints, tmp_path):
     assert "and has ['blocks.1.down.bias'" in text
 
 
+@pytest.mark.parametrize("cell", ["zero2-bf16", "zero2-bf16-universal"])
+def test_a_parameter_without_elements(spoil, cell):
+    path = spoil(cell)
+    change(path / "mp_rank_00_model_states.pt", lambda file: file["param_shapes"][0].update(empty=torch.Size([0, 2])))
+    if (path / "zero").is_dir():
+        (path / "zero" / "empty").mkdir()
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save({"param": torch.zeros(0, 2), "cat_dim": 0}, path / "zero" / "empty" / f"{key}.pt")
+    model = Tiny()
+    model.empty = torch.nn.Parameter(torch.zeros(0, 2))
+    with wrap("zero2-bf16", path.parent / "store", model, deepspeed=path) as engine:
+        assert engine.step_count == 20
+
+
 def test_another_optimizer(checkpoints, tmp_path, spoil):
     model = Tiny()
     config = config_at("zero2-bf16", tmp_path / "store") | {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}

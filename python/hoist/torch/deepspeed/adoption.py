@@ -75,7 +75,8 @@ class Adoption:
                 self._compare(name, there, parameter, options_of_group[group + 1])
                 if parameter.requires_grad:
                     self._pairs.add((max(0, group), checkpoint.group_of[there]))
-        unknown = sorted((checkpoint.parameters.keys() | checkpoint.frozen.keys()) - used)
+        unknown = sorted(name for name, shape in (checkpoint.parameters | checkpoint.frozen).items()
+                         if name not in used and shape.numel() > 0)  # units leave out parameters without elements
         if missing or unknown:
             refuse(f"{checkpoint.path} is of another model: it lacks {missing[:5] or 'nothing'}"
                    f"{' and others' if len(missing) > 5 else ''}, and has {unknown[:5] or 'nothing'}"
