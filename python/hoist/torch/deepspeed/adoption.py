@@ -76,7 +76,7 @@ class Adoption:
                 if parameter.requires_grad:
                     self._pairs.add((max(0, group), checkpoint.group_of[there]))
         unknown = sorted(name for name, shape in (checkpoint.parameters | checkpoint.frozen).items()
-                         if name not in used and shape.numel() > 0)  # units leave out parameters without elements
+                         if name not in used and not (name in cut.empty and shape.numel() == 0))
         if missing or unknown:
             refuse(f"{checkpoint.path} is of another model: it lacks {missing[:5] or 'nothing'}"
                    f"{' and others' if len(missing) > 5 else ''}, and has {unknown[:5] or 'nothing'}"

@@ -41,6 +41,7 @@ class Model:
     units: list[Unit]
     users: list[tuple[nn.Module, list[int]]]
     aliases: dict[str, str]  # other names of shared parameters -> the first one
+    empty: set[str]  # names of parameters without elements, which no unit has
 
     def like(self, index: int) -> list[int]:
         """Other units beside this one, of modules of the same class: the other members of a list."""
@@ -76,6 +77,7 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
     owner_of: dict[int, int] = {}
     name_of: dict[int, str] = {}
     aliases: dict[str, str] = {}
+    empty: set[str] = set()
 
     def add(name: str, module: nn.Module, modules: list[nn.Module],
             named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -83,6 +85,7 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
         needed: list[int] = []
         for parameter_name, parameter in named:
             if parameter.numel() == 0:
+                empty.add(parameter_name)
                 continue
             owner = owner_of.get(id(parameter))
             if owner is None:
@@ -119,7 +122,7 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
         encloses = not with_units.isdisjoint(inner)
         for unit in needed:
             units[unit].encloses |= encloses and units[unit].module is module
-    return Model(units, users, aliases)
+    return Model(units, users, aliases, empty)
 
 
 def _has_any(values: Iterator[Any]) -> bool:
