@@ -122,6 +122,18 @@ def test_states_that_no_commit_can_hold_are_refused():
         assert optimizer.step_count == 3 and ours.isfinite().all()
 
 
+@pytest.mark.parametrize("remedy", ["start anew", "restore the last commit or start anew"])
+def test_an_infinite_state_ends_the_run(tmp_path, remedy):
+    parameter = nn.Parameter(torch.ones(4))
+    directory = str(tmp_path / "store") if "restore" in remedy else None
+    optimizer = hoist.optim.AdamW([parameter], offload="cpu", directory=directory, **BUDGETS)
+    parameter.grad = torch.full_like(parameter, 3e21)
+    optimizer.step()
+    for call in (optimizer.step, optimizer.close):
+        with pytest.raises(hoist.Error, match=f"step 1 made a parameter or moment .* lower the learning rate, and {remedy}"):
+            call()
+
+
 # --- commits -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

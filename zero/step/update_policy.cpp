@@ -86,11 +86,12 @@ UpdatePolicy::StepEnd UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> upda
   const auto committed = std::make_shared<Promise>();
   const Completion completion = committed->completion();
   UpdateQueue::Ended ended = [table = &parts_.table, checkpoints = &parts_.checkpoints, update = std::move(update),
-                              decided = std::move(decided), committed](std::exception_ptr error) {
+                              decided = std::move(decided), committed,
+                              has_store = parts_.drives != nullptr](std::exception_ptr error) {
     Completion done;
     try {
       if (error) std::rethrow_exception(error);
-      update->check(*table);
+      update->check(*table, has_store);
       done = checkpoints->commit(decided);
     } catch (...) {
       checkpoints->fail(decided, std::current_exception());

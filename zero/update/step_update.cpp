@@ -110,12 +110,12 @@ void StepUpdate::run_on_device(const UnitTable& table, const Memory& memory, pla
   if (refused != 0) broken_ = refused - 1;
 }
 
-void StepUpdate::check(const UnitTable& table) const {
+void StepUpdate::check(const UnitTable& table, bool has_store) const {
   if (broken_ == ~0u) return;
   throw Error(
       fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for its type; nothing of it "
-                  "was committed: clip gradients or lower the learning rate, and restore the last commit or start anew",
-                  step_, table.units()[broken_].name));
+                  "was committed: clip gradients or lower the learning rate, and {}start anew",
+                  step_, table.units()[broken_].name, has_store ? "restore the last commit or " : ""));
 }
 
 }  // namespace hoist::detail

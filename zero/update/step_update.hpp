@@ -24,7 +24,7 @@ class StepUpdate {
   void apply(const TileAccess& tile, const std::byte* gradient);
   // Has the device update the device-only units, and waits for it. Pre: nothing uses their weights.
   void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
-  void check(const UnitTable& table) const;
+  void check(const UnitTable& table, bool has_store) const;
 
  private:
   // Stochastic rounding draws by the parameter's place in its segment, so that every number of ranks draws alike (in
