@@ -162,7 +162,8 @@ void SafetensorsModel::add_index(const std::string& path) {
   for (const auto& [name, file] : index["weight_map"].items()) {
     const std::string file_name = file.is_string() ? file.get<std::string>() : std::string();
     // The index may come from anywhere, so it may only name files beside itself.
-    if (file_name.empty() || file_name.find('/') != std::string::npos || file_name == "." || file_name == "..") {
+    if (file_name.empty() || file_name.find_first_of(std::string_view("/\0", 2)) != std::string::npos ||
+        file_name == "." || file_name == "..") {
       throw SafetensorsError(path, fmt::format("\"{}\" is mapped to {}, which is not a file name", name,
                                                file.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)));
     }

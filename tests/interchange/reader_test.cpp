@@ -117,6 +117,7 @@ TEST(SafetensorsReader, AnIndexIsNotTrusted) {
   EXPECT_THAT(with(R"({"weight_map":{"a":1}})"), HasSubstr("not a file name"));
   EXPECT_THAT(with(R"({"weight_map":{"a":"../m/model-00001-of-00003.safetensors"}})"), HasSubstr("not a file name"));
   EXPECT_THAT(with(R"({"weight_map":{"a":".."}})"), HasSubstr("not a file name"));
+  EXPECT_THAT(with(R"({"weight_map":{"a":"model-00001-of-00003.safetensors\u0000x"}})"), HasSubstr("not a file name"));
   EXPECT_THAT(with(R"({"weight_map":{"a":"absent.safetensors"}})"), HasSubstr("absent.safetensors"));
   EXPECT_THAT(with(R"({"weight_map":{"b":"model-00001-of-00003.safetensors"}})"),
               HasSubstr("expects tensor 'b' in it"));

@@ -235,6 +235,14 @@ def test_parallel_in_another_way(spoil, name, reason):
     assert reason in text and name in text
 
 
+@pytest.mark.parametrize("name", ["zero/blocks.1.up.bias/exp_avg.pt", "mp_rank_00_model_states.pt"])
+def test_tensors_without_values(spoil, name):
+    path = spoil("zero2-bf16-universal") / name
+    nothing = torch.zeros(8, device="meta")
+    change(path, lambda file: file["module"].update(token=nothing) if "module" in file else file.update(param=nothing))
+    assert f"{path} has tensors on the meta device" in refusal(path.parents[name.count("/")])
+
+
 def test_no_checkpoint_there(tmp_path, spoil):
     assert "there is no directory" in refusal(tmp_path / "nowhere", tmp=tmp_path)
     (tmp_path / "empty").mkdir()
@@ -245,6 +253,8 @@ def test_no_checkpoint_there(tmp_path, spoil):
     (path / "zero" / "blocks.1.up.bias" / "exp_avg.pt").unlink()
     text = refusal(path)
     assert "blocks.1.up.bias/exp_avg.pt is missing" in text
+    (path / "zero" / "optimizer_state.pt").unlink()
+    assert f"{path}/zero/optimizer_state.pt of a universal checkpoint is missing" in refusal(path)
 
 
 @pytest.mark.parametrize("cell", ["zero2-bf16", "zero3-fp16", "zero2-bf16-universal"])

@@ -145,6 +145,8 @@ def test_arguments_that_are_not_known_are_errors(settings, tmp_path):
         with pytest.raises(TypeError, match="client_sate"):
             engine.save_checkpoint(tmp_path / "c", tag="t", client_sate={"epoch": 3})
         engine.save_checkpoint(tmp_path / "c", tag="t", client_state={"epoch": 3}, exclude_frozen_parameters=True)
+        with pytest.raises(hoist.UsageError, match="shard_bytes_max=-1"):
+            engine.export(tmp_path / "exported", shard_bytes_max=-1)
 
 
 class Adapted(nn.Module):

@@ -623,6 +623,8 @@ class Engine(StandsForModel, DeepSpeedNames):
                shard_bytes_max: int = 5_000_000_000) -> list[str]:
         """[C] Writes the weights as safetensors, without holding them in memory, and persistent buffers in their own types.
         Returns the files. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
+        if shard_bytes_max < 1:
+            raise _hoist.UsageError(f"shard_bytes_max={shard_bytes_max}: choose a number of bytes from 1")
         directory = os.fspath(directory)
         if self._is_part_of_job:
             assert self._sharding is not None

@@ -16,6 +16,7 @@ import types
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hoist import _hoist
 from hoist.torch.model.weight_files import can_be_mapped
@@ -65,13 +66,17 @@ def load(path: str, trusted: bool) -> Any:
         if trusted:
             reader = types.SimpleNamespace(Unpickler=_TrustingUnpickler, __name__="pickle",
                                            load=lambda file, **options: _TrustingUnpickler(file, **options).load())
-            return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap, pickle_module=reader)
-        with torch.serialization.safe_globals(list(_STAND_INS)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            loaded = torch.load(path, map_location="cpu", weights_only=False, mmap=mmap, pickle_module=reader)
+        else:
+            with torch.serialization.safe_globals(list(_STAND_INS)):
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         _refuse_objects(path, error, trusted)
     except (RuntimeError, ValueError, EOFError, OSError, LookupError, TypeError, ImportError, AttributeError) as error:
         _refuse_damaged(path, error)
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves(loaded)):
+        refuse(f"{path} has tensors on the meta device, which hold no values: save it once more with values")
+    return loaded
 
 
 def _refuse_damaged(path: str, error: BaseException) -> NoReturn:
@@ -166,6 +171,8 @@ def find(directory: str, tag: str | None) -> Folder:
         refuse(f"there is no checkpoint {path}: " + ("name another with tag=..." if tag is not None else ""))
     folder = Folder(path)
     if not folder.is_universal and not folder.optimizer:
+        if os.path.isdir(folder.file("zero")):
+            refuse(f"{folder.file('zero', 'optimizer_state.pt')} of a universal checkpoint is missing: copy the whole checkpoint")
         if folder.model:
             refuse(f"{path} has no file *_optim_states.pt: it is of a run without ZeRO (stage 0), or the files were not all "
                    "copied. Stages 1, 2 and 3 are continued here; begin with the weights alone with weights=...")
