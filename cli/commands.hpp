@@ -29,9 +29,11 @@ CLI::Validator between(Number least, Number most, const char* name) {
       [least, most](const std::string& text) {
         Number value = 0;
         const bool reads = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
-        return reads ? std::string()
-                     : fmt::format("{} is not {} from {} to {}", text,
-                                   std::integral<Number> ? "an integer" : "a number", least, most);
+        if (reads) return std::string();
+        if constexpr (std::integral<Number>)
+          return fmt::format("{} is not an integer from {} to {}", text, least, most);
+        else
+          return fmt::format("{} is not a number from {:g} to {:g}", text, least, most);
       },
       name);
 }

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <span>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -21,17 +22,24 @@ namespace hoist::cli {
 namespace {
 
 // An empty value is usually an unset variable of a script: --step "$STEP" must not mean the newest step. Without
-// quotes, the variable leaves no word at all, and the option takes the next one for its value.
-void refuse_missing_values(const CLI::App& app) {
+// quotes, the variable leaves no word at all, and the option takes the next one for its value: in one word, as
+// --to=--universal, it is meant.
+void refuse_missing_values(const CLI::App& app, std::span<const char* const> words) {
   for (const CLI::Option* option : app.get_options()) {
     for (const std::string& value : option->results()) {
       if (value.empty()) throw CLI::ValidationError(option->get_name(), "the value is empty");
-      if (option->nonpositional() && value.starts_with("--"))
-        throw CLI::ValidationError(option->get_name(),
-                                   fmt::format("has no value before {}; a file of that name is ./{}", value, value));
+      if (!option->nonpositional() || !value.starts_with("--")) continue;
+      const bool is_meant = std::ranges::any_of(option->get_lnames(), [&](const std::string& name) {
+        return std::ranges::find(words, fmt::format("--{}={}", name, value)) != words.end();
+      });
+      if (!is_meant) {
+        const std::string name = option->get_name();
+        throw CLI::ValidationError(
+            name, fmt::format("has no value before {}; write {}={} if that is meant", value, name, value));
+      }
     }
   }
-  for (const CLI::App* command : app.get_subcommands()) refuse_missing_values(*command);
+  for (const CLI::App* command : app.get_subcommands()) refuse_missing_values(*command, words);
 }
 
 // `--json -` of the command that was given.
@@ -80,7 +88,7 @@ int run(int argc, char** argv) {
                             add_copy(app),  add_doctor(app), add_bench(app),   add_tune(app),   add_completion(app)};
   try {
     app.parse(argc, argv);
-    refuse_missing_values(app);
+    refuse_missing_values(app, {argv, static_cast<std::size_t>(argc)});
   } catch (const CLI::ParseError& error) {
     std::ostringstream output, errors;
     const bool asked = app.exit(error, output, errors) == 0;  // --help and --version are no errors

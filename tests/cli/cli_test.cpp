@@ -149,6 +149,10 @@ TEST_F(Cli, AnEmptyValueIsRefused) {
   }
 }
 
+TEST_F(Cli, ANumberOutOfRangeIsToldTheBoundsInShort) {
+  EXPECT_THAT(run("plan --parameters 7e9 --tokens 0").errors, HasSubstr("0 is not a number from 1 to 1e+12"));
+}
+
 // As of `--to $OUT` with OUT not set.
 TEST_F(Cli, TheNextOptionIsNoValue) {
   write("good.json", kGood);
@@ -163,15 +167,16 @@ TEST_F(Cli, TheNextOptionIsNoValue) {
         std::pair("plan --machine this --path --json", "--path"), std::pair("bench io --path --json", "--path"),
         std::pair("bench io --path . --json --quiet", "--json"), std::pair("bench optimizer --path --quiet", "--path"),
         std::pair("tune --path . --out --full", "--out"), std::pair("tune --path . --merge --full", "--merge"),
-        std::pair("tune --path . --plot --full", "--plot"), std::pair("check good.json --json=--all", "--json")}) {
+        std::pair("tune --path . --plot --full", "--plot")}) {
     const auto result = run(arguments);
     EXPECT_EQ(result.exit_code, 2) << arguments;
     EXPECT_THAT(result.errors, HasSubstr(std::string(option) + ": has no value before --")) << arguments;
     EXPECT_THAT(result.output, IsEmpty()) << arguments;
   }
-  EXPECT_THAT(run("check good.json --json --all").errors, HasSubstr("a file of that name is ./--all"));
+  EXPECT_THAT(run("check good.json --json --all").errors, HasSubstr("; write --json=--all if that is meant"));
   EXPECT_FALSE(std::filesystem::exists(path("--all")));
-  EXPECT_EQ(run("check good.json --json ./--all").exit_code, 0);
+  EXPECT_EQ(run("check good.json --json=--all").exit_code, 0);
+  EXPECT_TRUE(std::filesystem::exists(path("--all")));
   write("--all", kGood);
   EXPECT_EQ(run("check -- --all").exit_code, 0) << "not an option's value";
 }
