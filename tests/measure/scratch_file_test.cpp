@@ -99,22 +99,35 @@ TEST_F(ScratchFileTest, ARunKilledBeforeItsMarkerWasWholeIsTakenOver) {
   EXPECT_TRUE(fs::is_empty(directory_.path()));
 }
 
-// A limit of file sizes stands in for a quota that is used up.
+// While it lives, no file of this process may grow: as under a quota that is used up.
+class NoFileGrows {
+ public:
+  NoFileGrows() {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    rlimit none = before_;
+    none.rlim_cur = 0;
+    ::setrlimit(RLIMIT_FSIZE, &none);
+  }
+  ~NoFileGrows() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+  NoFileGrows(const NoFileGrows&) = delete;
+  NoFileGrows& operator=(const NoFileGrows&) = delete;
+
+ private:
+  void (*handler_)(int) = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before_{};
+};
+
 TEST_F(ScratchFileTest, AMarkerThatCannotBeWrittenIsRemoved) {
-  rlimit before{};
-  ::getrlimit(RLIMIT_FSIZE, &before);
-  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
-  rlimit none = before;
-  none.rlim_cur = 0;
-  ::setrlimit(RLIMIT_FSIZE, &none);
   std::string error;
   try {
+    const NoFileGrows quota;
     const ScratchFile file(parent(), kMiB);
   } catch (const IoError& thrown) {
     error = thrown.what();
   }
-  ::setrlimit(RLIMIT_FSIZE, &before);
-  std::signal(SIGXFSZ, handler);
   EXPECT_THAT(error, HasSubstr("write"));
   EXPECT_TRUE(fs::is_empty(directory_.path()));
 }
