@@ -224,7 +224,9 @@ TEST_F(Check, NamesTheProgramWhereNoPlacementHelps) {
   write("units.json", R"({"units": [{"name": "a", "parameters": 5}], "program_device_bytes": 1e13})");
   const auto result = run("check file.json --units units.json");
   EXPECT_EQ(result.exit_code, 2);
-  EXPECT_THAT(result.output, HasSubstr(" free; the program's own memory is 9.1 TiB of it\n"));
+  EXPECT_THAT(result.output,
+              HasSubstr(" free; the program's own memory is 9.1 TiB of it: use more memory, or a smaller "
+                        "program_device_bytes\n"));
 }
 
 TEST_F(Check, TheSectionToPasteIsAcceptedWithTheSameVerdict) {

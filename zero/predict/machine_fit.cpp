@@ -131,10 +131,17 @@ std::string remedy_on_host(const EngineOptions& engine, bool without_gpu) {
   return kMoreRanks;
 }
 
-// No placement of the engine's state leaves room for a program that does not fit by itself.
-std::string remedy_beside(std::uint64_t program_bytes, std::uint64_t free_bytes, std::string remedy) {
+// No placement of the engine's state leaves room for a program that does not fit by itself. `program`: what each of
+// `ranks` takes of this memory.
+std::string remedy_beside(const ProgramMemory& program, std::uint64_t ranks, std::uint64_t free_bytes,
+                          std::string remedy) {
+  const std::uint64_t program_bytes = ranks * (program.device_bytes + program.pinned_bytes);
   if (program_bytes <= free_bytes) return remedy;
-  return fmt::format("the program's own memory is {} of it", format_bytes(program_bytes));
+  std::vector<const char*> keys;
+  if (program.device_bytes > 0) keys.push_back("program_device_bytes");
+  if (program.pinned_bytes > 0) keys.push_back("program_pinned_bytes");
+  return fmt::format("the program's own memory is {} of it: use more memory, or a smaller {}",
+                     format_bytes(program_bytes), fmt::join(keys, " or "));
 }
 
 // All of this budget is taken when a runtime is created, however little of it the model needs.
@@ -195,17 +202,19 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   const std::uint64_t device_part = has_own_memory ? 0 : 1;
   if (on_gpu && machine.gpu_count == 0) fit.problems.emplace_back("hoist.device is \"cuda\", and there is no GPU");
   const std::uint64_t per_gpu = divide_up(ranks, static_cast<std::uint64_t>(std::max(machine.gpu_count, 1)));
-  const std::uint64_t program_bytes = p.program.pinned_bytes + device_part * p.program.device_bytes;  // on the host
+  const ProgramMemory on_host{.device_bytes = device_part * p.program.device_bytes,
+                              .pinned_bytes = p.program.pinned_bytes};
   const std::string host_remedy = remedy_on_host(engine, !has_own_memory);
   if (has_own_memory && machine.gpu.total_bytes > 0) {
-    fit.memories.push_back(
-        {"memory of a GPU", per_gpu * p.device.least_bytes, per_gpu * p.device.bytes, machine.gpu.free_bytes,
-         remedy_beside(per_gpu * p.program.device_bytes, machine.gpu.free_bytes, remedy_on_gpu(engine))});
+    fit.memories.push_back({"memory of a GPU", per_gpu * p.device.least_bytes, per_gpu * p.device.bytes,
+                            machine.gpu.free_bytes,
+                            remedy_beside({.device_bytes = p.program.device_bytes}, per_gpu, machine.gpu.free_bytes,
+                                          remedy_on_gpu(engine))});
   }
   fit.memories.push_back({on_gpu && !has_own_memory ? "memory of GPU and processors" : "host memory",
                           ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
-                          remedy_beside(ranks * program_bytes, machine.host.free_bytes, host_remedy)});
+                          remedy_beside(on_host, ranks, machine.host.free_bytes, host_remedy)});
   const MachineFit::Memory device_memory = fit.memories.front(), host_memory = fit.memories.back();
   if (p.nvme_bytes > 0) {
     const std::uint64_t bytes = ranks * p.nvme_bytes;
@@ -231,7 +240,7 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
     fit.problems.push_back(fmt::format("host memory: {} needed by a rank, {} left beside the reserve; {}",
                                        format_bytes(p.device.least_bytes + p.pinned.least_bytes),
                                        format_bytes(p.host_budget_bytes),
-                                       remedy_beside(program_bytes, p.host_budget_bytes, host_remedy)));
+                                       remedy_beside(on_host, 1, p.host_budget_bytes, host_remedy)));
   }
   return fit;
 }
