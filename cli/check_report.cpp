@@ -74,7 +74,7 @@ std::string written_value(const ConfigSetting& setting) {
   return fmt::format("{{\"every\": {}}}", to_text(setting.value));
 }
 
-// For budgets it is rounded.
+// The same for people: budgets are rounded.
 std::string value_text(const ConfigSetting& setting) {
   if (setting.row->type != config::ValueType::bytes) return written_value(setting);
   return format_bytes(static_cast<std::uint64_t>(std::get<std::int64_t>(setting.value)));

@@ -59,7 +59,7 @@ NamedModel read_model(const ModelArguments& arguments, const EngineOptions& engi
 // "350000000", "3.5e8", "350M", "7b" -> a count; nullopt if it is not a count. K, M, B and T are powers of a thousand.
 std::optional<std::uint64_t> parse_count(std::string_view text);
 
-// The same of --parameters. Errors: UsageError.
+// Parses the value of --parameters. Errors: UsageError.
 std::uint64_t parameter_count(const std::string& text);
 
 // A number of bytes that was given to `option`. Errors: UsageError.

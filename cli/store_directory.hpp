@@ -40,7 +40,7 @@ StoredJob find_settled_job(const std::vector<std::string>& paths);
 std::vector<std::string> damage_lines(const StoreSummary& store);
 
 // The commit that was asked for with --step or --from, of which at most one is not empty; the newest without both.
-// Errors: UsageError when not every rank of every store has it; StoreError if a manifest is damaged, too.
+// Errors: UsageError when not every rank of every store has it; StoreError instead if a manifest is damaged.
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from);
 // The value of --bytes-per-second; 0 without one. Errors: UsageError.
 std::uint64_t rate_of(const std::string& text);

@@ -122,7 +122,7 @@ class ScratchFile::Marker {
         claim();
         return true;
       }
-    } catch (const IoError&) {  // and no other run's directory
+    } catch (const IoError&) {  // A UsageError means that the directory belongs to another run: keep it.
       if (made) remove();
       ::close(descriptor_);
       throw;
