@@ -161,6 +161,27 @@ optimizer.close()
     assert ranks == [alone(), alone()]
 
 
+@pytest.mark.parametrize("divided", [True, False])
+def test_all_ranks_replace_the_states_if_a_call_of_one_was_interrupted(tmp_path, divided):
+    """The state_dict is of step 0, for which a rank alone would replace nothing."""
+    assert on_two_ranks(tmp_path, "store", divided, "nvme", program=RANKS + """
+offloaded, saved = optimizer._offloaded, optimizer.state_dict()
+if rank == 0:
+    def interrupted():
+        del offloaded._note_versions
+        raise KeyboardInterrupt
+    offloaded._note_versions = interrupted
+try:
+    optimizer.restore("")
+except KeyboardInterrupt:
+    assert rank == 0
+optimizer.load_state_dict(saved)
+train_with_ddp(ddp, optimizer, rank, size, 0, 8)
+print(json.dumps(ends(model, optimizer)))
+optimizer.close()
+""") == [alone(), alone()]
+
+
 @pytest.mark.parametrize("end", ["optimizer", "contextlib.closing(optimizer)"])
 @pytest.mark.parametrize("divided", [True, False])
 def test_a_rank_that_fails_is_an_error_on_the_other(tmp_path, divided, end):

@@ -130,6 +130,33 @@ def test_a_call_that_replaces_everything_is_made_once_more_after_an_interruption
     assert_equal(*bits)
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_load_of_another_step_forgets_the_saved_schedule(tmp_path, monkeypatch, is_interrupted):
+    """Also if an interrupted load has brought that step already."""
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def halved(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    first = Program("AdamW", **place("nvme", tmp_path))
+    first.optimizer.lr_scheduler = first.scheduler = halved(first.optimizer)
+    first.train(0, 2).optimizer.close()
+    program = Program("AdamW", **place("nvme", tmp_path), resume=True)
+    saved = copy.deepcopy(Program("AdamW").train(0, 3).optimizer.state_dict())
+    for group, saved_group in zip(program.optimizer.param_groups, saved["param_groups"], strict=True):
+        saved_group["lr"] = group["lr"]  # the rates alone do not show that this is another step
+    if is_interrupted:
+        with monkeypatch.context() as context:
+            context.setattr("hoist.optim.offload.Offloaded._note_values", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                program.optimizer.load_state_dict(saved)
+    program.optimizer.load_state_dict(saved)
+    program.optimizer.lr_scheduler = schedule = halved(program.optimizer)
+    assert schedule.last_epoch == 0
+    program.optimizer.close()
+
+
 @pytest.mark.parametrize("call", [lambda o, saved: o.adopt_parameters(), lambda o, saved: o.load_state_dict(saved)])
 def test_a_signal_handler_inside_a_call_is_refused_what_would_wait_for_that_call(tmp_path, monkeypatch, call):
     program = Program("AdamW", **place("nvme", tmp_path), threads=1).train(0, 1)

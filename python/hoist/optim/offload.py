@@ -112,7 +112,8 @@ class Offloaded:
         self.program_state: dict[str, Any] = {}
         self.restored = False
         self.step_was_skipped = False
-        self._unfinished = ""  # a call that has not replaced all states and parameters: under way, or interrupted
+        # The name of a call that began to replace states and parameters and has not finished; else empty.
+        self._unfinished = ""
         self._consolidated: dict[int, Any] | None = None
         # Between load() and adopt(): the program may load the weights after the states.
         self._is_loading = False
@@ -233,6 +234,12 @@ class Offloaded:
             self.unit_manager.settle()  # raises what has ended it, if something has
             raise _hoist.UsageError(f"{self.call} after {self._unfinished} was interrupted: states and parameters may be of "
                                     "different steps. Call restore() or load_state_dict() once more")
+
+    def _any_unfinished(self) -> bool:
+        """[C] Whether some rank was interrupted in the middle of replacing the states: all of them replace them then."""
+        mine = bool(self._unfinished)
+        differs = self._has_others and not self.unit_manager.same_on_all(str(mine), of_job=True)
+        return mine or differs
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -486,8 +493,9 @@ class Offloaded:
 
         changed = [group | copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
                    for group, saved in zip(groups, saved_groups, strict=True)]
+        was_interrupted = self._any_unfinished()
         # Otherwise nothing was trained yet, and set_master() may have set exact masters.
-        if states or before > 0 or self._unfinished:
+        if states or before > 0 or was_interrupted:
             for name, parameter in self._cut.named():
                 _refuse_not_finite(name, parameter, states.get(id(parameter)))
             unfinished, self._unfinished = self._unfinished, "load_state_dict()"
@@ -500,8 +508,10 @@ class Offloaded:
             self._note_values()
             self._is_loading = True
             self._remainders = {key: saved.remainder for key, saved in states.items() if saved.remainder is not None}
-        # Loading what it has, as accelerate's prepare() does, is no reason to forget a schedule that was saved.
-        is_present = step == before and [group["lr"] for group in groups] == [group["lr"] for group in changed]
+        # Loading what it has, as accelerate's prepare() does, is no reason to forget a schedule that was saved. After an
+        # interruption, `before` may be the step that is loaded.
+        is_present = (not was_interrupted and step == before
+                      and [group["lr"] for group in groups] == [group["lr"] for group in changed])
         self._consolidated = None
         for group, after in zip(groups, changed, strict=True):
             group.update(after)
