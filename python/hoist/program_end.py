@@ -42,10 +42,9 @@ def mark_of(error: BaseException | None) -> object:
     return None if error is None else vars(error).setdefault("_hoist_mark", object())
 
 
-def abandon_for(unit_manager: _hoist.UnitManager, error: BaseException | None) -> None:
-    """Tells other ranks of an error by which the program leaves a `with` block, if there is one."""
-    if error is not None and not is_orderly(error):
-        unit_manager.abandon(text_of(error))
+def reason_of(error: BaseException | None) -> str:
+    """What other ranks are told of an error by which the program leaves a `with` block; nothing of an orderly one."""
+    return "" if error is None or is_orderly(error) else text_of(error)
 
 
 def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> None:
@@ -58,8 +57,9 @@ def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> Non
 
 def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Callable[[], str] = str,
                   turn: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext) -> Callable[[], None]:
-    """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing. `turn`: of
-    a call that is named. Returns what atexit has been given, to unregister it after an earlier end."""
+    """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing.
+    `turn(call)`: a context in which no call of another thread is under way. Returns what atexit has been given, to unregister it after an
+    earlier end."""
     alive = weakref.ref(unit_manager)
     _store_of[unit_manager] = store
 
@@ -67,9 +67,9 @@ def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Call
         if (ending := alive()) is None:
             return
         try:
-            if why := pass_error() or text_of(getattr(sys, "last_value", None)):
-                ending.abandon(why)
             with turn("close()"):
+                if why := pass_error() or text_of(getattr(sys, "last_value", None)):
+                    ending.abandon(why)
                 ending.close()
         except _hoist.Error as error:
             _log.error("the last step was not committed: %s", error)

@@ -61,8 +61,11 @@ struct ManagedUnit {
 // The units as a model of the engine's.
 Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups);
 
-// Of an engine, for Python threads. A call of the engine may run Python, as for the values of a unit, and with it a
-// signal handler of the program: what that one calls would wait for its own thread.
+inline constexpr const char* kRestoring =
+    "the engine is being restored: ask again when restore(), wake() or load_checkpoint() has returned";
+
+// Serializes the Python threads that call one engine. A call may run Python, as for the values of a unit, and so a
+// signal handler of the program; if that one called the engine, the thread would wait for itself.
 class EngineMutex {
  public:
   // Errors: UsageError in the thread that has it.
@@ -171,10 +174,10 @@ class UnitManager {
   }
   Engine& engine() {
     runtime();
+    if (!engine_ && is_restoring_) throw UsageError(kRestoring);
     if (!engine_)
-      throw UsageError(was_used_
-                           ? "the last restore() failed or has not ended, and the state is gone: call restore() again"
-                           : "call initialize() or restore() first");
+      throw UsageError(was_used_ ? "the last restore() failed, and the state is gone: call restore() again"
+                                 : "call initialize() or restore() first");
     return *engine_;
   }
   // Errors: UsageError in a process that was forked later.
@@ -311,6 +314,7 @@ class UnitManager {
   void fall_asleep(std::uint64_t step) noexcept;
   void open_runtime();
   void begin_with(Engine engine);
+  void await_others();
   void lay_out_units();
   int world_size_at_start() const;
   void hold(Unit& unit);
@@ -349,6 +353,7 @@ class UnitManager {
   EngineMutex mutex_;                   // taken without the GIL
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter
+  bool is_restoring_ = false;      // restore() is under way
   std::unique_ptr<Runtime> runtime_;
   // For PyTorch on the host; apart from each other, so that who waits for weights does not wait for gradients.
   InOneProcess<platform::Stream> weights_stream_{nullptr, kEngine};

@@ -62,6 +62,7 @@ void EngineMutex::unlock() {
 
 void UnitManager::require_awake() const {
   if (runtime_) return;
+  if (is_restoring_) throw UsageError(kRestoring);
   throw UsageError(
       is_asleep() ? "the engine sleeps, and its memory was given back: call wake() first"
                   : "the engine was closed, and the model's weights with it: the next wrap() needs resume=True or "
@@ -69,13 +70,13 @@ void UnitManager::require_awake() const {
 }
 
 void UnitManager::close() {
-  if (process_.is_this()) mutex_.require_outside();
+  if (!process_.is_this()) return;
+  await_others();
   asleep_at_.reset();
-  if (!is_open() || !process_.is_this()) return;
+  if (!is_open()) return;
   if (pass_) discard();
   std::exception_ptr failure;
-  if (engine_) {
-    const EngineTurn turn(engine_mutex());
+  if (const EngineTurn turn(engine_mutex()); engine_) {
     try {
       if (engine_->has_begun_step()) engine_->discard();  // when the step before is committed
       engine_->settle();
@@ -93,6 +94,9 @@ void UnitManager::close() {
   if (failure) std::rethrow_exception(failure);
 }
 
+// Another thread may be ending the engine, which is not open then. Errors: UsageError inside of a call.
+void UnitManager::await_others() { const EngineTurn turn(engine_mutex()); }
+
 void UnitManager::abandon(const std::string& why) noexcept {
   if (!runtime_ || !process_.is_this() || mutex_.is_mine()) return;
   if (runtime_->world_size() == 1 && !runtime_->has_several_groups()) return;
@@ -108,7 +112,8 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   begin_with(Engine::create(runtime(), options_.config.engine, model_, state, caller_state));
 }
 
-// Pre: an EngineTurn. With the GIL: what threads read beside the calls, such as step_count, needs no turn.
+// Pre: an EngineTurn. Takes the GIL, because properties such as step_count read `engine_` with the GIL and without a
+// turn.
 void UnitManager::begin_with(Engine engine) {
   const nb::gil_scoped_acquire no_reader;
   engine_ = std::move(engine);
@@ -187,11 +192,12 @@ void UnitManager::require_commit(const std::string& from) {
 }
 
 RestoreReport UnitManager::restore(const std::string& from) {
-  mutex_.require_outside();
+  await_others();
+  is_restoring_ = true;
+  const std::unique_ptr<bool, void (*)(bool*)> restoring(&is_restoring_, [](bool* is) { *is = false; });
   if (pass_) discard();
   const std::optional<std::uint64_t> asleep_at = asleep_at_;
-  if (engine_) {
-    const EngineTurn turn(engine_mutex());
+  if (const EngineTurn turn(engine_mutex()); engine_) {
     try {
       engine_->settle();
     } catch (const Error&) {  // of the run that is being left
@@ -215,16 +221,16 @@ RestoreReport UnitManager::restore(const std::string& from) {
 }
 
 void UnitManager::fall_asleep(std::uint64_t step) noexcept {
+  asleep_at_ = step;
   end_engine();
   unbind();
-  asleep_at_ = step;
 }
 
 void UnitManager::sleep(std::span<const std::byte> caller_state) {
   const std::uint64_t step = engine().step_count();
   {
     const EngineTurn turn(engine_mutex());
-    engine_->save("", caller_state).wait();
+    engine().save("", caller_state).wait();
   }
   fall_asleep(step);
 }
@@ -273,7 +279,7 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   weights_stream_ = {nullptr, kEngine};
   gradients_stream_ = {nullptr, kEngine};
   engine.reset();  // the step that was decided is carried out, and committed with the others
-  if (why_for_others != nullptr) {
+  if (runtime && why_for_others != nullptr) {
     runtime->communicator().abort(*why_for_others);
     if (runtime->has_several_groups()) runtime->norm_group().abort(*why_for_others);
   }

@@ -157,6 +157,25 @@ def test_a_load_of_another_step_forgets_the_saved_schedule(tmp_path, monkeypatch
     program.optimizer.close()
 
 
+def test_several_threads_close(tmp_path):
+    for number in range(3):
+        program = Program("AdamW", **place("nvme", tmp_path, f"store{number}")).train(0, 1)
+        failures = []
+
+        def close(optimizer=program.optimizer, failures=failures):
+            try:
+                optimizer.close()
+            except hoist.Error as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
 @pytest.mark.parametrize("call", [lambda o, saved: o.adopt_parameters(), lambda o, saved: o.load_state_dict(saved)])
 def test_a_signal_handler_inside_a_call_is_refused_what_would_wait_for_that_call(tmp_path, monkeypatch, call):
     program = Program("AdamW", **place("nvme", tmp_path), threads=1).train(0, 1)

@@ -557,7 +557,8 @@ class Offloaded:
         atexit.unregister(self._at_exit)
 
     def abandon(self, error: BaseException | None) -> None:
-        program_end.abandon_for(self.unit_manager, error)
+        if why := program_end.reason_of(error):
+            self.unit_manager.abandon(why)
 
 
 def _refuse_not_finite(name: str, parameter: torch.Tensor, saved: SavedState | None) -> None:

@@ -518,13 +518,11 @@ class Engine(StandsForModel, DeepSpeedNames):
     def restore(self, name: str = "") -> int:
         """[C] Continues from a named checkpoint, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine, or a call that was interrupted."""
-        self._passes.turns.require_outside("restore()")
-        with channels.start(distributed.ranks_at_start(self.config)):
+        with self._passes.turns.outside("restore()"), channels.start(distributed.ranks_at_start(self.config)):
             if self._unit_manager.is_alive:
                 self._unit_manager.require_commit(name)
             self._passes.give_up()
-            with self._passes.turns.of("restore()"):
-                return self._restore(name)
+            return self._restore(name)
 
     def _restore(self, name: str) -> int:
         if self._parameters.was_released:
@@ -670,24 +668,36 @@ class Engine(StandsForModel, DeepSpeedNames):
         rank stop with a CommError, which says why. In a process that was forked later (os.fork, a DataLoader's worker) this does
         nothing; other calls are UsageErrors there.
         """
-        if self._passes.pass_error:
-            self._unit_manager.abandon(self._passes.pass_error)
+        self._end(self._passes.pass_error)
+
+    def _end(self, why: str) -> None:
+        """`why`: what other ranks are told, if anything."""
+        if not self._passes.turns.is_of_this_process:
+            return
         with self._passes.turns.last("close()"):
+            if why:
+                self._unit_manager.abandon(why)
             try:
                 with self._met.told_of_error():
                     self._unit_manager.close()
-            finally:
-                self._passes.give_up()
-                self._passes.forget()
+            except _hoist.UsageError:  # nothing has ended
+                raise
+            except _hoist.Error:
+                self._leave_pass()
+                raise
+            self._leave_pass()
         atexit.unregister(self._at_exit)
+
+    def _leave_pass(self) -> None:
+        self._passes.give_up()
+        self._passes.forget()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        program_end.abandon_for(self._unit_manager, error)
         try:
-            self.close()
+            self._end(program_end.reason_of(error) or self._passes.pass_error)
         except _hoist.Error as failure:
             if error is None:
                 raise

@@ -45,7 +45,7 @@ def _begins_graph(tensor: torch.Tensor) -> bool:
 
 def _is_nested(module: nn.Module) -> bool:
     """Whether the module calls itself."""
-    return sum(each is module for each in modules_on_stack()) > 1
+    return sum(each is module for each in modules_on_stack(sys._getframe())) > 1
 
 
 class ModuleHook:

@@ -448,7 +448,7 @@ class Passes:
         """Calls that were under way, or were interrupted, are left behind."""
         self.calls.clear()
         self.uses.give_up()
-        self.turns.forget()
+        self.turns.leave_interrupted()
 
     def forget(self) -> None:
         """The next pass is the first one of a step."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -25,17 +26,31 @@ if TYPE_CHECKING:
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+_log = logging.getLogger("hoist")
+
 FORWARD, BACKWARD = "forward()", "backward()"
+_LAST_TURN_SECONDS_MAX = 600  # a step of a large model takes minutes
 _CALL = nn.Module._call_impl.__code__
 
 
-def modules_on_stack() -> Iterator[nn.Module]:
-    """Modules whose calls are under way in this thread, and were not interrupted; innermost first."""
-    frame: FrameType | None = sys._getframe()
+def modules_on_stack(frame: FrameType | None) -> Iterator[nn.Module]:
+    """Modules whose calls are under way in a thread whose innermost frame this is, and were not interrupted; innermost first."""
     while frame is not None:
         if frame.f_code is _CALL:
             yield frame.f_locals["self"]
         frame = frame.f_back
+
+
+def _signal_handlers() -> set[CodeType]:
+    """The code of all that the program has set."""
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if callable(handler):
+            codes.add(getattr(handler if hasattr(handler, "__code__") else type(handler).__call__, "__code__", None))
+    return codes - {None}
 
 
 class Turns:
@@ -52,6 +67,16 @@ class Turns:
         self._thread: threading.Thread | None = None
         self._calls: list[str] = []
         self._interrupted = ""
+        self._handlers: set[CodeType] = set()  # the program's signal handlers when the outermost call began
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Elsewhere the lock may be held by a thread that does not exist."""
+        try:
+            self._require_process()
+        except _hoist.UsageError:
+            return False
+        return True
 
     @property
     def is_free_or_mine(self) -> bool:
@@ -81,7 +106,7 @@ class Turns:
             may_begin = self.is_free_or_mine
             if may_begin and not self._is_in_forward:
                 if not self._calls:
-                    self._thread = threading.current_thread()
+                    self._thread, self._handlers = threading.current_thread(), _signal_handlers()
                 self._calls.append(call)
                 return
         if not may_begin:
@@ -115,7 +140,7 @@ class Turns:
         with self._lock:
             may_begin = self.is_free_or_mine
             if may_begin:
-                self._thread = threading.current_thread()
+                self._thread, self._handlers = threading.current_thread(), _signal_handlers()
                 self._calls.append(call)
         if not may_begin:
             self._refuse_concurrent(call)
@@ -124,32 +149,53 @@ class Turns:
 
     @contextlib.contextmanager
     def last(self, call: str) -> Iterator[None]:
-        """The engine's last turn, when the call under way has ended. Calls that were interrupted are left behind. Errors:
-        UsageError if another thread has not ended its call after a minute."""
-        try:
-            self._require_process()
-        except _hoist.UsageError:
-            yield  # there is nothing to end, and the lock may be held by a thread that does not exist here
+        """The engine's last turn, when a call of another thread has ended. Calls that were interrupted are left behind. Errors:
+        UsageError if that other call takes too long. A UsageError of the block ends nothing."""
+        if not self.is_of_this_process:
+            yield
             return
-        end = time.monotonic() + 60
+        begin, is_said = time.monotonic(), False
         while not self._take_over_for(call):
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > _LAST_TURN_SECONDS_MAX:
                 self._refuse_concurrent(call)
+            if waited > 1 and not is_said:
+                is_said = True
+                _log.info("%s waits for %s in thread '%s'", call, self.under_way, getattr(self._thread, "name", "?"))
             time.sleep(0.01)
         try:
             yield
-        finally:
-            self.forget()
+        except _hoist.UsageError:
+            self.end()
+            raise
+        except BaseException:
+            self._clear()
+            raise
+        self._clear()
 
     def _take_over_for(self, call: str) -> bool:
         with self._lock:
-            may_begin = self.is_free_or_mine or self._thread is None or not self._thread.is_alive()
+            may_begin = self.is_free_or_mine or self._was_left
             if may_begin:
-                self._thread, self._calls = threading.current_thread(), [call]
+                mine = self._calls if self._thread is threading.current_thread() else []
+                self._thread, self._calls = threading.current_thread(), [*mine, call]
         return may_begin
 
+    @property
+    def _was_left(self) -> bool:
+        """Whether the thread of the call under way is out of it: it has ended, or was interrupted in forward(), whose end is not
+        seen then."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return self._is_in_forward and not any(True for _ in modules_on_stack(frame))
+
+    def _clear(self) -> None:
+        with self._lock:
+            self._thread, self._calls, self._interrupted = None, [], ""
+
     def _refuse_inside(self, call: str) -> None:
-        if call != FORWARD and any(True for _ in modules_on_stack()):
+        if call != FORWARD and any(True for _ in modules_on_stack(sys._getframe())):
             raise _hoist.UsageError(f"{call} inside of {FORWARD}: call it when {FORWARD} has returned")
 
     def take_over(self) -> None:
@@ -159,7 +205,7 @@ class Turns:
     def failed(self, call: str, error: BaseException) -> None:
         """Notes whether `call` was interrupted by `error`: by KeyboardInterrupt, or by what one of the program's signal handlers
         raised. These may come between any two lines; other errors come where the engine is ready for them."""
-        handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+        handlers = self._handlers | _signal_handlers()  # one may have replaced itself, or come later
         if not isinstance(error, Exception) or any(
                 frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
             self.interrupt(f"{call} was interrupted by {type(error).__name__}")
@@ -167,9 +213,11 @@ class Turns:
     def interrupt(self, what: str) -> None:
         self._interrupted = self._interrupted or what
 
-    def forget(self) -> None:
-        """For an engine that begins again, or ends."""
-        self._lock, self._thread, self._calls, self._interrupted = threading.RLock(), None, [], ""
+    def leave_interrupted(self) -> None:
+        """For an engine that begins again: calls that were interrupted are left behind."""
+        with self._lock:
+            self._calls = [call for call in self._calls if call != FORWARD]  # others have seen their ends
+            self._interrupted = ""
 
     @contextlib.contextmanager
     def of(self, call: str) -> Iterator[None]:
@@ -193,8 +241,9 @@ class Turns:
 
     def _refuse_concurrent(self, call: str) -> NoReturn:
         thread, under_way = self._thread, self._calls[-1:]
-        if thread is not None and not thread.is_alive():
-            self.interrupt(f"the end of thread '{thread.name}' in the middle of {''.join(under_way)}")
+        if thread is not None and self._was_left:
+            self.interrupt(f"the end of thread '{thread.name}' in the middle of {''.join(under_way)}" if not thread.is_alive()
+                           else f"{FORWARD} was interrupted in thread '{thread.name}'")
             self._refuse_interrupted(call)
         raise _hoist.UsageError(
             f"{call} in thread '{threading.current_thread().name}' while {''.join(under_way) or 'another call'} is under way in "
