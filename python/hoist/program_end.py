@@ -55,11 +55,15 @@ def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> Non
         gc.collect()
 
 
+def _no_turn(call: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Callable[[], str] = str,
-                  turn: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext) -> Callable[[], None]:
+                  turn: Callable[[str], AbstractContextManager[None]] = _no_turn) -> Callable[[], None]:
     """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing.
-    `turn(call)`: a context in which no call of another thread is under way. Returns what atexit has been given, to unregister it after an
-    earlier end."""
+    `turn(call)`: a context in which no call of another thread is under way. Returns what atexit has been given, to unregister
+    it after an earlier end."""
     alive = weakref.ref(unit_manager)
     _store_of[unit_manager] = store
 

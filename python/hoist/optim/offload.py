@@ -373,6 +373,7 @@ class Offloaded:
             if self.unit_manager.is_alive:
                 self.unit_manager.require_commit(name)
             self._unfinished = "restore()"
+            self._rates = [None] * len(groups)
             step, state = self.unit_manager.restore(name)
         self.unit_manager.copy_weights(self._weights())
         self._note_versions()
@@ -386,7 +387,6 @@ class Offloaded:
                     group.update(entries)
             self.run_rates.restored(saved | {"rates": rates_of(saved["groups"])})
             self.run_rates.go_back(groups)
-        self._rates = [None] * len(groups)
         self.restored = True
         self._unfinished = ""
         return step

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ _log = logging.getLogger("hoist")
 
 FORWARD, BACKWARD = "forward()", "backward()"
 _LAST_TURN_SECONDS_MAX = 600  # a step of a large model takes minutes
+_ONCE = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # may come once; all take 0.1 ms to ask
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -41,16 +42,17 @@ def modules_on_stack(frame: FrameType | None) -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
-def _signal_handlers() -> set[CodeType]:
-    """The code of all that the program has set."""
-    codes = set()
-    for number in signal.valid_signals():
+def _handlers_of(signals: Iterable[int]) -> set[CodeType]:
+    """The code of what the program has set for these signals."""
+    codes: set[CodeType] = set()
+    for number in signals:
         handler: Any = signal.getsignal(number)
         while isinstance(handler, functools.partial):
             handler = handler.func
-        if callable(handler):
-            codes.add(getattr(handler if hasattr(handler, "__code__") else type(handler).__call__, "__code__", None))
-    return codes - {None}
+        called = handler if hasattr(handler, "__code__") or not callable(handler) else type(handler).__call__
+        if (code := getattr(called, "__code__", None)) is not None:
+            codes.add(code)
+    return codes
 
 
 class Turns:
@@ -67,7 +69,7 @@ class Turns:
         self._thread: threading.Thread | None = None
         self._calls: list[str] = []
         self._interrupted = ""
-        self._handlers: set[CodeType] = set()  # the program's signal handlers when the outermost call began
+        self._handlers: set[CodeType] = set()  # when the outermost call began, of signals whose handlers may replace themselves
 
     @property
     def is_of_this_process(self) -> bool:
@@ -106,7 +108,7 @@ class Turns:
             may_begin = self.is_free_or_mine
             if may_begin and not self._is_in_forward:
                 if not self._calls:
-                    self._thread, self._handlers = threading.current_thread(), _signal_handlers()
+                    self._thread, self._handlers = threading.current_thread(), _handlers_of(_ONCE)
                 self._calls.append(call)
                 return
         if not may_begin:
@@ -140,7 +142,7 @@ class Turns:
         with self._lock:
             may_begin = self.is_free_or_mine
             if may_begin:
-                self._thread, self._handlers = threading.current_thread(), _signal_handlers()
+                self._thread, self._handlers = threading.current_thread(), _handlers_of(_ONCE)
                 self._calls.append(call)
         if not may_begin:
             self._refuse_concurrent(call)
@@ -205,7 +207,7 @@ class Turns:
     def failed(self, call: str, error: BaseException) -> None:
         """Notes whether `call` was interrupted by `error`: by KeyboardInterrupt, or by what one of the program's signal handlers
         raised. These may come between any two lines; other errors come where the engine is ready for them."""
-        handlers = self._handlers | _signal_handlers()  # one may have replaced itself, or come later
+        handlers = self._handlers | _handlers_of(signal.valid_signals())
         if not isinstance(error, Exception) or any(
                 frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
             self.interrupt(f"{call} was interrupted by {type(error).__name__}")
