@@ -108,6 +108,17 @@ def test_close_does_not_wait_for_a_forward_pass_that_another_thread_was_interrup
         assert not closing.is_alive()
 
 
+def test_a_call_that_was_interrupted_before_it_could_be_watched_is_left_behind():
+    turns = Turns(lambda: None)
+    turns.begin("step()")
+    turns.interrupt("step() was interrupted")
+    with turns.outside("load_checkpoint()"), turns.outside("restore()"):
+        turns.leave_interrupted()
+        assert turns.under_way == "load_checkpoint()"
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(turns.begin, "step()").result()
+
+
 def test_a_call_in_whose_middle_close_is_refused_goes_on(settings, monkeypatch):
     """As a signal handler calls close(), while the thread is in the extension."""
     def refused():

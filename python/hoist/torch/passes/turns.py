@@ -69,6 +69,7 @@ class Turns:
         self._thread: threading.Thread | None = None
         self._calls: list[str] = []
         self._interrupted = ""
+        self._outside: set[str] = set()  # calls of outside()
         self._handlers: set[CodeType] = set()  # when the outermost call began, of signals whose handlers may replace themselves
 
     @property
@@ -144,6 +145,7 @@ class Turns:
             if may_begin:
                 self._thread, self._handlers = threading.current_thread(), _handlers_of(_ONCE)
                 self._calls.append(call)
+                self._outside.add(call)
         if not may_begin:
             self._refuse_concurrent(call)
         with self._watched(call):
@@ -218,7 +220,7 @@ class Turns:
     def leave_interrupted(self) -> None:
         """For an engine that begins again: calls that were interrupted are left behind."""
         with self._lock:
-            self._calls = [call for call in self._calls if call != FORWARD]  # others have seen their ends
+            self._calls = [call for call in self._calls if call in self._outside]
             self._interrupted = ""
 
     @contextlib.contextmanager
