@@ -72,8 +72,6 @@ class EngineMutex {
   void lock();
   void unlock();
   bool is_mine() const { return owner_ == std::this_thread::get_id(); }
-  // Errors: as lock().
-  void require_outside() const;
 
  private:
   std::mutex mutex_;

@@ -44,14 +44,11 @@ UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(option
 
 UnitManager::~UnitManager() { end_engine(); }
 
-void EngineMutex::require_outside() const {
-  if (!is_mine()) return;
-  throw UsageError(
-      "a signal handler calls the engine while its thread is in the middle of another call of that engine: let the "
-      "handler only note that the signal came, and call the engine when the other call has returned");
-}
 void EngineMutex::lock() {
-  require_outside();
+  if (is_mine())
+    throw UsageError(
+        "a signal handler calls the engine while its thread is in the middle of another call of that engine: let the "
+        "handler only note that the signal came, and call the engine when the other call has returned");
   mutex_.lock();
   owner_ = std::this_thread::get_id();
 }

@@ -169,7 +169,7 @@ TEST(MachineFit, AProgramThatDoesNotFitByItselfIsNamed) {
               names("600 GiB", "program_device_bytes or program_pinned_bytes"));
   EXPECT_THAT(problem(with_gpu(), {.device_bytes = 500 * kGiB}), names("500 GiB"));
   EXPECT_THAT(problem(with_gpu(), {.pinned_bytes = 500 * kGiB}), names("500 GiB", "program_pinned_bytes"));
-  // Less than the 60 GiB that are free: what is too much is the engine's.
+  // The program fits into the 60 GiB that are free, and the engine's state beside it does not.
   EXPECT_THAT(problem(workstation(), {.device_bytes = 59 * kGiB}), HasSubstr("; offload_optimizer with"));
   Machine two = workstation();
   two.processes = 2;

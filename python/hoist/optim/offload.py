@@ -231,7 +231,7 @@ class Offloaded:
         """Errors: UsageError after a call that was interrupted in the middle of replacing the states, and in a forked process."""
         self.unit_manager.require_process()
         if self._unfinished:
-            self.unit_manager.settle()  # raises what has ended it, if something has
+            self.unit_manager.settle()  # raises the error that ended the engine, if one did
             raise _hoist.UsageError(f"{self.call} after {self._unfinished} was interrupted: states and parameters may be of "
                                     "different steps. Call restore() or load_state_dict() once more")
 

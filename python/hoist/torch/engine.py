@@ -682,7 +682,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                     self._unit_manager.close()
             except _hoist.UsageError:  # nothing has ended
                 raise
-            except _hoist.Error:
+            except BaseException:
                 self._leave_pass()
                 raise
             self._leave_pass()

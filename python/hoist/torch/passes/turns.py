@@ -30,7 +30,8 @@ _log = logging.getLogger("hoist")
 
 FORWARD, BACKWARD = "forward()", "backward()"
 _LAST_TURN_SECONDS_MAX = 600  # a step of a large model takes minutes
-_ONCE = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # may come once; all take 0.1 ms to ask
+# A handler of one of these may replace itself when it runs, so that it is noted before. Asking for all 64 takes 0.1 ms.
+_ONCE = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -70,7 +71,7 @@ class Turns:
         self._calls: list[str] = []
         self._interrupted = ""
         self._outside: set[str] = set()  # calls of outside()
-        self._handlers: set[CodeType] = set()  # when the outermost call began, of signals whose handlers may replace themselves
+        self._handlers: set[CodeType] = set()  # those of _ONCE when the outermost call began
 
     @property
     def is_of_this_process(self) -> bool:
