@@ -105,7 +105,11 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
 
   SafetensorsHeader take() { return std::move(header_); }
 
-  bool null() override { fail("null"); }
+  // "__metadata__": null is a file without metadata, as other readers have it.
+  bool null() override {
+    if (state_ != ParserState::root || key_ != kMetadataName) fail("null");
+    return true;
+  }
   bool boolean(bool) override { fail("true or false"); }
   bool number_integer(number_integer_t) override { fail("a negative number"); }
   bool number_float(number_float_t, const string_t& text) override { fail(fmt::format("the number {}", text)); }

@@ -34,6 +34,10 @@ TEST(SafetensorsHeader, ReadsTensorsInTheOrderOfTheirData) {
   EXPECT_EQ(header.metadata, (Metadata{{"format", "pt"}, {"step", "7"}}));
 }
 
+TEST(SafetensorsHeader, MetadataMayBeNull) {
+  EXPECT_TRUE(parse_header(R"({"__metadata__":null})", 0, "f").metadata.empty());
+}
+
 TEST(SafetensorsHeader, AcceptsEveryTypeTheFormatKnows) {
   for (const char* name : {"BOOL",    "U8",          "I8",          "U16",     "I16",     "U32", "I32",     "U64",
                            "I64",     "F16",         "BF16",        "F32",     "F64",     "C64", "F8_E4M3", "F8_E5M2",

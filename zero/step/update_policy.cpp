@@ -216,9 +216,9 @@ class UpdateInBackward final : public UpdatePolicy {
     }
     return std::make_exception_ptr(StepUndoneError(
         fmt::format("step {} cannot be taken: {}, and units were updated for it already (hoist.update_mode "
-                    "\"backward\"). Nothing of it was committed: restore the last commit, in a new engine; "
-                    "\"forward\" can drop such a step",
-                    parts_.settings.step_count + 1, why)));
+                    "\"backward\"). Nothing of it was committed: {}; \"forward\" can drop such a step",
+                    parts_.settings.step_count + 1, why,
+                    parts_.drives != nullptr ? "restore the last commit, in a new engine" : "start anew")));
   }
 
   void await_inputs() override {
