@@ -67,14 +67,15 @@ def test_a_model_trains_as_with_pytorchs(kind, settings):
 @pytest.mark.parametrize("momenta", [(0.9, 0.9), (0.9, 0.0), (0.0, 0.0)], ids=str)
 def test_states_of_pytorchs_sgd_which_count_no_steps(tmp_path, momenta, offload):
     """Also into an optimizer, and a store, that has made more steps than one."""
-    parameters = [nn.Parameter(torch.ones(300)) for _ in range(4)]
+    device = None if offload else "cpu"  # in memory, hoist.optim takes CPU tensors
+    parameters = [nn.Parameter(torch.ones(300, device=device)) for _ in range(4)]
     theirs, ours = ([{"params": [p], "momentum": momentum} for p, momentum in zip(pair, momenta, strict=True)]
                     for pair in (parameters[:2], parameters[2:]))
 
     def step(optimizer, count):
         for _ in range(count):
             for parameter in parameters:
-                parameter.grad = torch.linspace(-1, 1, 300)
+                parameter.grad = torch.linspace(-1, 1, 300, device=device)
             optimizer.step()
 
     reference = torch.optim.SGD(theirs, lr=0.1)
