@@ -23,7 +23,6 @@
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/open_file.hpp>
-#include <hoist/core/standard_descriptors.hpp>
 
 namespace hoist::aio {
 
@@ -182,7 +181,7 @@ File::File(File&& other) noexcept
       observers_(std::move(other.observers_)) {}
 
 void File::open(const FileOptions& options) {
-  descriptor_ = beyond_standard_descriptors(open_regular_file(path_, open_flags(options.mode), S_IRUSR | S_IWUSR));
+  descriptor_ = open_regular_file(path_, open_flags(options.mode), S_IRUSR | S_IWUSR);
   if (descriptor_ < 0) {
     const int code = errno;
     throw IoError({"open", path_, 0, 0, code}, open_remedy(code, path_, options.mode));

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
+#include <exception>
 #include <vector>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/completion.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/owning_process.hpp>
 
@@ -82,7 +84,15 @@ Promise& Promise::operator=(Promise&& other) noexcept {
   return *this;
 }
 
-Promise::~Promise() { HOIST_ASSERT(!state_ || state_->done, "a promise was destroyed before it was fulfilled"); }
+Promise::~Promise() {
+  if (!state_ || state_->done) return;
+  HOIST_ASSERT(std::uncaught_exceptions() > 0, "a promise was destroyed before it was fulfilled");
+  try {
+    throw Error("an exception came before the operation was started");
+  } catch (...) {  // or what lacks the memory for that error
+    fail(std::current_exception());
+  }
+}
 
 void Promise::settle(std::exception_ptr error) noexcept {
   HOIST_ASSERT(state_ != nullptr, "a promise was fulfilled after it had been moved away");

@@ -45,7 +45,7 @@ class Completion {
   std::shared_ptr<detail::CompletionState> state_;
 };
 
-// The producing end. Destroying an unfulfilled promise is a bug.
+// The producing end. Destroying an unfulfilled promise is a bug; while an exception unwinds, it fails.
 class Promise {
  public:
   Promise();

@@ -2,6 +2,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <new>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -39,6 +40,11 @@ BudgetError::BudgetError(Need n)
 BudgetError::BudgetError(Need n, const std::string& sentence) : Error(sentence), need(std::move(n)) {}
 
 BudgetError BudgetError::machine(Need n) {
+  if (n.have_bytes >= n.need_bytes) {
+    const std::string sentence = fmt::format("{} ({} bytes) of {} memory are free, but refused, for {}; lower {}",
+                                             format_bytes(n.need_bytes), n.need_bytes, n.tier, n.detail, n.key);
+    return BudgetError(std::move(n), sentence);
+  }
   const std::string sentence = fmt::format(
       "this machine offers {} ({} bytes) of {} memory, but {} ({} bytes) are needed for {}; lower {} or free memory",
       format_bytes(n.have_bytes), n.have_bytes, n.tier, format_bytes(n.need_bytes), n.need_bytes, n.detail, n.key);
@@ -90,7 +96,9 @@ const char* usual_remedy(int code) noexcept {
 
 IoError::IoError(Where w, const std::string& remedy)
     : Error([&] {
-        const std::string advice = remedy.empty() ? usual_remedy(w.code) : remedy;
+        std::string advice = remedy.empty() ? usual_remedy(w.code) : remedy;
+        if (w.code == ENOSPC && (w.operation == "open" || w.operation == "mkdir"))
+          advice += " (a drive with space left lacks inodes: df -i)";
         return fmt::format(
             "{} of {}{} failed: {}{}{}", w.operation, w.path, place_of(w),
             w.code == 0 ? "fewer bytes were transferred than asked for" : std::generic_category().message(w.code),
@@ -111,13 +119,17 @@ DeviceError::DeviceError(const std::string& call, int error_code, const std::str
                         remedy)),
       code(error_code) {}
 
-std::string text_of(const std::exception_ptr& error) {
+std::string text_of(const std::exception_ptr& error) noexcept {
   try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "an exception of unknown type";
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::exception& known) {
+      return known.what();
+    } catch (...) {
+      return "an exception of unknown type";
+    }
+  } catch (const std::bad_alloc&) {
+    return "out of memory";  // which std::string keeps inside of itself
   }
 }
 

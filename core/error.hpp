@@ -45,7 +45,8 @@ class BudgetError : public Error {
     std::string detail;        // what the bytes are for
   };
   explicit BudgetError(Need need);
-  // The machine has too little memory: `have_bytes` is what it offers, `key` the setting to lower.
+  // The machine has too little memory: `have_bytes` is what it offers, `key` the setting to lower. With as
+  // much as is needed, the kernel has refused it.
   static BudgetError machine(Need need);
   const Need need;
 
@@ -112,8 +113,8 @@ class ExchangedError : public CommError {
   using CommError::CommError;
 };
 
-// what() of any exception.
-std::string text_of(const std::exception_ptr& error);
+// what() of any exception, or "out of memory" if there is none for it.
+std::string text_of(const std::exception_ptr& error) noexcept;
 
 // The exception that is being handled, of work that may be done in part: UsageError and BudgetError, which promise an
 // unchanged state, become an Error of the same words.

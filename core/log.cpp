@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
 #include <cstdio>
+#include <exception>
 #include <memory>
+#include <string>
 
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
@@ -44,8 +46,6 @@ void log_line_without_spdlog(spdlog::level::level_enum level, const std::string&
   std::fputs(fmt::format("[{}] {}\n", std::string_view(name.data(), name.size()), text).c_str(), stderr);
 }
 
-}  // namespace
-
 void log_line(LogLevel level, const std::string& text) {
   if (spdlog_is_gone) return log_line_without_spdlog(spdlog_level(level), printable(text));
   const std::shared_ptr<spdlog::logger> chosen = spdlog::default_logger();
@@ -53,6 +53,16 @@ void log_line(LogLevel level, const std::string& text) {
       std::make_shared<spdlog::logger>("", std::make_shared<spdlog::sinks::stderr_color_sink_mt>()));
   if (!chosen || !chosen->should_log(spdlog_level(level))) return;
   (is_untouched(*chosen) ? *on_stderr : chosen)->log(spdlog_level(level), "{}", printable(text));
+}
+
+}  // namespace
+
+void log_formatted(LogLevel level, fmt::string_view format, fmt::format_args values) noexcept {
+  try {
+    log_line(level, fmt::vformat(format, values));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "a line of the log is left out: %s\n", error.what());
+  }
 }
 
 }  // namespace hoist

@@ -17,6 +17,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/named_file.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/standard_descriptors.hpp>
 
 namespace hoist {
 
@@ -50,7 +51,8 @@ class TemporaryFile {
         directory_(::open(directory_of(target).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
     if (directory_.number < 0) throw io_error("open", target);
     const bool replaces = ::access(target.c_str(), F_OK) == 0;  // a file that may be private: take_permissions()
-    descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, replaces ? 0600 : 0666);
+    descriptor_ = beyond_standard_descriptors(
+        ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, replaces ? 0600 : 0666));
     if (descriptor_ < 0) throw io_error("create", path_);
   }
   ~TemporaryFile() {

@@ -12,6 +12,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/standard_descriptors.hpp>
 
 namespace hoist {
 
@@ -28,7 +29,7 @@ int open_at_once(const std::string& path, int flags, mode_t mode) noexcept {
   do {
     descriptor = ::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, mode);
   } while (descriptor < 0 && errno == EINTR);
-  return descriptor;
+  return beyond_standard_descriptors(descriptor);
 }
 
 // io_uring would understand the flag as a request to fail instead of waiting for a slow read.

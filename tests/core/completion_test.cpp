@@ -2,13 +2,16 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <new>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/completion.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 
 namespace hoist::test::completion_test {
@@ -261,6 +264,18 @@ TEST(PromiseDeathTest, TwiceIsABug) {
   promise.complete();
   EXPECT_DEATH(promise.complete(), "fulfilled twice");
   EXPECT_DEATH(promise.fail(error_of("x")), "fulfilled twice");
+}
+
+// Memory for whatever takes the promise may be lacking.
+TEST(Promise, FailsIfAnExceptionKeepsItFromItsTaker) {
+  Completion completion;
+  const auto start = [&] {
+    const Promise promise;
+    completion = promise.completion();
+    throw std::bad_alloc();
+  };
+  EXPECT_THROW(start(), std::bad_alloc);
+  EXPECT_THAT([&] { completion.wait(); }, testing::ThrowsMessage<Error>(testing::HasSubstr("before the operation")));
 }
 
 TEST(PromiseDeathTest, NeverIsABug) {

@@ -43,10 +43,25 @@ TEST(Error, IoErrorSaysWhereAndWhyAndKeepsTheErrno) {
 
 TEST(Error, AnIoErrorWithoutARemedyOfTheCallersHasTheUsualOne) {
   for (const int code : {EIO, ENOSPC, EDQUOT, EFBIG, EROFS, EACCES, EMFILE, ENAMETOOLONG}) {
-    const IoError error({.operation = "open", .path = "/mnt/a", .code = code});
+    const IoError error({.operation = "write", .path = "/mnt/a", .code = code});
     EXPECT_STRNE(usual_remedy(code), "") << code;
     EXPECT_THAT(error.what(), testing::EndsWith(std::string("; ") + usual_remedy(code)));
   }
+}
+
+TEST(Error, AFileThatCannotBeMadeForWantOfSpaceMayLackAnInode) {
+  const IoError error({.operation = "mkdir", .path = "/mnt/a", .code = ENOSPC});
+  EXPECT_THAT(error.what(), AllOf(HasSubstr(usual_remedy(ENOSPC)), HasSubstr("df -i")));
+}
+
+TEST(Error, MemoryThatIsFreeButRefusedIsNoLack) {
+  const auto refusal = [](std::uint64_t have) {
+    return std::string(BudgetError::machine({"pinned", have, 4096, "hoist.pinned_memory", "the buffers (why)"}).what());
+  };
+  EXPECT_THAT(refusal(1024), HasSubstr("offers 1.0 KiB (1024 bytes) of pinned memory, but 4.0 KiB"));
+  EXPECT_EQ(refusal(4096),
+            "4.0 KiB (4096 bytes) of pinned memory are free, but refused, for the buffers (why); lower "
+            "hoist.pinned_memory");
 }
 
 TEST(Error, CorruptionErrorNamesUnitRegionFileAndOffset) {

@@ -1,12 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdlib>
 #include <memory>
+#include <new>
 
 #include <gtest/gtest.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
 #include <hoist/core/log.hpp>
+
+namespace hoist::test::log_test {
+struct Unprintable {};
+}  // namespace hoist::test::log_test
+
+template <>
+struct fmt::formatter<hoist::test::log_test::Unprintable> {
+  static constexpr auto parse(fmt::format_parse_context& context) { return context.begin(); }
+  static fmt::format_context::iterator format(const hoist::test::log_test::Unprintable&, fmt::format_context&) {
+    throw std::bad_alloc();
+  }
+};
 
 namespace hoist::test::log_test {
 namespace {
@@ -51,6 +64,12 @@ TEST(Log, LeavesTheseLinesToTheProgramsLoggerAndLevel) {
   };
   EXPECT_EXIT(with_own_logger(), testing::ExitedWithCode(0),
               "^own an error of the later global\n\\[error\\] an error of the first global\n$");
+}
+
+TEST(Log, ALineThatCannotBeFormattedIsLeftOut) {
+  testing::internal::CaptureStderr();
+  log_warning("{} has a copy", Unprintable{});
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "a line of the log is left out: std::bad_alloc\n");
 }
 
 }  // namespace

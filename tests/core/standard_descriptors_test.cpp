@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
+#include <string>
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/standard_descriptors.hpp>
 
 namespace hoist::standard_descriptors_test {
@@ -32,6 +34,15 @@ TEST(StandardDescriptors, OccupiedOnesAreNobodysFiles) {
     if (::read(STDIN_FILENO, &byte, 1) != -1 || errno != EBADF) return 2;
     if (::write(STDOUT_FILENO, &byte, 1) != -1 || errno != EBADF) return 3;
     return ::write(STDERR_FILENO, &byte, 1) == 1 ? 0 : 4;
+  });
+  EXPECT_EQ(code, 0);
+}
+
+TEST(StandardDescriptors, AreNotThoseOfFilesThatAreOpened) {
+  const std::string path = "/proc/self/exe";
+  const int code = without_standard_descriptors([&] {
+    if (open_regular_file(path, O_RDONLY) <= STDERR_FILENO) return 1;
+    return open_input_file(path) <= STDERR_FILENO ? 2 : 0;
   });
   EXPECT_EQ(code, 0);
 }

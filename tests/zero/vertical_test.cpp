@@ -265,6 +265,8 @@ TEST(Vertical, OnePassMakesTheStep) {
   EXPECT_THROW(model.pass(1, {.micro_batch = 1, .micro_batches = kMicroBatches}), UsageError);
   model.pass(1, {.micro_batches = kMicroBatches});
   EXPECT_THROW(model.pass(1, {.micro_batches = kMicroBatches}), UsageError);
+  EXPECT_THAT([&] { model.pass(1, {.micro_batch = 1, .micro_batches = kMicroBatches}); },
+              testing::ThrowsMessage<UsageError>(testing::HasSubstr("micro-batch 0, holds them all")));
   EXPECT_TRUE(engine.step().applied);
   model.pass(2, {.micro_batches = 2});  // fewer than it was made for
   EXPECT_TRUE(engine.step().applied);

@@ -63,7 +63,6 @@ void PassState::gradients_taken() {
 }
 
 void PassState::check_micro_batch(const PassOptions& wanted) const {
-  if (gradients_due_) throw UsageError("the last pass's gradients wait for step() or discard()");
   if (wanted.micro_batches < 1 || static_cast<unsigned>(wanted.micro_batches) > options_.micro_batches_max) {
     throw UsageError(
         fmt::format("{} micro-batches in a step; the engine was made for 1 to {} "
@@ -76,6 +75,7 @@ void PassState::check_micro_batch(const PassOptions& wanted) const {
                     "micro-batch 0, holds them all",
                     wanted.micro_batch, wanted.micro_batches));
   }
+  if (gradients_due_) throw UsageError("the last pass's gradients wait for step() or discard()");
   if (in_vertical_order()) return;
   if (wanted.micro_batch != passes_done_ || (passes_done_ > 0 && wanted.micro_batches != passes_of_step_)) {
     throw UsageError(
