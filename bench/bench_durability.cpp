@@ -30,7 +30,7 @@
 
 #include <hoist/core/checksum.hpp>
 #include <hoist/measure/statistics.hpp>
-#include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/control_groups.hpp>
 #include <hoist/tiers/record_layout.hpp>
 #include <hoist/zero/engine.hpp>
 

@@ -27,8 +27,8 @@
 #include <hoist/core/clock.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/statistics.hpp>
+#include <hoist/platform/control_groups.hpp>
 #include <hoist/platform/device.hpp>
-#include <hoist/platform/free_memory.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 

@@ -20,8 +20,10 @@
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/machine.hpp>
 #include <hoist/measure/workload.hpp>
+#include <hoist/platform/control_groups.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/gpu_memory.hpp>
 #include <hoist/platform/host_memory.hpp>
 
 #include "machine_file.hpp"
@@ -108,7 +110,7 @@ void fill_in_quick_facts(const std::vector<std::string>& directories, MachineSpe
   spec.gpus_per_node = gpus;
   if (gpus > 0) spec.device.memory = platform::gpu_memory(platform::cuda_memory_facts(0));
   const platform::MemorySize host = spec.device.memory == platform::GpuMemory::coherent
-                                        ? platform::memory_of_processors(platform::host_memory())
+                                        ? platform::host_memory_beside_gpus()
                                         : platform::host_memory();
   spec.host.memory_gib = static_cast<double>(host.total_bytes) / kGibibyte;
   if (gpus > 0 && spec.device.memory != platform::GpuMemory::integrated)

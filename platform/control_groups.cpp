@@ -4,6 +4,8 @@
 #include <sstream>
 #include <vector>
 
+#include <unistd.h>
+
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/platform/control_groups.hpp>
 
@@ -139,6 +141,11 @@ ControlGroupLimits control_group_limits(const fs::path& proc) {
   if (!limits.processors)
     limits.processors = processors_of(hierarchies.groups_upwards("cpuset"), "cpuset.effective_cpus");
   return limits;
+}
+
+unsigned processor_count(const ControlGroupLimits& limits) {
+  const auto online = static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
+  return limits.processors.value_or(online);
 }
 
 }  // namespace hoist::platform

@@ -34,4 +34,7 @@ struct ControlGroupLimits {
 // `proc`: the root of procfs.
 ControlGroupLimits control_group_limits(const std::filesystem::path& proc = "/proc");
 
+// Processors of the machine, within these limits. A launcher may have bound the process to fewer.
+unsigned processor_count(const ControlGroupLimits& limits = control_group_limits());
+
 }  // namespace hoist::platform

@@ -13,7 +13,7 @@
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/detail/cuda_kernels.hpp>
 #include <hoist/platform/detail/cuda_stream.hpp>
-#include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/gpu_memory.hpp>
 
 namespace hoist::platform {
 

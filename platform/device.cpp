@@ -5,7 +5,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/device.hpp>
-#include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/gpu_memory.hpp>
 
 namespace hoist::platform {
 

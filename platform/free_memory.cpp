@@ -9,7 +9,6 @@
 #include <string>
 
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/core/units.hpp>
@@ -22,31 +21,34 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-MemorySize smaller(const MemorySize& a, const MemorySize& b) {
-  return {std::min(a.total_bytes, b.total_bytes), std::min(a.free_bytes, b.free_bytes)};
+MemorySize machine_memory(const std::string& proc) {
+  return {field_bytes(proc + "/meminfo", "MemTotal").value_or(kUnlimited),
+          field_bytes(proc + "/meminfo", "MemAvailable").value_or(kUnlimited)};
 }
 
-constexpr MemorySize kNoLimit{kUnlimited, kUnlimited};
+MemorySize within(const ControlGroupLimits& limits, const MemorySize& machine) {
+  return {std::min(machine.total_bytes, limits.memory ? limits.memory->bytes : kUnlimited),
+          std::min(machine.free_bytes, limits.free_memory_bytes.value_or(kUnlimited))};
+}
 
 }  // namespace
 
 MemorySize address_space() {
   rlimit limit{};
-  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kNoLimit;
+  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {kUnlimited, kUnlimited};
   const std::uint64_t used = field_bytes("/proc/self/status", "VmSize").value_or(0);
   return {limit.rlim_cur, left_of(limit.rlim_cur, used)};
 }
 
-MemorySize host_memory(const ControlGroupLimits& limits) {
-  const MemorySize machine{field_bytes("/proc/meminfo", "MemTotal").value_or(kUnlimited),
-                           field_bytes("/proc/meminfo", "MemAvailable").value_or(kUnlimited)};
-  const std::uint64_t limit = limits.memory ? limits.memory->bytes : kUnlimited;
-  return smaller(machine, {limit, limits.free_memory_bytes.value_or(kUnlimited)});
+MemorySize host_memory(const ControlGroupLimits& limits) { return within(limits, machine_memory("/proc")); }
+
+MemorySize host_memory_beside_gpus(const ControlGroupLimits& limits, const std::string& proc, const std::string& sys) {
+  return within(limits, memory_of_processors(machine_memory(proc), sys));
 }
 
-MemorySize memory_of_processors(const MemorySize& host, const std::string& sys) {
+MemorySize memory_of_processors(const MemorySize& machine, const std::string& sys) {
   namespace fs = std::filesystem;
-  MemorySize size = host;
+  MemorySize size = machine;
   const auto take_away = [](std::uint64_t& bytes, std::uint64_t other) { bytes -= std::min(bytes, other); };
   std::error_code failed;
   for (fs::directory_iterator entry(fs::path(sys) / "devices/system/node", failed), end; !failed && entry != end;
@@ -66,21 +68,6 @@ MemorySize memory_of_processors(const MemorySize& host, const std::string& sys) 
     }
   }
   return size;
-}
-
-const char* gpu_memory_name(GpuMemory memory) {
-  static constexpr const char* kNames[] = {"separate", "coherent", "integrated"};
-  return kNames[static_cast<std::size_t>(memory)];
-}
-
-GpuMemory gpu_memory(const GpuMemoryFacts& facts) {
-  if (facts.is_integrated) return GpuMemory::integrated;
-  return facts.uses_host_page_tables ? GpuMemory::coherent : GpuMemory::separate;
-}
-
-unsigned processor_count(const ControlGroupLimits& limits) {
-  const auto online = static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
-  return limits.processors.value_or(online);
 }
 
 }  // namespace hoist::platform

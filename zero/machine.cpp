@@ -226,7 +226,7 @@ Machine this_machine(const RuntimeOptions& options) {
   machine.gpu_ordinal = options.device_ordinal >= 0 ? options.device_ordinal : local_rank % machine.gpu_count;
   machine.gpu_memory = platform::gpu_memory(platform::cuda_memory_facts(machine.gpu_ordinal));
   if (machine.gpu_memory == platform::GpuMemory::coherent)
-    machine.host = mappable_twice(platform::memory_of_processors(platform::host_memory(limits)));
+    machine.host = mappable_twice(platform::host_memory_beside_gpus(limits));
   // On an integrated GPU the CUDA runtime leaves out the file cache, which the kernel would free: the host's number
   // counts.
   machine.gpu =

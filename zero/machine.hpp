@@ -24,6 +24,7 @@
 #include <vector>
 
 #include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/gpu_memory.hpp>
 #include <hoist/platform/topology.hpp>
 #include <hoist/zero/options.hpp>
 

@@ -11,10 +11,12 @@
 #include <unistd.h>
 
 #include <hoist/comm/communicator.hpp>
+#include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/subprocess.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/platform/free_memory.hpp>
 
 #include "gpus.hpp"
 

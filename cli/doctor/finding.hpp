@@ -14,7 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include <hoist/core/kernel_files.hpp>
-#include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/gpu_memory.hpp>
 
 namespace hoist::cli {
 

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/kernel_files.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/platform/control_groups.hpp>
+#include <hoist/platform/free_memory.hpp>
 #include <hoist/tests/support/machine_of_files.hpp>
 
 namespace hoist::platform::control_groups_test {
@@ -117,6 +119,26 @@ TEST_F(ControlGroups, VersionOneIsUnderstood) {
 TEST_F(ControlGroups, WithoutReadableFilesThereIsNoLimit) {
   const auto found = limits();
   EXPECT_FALSE(found.memory || found.free_memory_bytes || found.cpu || found.processors);
+}
+
+// As on GH200: the machine counts 96 GiB that are its GPU's. A limit is for the memory of the processors.
+TEST_F(ControlGroups, ALimitBindsAfterTheMemoryOfGpusIsTakenAway) {
+  put("proc/meminfo", "MemTotal: 603979776 kB\nMemAvailable: 524288000 kB");
+  put("sys/devices/system/node/node0/cpulist", "0-71");
+  put("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: 503316480 kB\nNode 0 MemFree: 419430400 kB");
+  put("sys/devices/system/node/node1/cpulist", "");
+  put("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal: 100663296 kB\nNode 1 MemFree: 94371840 kB");
+  const auto memory = [&](std::optional<std::uint64_t> gib) {
+    ControlGroupLimits limits;
+    if (gib)
+      limits = {.memory = ControlGroupLimits::Memory{*gib * kGiB, "memory.max"}, .free_memory_bytes = *gib * kGiB};
+    return host_memory_beside_gpus(limits, mount_point("proc"), mount_point("sys"));
+  };
+  EXPECT_EQ(memory({}).total_bytes, 480 * kGiB);
+  EXPECT_EQ(memory({}).free_bytes, 410 * kGiB);
+  EXPECT_EQ(memory(256).total_bytes, 256 * kGiB);
+  EXPECT_EQ(memory(256).free_bytes, 256 * kGiB);
+  EXPECT_EQ(memory(64).total_bytes, 64 * kGiB);
 }
 
 }  // namespace

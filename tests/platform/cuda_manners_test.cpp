@@ -10,7 +10,7 @@
 #include <hoist/core/ledger.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/device.hpp>
-#include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/gpu_memory.hpp>
 
 #include "fake_cuda_runtime.hpp"
 
