@@ -17,7 +17,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -32,11 +31,13 @@
 
 namespace hoist::comm {
 
-// A buffer of [rank, shard] in device memory: `size()` equal pieces, of which this rank's holds its contribution.
+// A buffer of [rank, shard] in device memory: `size()` equal pieces, one for each rank. Before the operation, this
+// rank's piece holds its own bytes.
 struct GatherPiece {
   std::byte* data = nullptr;      // size() * shard_bytes
   std::uint64_t shard_bytes = 0;  // may be 0
-  // The owner of these bytes, equal on all ranks: for errors, and compared by MPI and threads. Outlives the operation.
+  // Names the owner of these bytes in errors; equal on all ranks. Every backend but NCCL compares it between ranks.
+  // Outlives the operation.
   std::string_view what{};
 };
 
@@ -147,16 +148,9 @@ class ThreadGroup {
 // remedy if this build has no MPI, or if a launcher (comm/launch.hpp) announced several ranks that MPI does not see:
 // each would otherwise train alone. Sub-communicators: comm/mpi.hpp.
 std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options = {});
-// The world size that a launcher of MPI ranks (mpirun, mpiexec, srun) announced in the environment; 0 without one.
-int mpi_size_of_launch();
 
-// Over NCCL. `id` is NCCL's unique id (128 bytes), made by rank 0 with nccl_unique_id() and passed to all.
-// Control-plane calls need `control`, a communicator between the hosts (MPI or self). Streams must belong to the device
-// of the options.
-std::vector<std::byte> nccl_unique_id();
-std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
-                                        std::unique_ptr<Communicator> control, const CommunicatorOptions& options = {});
-// [collective] The same, over the ranks of `control`, through which the id is passed.
+// [collective] Over NCCL, for the ranks of `control`, a communicator between the hosts (MPI or self), which also makes
+// the control-plane calls. Streams must belong to the device of the options.
 std::unique_ptr<Communicator> make_nccl_over(std::unique_ptr<Communicator> control,
                                              const CommunicatorOptions& options = {});
 // Over NCCL alone, without MPI: ranks find each other at `endpoint` ("host:port") by NCCL's own bootstrap

@@ -125,6 +125,11 @@ Launch launch_of_process() {
   return read_launch([](const char* name) { return std::getenv(name); });
 }
 
+int mpi_size_of_launch() {
+  const Launch launch = launch_of_process();
+  return launch.launcher == Launcher::mpi || launch.launcher == Launcher::slurm ? launch.size : 0;
+}
+
 std::string mpirun_line(int size) { return fmt::format("mpirun -np {} PROGRAM ARGUMENTS", size); }
 
 }  // namespace hoist::comm

@@ -37,6 +37,8 @@ using Environment = std::function<const char*(const char* name)>;
 Launch read_launch(const Environment& environment);
 // The launch of this process.
 Launch launch_of_process();
+// The world size that a launcher of MPI ranks (mpirun, mpiexec, srun) announced; 0 without one.
+int mpi_size_of_launch();
 
 // How to start the same program in a way that works, for messages: "mpirun -np 4 PROGRAM ...".
 std::string mpirun_line(int size);

@@ -16,7 +16,6 @@
 //            other ranks learn it through the control plane.
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <thread>
@@ -37,8 +36,6 @@
 namespace hoist::comm {
 
 namespace {
-
-static_assert(NCCL_UNIQUE_ID_BYTES == 128);
 
 ncclDataType_t nccl_type(DType dtype) {
   switch (dtype) {
@@ -61,25 +58,22 @@ std::string nccl_text(std::string_view what, int rank, int size, ncclResult_t co
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(std::span<const std::byte> id, int rank, int size, std::unique_ptr<Communicator> control,
-                   const CommunicatorOptions& options)
-      : rank_(rank),
-        size_(size),
+  NcclCommunicator(const ncclUniqueId& id, std::unique_ptr<Communicator> control, const CommunicatorOptions& options)
+      : rank_(control->rank()),
+        size_(control->size()),
         device_ordinal_(detail::device_of(options.device_ordinal)),
         timeout_(options.timeout),
         control_(std::move(control)),
         ledger_(options.ledger) {
     // NCCL's start-up waits for all ranks without a time-out of ours: first see that they are there.
     control_->barrier();
-    ncclUniqueId unique{};
-    std::memcpy(&unique, id.data(), sizeof unique);
     const detail::CurrentDevice current(device_ordinal_);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    if (size > 1) watcher_ = start_joining_thread("hoist-nccl", [this](const std::stop_token& stop) { watch(stop); });
+    if (size_ > 1) watcher_ = start_joining_thread("hoist-nccl", [this](const std::stop_token& stop) { watch(stop); });
     const MutexLock lock(mutex_);
     try {
-      settle("ncclCommInitRank", ncclCommInitRankConfig(&communicator_, size, unique, rank, &config));
+      settle("ncclCommInitRank", ncclCommInitRankConfig(&communicator_, size_, id, rank_, &config));
     } catch (...) {
       give_up();
       throw;
@@ -384,28 +378,26 @@ class NcclCommunicator final : public Communicator {
   std::jthread watcher_;
 };
 
-}  // namespace
-
-std::vector<std::byte> nccl_unique_id() {
-  ncclUniqueId unique{};
-  if (const ncclResult_t code = ncclGetUniqueId(&unique); code != ncclSuccess)
+ncclUniqueId new_id() {
+  ncclUniqueId id{};
+  if (const ncclResult_t code = ncclGetUniqueId(&id); code != ncclSuccess)
     throw CommError(nccl_text("ncclGetUniqueId", 0, 1, code, nullptr));
-  std::vector<std::byte> id(sizeof unique);
-  std::memcpy(id.data(), &unique, sizeof unique);
   return id;
 }
 
-std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
-                                        std::unique_ptr<Communicator> control, const CommunicatorOptions& options) {
-  detail::check_rank("make_nccl", rank, size);
-  if (id.size() != NCCL_UNIQUE_ID_BYTES) {
-    throw UsageError(fmt::format("make_nccl: an id has {} bytes, not {}", NCCL_UNIQUE_ID_BYTES, id.size()));
+}  // namespace
+
+std::unique_ptr<Communicator> make_nccl_over(std::unique_ptr<Communicator> control,
+                                             const CommunicatorOptions& options) {
+  ncclUniqueId id{};
+  try {
+    if (control->rank() == 0) id = new_id();
+  } catch (const std::exception& error) {  // the others wait for the id
+    control->abort(error.what());
+    throw;
   }
-  if (control == nullptr || control->rank() != rank || control->size() != size) {
-    throw UsageError(
-        fmt::format("make_nccl: rank {} of {} needs a control communicator over the same ranks", rank, size));
-  }
-  return std::make_unique<NcclCommunicator>(id, rank, size, std::move(control), options);
+  control->broadcast_host(std::as_writable_bytes(std::span(&id, 1)), 0);
+  return std::make_unique<NcclCommunicator>(id, std::move(control), options);
 }
 
 std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank, int size,

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include <hoist/comm/detail/mpi_transport.hpp>
+#include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 

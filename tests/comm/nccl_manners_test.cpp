@@ -50,9 +50,7 @@ class NcclManners : public testing::Test {
         const auto device = platform::Device::create(
             {.kind = platform::DeviceKind::cuda, .memory_bytes = 1 << 16, .ordinal = rank + 1});
         const auto stream = device->create_stream("comm");
-        const std::vector<std::byte> id(128);
-        const auto communicator =
-            make_nccl(id, rank, size, control.join(rank), {.timeout = timeout, .device_ordinal = rank + 1});
+        const auto communicator = make_nccl_over(control.join(rank), {.timeout = timeout, .device_ordinal = rank + 1});
         body({*communicator, *stream, device->memory().data()});
       });
     }
