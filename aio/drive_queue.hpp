@@ -39,7 +39,8 @@ struct DriveQueueOptions {
   // it work too, slightly slower.
   std::vector<std::span<std::byte>> registered_memory{};
   unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
-  Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
+  // Destructor: the longest time without an answer of the drive; then its transfers fail.
+  Nanoseconds drain_timeout = std::chrono::seconds(30);
   // A drive that has blocks and finishes none for this long is given up: every transfer fails with ETIMEDOUT from then
   // on. Linux gives a command of an NVMe drive 30 s before it resets the drive, and retries a few times, so a working
   // drive answers earlier. Time in which this process was stopped does not count, here and above (core/deadline.hpp).

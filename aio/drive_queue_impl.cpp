@@ -8,8 +8,8 @@
 #include <hoist/aio/detail/backends.hpp>
 #include <hoist/aio/detail/drive_queue_impl.hpp>
 #include <hoist/aio/detail/transfer_error.hpp>
+#include <hoist/aio/given_up.hpp>
 #include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
@@ -123,8 +123,8 @@ bool DriveQueue::Impl::stop() noexcept {
   }
   if (!clean && !silence_said) {
     log_critical(
-        "{}: transfers were still in flight {} ms after the queue was told to end; their memory stays "
-        "reserved and is never used again. Check the drive (dmesg, smartctl).",
+        "{}: the drive, or the I/O thread, has not answered for {} ms while the queue was ending; the memory of its "
+        "transfers stays reserved and is never used again. Check the drive (dmesg, smartctl).",
         description_, std::chrono::duration_cast<std::chrono::milliseconds>(options_.drain_timeout).count());
   }
   return clean;

@@ -32,7 +32,7 @@ void say_unregistered_once(int code, std::uint64_t bytes) {
 }
 
 // The kernel is short of a resource for the moment; entries that it did not take stay in the ring for the next call.
-bool is_passing(int result) { return result == -EAGAIN || result == -EBUSY || result == -EINTR; }
+bool is_transient(int result) { return result == -EAGAIN || result == -EBUSY || result == -EINTR; }
 
 }  // namespace
 
@@ -154,7 +154,7 @@ void Ring::put_poll(int descriptor) {
 void Ring::submit() {
   unsubmitted_ = false;
   const int result = io_uring_submit(&ring_);
-  HOIST_ASSERT(result >= 0 || is_passing(result), "io_uring_submit: {}", errno_text(-result));
+  HOIST_ASSERT(result >= 0 || is_transient(result), "io_uring_submit: {}", errno_text(-result));
 }
 
 void Ring::wait(Nanoseconds timeout) {
@@ -163,7 +163,7 @@ void Ring::wait(Nanoseconds timeout) {
   __kernel_timespec limit{.tv_sec = seconds.count(), .tv_nsec = (timeout - seconds).count()};
   io_uring_cqe* first = nullptr;
   const int result = io_uring_submit_and_wait_timeout(&ring_, &first, 1, &limit, nullptr);
-  HOIST_ASSERT(result >= 0 || result == -ETIME || is_passing(result), "io_uring_enter: {}", errno_text(-result));
+  HOIST_ASSERT(result >= 0 || result == -ETIME || is_transient(result), "io_uring_enter: {}", errno_text(-result));
   if (result == -EAGAIN || result == -EBUSY) ::usleep(kStarvedPauseUs);
 }
 

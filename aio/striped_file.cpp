@@ -64,13 +64,13 @@ Completion StripedFile::start(Operation operation, std::uint64_t offset_bytes, s
                                          .optional_bytes = end - layout_.drive_bytes(d, offset_bytes + needed_bytes)},
                                         priority);
   }
-  return count == 1 ? parts.front() : when_all(std::span(parts).first(count));
+  return when_all(std::span(parts).first(count));
 }
 
 Completion StripedFile::sync() {
   std::array<Completion, StripeLayout::kDriveCountMax> parts;
   for (std::size_t d = 0; d < drives_.size(); ++d) parts[d] = drives_[d].queue->sync(drives_[d].file);
-  return drives_.size() == 1 ? parts.front() : when_all(std::span(parts).first(drives_.size()));
+  return when_all(std::span(parts).first(drives_.size()));
 }
 
 bool StripedFile::gave_up() const {

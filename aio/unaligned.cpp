@@ -23,7 +23,7 @@ using detail::UnalignedPiece;
 
 constexpr std::uint64_t kSector = File::kAlignment;
 
-struct Request {
+struct UnalignedRequest {
   Operation operation = Operation::read;
   StripedFile* file = nullptr;
   std::uint64_t offset_bytes = 0;
@@ -31,8 +31,8 @@ struct Request {
   Priority priority = Priority::foreground;
 };
 
-struct Transfer {
-  Request request;
+struct UnalignedTransfer {
+  UnalignedRequest request;
   Promise promise;
   std::vector<UnalignedPiece> pieces;  // bounced
   std::size_t next = 0;                // of these
@@ -42,7 +42,7 @@ struct Transfer {
 
 // A piece that has a bounce buffer.
 struct Bounce {
-  std::shared_ptr<Transfer> transfer;
+  std::shared_ptr<UnalignedTransfer> transfer;
   UnalignedPiece piece;
   std::byte* buffer = nullptr;
 
@@ -67,7 +67,7 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
       free_.push_back(memory_.span().data() + at);
   }
 
-  Completion start(const Request& request);
+  Completion start(const UnalignedRequest& request);
 
  private:
   // A sector that is being read, changed and written; no other transfer may change it meanwhile.
@@ -77,7 +77,7 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
     bool operator==(const Sector&) const = default;
   };
 
-  void start_direct(const std::shared_ptr<Transfer>& transfer, const UnalignedPiece& piece);
+  void start_direct(const std::shared_ptr<UnalignedTransfer>& transfer, const UnalignedPiece& piece);
   void pump();
   std::vector<Bounce> take_ready();
   bool claim(const Bounce& bounce) HOIST_REQUIRES(mutex_);
@@ -86,21 +86,22 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
   void read_shared_sectors(const Bounce& bounce);
   void write_bounce(const Bounce& bounce);
   void finish_bounce(const Bounce& bounce, std::exception_ptr error);
-  void finish(const std::shared_ptr<Transfer>& transfer, std::exception_ptr error);
+  void finish(const std::shared_ptr<UnalignedTransfer>& transfer, std::exception_ptr error);
 
   const std::uint64_t piece_bytes_;
   const TransferMemory memory_;
 
   Mutex mutex_;
   std::vector<std::byte*> free_ HOIST_GUARDED_BY(mutex_);
-  std::array<std::deque<std::shared_ptr<Transfer>>, kPriorityCount> queues_ HOIST_GUARDED_BY(mutex_);  // by priority
+  std::array<std::deque<std::shared_ptr<UnalignedTransfer>>, kPriorityCount> queues_
+      HOIST_GUARDED_BY(mutex_);  // by priority
   std::vector<Sector> claimed_ HOIST_GUARDED_BY(mutex_);
   bool pumping_ HOIST_GUARDED_BY(mutex_) = false;
 };
 
-Completion Unaligned::Impl::start(const Request& request) {
+Completion Unaligned::Impl::start(const UnalignedRequest& request) {
   if (request.memory.empty()) return {};
-  auto transfer = std::make_shared<Transfer>();
+  auto transfer = std::make_shared<UnalignedTransfer>();
   transfer->request = request;
   std::vector<UnalignedPiece> direct;
   for (const UnalignedPiece& piece : detail::plan_unaligned(
@@ -121,8 +122,8 @@ Completion Unaligned::Impl::start(const Request& request) {
   return completion;
 }
 
-void Unaligned::Impl::start_direct(const std::shared_ptr<Transfer>& transfer, const UnalignedPiece& piece) {
-  const Request& request = transfer->request;
+void Unaligned::Impl::start_direct(const std::shared_ptr<UnalignedTransfer>& transfer, const UnalignedPiece& piece) {
+  const UnalignedRequest& request = transfer->request;
   const auto part = request.memory.subspan(piece.offset_bytes - request.offset_bytes, piece.length_bytes);
   const Completion moved = request.operation == Operation::read
                                ? request.file->read(piece.offset_bytes, part, request.priority)
@@ -150,7 +151,7 @@ std::vector<Bounce> Unaligned::Impl::take_ready() {
   if (pumping_) return ready;
   for (auto& queue : queues_) {  // foreground first
     while (!queue.empty() && !free_.empty()) {
-      const std::shared_ptr<Transfer> transfer = queue.front();
+      const std::shared_ptr<UnalignedTransfer> transfer = queue.front();
       const Bounce bounce{transfer, transfer->pieces[transfer->next], free_.back()};
       if (!claim(bounce)) break;
       free_.pop_back();
@@ -231,7 +232,7 @@ void Unaligned::Impl::finish_bounce(const Bounce& bounce, std::exception_ptr err
   pump();
 }
 
-void Unaligned::Impl::finish(const std::shared_ptr<Transfer>& transfer, std::exception_ptr error) {
+void Unaligned::Impl::finish(const std::shared_ptr<UnalignedTransfer>& transfer, std::exception_ptr error) {
   {
     const MutexLock lock(mutex_);
     --transfer->unfinished;

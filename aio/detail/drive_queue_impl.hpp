@@ -13,7 +13,6 @@
 
 #include <hoist/aio/detail/transfer.hpp>
 #include <hoist/aio/drive_queue.hpp>
-#include <hoist/aio/given_up.hpp>
 #include <hoist/core/busy_clock.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/mutex.hpp>
