@@ -4,7 +4,6 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/owning_process.hpp>
-#include <hoist/core/units.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
 namespace hoist::tiers {

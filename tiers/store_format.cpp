@@ -66,9 +66,7 @@ bool has_magic(std::span<const std::byte> bytes, const char (&magic)[8]) {
 // Called before the checksum is checked: another version may compute it otherwise.
 std::string wrong_version(std::uint32_t version) {
   if (version == kStoreFormatVersion) return {};
-  const char* const how = version == 0 || version > kStoreFormatVersion ? "" : ", whose checksums were others,";
-  return fmt::format("it is of format version {}{} and this program reads version {}", version, how,
-                     kStoreFormatVersion);
+  return fmt::format("it is of format version {}, and this program reads version {}", version, kStoreFormatVersion);
 }
 
 std::string wrong_checksum(std::span<const std::byte> covered, std::uint64_t recorded) {

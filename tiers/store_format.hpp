@@ -22,7 +22,7 @@
 
 namespace hoist::tiers {
 
-inline constexpr std::uint32_t kStoreFormatVersion = 4;  // versions 1 to 3 had other checksums
+inline constexpr std::uint32_t kStoreFormatVersion = 4;
 inline constexpr std::uint64_t kSuperblockHeaderBytes = 128;
 inline constexpr std::uint64_t kSlotHeaderBytes = 128;
 inline constexpr std::uint64_t kRecordEntryBytes = 40;

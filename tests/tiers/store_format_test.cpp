@@ -94,10 +94,10 @@ TEST(StoreFormat, AnotherVersionIsNamed) {
   std::string problem;
   bytes[16] = std::byte{5};
   EXPECT_FALSE(decoded(bytes, 1 << 20, problem));
-  EXPECT_EQ(problem, "it is of format version 5 and this program reads version 4");
+  EXPECT_EQ(problem, "it is of format version 5, and this program reads version 4");
   bytes[16] = std::byte{1};
   EXPECT_FALSE(decoded(bytes, 1 << 20, problem));
-  EXPECT_EQ(problem, "it is of format version 1, whose checksums were others, and this program reads version 4");
+  EXPECT_EQ(problem, "it is of format version 1, and this program reads version 4");
 }
 
 TEST(StoreFormat, RoomForNamedCheckpointsComesBack) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/detail/held_commit.hpp - what StoreReader reads a commit of an open store from.
+// tiers/detail/held_commit.hpp - the parts of an open store that a StoreReader of a held commit reads.
 #pragma once
 
 #include <functional>

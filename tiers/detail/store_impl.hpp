@@ -2,7 +2,7 @@
 // tiers/detail/store_impl.hpp - the state of an open store: tables, transfers in flight, and the commit thread.
 //
 // store.cpp reads, writes and commits, store_checkpoints.cpp makes named checkpoints and holds commits, store_open.cpp
-// makes, opens and refuses stores.
+// makes and opens stores; store_look.cpp looks at closed ones.
 #pragma once
 
 #include <atomic>
@@ -138,7 +138,9 @@ class Store::Impl final : public Store {
   mutable Mutex mutex_;
   ConditionVariable wake_;  // for the commit thread
   ConditionVariable idle_;  // a commit has ended
-  bool adopted_ = false;    // there is a current state, or the store is new
+  // From adopted_ to revision_: written under mutex_, by adopt() and, while no job is waiting or running, by
+  // begin_step(); otherwise by the commit thread, which alone reads them without it.
+  bool adopted_ = false;  // there is a current state, or the store is new
   std::atomic<bool> step_open_{false};
   std::uint64_t step_ = 0;
   std::uint32_t incarnation_ = 1;
