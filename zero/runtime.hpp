@@ -63,6 +63,8 @@ class Runtime {
 
   // With what was chosen for this machine where they left the choice.
   const RuntimeOptions& options() const { return options_; }
+  // parts_-> throws UsageError in a process that was forked later; parts_.get()-> does not, for what stays readable
+  // there (InOneProcess).
   platform::Device& device() { return *parts_->device; }
   // For memory that outlives the runtime: the device goes with its last owner, and keeps the ledger that it counts in.
   std::shared_ptr<platform::Device> shared_device() { return parts_->device; }
@@ -79,10 +81,10 @@ class Runtime {
   Trace* trace() { return parts_.get()->trace.get(); }  // null unless RuntimeOptions::trace_path asks for one
   int rank() const;
   int world_size() const;
-  // For engines: the one whose collectives may be under way. Null: none, or one rank.
-  detail::EngineCore*& engine_at_work() { return engine_at_work_; }
 
  private:
+  friend class detail::EngineCore;  // engine_at_work_
+
   Runtime(const RuntimeOptions& options, const Groups& groups, bool alone);
   Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone);
 
@@ -109,7 +111,7 @@ class Runtime {
 
   RuntimeOptions options_;
   InOneProcess<Parts> parts_;
-  detail::EngineCore* engine_at_work_ = nullptr;
+  detail::EngineCore* engine_at_work_ = nullptr;  // whose collectives may be under way; null: none, or one rank
 };
 
 }  // namespace hoist

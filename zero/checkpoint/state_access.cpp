@@ -7,7 +7,6 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/state_access.hpp>
-#include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/layout/tile_values.hpp>
 
 namespace hoist::detail {
@@ -100,9 +99,7 @@ std::uint64_t StateAccess::write_resident() {
                         [](const TileAccess&) {});
 }
 
-WalkOptions StateAccess::walk() const {
-  return {.write_resident = writes_resident_state(options_, /*committed=*/true)};
-}
+WalkOptions StateAccess::walk() const { return {.write_resident = options_.commits_steps()}; }
 
 bool StateAccess::stores_frozen() const { return options_.parameters == Placement::nvme || walk().write_resident; }
 

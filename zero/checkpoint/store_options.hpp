@@ -29,8 +29,9 @@ StoreCost store_cost(const EngineOptions& options, const UnitTable& table, const
 // The options of the mirror, which is found, made and opened like a store of its own.
 EngineOptions mirror_options(const EngineOptions& options);
 
-// Whether a program's state fits EngineOptions::caller_state_bytes_max; UsageError unless it does.
+// Whether a program's state fits EngineOptions::caller_state_bytes_max.
 bool has_room(const EngineOptions& options, std::span<const std::byte> program_state);
+// The same as a refusal. Errors: UsageError.
 void require_room(const EngineOptions& options, std::span<const std::byte> program_state);
 
 }  // namespace hoist::detail

@@ -4,7 +4,6 @@
 #include <iterator>
 #include <set>
 #include <string>
-#include <tuple>
 
 #include <fmt/format.h>
 
@@ -61,7 +60,8 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   std::set<std::uint64_t, std::greater<>> orders;
   for (const std::string& directory : directories)
     for (const detail::StoreDirectory& place : detail::readable_stores(directory)) orders.insert(place.order);
-  // As restore(): a newer place that came to nothing gives way to the one before it.
+  // As restore() does, passes over a newer store that not all groups have, or that holds no commit that all of them
+  // have.
   StoredJob job;
   std::set<std::string> names;  // of the checkpoints in newer stores
   for (const std::uint64_t order : orders) {
@@ -69,7 +69,7 @@ StoredJob look_at_job(std::span<const std::string> directories) {
     try {
       groups = at_place(directories, order);
     } catch (const Error&) {
-      if (job.groups.empty()) throw;  // the newest; an older one is of no importance for it
+      if (job.groups.empty()) throw;  // no usable store was found yet; later, only an older one is lost
     }
     if (groups.empty() || !objection(groups).empty()) continue;
     StoredJob here{

@@ -18,7 +18,7 @@ namespace hoist::detail {
 // ignored. EngineParts' destructor then ends the parts.
 EngineCore::~EngineCore() {
   self.reset();
-  if (runtime.engine_at_work() == this) runtime.engine_at_work() = nullptr;
+  if (runtime.engine_at_work_ == this) runtime.engine_at_work_ = nullptr;
   if (!state_calls) return;  // not all parts were made: nothing is under way
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
   const bool ended_by_exception = alive_ && !failure_ && unwinding;
@@ -265,7 +265,7 @@ CorruptionError EngineCore::with_remedy(const CorruptionError& error) const {
 // --- calls -----------------------------------------------------------------------------------------------------------
 
 void EngineCore::take_turn(const char* call) {
-  EngineCore*& at_work = runtime.engine_at_work();
+  EngineCore*& at_work = runtime.engine_at_work_;
   if (runtime.world_size() == 1 || at_work == this) return;
   if (at_work != nullptr) {
     if (at_work->pass->under_way())

@@ -59,8 +59,4 @@ bool updates_under_forward(const EngineOptions& options) {
   return options.resolved_update_mode() == UpdateMode::forward;
 }
 
-bool writes_resident_state(const EngineOptions& options, bool committed) {
-  return options.commits_steps() && committed;
-}
-
 }  // namespace hoist::detail

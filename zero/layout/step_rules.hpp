@@ -37,7 +37,4 @@ bool may_spill_gradients(const EngineOptions& options);
 // Whether an update's reads serve the next forward pass, too.
 bool updates_under_forward(const EngineOptions& options);
 
-// Whether a step also writes state that lives in memory to the store: it does when the step is committed.
-bool writes_resident_state(const EngineOptions& options, bool committed);
-
 }  // namespace hoist::detail

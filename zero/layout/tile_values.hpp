@@ -5,7 +5,6 @@
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <span>
 
 #include <hoist/zero/layout/partition.hpp>

@@ -8,7 +8,6 @@
 #include <hoist/core/units.hpp>
 #include <hoist/scheduler/plan.hpp>
 #include <hoist/tiers/device_arena.hpp>
-#include <hoist/zero/checkpoint/commit_state.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
@@ -105,7 +104,7 @@ detail::MachineFacts facts_of(const RuntimeOptions& runtime, std::uint64_t other
   return facts;
 }
 
-void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
+void describe_memory(const EngineOptions& engine, const detail::MemoryPlan& plan, Prediction& out) {
   const detail::PinnedBuffers& pinned = plan.pinned_buffers();
   out.gather_bytes = plan.device_buffers().gather_bytes;
   out.gradient_buffers = plan.device_buffers().gradient_count;
@@ -118,6 +117,9 @@ void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
   out.update_buffer_bytes = plan.buffer_bytes(detail::MemoryRole::update_buffer);
   out.device_state_bytes = plan.units().device_state_bytes();
   out.device_state_share = plan.units().device_state_share();
+  for (std::uint32_t u = 0; u < plan.units().table().units().size(); ++u)
+    if (plan.units().unit(UnitId{u}).gradient_spilled) ++out.spilled_units;
+  if (engine.parameters == Placement::nvme) out.pinned_weight_share = plan.units().pinned_weight_share();
 }
 
 // Gradient, weights and state are read, the last two written; weights of fp16 are made of their masters.
@@ -139,76 +141,97 @@ UnitWork work_of(const detail::Unit& unit, bool device_only, const UnitStep& byt
   return work;
 }
 
-}  // namespace
+// What a prediction begins with.
+struct Setting {
+  RuntimeOptions runtime;
+  detail::UnitTable table;
+  detail::StoreCost store;
+  std::uint64_t other_device = 0, other_pinned = 0;  // bytes that are not the engine's
+  detail::MachineFacts facts;
+};
 
-Prediction predict(const RuntimeOptions& given, const EngineOptions& options, const Model& model, int world_size,
+Setting setting_of(const RuntimeOptions& given, const EngineOptions& engine, const Model& model, int world_size,
                    const ProgramMemory& program) {
-  const RuntimeOptions runtime = choose_for_this_machine(given).runtime;
-  if (options.commit_every < 1) throw UsageError("a step cannot be predicted of a store that commits every 0 steps");
-  const detail::UnitTable table = table_of(options, model, world_size);
-  const detail::DeviceAccess access = detail::device_access(runtime);
-  const detail::StoreCost store = detail::store_cost(options, table, detail::RecordMap(table), /*rank=*/0);
-  const std::uint64_t other_device = other_device_bytes(runtime, program, world_size);
-  const std::uint64_t other_pinned = store.memory_bytes + program.pinned_bytes;
-  Prediction out;
-  out.program = program;
-  out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
-  out.pinned.budget_bytes = runtime.pinned_memory_bytes;
-  out.host_budget_bytes = runtime.host_memory_bytes;
-  const detail::MachineFacts facts = facts_of(runtime, other_device, other_pinned);
-  EngineOptions engine = options;
-  detail::choose_pinned_shares(engine, table, access, detail::free_for_pinned(engine, table, facts));
+  Setting setting{.runtime = choose_for_this_machine(given).runtime, .table = table_of(engine, model, world_size)};
+  setting.store = detail::store_cost(engine, setting.table, detail::RecordMap(setting.table), /*rank=*/0);
+  setting.other_device = other_device_bytes(setting.runtime, program, world_size);
+  setting.other_pinned = setting.store.memory_bytes + program.pinned_bytes;
+  setting.facts = facts_of(setting.runtime, setting.other_device, setting.other_pinned);
+  return setting;
+}
 
-  EngineOptions smallest = options;  // shares that the engine chooses are those for the smallest budget
-  detail::choose_pinned_shares(smallest, table, access, 0);
-  const detail::MemoryPlan least(smallest, table, {access, 0, 0});
-  const detail::MemoryPlan plan(engine, table, facts);
+// `least`: the plan for the smallest budget.
+void describe_tiers(const Setting& setting, const EngineOptions& engine, const detail::MemoryPlan& least,
+                    const detail::MemoryPlan& plan, Prediction& out) {
   using detail::MemoryTier;
-  out.parameter_count = model.parameter_count();
-  out.device.least_bytes = other_device + least.bytes(MemoryTier::device);
-  out.device.bytes = other_device + plan.bytes(MemoryTier::device);
-  out.pinned.least_bytes = other_pinned + least.bytes(MemoryTier::pinned);
-  out.pinned.bytes = other_pinned + plan.bytes(MemoryTier::pinned);
-  if (!out.device.fits() && out.device.budget_bytes > other_device)
-    out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, table, access, facts.free_device_bytes);
+  const RuntimeOptions& runtime = setting.runtime;
+  out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
+  out.device.least_bytes = setting.other_device + least.bytes(MemoryTier::device);
+  out.device.bytes = setting.other_device + plan.bytes(MemoryTier::device);
+  out.pinned.budget_bytes = runtime.pinned_memory_bytes;
+  out.pinned.least_bytes = setting.other_pinned + least.bytes(MemoryTier::pinned);
+  out.pinned.bytes = setting.other_pinned + plan.bytes(MemoryTier::pinned);
+  out.host_budget_bytes = runtime.host_memory_bytes;
+  if (!out.device.fits() && out.device.budget_bytes > setting.other_device)
+    out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, setting.table, setting.facts.device_access,
+                                                              setting.facts.free_device_bytes);
   out.scratch_bytes = plan.units().scratch_bytes();
-  out.nvme_bytes = store.disk_bytes + out.scratch_bytes;
-  out.mirror_bytes = store.mirror_disk_bytes;
-  for (std::uint32_t u = 0; u < table.units().size(); ++u)
-    if (plan.units().unit(UnitId{u}).gradient_spilled) ++out.spilled_units;
-  out.pinned_fraction = *engine.optimizer_pinned_fraction;
-  out.parameters_pinned_fraction = *engine.parameters_pinned_fraction;
-  if (engine.parameters == Placement::nvme) out.pinned_weight_share = plan.units().pinned_weight_share();
-  describe_memory(plan, out);
+  out.nvme_bytes = setting.store.disk_bytes + out.scratch_bytes;
+  out.mirror_bytes = setting.store.mirror_disk_bytes;
+}
+
+void describe_step(const EngineOptions& engine, const detail::MemoryPlan& plan, Prediction& out) {
+  const std::vector<detail::Unit>& units = plan.units().table().units();
   out.fetches = fetches_of(engine, plan);
-  const auto steps = detail::unit_steps(engine, plan.units(), counts_of(out.fetches, table.units().size()));
+  const auto steps = detail::unit_steps(engine, plan.units(), counts_of(out.fetches, units.size()));
   out.step = detail::sum_of(steps);
   out.passes = detail::passes_of_a_step(engine);
   out.updates_under_forward = detail::updates_under_forward(engine);
   out.updates_under_backward = detail::hands_gradients_on(engine);
-  if (detail::writes_resident_state(engine, /*committed=*/true)) out.commits = 1.0 / engine.commit_every;
+  if (engine.commits_steps()) out.commits = 1.0 / engine.commit_every;
   out.awaits_norm = engine.gradient_clipping > 0 || engine.weights_dtype == DType::fp16;
   out.updates_on_request = detail::update_order(engine) == detail::UpdateOrder::on_request;
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-    out.units.push_back(work_of(table.units()[u], plan.units().unit(UnitId{u}).device_only, steps[u]));
+  for (std::uint32_t u = 0; u < units.size(); ++u) {
+    out.units.push_back(work_of(units[u], plan.units().unit(UnitId{u}).device_only, steps[u]));
     out.update_memory_bytes += out.units.back().update_memory_bytes;
     out.device_update_bytes += out.units.back().device_update_bytes;
   }
+}
+
+}  // namespace
+
+Prediction predict(const RuntimeOptions& given, const EngineOptions& options, const Model& model, int world_size,
+                   const ProgramMemory& program) {
+  if (options.commit_every < 1) throw UsageError("a step cannot be predicted of a store that commits every 0 steps");
+  const Setting setting = setting_of(given, options, model, world_size, program);
+  const detail::UnitTable& table = setting.table;
+  const detail::MachineFacts& facts = setting.facts;
+  EngineOptions engine = options;
+  detail::choose_pinned_shares(engine, table, facts.device_access, detail::free_for_pinned(engine, table, facts));
+  EngineOptions smallest = options;  // shares that the engine chooses are those for the smallest budget
+  detail::choose_pinned_shares(smallest, table, facts.device_access, 0);
+  const detail::MemoryPlan least(smallest, table, {facts.device_access, 0, 0});
+  const detail::MemoryPlan plan(engine, table, facts);
+  Prediction out;
+  out.program = program;
+  out.parameter_count = model.parameter_count();
+  out.pinned_fraction = *engine.optimizer_pinned_fraction;
+  out.parameters_pinned_fraction = *engine.parameters_pinned_fraction;
+  describe_tiers(setting, engine, least, plan, out);
+  describe_memory(engine, plan, out);
+  describe_step(engine, plan, out);
   return out;
 }
 
 double largest_pinned_fraction(const RuntimeOptions& given, EngineOptions engine, const Model& model, int world_size,
                                const ProgramMemory& program, std::optional<double> EngineOptions::*share) {
-  const RuntimeOptions runtime = choose_for_this_machine(given).runtime;
-  const detail::UnitTable table = table_of(engine, model, world_size);
-  const std::uint64_t other_bytes =
-      detail::store_cost(engine, table, detail::RecordMap(table), /*rank=*/0).memory_bytes + program.pinned_bytes;
-  const detail::MachineFacts facts = facts_of(runtime, other_device_bytes(runtime, program, world_size), other_bytes);
-  const std::uint64_t free_bytes = detail::free_for_pinned(engine, table, facts);
+  const Setting setting = setting_of(given, engine, model, world_size, program);
+  const std::uint64_t free_bytes = detail::free_for_pinned(engine, setting.table, setting.facts);
   const std::optional<double> asked = std::exchange(engine.*share, 0);
-  detail::choose_pinned_shares(engine, table, facts.device_access, free_bytes);
+  detail::choose_pinned_shares(engine, setting.table, setting.facts.device_access, free_bytes);
   engine.*share = asked;
-  const double most = detail::largest_pinned_share(engine, share, table, facts.device_access, free_bytes);
+  const double most =
+      detail::largest_pinned_share(engine, share, setting.table, setting.facts.device_access, free_bytes);
   return std::max(most, asked.value_or(0));
 }
 

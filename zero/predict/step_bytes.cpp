@@ -165,7 +165,7 @@ class UnitFormula {
 
 std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
                                  std::span<const std::uint32_t> fetches) {
-  const bool commits_resident = writes_resident_state(options, /*committed=*/true);
+  const bool commits_resident = options.commits_steps();
   StepMean written_by_commits(options.commit_every), brought_down_by_commits(options.commit_every);
   std::vector<UnitStep> steps;
   for (std::uint32_t u = 0; u < units.table().units().size(); ++u) {

@@ -13,9 +13,9 @@
 
 namespace hoist::detail {
 
-// The bytes that one step of training moves, by unit and by formula, when each unit is fetched fetches[unit] times:
-// bytes per parameter of each link, over the parameters whose state crosses it. If a commit has several steps, their
-// mean.
+// The bytes that one step moves for each unit, if each pass fetches unit u fetches[u] times. They count the elements,
+// without what fills up the last tile of a segment. If a commit has several steps, a step has its share of the commit's
+// writes.
 std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
                                  std::span<const std::uint32_t> fetches);
 // All units together.

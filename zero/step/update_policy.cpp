@@ -7,7 +7,6 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/float_environment.hpp>
-#include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/passes/waits.hpp>
 #include <hoist/zero/step/update_policy.hpp>
 
@@ -21,7 +20,7 @@ std::exception_ptr UpdatePolicy::undone(const std::string& why) {
 }
 
 WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
-  WalkOptions walk{.write_resident = writes_resident_state(parts_.options, parts_.checkpoints.is_due(step)),
+  WalkOptions walk{.write_resident = parts_.options.commits_steps() && parts_.checkpoints.is_due(step),
                    .waits = WaitCause::none,
                    .in_background = true,
                    .makes_weights = true,

@@ -5,7 +5,6 @@
 #include <functional>
 #include <numeric>
 
-#include <hoist/core/assert.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/update/tile_pipeline.hpp>
 
@@ -74,8 +73,8 @@ std::uint64_t TilePipeline::walk(const WalkOptions& options, const Work& work, s
 void TilePipeline::run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated) {
   std::deque<Job> jobs;  // started, oldest first
   std::optional<UpdateRequest> request;
-  std::size_t index = 0;  // of the request's next sub-group
-  std::deque<UpdateRequest> later;
+  std::size_t index = 0;            // of the request's next sub-group
+  std::deque<UpdateRequest> later;  // units that are only written: after all others
   const auto next_request = [&](bool wait) -> std::optional<UpdateRequest> {
     while (auto wanted = next(wait && later.empty())) {
       if (!is_only_written(wanted->unit, options)) return wanted;
@@ -189,7 +188,7 @@ TilePipeline::Buffer* TilePipeline::idle_buffer(const std::deque<Job>& jobs) {
   return nullptr;
 }
 
-// An idle one; else, when there is no job to go on with, the one written out of first.
+// Returns an idle buffer. Without one: null while jobs are left to finish; else waits for the one taken longest ago.
 TilePipeline::Buffer* TilePipeline::buffer_for(const std::deque<Job>& jobs, WaitCause cause) {
   if (Buffer* const idle = idle_buffer(jobs)) return idle;
   if (!jobs.empty()) return nullptr;
@@ -215,7 +214,7 @@ void TilePipeline::read_ahead(const WalkOptions& walk, std::span<const UnitId> u
         // ahead.
         if (memory_.plan().units().buffered_bytes(sub_group).total() == 0 || read_already(sub_group) != ahead_.end())
           continue;
-        Buffer* const buffer = idle_buffer({});
+        Buffer* const buffer = idle_buffer(ahead_);
         if (buffer == nullptr) return;
         ahead_.push_back(job_of(index, buffer));
         ahead_.back().priority = aio::Priority::background;
