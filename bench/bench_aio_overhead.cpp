@@ -7,7 +7,6 @@
 // Exit code 1 when a steady shape costs more than the limit (1000 ns).
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <filesystem>
 #include <string>
 #include <vector>

@@ -106,15 +106,12 @@ class Pool {
       : piece_(a.piece),
         device_(platform::Device::create(
             {.kind = platform::DeviceKind::cuda, .memory_bytes = 2 * a.bytes, .ordinal = a.ordinal})),
-        budget_("pinned", "--bytes", 2 * plan(a).bytes()),
-        pool_(budget_, {.bytes = plan(a).bytes()}),
+        budget_("pinned", "--bytes", 2 * a.bytes),
+        pool_(budget_, {.bytes = 2 * a.bytes}),
         up_(device_->create_stream("up")),
         down_(device_->create_stream("down")),
         pieces_(a.bytes / a.piece) {
     device_->register_host(pool_.memory().bytes());
-    tiers::PinnedPlan places;
-    for (std::uint64_t i = 0; i < 2 * pieces_; ++i)
-      host_.push_back(pool_.memory().bytes().data() + places.add(a.piece));
   }
   ~Pool() { device_->unregister_host(pool_.memory().bytes()); }
   Pool(const Pool&) = delete;
@@ -125,10 +122,12 @@ class Pool {
   std::byte* lower() { return device_->memory().data() + pieces_ * piece_; }  // where they come down from
 
   double seconds(bool up, bool down) {
+    std::byte* const from = pool_.memory().bytes().data();  // for copies up
+    std::byte* const into = from + pieces_ * piece_;        // for copies down
     const TimePoint begin = Clock::now();
     for (std::uint64_t i = 0; i < pieces_; ++i) {
-      if (up) up_->copy(upper() + i * piece_, host_[i], piece_, CopyKind::host_to_device);
-      if (down) down_->copy(host_[pieces_ + i], lower() + i * piece_, piece_, CopyKind::device_to_host);
+      if (up) up_->copy(upper() + i * piece_, from + i * piece_, piece_, CopyKind::host_to_device);
+      if (down) down_->copy(into + i * piece_, lower() + i * piece_, piece_, CopyKind::device_to_host);
     }
     if (up) up_->synchronize();
     if (down) down_->synchronize();
@@ -136,19 +135,12 @@ class Pool {
   }
 
  private:
-  static tiers::PinnedPlan plan(const Arguments& a) {
-    tiers::PinnedPlan plan;
-    for (std::uint64_t i = 0; i < 2 * (a.bytes / a.piece); ++i) plan.add(a.piece);
-    return plan;
-  }
-
   const std::uint64_t piece_;
   std::unique_ptr<platform::Device> device_;
   tiers::Budget budget_;
   tiers::PinnedPool pool_;
   std::unique_ptr<platform::Stream> up_, down_;
   const std::uint64_t pieces_;
-  std::vector<std::byte*> host_;
 };
 
 struct Figure {

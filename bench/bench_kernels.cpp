@@ -132,15 +132,15 @@ void tile_checksum_on(benchmark::State& state, const std::string& instruction_se
   moved(state, 2);
 }
 
-// Each tile that was read is verified, then copied on.
+// Each piece that was read is verified, then copied on.
 void verified_copy(benchmark::State& state) {
   const std::vector<bf16> from = halves(state.range(0));
   std::vector<bf16> to(from.size());
-  constexpr std::size_t kTile = 64 << 10;  // elements
+  constexpr std::size_t kPieceElements = 64 << 10;
   for (auto _ : state) {
-    for (std::size_t i = 0; i < from.size(); i += kTile) {
-      benchmark::DoNotOptimize(tile_checksum({.tile = 1}, std::as_bytes(std::span(from.data() + i, kTile))));
-      std::memcpy(to.data() + i, from.data() + i, kTile * sizeof(bf16));
+    for (std::size_t i = 0; i < from.size(); i += kPieceElements) {
+      benchmark::DoNotOptimize(tile_checksum({.tile = 1}, std::as_bytes(std::span(from.data() + i, kPieceElements))));
+      std::memcpy(to.data() + i, from.data() + i, kPieceElements * sizeof(bf16));
     }
     benchmark::ClobberMemory();
   }

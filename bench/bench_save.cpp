@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long Engine::save() keeps a training program waiting: its call, and what the step after it takes longer.
+// How long Engine::save() keeps a training program waiting: its call, and how much longer the step after it takes.
 //
 //   bench_save [--path DIR] [--parameters N] [--saves N] [--json FILE] [--smoke]
 //
