@@ -36,7 +36,7 @@ EngineCore::~EngineCore() {
     // After an error that all ranks have exchanged, those that stand in a barrier are met there by this rank.
     if (failure_ && is_of_communication(failure_) && !was_exchanged(failure_)) checkpoints->close_barriers();
     if (failure_) checkpoints->abandon_copy();
-    gradients->await_handed_on();
+    gradients->arrivals().await_handed_on();
     if (failure_ || !alive_ || stepper->policy().is_decided()) return updates->stop();
     updates->finish();  // a step that was taken is not lost by an orderly end
   });

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/float_environment.hpp>
 #include <hoist/zero/passes/gradients.hpp>
@@ -20,25 +19,17 @@ Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitT
       reduces_(table.world_size() > 1 && !options.gradients_are_reduced),
       table_(table),
       memory_(memory),
-      spill_(spill),
       executor_(executor),
       streams_(streams),
       updates_(updates),
       abort_notifier_(abort_notifier),
       states_(table.units().size()),
       own_(table.units().size()),
-      norm_(runtime, table, memory),
-      spilling_(table.units().size()) {
+      arrivals_(runtime, options, table, memory, spill, streams) {
   for (const std::span<std::byte> bytes : memory.gradient_buffers()) shared_.push_back({.data = bytes.data()});
   for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).own_gradient;
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
-  for (std::uint32_t u = 0; u < own_.size(); ++u) shards_.push_back(memory.unit(UnitId{u}).gradient);
-  if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
-  if (hands_gradients_on(options) || spill != nullptr)
-    arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
 }
-
-bool Gradients::in_ring(UnitId unit) const { return ring_ && memory_.placement(unit).gradient_in_ring; }
 
 std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
   State& state = states_[unit.index];
@@ -53,7 +44,7 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
     state.stream = &*stream;  // clear() needs it, also after an error below
     if (state.buffer->reduction) {
       await_submitted(state.buffer->reduction->submitted, stream, updates_, runtime_.ledger());
-      stream->wait(state.buffer->reduction->arrived, WaitCause::none);
+      stream->wait(state.buffer->reduction->arrival.arrived, WaitCause::none);
     }
     stream->wait(state.buffer->dropped, WaitCause::none);
     const Unit& description = table_.unit(unit);
@@ -78,7 +69,7 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
   for (Buffer& buffer : shared_) {
     if (buffer.busy) continue;
     const bool submitted = !buffer.reduction || buffer.reduction->submitted.done();
-    if (submitted && (!buffer.reduction || buffer.reduction->arrived.reached())) return buffer;
+    if (submitted && (!buffer.reduction || buffer.reduction->arrival.arrived.reached())) return buffer;
     if (best == nullptr || submitted) best = &buffer;
   }
   if (best != nullptr) return *best;
@@ -94,14 +85,13 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
   if (micro_batches_in_pass_ > 1) take_mean(table_.unit(id), source, stream);
   auto reduction = std::make_shared<Reduction>();
-  reduction->hand_on = handing_on_ && !memory_.state_on_device(id);
-  reduction->completes_step = completes_step_;
+  reduction->arrival = {.hand_on = arrivals_.hands_on(id), .completes_step = completes_step_};
   last_made_ = stream->record();
   reduction->submitted =
       executor_.enqueue([this, id, source, reduction, ready = last_made_,
                          how = state.summed ? optim::Accumulate::add : optim::Accumulate::overwrite] {
         try {
-          reduce(id, source, ready, how, *reduction);
+          reduce(id, source, ready, how, reduction->arrival);
         } catch (...) {
           abort_notifier_.notify(std::current_exception(), table_.unit(id).name);
           throw;
@@ -125,7 +115,7 @@ void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream)
 
 // On the executor. Takes the mean over ranks, unless the program has, and brings this rank's shard of it down.
 void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
-                       Reduction& reduction) {
+                       GradientArrivals::Arrival& arrival) {
   const Unit& unit = table_.unit(id);
   if (reduces_) {
     std::vector<comm::ReducePiece> pieces;
@@ -146,98 +136,23 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
   updates_.request(id).wait();
-  std::byte* const shards = in_ring(id) ? ring_->take(unit.gradient_shard_bytes) : shards_[id.index];
-  const bool spilled = memory_.placement(id).gradient_spilled;
-  if (!spilled) shards_[id.index] = shards;
+  std::byte* const shards = arrivals_.place(id);
   try {
     if (table_.gradient_sums() == GradientSums::in_memory) {
-      sum_in_memory(id, source, shards, how, reduction);
+      sum_in_memory(id, source, shards, how, arrival);
     } else {
       bring_down(id, source, shards);
-      reduction.arrived = streams_.down->record();
+      arrival.arrived = streams_.down->record();
     }
   } catch (...) {
-    spilling_[id.index] = Completion::failed(std::current_exception());
+    arrivals_.fail(id);
     throw;
   }
-  if (spilled) enqueue_spill(id, shards, reduction);
-  if (reduction.hand_on) enqueue_hand_on(id, reduction);
-}
-
-// --- handing on ------------------------------------------------------------------------------------------------------
-
-void Gradients::hand_on(Recipient recipient) {
-  recipient_ = std::move(recipient);
-  handing_on_ = true;
-  opened_ = arrivals_->enqueue(recipient_.open);
-}
-
-void Gradients::await_opened() { opened_.wait(); }
-
-// On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up, and
-// what comes next waits for the new ones.
-void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
-  const platform::StreamEvent copied_up = streams_.up->record();  // before the unit is announced: it may fail
-  const auto updated = std::make_shared<Completion>();
-  recipient_.announce(id);
-  reduction.handed_on =
-      arrivals_->enqueue([this, id, updated, copied_up, arrived = reduction.arrived, added = reduction.added] {
-        arrived.wait();
-        added.wait();
-        copied_up.wait();
-        *updated = hand_on_now(id);
-      });
-  reduction.handed_on.then([withdraw = recipient_.withdraw, id](std::exception_ptr error) {
-    if (error) withdraw(id, error);
-  });
-  if (in_ring(id)) ring_->lend(followed_by(reduction.handed_on, [updated] { return *updated; }));
-}
-
-Completion Gradients::hand_on_now(UnitId id) {
-  norm_.sum(id, shards_[id.index]);
-  if (norm_.is_finite(id)) return recipient_.take(id);
-  recipient_.withdraw(id, nullptr);  // step() will say so
-  return {};
-}
-
-void Gradients::await_handed_on() noexcept {
-  if (!arrivals_) return;
-  try {
-    arrivals_->drain();
-  } catch (...) {  // was, or will be, thrown by wait()
-  }
+  arrivals_.follow(id, shards, arrival);
 }
 
 const std::byte* Gradients::own_shard(const Segment& segment, const std::byte* source) const {
   return source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
-}
-
-// --- spilling --------------------------------------------------------------------------------------------------------
-
-// On the executor. Returns what brings a unit's sums so far back into the ring. They are read as soon as they have been
-// written.
-std::function<void()> Gradients::reads_sums(UnitId id, std::byte* sums) {
-  const Completion read = followed_by(spilling_[id.index], [this, id, sums] {
-    return spill_->start_read(spill_->all_tiles(id), sums, aio::Priority::foreground);
-  });
-  return [this, id, sums, read] {
-    read.wait();
-    spill_->verify(spill_->all_tiles(id), sums);
-  };
-}
-
-// On the executor. A step waits for the norm, and nobody but the unit's update for the write.
-void Gradients::enqueue_spill(UnitId id, const std::byte* shards, Reduction& reduction) {
-  const auto written = std::make_shared<Completion>();
-  reduction.spilling = arrivals_->enqueue([this, id, shards, written, arrived = reduction.arrived,
-                                           added = reduction.added, completes_step = reduction.completes_step] {
-    arrived.wait();
-    added.wait();
-    if (completes_step) norm_.sum(id, shards);
-    *written = spill_->write(id, {shards, table_.unit(id).gradient_shard_bytes});
-  });
-  spilling_[id.index] = reduction.spilling;
-  ring_->lend(followed_by(reduction.spilling, [written] { return *written; }));
 }
 
 void Gradients::bring_down(UnitId id, const std::byte* source, std::byte* shards) {
@@ -248,10 +163,11 @@ void Gradients::bring_down(UnitId id, const std::byte* source, std::byte* shards
 }
 
 void Gradients::sum_in_memory(UnitId id, const std::byte* source, std::byte* shards, optim::Accumulate how,
-                              Reduction& reduction) {
+                              GradientArrivals::Arrival& arrival) {
   std::vector<Accumulator::Part> parts;
   std::function<void()> bring_sums;
-  if (memory_.placement(id).gradient_spilled && how == optim::Accumulate::add) bring_sums = reads_sums(id, shards);
+  if (memory_.placement(id).gradient_spilled && how == optim::Accumulate::add)
+    bring_sums = arrivals_.start_reading_sums(id, shards);
   const bool on_device = memory_.state_on_device(id);
   std::byte* buffer = on_device ? nullptr : accumulator_->acquire();
   for (const Segment& segment : table_.unit(id).trainable_segments()) {
@@ -266,9 +182,11 @@ void Gradients::sum_in_memory(UnitId id, const std::byte* source, std::byte* sha
     parts.push_back({reinterpret_cast<float*>(sums), buffer, segment.dtype, segment.shard_elements});
     buffer += round_up(segment.shard_bytes(), 64);
   }
-  reduction.arrived = streams_.down->record();
-  if (!on_device) reduction.added = accumulator_->add(reduction.arrived, std::move(parts), how, std::move(bring_sums));
+  arrival.arrived = streams_.down->record();
+  if (!on_device) arrival.added = accumulator_->add(arrival.arrived, std::move(parts), how, std::move(bring_sums));
 }
+
+// --- a pass, a step --------------------------------------------------------------------------------------------------
 
 void Gradients::begin_pass(const PassOfStep& pass) {
   micro_batches_in_pass_ = pass.micro_batches;
@@ -290,31 +208,18 @@ void Gradients::await_made() noexcept {
 }
 
 void Gradients::wait() {
-  opened_.wait();  // where every unit's states are on the device, nothing else has waited for it
+  arrivals_.await_opened();  // where every unit's states are on the device, nothing else has waited for it
   for (const State& state : states_) {
     if (!state.reduction) continue;
-    state.reduction->arrived.wait();
-    state.reduction->added.wait();
-    state.reduction->handed_on.wait();
-    state.reduction->spilling.wait();
+    const GradientArrivals::Arrival& arrival = state.reduction->arrival;
+    arrival.arrived.wait();
+    arrival.added.wait();
+    arrival.handed_on.wait();
+    arrival.spilling.wait();
   }
   for (const std::vector<Buffer>* buffers : {&shared_, &own_}) {
     for (const Buffer& buffer : *buffers) buffer.dropped.wait();
   }
-}
-
-// Whether the unit's gradient is added to the norm when it arrives; sum_of_squares() then leaves it out.
-bool Gradients::is_summed_on_arrival(UnitId id) const {
-  return memory_.placement(id).gradient_spilled || (handing_on_ && !memory_.state_on_device(id));
-}
-
-double Gradients::sum_of_squares() {
-  if (memory_.has_device_only()) norm_.sum_on_device(*streams_.down);
-  left_.clear();
-  for (std::uint32_t u = 0; u < table_.units().size(); ++u)
-    if (const UnitId unit{u}; !memory_.device_only(unit) && !is_summed_on_arrival(unit)) left_.push_back(unit);
-  norm_.sum(left_, shards_);
-  return norm_.total();
 }
 
 void Gradients::drop_buffer(State& state) {
@@ -329,7 +234,7 @@ void Gradients::clear() {
     drop_buffer(state);
     state = State{};
   }
-  handing_on_ = false;
+  arrivals_.stop_handing_on();
 }
 
 void Gradients::clear_pass() {
@@ -337,7 +242,7 @@ void Gradients::clear_pass() {
     drop_buffer(state);
     state.finished = state.summed;  // as after the last pass
   }
-  handing_on_ = false;
+  arrivals_.stop_handing_on();
 }
 
 }  // namespace hoist::detail

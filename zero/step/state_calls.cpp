@@ -63,7 +63,7 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
     if (owned.shard.count == 0) continue;
     const std::span<float> part = out.subspan(owned.offset, owned.shard.count);
     if (rank == runtime.rank() && state == State::gradient)
-      values_.read_gradient(parameter, parts_.gradients.shards(p.unit), mean, owned.shard.first, part);
+      values_.read_gradient(parameter, parts_.gradients.arrivals().shards(p.unit), mean, owned.shard.first, part);
     else if (rank == runtime.rank())
       values_.read(parameter, state, owned.shard.first, part);
     if (runtime.world_size() > 1) runtime.communicator().broadcast_host(std::as_writable_bytes(part), rank);

@@ -30,7 +30,7 @@ constexpr double kOnlyAsked = -1;
 
 double StepRunner::global_norm(double norm_max, std::span<const std::byte> program_state) {
   if (!sum_ || sum_->pass_serial != parts_.pass.serial())
-    sum_ = {parts_.pass.serial(), parts_.gradients.sum_of_squares()};
+    sum_ = {parts_.pass.serial(), parts_.gradients.arrivals().sum_of_squares()};
   const NormPart mine{.sum_of_squares = sum_->of_squares,
                       .norm_max = norm_max,
                       .long_state_bytes = has_room(parts_.options, program_state) ? 0 : program_state.size()};

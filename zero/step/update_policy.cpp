@@ -32,12 +32,12 @@ WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
 }
 
 TilePipeline::Work UpdatePolicy::work(std::shared_ptr<StepUpdate> update) const {
-  return [table = &parts_.table, memory = &parts_.memory, gradients = &parts_.gradients,
+  return [table = &parts_.table, memory = &parts_.memory, arrivals = &parts_.gradients.arrivals(),
           update = std::move(update)](const TileAccess& tile) {
     if (memory->device_only(tile.unit)) return;
     const std::byte* gradient = tile.gradient;
     if (gradient == nullptr)
-      gradient = gradients->shards(tile.unit) + table->unit(tile.unit).gradient_offset(*tile.tile);
+      gradient = arrivals->shards(tile.unit) + table->unit(tile.unit).gradient_offset(*tile.tile);
     update->apply(tile, gradient);
   };
 }
@@ -209,7 +209,7 @@ class UpdateInBackward final : public UpdatePolicy {
     // The commit of the step before may still be under way; telling the other ranks of a failure would break it off.
     // Where it fails, more is lost than this step.
     try {
-      parts_.gradients.await_opened();
+      parts_.gradients.arrivals().await_opened();
     } catch (...) {
       return std::current_exception();
     }
@@ -254,7 +254,7 @@ class UpdateInBackward final : public UpdatePolicy {
       checkpoints->open_step(step);
       updates->open(walk, work);
     };
-    parts_.gradients.hand_on(
+    parts_.gradients.arrivals().hand_on(
         {.open = open,
          .announce =
              [updates = &parts_.updates, reader = parts_.weight_reader](UnitId unit) {
