@@ -14,7 +14,7 @@ namespace hoist::measure {
 
 struct Storage {
   platform::FileSystem file_system;
-  std::optional<platform::DriveFacts> drive;  // none of a network's, of memory, of several drives
+  std::optional<platform::DriveFacts> drive;  // nullopt on a network file system, in memory, and on several drives
   std::string device() const { return drive ? drive->name : file_system.source; }  // empty: unknown
 };
 Storage storage_of(const std::string& directory);

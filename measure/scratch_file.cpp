@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
-#include <climits>
 #include <cstring>
 #include <string_view>
 

@@ -25,7 +25,8 @@ struct FileSystem {
   std::string source;     // "/dev/nvme0n1p1"
   std::string point;      // where it is mounted
   bool discards = false;  // mounted with the option `discard`
-  DeviceNumber drive;     // what it is on: of several drives (btrfs, XFS with a log of its own) the one that is named
+  DeviceNumber drive;     // the block device below; if there are several (btrfs, an XFS log of its own), the one that
+                          // the mount names
   bool is_memory() const { return type == "tmpfs" || type == "ramfs"; }
 };
 FileSystem file_system_of(const std::string& path, const std::filesystem::path& proc = "/proc");

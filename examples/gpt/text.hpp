@@ -18,7 +18,8 @@ class BadInputError : public Error {
   using Error::Error;
 };
 
-// Which windows: a pure function of these, so that a resumed run sees what an uninterrupted one would have.
+// Chooses a step's windows. The choice depends on these values alone, so that a resumed run sees what an uninterrupted
+// one would have.
 struct BatchOptions {
   std::uint64_t seed = 0;
   std::uint64_t step = 0;  // counted from 0
