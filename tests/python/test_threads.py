@@ -60,7 +60,8 @@ def test_a_call_while_another_thread_has_one_is_refused_by_name(settings):
         thread.start()
         assert held.entered.wait(30)
         for call, name in ((engine.step, "step"), (engine.settle, "settle"), (lambda: engine(inputs), "forward"),
-                           (engine.state_dict, "state_dict"), (engine.restore, "restore"),
+                           (engine.state_dict, "state_dict"), (engine.optimizer.zero_grad, "zero_grad"),
+                           (engine.restore, "restore"),
                            (lambda: engine.load_checkpoint("none"), "load_checkpoint")):
             with pytest.raises(hoist.UsageError, match=rf"{name}\(\) in thread 'MainThread' while forward\(\) is under way in "
                                                        r"thread 'the-first'"):

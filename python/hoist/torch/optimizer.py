@@ -271,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As engine.zero_grad()."""
-        self._engine._passes.zero_grad()
+        self._engine.zero_grad(set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
         raise _hoist.UsageError("the optimizer of a wrapped model cannot be copied or pickled: engine.save() saves its states")
