@@ -3,6 +3,7 @@
 
 import copy
 import errno
+import logging
 import os
 import random
 import resource
@@ -47,6 +48,25 @@ def test_a_kept_step_is_gone_back_to_in_a_running_program(settings):
         assert engine.checkpoints() == {"four": 4, "nine": 9}
         assert engine.restore("nine") == 9
         assert digests(engine) == at_nine
+
+
+def test_steps_that_were_given_up_are_not_counted_in_later_warnings(settings, caplog):
+    def skip_one(engine):
+        inputs, targets = next(batches(1))
+        engine.backward(loss_of(engine(inputs), targets) * float("nan"))
+        assert not engine.step().applied
+
+    with hoist.torch.wrap(make(), keeping(settings, 1)) as engine, caplog.at_level(logging.WARNING, "hoist"):
+        train(engine, 1)
+        engine.save("one").wait()
+        skip_one(engine)
+        engine.restore("one")
+        skip_one(engine)
+        train(engine, 1, first=1)
+        assert engine.was_step_applied()
+        engine.restore("one")
+        assert not engine.was_step_applied()
+    assert [text.split(":")[0] for text in caplog.messages if "skipped" in text] == ["step 2 was skipped, 1 in a row"] * 2
 
 
 def test_a_change_of_directory_leads_to_no_other_runs_files(settings, tmp_path, monkeypatch):

@@ -533,7 +533,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.restored, self._waits_for_load = True, False
         self._last_step = step
         self._passes.forget()
-        self._last_report = None
+        self._last_report, self._step_applied, self._skipped_in_a_row = None, False, 0
         self._parameters.put_back()
         self._parameters.changed()
         self._parameters.tensors.given_another()  # not by the program: a call that was interrupted has shown half of a unit
