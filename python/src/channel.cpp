@@ -36,16 +36,12 @@ class Channel final : public comm::Transport {
         size_(nb::cast<int>(channel_.attr("size"))) {}
 
   ~Channel() override {
+    ask([&] { channel_.attr("close")(); });
     if (!nb::is_alive()) {  // the interpreter took the object with it
       channel_.release();
       return;
     }
     const nb::gil_scoped_acquire acquire;
-    try {
-      channel_.attr("close")();
-    } catch (nb::python_error& error) {
-      error.discard_as_unraisable("closing a channel");
-    }
     channel_.reset();
   }
 
@@ -119,7 +115,7 @@ class Channel final : public comm::Transport {
   }
 
  private:
-  // In the order in which every rank of a pair adds them: by that messages find each other.
+  // Both ranks of a pair add messages in the same order: that matches a send with its receive.
   struct Messages {
     nb::list sends;
     nb::list receives;
@@ -151,7 +147,7 @@ class Channel final : public comm::Transport {
     return text + " bytes";
   }
 
-  // From any thread, while another one is in a call. What is not told, the others notice by waiting.
+  // From any thread, also while another one is in a call. If abort() fails, the other ranks notice by their time-out.
   template <typename Question>
   void ask(const Question& question) noexcept {
     if (!nb::is_alive()) return;

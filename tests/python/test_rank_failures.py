@@ -438,6 +438,30 @@ def test_what_a_handler_of_a_signal_raises_reaches_the_program(settings, tmp_pat
     assert seconds < 30
 
 
+def test_an_interruption_while_channels_are_closed_is_not_lost(settings, tmp_path):
+    ranks = results(start("""
+        from hoist.torch.ranks.channels import Channel
+        join()
+        engine = hoist.torch.wrap(make(), config)
+        close, closed = Channel.close, []
+
+        def interrupted_once(channel):
+            closed.append(channel)
+            if len(closed) == 1:
+                raise KeyboardInterrupt
+            close(channel)
+
+        Channel.close = interrupted_once
+        text = ""
+        try:
+            engine.close()
+        except KeyboardInterrupt:
+            text = "KeyboardInterrupt"
+        print(json.dumps([text, len(closed) > 1 and closed[0] is closed[1]]))
+    """, tmp_path / "meet", with_room(settings)))
+    assert ranks == [["KeyboardInterrupt", True]] * 2
+
+
 def test_files_that_one_rank_cannot_write_end_nothing(settings, tmp_path):
     """Each rank raises the reason within seconds, and all train on."""
     config = with_room(settings)
