@@ -18,7 +18,7 @@ namespace hoist::python {
 
 // --- up and down -----------------------------------------------------------------------------------------------------
 
-// On a stream that the unit is up for already this is a look at a list of one.
+// If the unit is up for the current stream already, this only looks through unit.uses, a list of one.
 void UnitManager::load(Unit& unit) {
   require_awake();
   if (unit.is_up() && !unit.is_shown) show(unit);
@@ -241,8 +241,8 @@ void UnitManager::backward(std::uint32_t index) {
   Unit& unit = units_[index];
   if (!pass_) {
     throw UsageError(
-        "a backward pass whose forward pass was given up, or had its step or its backward pass already: add the losses "
-        "of a forward pass, and call backward() once");
+        "backward() has no forward pass: that one was given up, or its step or its backward pass is over. Add the "
+        "losses of a forward pass, and call backward() once");
   }
   walked_ = true;
   end_recomputations();
