@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-from median_interval import Pairs, write_json
+from pairs import Pairs, write_json
 
 try:
     import torch

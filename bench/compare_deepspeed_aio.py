@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 
-from median_interval import Pairs, write_json
+from pairs import Pairs, write_json
 
 BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 32
 SKIPPED = 77

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 
-from median_interval import Pairs
+from pairs import Pairs
 
 # Open MPI binds each of two ranks to a core of its own, unless it is told not to, and refuses more ranks than processors, and
 # root (in a container).

@@ -19,7 +19,7 @@ import tempfile
 import time
 
 import gpt
-from median_interval import Pairs, write_json
+from pairs import Pairs, write_json
 from update_modes import CELLS, CONFIG
 
 

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 
 import gpt
-from median_interval import write_json
+from pairs import write_json
 
 MODEL = ["--layers", "6", "--width", "192", "--heads", "6", "--context", "64", "--batch", "8", "--warmup", "20"]
 CONFIG = {

@@ -4,8 +4,8 @@
 
     bench/observation_cost.py [--gpt build/release/bin/hoist-gpt] [--rounds N] [--steps N] [--json FILE]
 
-The model is tiny, so that the cost is not lost in the step; it does not grow with the model, but for a trace with the
-number of transfers.
+The model is tiny, so that the cost is not lost in the step. The cost does not grow with the model. Only a trace's grows,
+with the number of transfers.
 """
 import os
 import resource
@@ -13,7 +13,7 @@ import statistics
 import tempfile
 
 import gpt
-from median_interval import write_json
+from pairs import write_json
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

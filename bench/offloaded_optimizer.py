@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from median_interval import Pairs, text_of, write_json
+from pairs import Pairs, text_of, write_json
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hoist.optim
@@ -32,11 +32,11 @@ TENSOR = 4 << 20
 
 
 def parameters(millions):
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     count = max(1, millions * 1_000_000 // TENSOR)
-    tensors = [torch.nn.Parameter(torch.randn(TENSOR, generator=made)) for _ in range(count)]
+    tensors = [torch.nn.Parameter(torch.randn(TENSOR, generator=generator)) for _ in range(count)]
     for tensor in tensors:
-        tensor.grad = torch.randn(TENSOR, generator=made)
+        tensor.grad = torch.randn(TENSOR, generator=generator)
     return tensors
 
 

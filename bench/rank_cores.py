@@ -15,7 +15,7 @@ import os
 import tempfile
 
 import gpt
-from median_interval import write_json
+from pairs import write_json
 
 SETTINGS = {"divided": {}, "shared": {"numa_placement": False, "update_threads": os.cpu_count()}}
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 
-from median_interval import write_json
+from pairs import write_json
 
 # name: op, paths, rival, least ratio
 CELLS = {f"fio-{op}-{paths}": (op, paths, "fio", 1.0 if paths == 1 else 0.97)

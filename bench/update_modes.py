@@ -16,7 +16,7 @@ import functools
 import tempfile
 
 import gpt
-from median_interval import write_json
+from pairs import write_json
 
 CELLS = {"drive": ["--batch", "1", "--context", "16"], "compute": ["--batch", "16", "--context", "64"]}
 CONFIG = {

@@ -18,7 +18,7 @@ import sys
 import tempfile
 
 import gpt
-from median_interval import write_json
+from pairs import write_json
 
 LINKS = {"nvme_read": "NVMe read", "nvme_write": "NVMe write", "host_to_device": "up", "device_to_host": "down",
          "wire": "between ranks"}

@@ -30,10 +30,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
-from median_interval import text_of, write_json  # noqa: E402
+from pairs import text_of, write_json  # noqa: E402
 
 WARM_UP = 2
 
@@ -105,6 +106,13 @@ def main() -> None:
     parser.add_argument("--hoist", default="{}")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hoist-compare-", dir=arguments.directory) as arguments.directory:
+        result = measure(arguments)
+    print_table(result)
+    write_json(arguments.json, result)
+
+
+def measure(arguments) -> dict:
     result: dict = {"engines": {}, "losses": {}, "ratios": {"deepspeed": [], "control": []}, "drive": [],
                     "overhead": [], "practicality": {"hoist": [], "deepspeed": []}}
     seen: dict[str, dict[str, list[float]]] = {}
@@ -114,7 +122,7 @@ def main() -> None:
         order = ("hoist", "deepspeed", "control", "reference")
         for name in order if pair % 2 == 0 else reversed(order):
             engine = "hoist" if name == "control" else name
-            directory = fresh(os.path.join(arguments.directory, "compare-" + engine))
+            directory = fresh(os.path.join(arguments.directory, engine))
             head, steps, error = run(engine, arguments, directory)
             if error:
                 result["engines"].setdefault(engine, {})["error"] = error
@@ -143,19 +151,14 @@ def main() -> None:
     for engine, values in seen.items():
         result["engines"][engine] = {key: summary(v) for key, v in values.items()}
     for engine in seen:
-        directory = fresh(os.path.join(arguments.directory, "compare-" + engine))
+        directory = fresh(os.path.join(arguments.directory, engine))
         _, before, _ = run(engine, arguments, directory, kill_after=arguments.steps - 2)
         head, after, error = run(engine, arguments, directory, *(["--resume"] if engine == "hoist" else []))
         result["engines"][engine]["killed"] = {
             "after": before[-1]["step"], "continues_from": head.get("first"), "error": error,
             "loss_at_end": after[-1]["loss"] if after else None}
-    for engine in ("hoist", "deepspeed", "reference"):
-        for suffix in ("", ".json", ".log"):
-            path = os.path.join(arguments.directory, "compare-" + engine) + suffix
-            shutil.rmtree(path, ignore_errors=True) if suffix == "" else os.path.exists(path) and os.remove(path)
     result["parameters"] = parameters
-    print_table(result)
-    write_json(arguments.json, result)
+    return result
 
 
 def print_table(result: dict) -> None:

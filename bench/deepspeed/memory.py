@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -47,22 +47,20 @@ def main() -> None:
     row("the model, as it is built")
     with open(os.path.join(HERE, "ds_config.json")) as file:
         config = json.load(file)
-    store = os.path.join(arguments.directory, "memory")
-    shutil.rmtree(store, ignore_errors=True)
-    for part in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][part]["nvme_path"] = store
-    engine = hoist.torch.wrap(model, config)
-    row("wrapped")
-    for step in range(8):
-        inputs, targets = batch_of(step, 1, 128)
-        engine.backward(F.cross_entropy(engine(inputs).float().flatten(0, 1), targets.flatten()))
-        engine.step()
-        if step in (0, 7):
-            row(f"step {step + 1}")
-    for name, tier in engine.statistics()["tiers"].items():
-        print(f"{name} memory: {tier['peak_bytes'] / 2**20:.0f} of {tier['budget_bytes'] / 2**20:.0f} MiB")
-    engine.close()
-    shutil.rmtree(store)
+    with tempfile.TemporaryDirectory(prefix="hoist-memory-", dir=arguments.directory) as store:
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] = store
+        engine = hoist.torch.wrap(model, config)
+        row("wrapped")
+        for step in range(8):
+            inputs, targets = batch_of(step, 1, 128)
+            engine.backward(F.cross_entropy(engine(inputs).float().flatten(0, 1), targets.flatten()))
+            engine.step()
+            if step in (0, 7):
+                row(f"step {step + 1}")
+        for name, tier in engine.statistics()["tiers"].items():
+            print(f"{name} memory: {tier['peak_bytes'] / 2**20:.0f} of {tier['budget_bytes'] / 2**20:.0f} MiB")
+        engine.close()
 
     print(f"torch._dynamo is {'there' if 'torch._dynamo' in sys.modules else 'not there'}")
     for program in ("import torch", "import torch, torch._dynamo"):
