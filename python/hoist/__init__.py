@@ -48,7 +48,7 @@ __all__ = [
 
 __version__ = _hoist.version
 
-# As they are imported, and printed.
+# Tracebacks name them hoist.IoError, not hoist._hoist.IoError.
 for _error in [value for value in globals().values() if isinstance(value, type) and issubclass(value, Error)]:
     _error.__module__ = __name__
 del _error
