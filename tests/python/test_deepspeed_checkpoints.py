@@ -291,6 +291,20 @@ def test_rates_go_on_without_a_scheduler(checkpoints, tmp_path, caplog, cell):
             assert engine.get_lr() == there
 
 
+def test_groups_of_a_model_on_the_meta_device_are_those_of_the_files(spoil, caplog):
+    path = spoil("zero2-bf16")
+    rates = iter([0.25, 0.5] * 2)
+    edit_groups(path, lambda group: group.update(lr=next(rates)))
+    with torch.device("meta"):
+        model = Tiny()
+    model.calls = torch.zeros(1)
+    with (caplog.at_level(logging.WARNING, "hoist"),
+          wrap_without_schedule("zero2-bf16", path.parent / "store", 0.005, model, groups=groups_of(model),
+                                deepspeed=path) as engine):
+        assert engine.get_lr() == [0.25, 0.5], caplog.text
+    assert "weight_decay" not in caplog.text
+
+
 def test_a_rate_of_two_groups_for_one(checkpoints, spoil, tmp_path, caplog):
     with wrap_without_schedule("zero1-bf16", tmp_path / "same", 0.005, deepspeed=checkpoints / "zero1-bf16") as engine:
         assert [group["lr"] for group in engine.optimizer.param_groups] == [

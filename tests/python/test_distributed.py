@@ -138,7 +138,7 @@ dist.destroy_process_group()
     ranks = results(start(program, tmp_path / "meet", with_room(settings)))
     with hoist.torch.wrap(make(), at(tmp_path / "alone", with_room(settings, gradient_accumulation_steps=2))) as engine:
         assert ranks == [[train_and_clip(engine, 0, 1), digests(engine)]] * 2
-        assert engine._last_report.clip_factor < 1
+        assert engine._steps.last_report.clip_factor < 1
 
 
 def test_bf16_gradients_are_rounded_once_more(settings, tmp_path):

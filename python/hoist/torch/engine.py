@@ -23,18 +23,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist, program_end
-from hoist.optim.groups import options_of, rates_of, settings_of
+from hoist.optim.groups import rates_of
 from hoist.torch.checkpoint import program_state, schedules
 from hoist.torch.checkpoint.schedules import RunRates
 from hoist.torch.clipping import clip_through
-from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
-from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
 from hoist.torch.deepspeed.engine_names import DeepSpeedNames
-from hoist.torch.deepspeed.files import shown
-from hoist.torch.deepspeed.whole_files import check_together
 from hoist.torch.devices import device_of
-from hoist.torch.model import initial, weight_files
+from hoist.torch.first_state import FirstState
 from hoist.torch.model.casts import cast_inputs
 from hoist.torch.model.graphs import refuse_graphs
 from hoist.torch.model.initial import Initialize
@@ -43,12 +39,13 @@ from hoist.torch.model.parameters import Parameters, WatchedBlock, dtype_of
 from hoist.torch.model.state_dicts import StateDicts
 from hoist.torch.model.units import units_of
 from hoist.torch.model.wrapped import claim, generate_together, refuse_model, remove_hooks
-from hoist.torch.optimizer import Optimizer, grouped, refuse_other_optimizer, refuse_rates_of_0, refuse_schedule, schedule_for
+from hoist.torch.optimizer import Grouping, Optimizer, grouping_of, refuse_schedule, refuse_useless_schedule, schedule_for
 from hoist.torch.passes import vertical
 from hoist.torch.passes.hooks import ModuleHook
 from hoist.torch.passes.passes import Passes
 from hoist.torch.passes.turns import takes_turn
 from hoist.torch.ranks import channels, distributed
+from hoist.torch.steps import StepRecord
 
 _log = logging.getLogger("hoist")
 _Batch = TypeVar("_Batch")
@@ -62,8 +59,17 @@ def _doing_of(engine: Engine) -> Callable[[], str]:
         alive = engine_ref()
         if alive is None or not alive._is_made:
             return "" if alive is None else "wrap()"
-        return f"{alive._passes.turns.under_way} after step {alive._last_step}".strip()
+        return f"{alive._passes.turns.under_way} after step {alive._steps.step}".strip()
     return doing
+
+
+def _log_warnings(config: _hoist.Config) -> None:
+    for warning in config.warnings:
+        _log.warning("%s", warning)
+    if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        _log.warning("PyTorch's threads spin while they wait, and take the processors from the optimizer and from "
+                     "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
+                     "torch), and steps may be several times faster")
 
 
 class Engine(StandsForModel, DeepSpeedNames):
@@ -80,105 +86,73 @@ class Engine(StandsForModel, DeepSpeedNames):
                  mesh: Any = None, tensor_parallel: Any = None,
                  deepspeed: str | os.PathLike[str] | Checkpoint | None = None, client: torch.optim.Optimizer | None = None):
         refuse_model(model)
+        refuse_graphs(model)
         if optimizer is not None and not isinstance(optimizer, str):
             raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
                                     "the optimizer to hoist.torch.initialize()")
         refuse_schedule(scheduler)
-        refuse_other_optimizer(scheduler, None if client is None else client.param_groups)
-        self.module = model
-        self.config = config = config.copy()  # what is settled here is not for the next engine
-        self._last_report: _hoist.StepReport | None = None
-        self._step_applied = False
-        self._schedule_lags = False  # while step() has taken the step, and its schedule is not stepped yet
-        self._skipped_steps = 0
-        self._skipped_in_a_row = 0
-        self.eviction_was_said = False
-        self._met = distributed.MetRanks(argument for argument, is_passed in (
-            ("resume=True", resume), ("load_later=True", load_later),
-            ("weights=...", weights is not None and mesh is None),  # with a mesh, not of every group's layers
-            ("deepspeed=...", deepspeed is not None and mesh is None)) if is_passed)
-        self._boundary: bool | None = None
-        self._refuse_second_schedule(scheduler)
-        self.state: dict[str, Any] = {}
-        self.restored = False
-        self._waits_for_load = False  # the store holds a run, and load_checkpoint() comes
-        for warning in config.warnings:
-            _log.warning("%s", warning)
-        if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-            _log.warning("PyTorch's threads spin while they wait, and take the processors from the optimizer and from "
-                         "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
-                         "torch), and steps may be several times faster")
-        refuse_graphs(model)
-        remove_hooks(model)
-
+        refuse_useless_schedule(scheduler, None if client is None else client.param_groups, config)
+        first_state = FirstState(resume, load_later, weights, deepspeed, initialize, seed)
         cut = units_of(model, unit_classes)
         if not cut.units:
             raise _hoist.UsageError("the model has no parameters")
-        if deepspeed is not None and weights is not None:
-            raise _hoist.UsageError("deepspeed=... brings its own weights: leave out weights=...")
-        defaults = config.optimizer if optimizer is None else config.optimizer.of_kind(optimizer)
-        if client is not None:
-            defaults.bias_correction = True  # as PyTorch's optimizers do, which have no such setting
-        if optimizer not in (None, config.optimizer.kind) and groups is None:
-            groups = [p for unit in cut.units for p in unit.parameters.values() if p.requires_grad] or None
+        grouping = grouping_of(groups, cut.units, config, optimizer, client)
+
+        self.module = model
+        self.config = config = config.copy()  # what is settled here is not for the next engine
+        self.state: dict[str, Any] = {}
+        self.restored = False
+        self._schedule_lags = False  # while step() has taken the step, and its schedule is not stepped yet
+        self._boundary: bool | None = None
+        self._met = distributed.MetRanks(first_state.arguments(has_mesh=mesh is not None))
+        _log_warnings(config)
+        remove_hooks(model)
+
         self._cut = cut
         self.device = device_of(config, device, model.parameters())
         self._parameters = Parameters(model, cut, dtype_of(config), self.device)
-        param_groups, group_of = grouped(groups, cut.units, config.optimizer)
-        if groups is not None:
-            refuse_rates_of_0(config, param_groups)
-        self._optimizer_groups_offset = 0 if groups is None else 1
         self._sharding = distributed.sharding_group_of(mesh, tensor_parallel, config)
-        options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
-        self._unit_manager = self._make_unit_manager(options, group_of)
+        self._unit_manager = self._make_unit_manager(grouping)
+        self._optimizer_groups_offset = 1 if grouping.options else 0  # the engine's group 0 has the configuration's settings
         self._training = config.training
+        self._steps = StepRecord(ordinary_skips=16 if self.fp16_enabled() and self.dynamic_loss_scale() else 0)
         self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
                               config.scales_losses, config.is_vertical, self._require_run, self._begin_training_pass,
                               self._add_hook)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         with self._parameters.moved(self._unit_manager, self.device) as sources:
-            for group in param_groups:
+            for group in grouping.param_groups:
                 group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
-            unset = initial.materialize_buffers(model, initialize, self.device)
-            self._run_rates = RunRates(param_groups, "engine.lr_scheduler")
-            is_found = self._find_run(resume, load_later)
-            may_come = is_found or weights is not None or deepspeed is not None  # with a commit, or in files
-            persistent = dict(self._parameters.persistent_buffers()) if may_come else {}
-            initial.refuse_unset(each for each in unset if each.name not in persistent)
-            if not is_found:
-                checkpoint = deepspeed if deepspeed is None or isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
-                check_together([] if checkpoint is None else checkpoint.files, self._unit_manager)
-                if checkpoint is None:
-                    self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed, unset)
-                else:
-                    self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.number_of, sources,
-                                                     [config.optimizer, *options], group_of))
+            self._run_rates = RunRates(grouping.param_groups, "engine.lr_scheduler")
+            self._waits_for_load = first_state.begin(self, sources, grouping)
             del sources
             self._parameters.place_buffers()
             self._parameters.note_versions()
             self._install_hooks()
-            self.optimizer = Optimizer(self, param_groups, settings_of(config.optimizer if groups is None else defaults))
+            self.optimizer = Optimizer(self, grouping.param_groups, grouping.defaults)
             if self.restored and not config.has_schedule:
                 self._run_rates.resume(self.optimizer.param_groups, self.step_count)
                 self.optimizer.push_rates()
             if client is not None:
                 self.optimizer.adopt(client)
             self.lr_scheduler = scheduler
-        self._last_step = self.step_count if self._unit_manager.is_alive else 0
         self._is_made = True
         self._register()
 
-    def _make_unit_manager(self, options: list[_hoist.OptimizerOptions], group_of: dict[int, int]) -> _hoist.UnitManager:
+    # --- construction ------------------------------------------------------------------------------------------------
+
+    def _make_unit_manager(self, grouping: Grouping) -> _hoist.UnitManager:
         """[C] Settles the configuration as well."""
         config, sharding = self.config, self._sharding
         config.make_paths_absolute()
         if sharding is not None and not sharding.is_whole_job:
             config.store_in(sharding.name)
         program_end.release_dropped(config.store_directory)
-        units = self._parameters.declare(group_of, config.is_vertical, (lambda _: True) if sharding is None else sharding.counts)
+        units = self._parameters.declare(grouping.group_of, config.is_vertical,
+                                         (lambda _: True) if sharding is None else sharding.counts)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
-        unit_manager = _hoist.UnitManager(config, options, units,
+        unit_manager = _hoist.UnitManager(config, grouping.options, units,
                                           *distributed.channels_of_job(sharding, config, self._met, _doing_of(self)))
         config.settle(unit_manager.world_size)
         return unit_manager
@@ -213,53 +187,6 @@ class Engine(StandsForModel, DeepSpeedNames):
                 return hook
         self._hooks.append(ModuleHook(self._passes, self._unit_manager, module, [unit], is_root=False))
         return self._hooks[-1]
-
-    # --- construction ------------------------------------------------------------------------------------------------
-
-    def _find_run(self, resume: bool, load_later: bool) -> bool:
-        """Whether the store holds a run, which `resume` continues and `load_later` leaves to load_checkpoint()."""
-        if not (resume or load_later):
-            return False
-        if resume and not self.config.store_directory:
-            raise _hoist.UsageError("resume=True, and nothing is ever committed: all state is in memory. Set \"hoist\": "
-                                    "{\"checkpoint_path\": ...} and call engine.save(), or put state on NVMe")
-        if self._unit_manager.find_commit() is None:
-            if resume:
-                distributed.refuse_stores_of_others(self.config.store_directory, is_of_group=self._is_part_of_job)
-                _log.info("%s holds no commit: beginning at step 0", self.config.store_directory)
-            return False
-        if resume:
-            step, state = self._unit_manager.restore()
-            self.restored = True
-            self._load_commit_state(bytes(state))
-            _log.info("resuming at step %d", step)
-        self._waits_for_load = not resume
-        return True
-
-    def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int,
-               unset: list[initial.NewBuffer]) -> None:
-        if weights is not None:
-            others, fill = weight_files.read_buffers(weights, self.module, dict(self._parameters.persistent_buffers(False)),
-                                                     dict(self._parameters.empty()))
-            initial.refuse_unset(each for each in unset if each.name not in others)
-            self._unit_manager.initialize_from(weights, self._cut.aliases, others)
-            fill()
-        else:
-            seed = initial.take_first_ranks(self._unit_manager, self._cut.units, sources, int(seed) % 2**64)
-            self._unit_manager.initialize(initial.InitialValues(
-                self._cut.units, sources, self._parameters.number_of, initialize or initial.default_initialize, seed,
-                self.device))
-
-    def _adopt(self, checkpoint: Checkpoint, adoption: Adoption) -> None:
-        """Begins where DeepSpeed's run was, as if its last step had been committed here."""
-        state = adoption.program_state(self.config, dict(self._parameters.persistent_buffers()), self._run_rates.first)
-        packed = program_state.pack(state["program"], state["schedule"], state["rates"], state["buffers"],
-                                    schedule_lags=False, world_size=self.world_size,
-                                    skipped_steps=state["skipped_steps"], first_rates=self._run_rates.first)
-        self._unit_manager.begin_at(adoption, checkpoint.step, checkpoint.loss_scale, packed)
-        self.restored = True
-        self._load_commit_state(packed)
-        _log.info("continuing from step %d of %s", checkpoint.step, shown(checkpoint.path))
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +272,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> _hoist.StepReport | None:
         """One optimizer step when all its micro-batches are done; None, and nothing, before that. `lr_kwargs` go to the
         step() of the scheduler."""
-        self._step_applied = False
+        self._steps.was_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
         if not lr_kwargs and schedules.needs_arguments(self.lr_scheduler):
@@ -374,29 +301,16 @@ class Engine(StandsForModel, DeepSpeedNames):
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
         self._passes.forget()
-        self._last_step = self.step_count
         self.optimizer.note_step()
-        self._last_report = report
-        self._step_applied = report.applied
+        self._steps.note(report)
         self._schedule_lags &= report.applied
         if not report.applied:
-            self._skipped_steps += 1
-            self._say_skipped()
             self._passes.uses.step_skipped()
         else:
-            self._skipped_in_a_row = 0
             self.optimizer.show_rates()
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
             self._parameters.changed()
         return report
-
-    def _say_skipped(self) -> None:
-        """With a dynamic loss scale a few skipped steps are ordinary; where they go on, or without one, they are a fault."""
-        self._skipped_in_a_row += 1
-        ordinary = 0 if not self.dynamic_loss_scale() or not self.fp16_enabled() else 16
-        if self._skipped_in_a_row > ordinary and (self._skipped_in_a_row - ordinary).bit_count() == 1:
-            _log.warning("step %d was skipped, %d in a row: a gradient was not finite, and the weights stay as they were",
-                         self.global_steps, self._skipped_in_a_row)
 
     @takes_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -417,15 +331,9 @@ class Engine(StandsForModel, DeepSpeedNames):
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         scheduler = schedule_for(self.optimizer, scheduler)
-        self._refuse_second_schedule(scheduler)
         self._run_rates.follow(scheduler, self.optimizer.param_groups)
         if self._unit_manager.is_alive:
             self.optimizer.show_rates()
-
-    def _refuse_second_schedule(self, scheduler: Any) -> None:
-        if self.config.has_schedule and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
-            raise _hoist.UsageError(f"{type(scheduler).__name__} beside the configuration's scheduler, which sets the rates: "
-                                    "leave one of them out")
 
     def _begin_training_pass(self) -> None:
         if self._updates_in_backward:
@@ -441,7 +349,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was not applied: a gradient was not finite."""
-        return self._last_report is not None and not self._last_report.applied
+        return self._steps.last_report is not None and not self._steps.last_report.applied
 
     @property
     def rank(self) -> int:
@@ -483,17 +391,18 @@ class Engine(StandsForModel, DeepSpeedNames):
         buffers = dict(self._parameters.persistent_buffers())
         packed = program_state.pack(self.state, schedules.schedule_of(self.lr_scheduler), rates, buffers,
                                     schedule_lags=schedule_lags, first_rates=self._run_rates.first,
-                                    skipped_steps=self._skipped_steps, world_size=self.world_size)
+                                    skipped_steps=self._steps.skipped, world_size=self.world_size)
         if len(packed) > self.config.caller_state_bytes_max:
             program_state.refuse_size(len(packed), self.config.caller_state_bytes_max, buffers)
         return packed
 
-    def _load_commit_state(self, data: bytes) -> None:
+    def _load_commit_state(self, step: int, data: bytes) -> None:
+        self.restored = True
         saved = program_state.unpack(data)
         self._run_rates.restored(saved)
         self.state = saved.get("program", {})
         distributed.warn_of_other_world_size(saved, self.world_size, "engine.state or persistent buffers")
-        self._skipped_steps = saved.get("skipped_steps", 0)
+        self._steps.restored(step, saved.get("skipped_steps", 0))
         program_state.fill_buffers(saved.get("buffers", {}), self.module, self.device)
 
     @takes_turn
@@ -530,15 +439,13 @@ class Engine(StandsForModel, DeepSpeedNames):
                                     "wrap the model again, with resume=True")
         program_end.release_dropped(self.config.store_directory, self._unit_manager)
         step, state = self._unit_manager.restore(name)
-        self.restored, self._waits_for_load = True, False
-        self._last_step = step
+        self._waits_for_load = False
         self._passes.forget()
-        self._last_report, self._step_applied, self._skipped_in_a_row = None, False, 0
         self._parameters.put_back()
         self._parameters.changed()
         self._parameters.tensors.given_another()  # not by the program: a call that was interrupted has shown half of a unit
         self.optimizer.forget_rates()
-        self._load_commit_state(bytes(state))
+        self._load_commit_state(step, bytes(state))
         self._run_rates.go_back(self.optimizer.param_groups)
         self.optimizer.show_rates()
         return step

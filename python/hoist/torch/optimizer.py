@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.optim.groups import is_setting, rate_of, rates_of, refuse_changes, settled_of
+from hoist.optim.groups import is_setting, options_of, rate_of, rates_of, refuse_changes, settings_of, settled_of
 from hoist.torch.model.units import Unit
 
 if TYPE_CHECKING:
@@ -34,13 +35,19 @@ def refuse_schedule(schedule: Any) -> None:
             "DeepSpeed does")
 
 
-def refuse_other_optimizer(schedule: Any, groups: list[dict[str, Any]] | None) -> None:
-    """Errors: UsageError for a schedule of PyTorch's whose optimizer is not the engine's: it would set no rate here."""
+def refuse_useless_schedule(schedule: Any, groups: list[dict[str, Any]] | None, config: _hoist.Config) -> None:
+    """Errors: UsageError for a schedule of PyTorch's that would set no rate here: that of another optimizer than the engine's,
+    whose `groups` these are, or one beside the configuration's."""
     driven = getattr(schedule, "optimizer", None)
-    if isinstance(driven, torch.optim.Optimizer) and driven.param_groups is not groups:
+    if not isinstance(driven, torch.optim.Optimizer):
+        return
+    if driven.param_groups is not groups:
         raise _hoist.UsageError(
             f"{type(schedule).__name__} sets the rates of another optimizer than this engine's: make it for engine.optimizer, "
             "and set engine.lr_scheduler; or pass that optimizer and the schedule to hoist.torch.initialize()")
+    if config.has_schedule:
+        raise _hoist.UsageError(f"{type(schedule).__name__} beside the configuration's scheduler, which sets the rates: "
+                                "leave one of them out")
 
 
 def schedule_for(optimizer: Optimizer, schedule: Any) -> Any:
@@ -52,11 +59,11 @@ def schedule_for(optimizer: Optimizer, schedule: Any) -> Any:
     except _hoist.UsageError:
         optimizer.set_back()  # its constructor has set betas or the momentum
         raise
-    refuse_other_optimizer(schedule, optimizer.param_groups)
+    refuse_useless_schedule(schedule, optimizer.param_groups, optimizer._engine.config)
     return schedule
 
 
-def refuse_rates_of_0(config: _hoist.Config, groups: list[dict[str, Any]]) -> None:
+def _refuse_rates_of_0(config: _hoist.Config, groups: list[dict[str, Any]]) -> None:
     """Errors: UsageError for a group that is to be frozen, and that the configuration's scheduler would train. WarmupCosineLR
     gives each group a share of its own rate."""
     kind = config.setting("scheduler.type")
@@ -78,13 +85,39 @@ def without_names(parameters: Iterable[Any]) -> list[Any]:
     return [each[1] if isinstance(each, tuple) else each for each in parameters]
 
 
-def grouped(groups: ParamsT | None, units: list[Unit],
-            defaults: _hoist.OptimizerOptions) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """Parameter groups with all their settings, and the group of each parameter, by its id."""
-    every = [p for unit in units for p in unit.parameters.values()]
-    trainable = [p for p in every if p.requires_grad]
+@dataclass(frozen=True)
+class Grouping:
+    """The parameter groups of a run."""
+
+    param_groups: list[dict[str, Any]]  # as torch.optim has them
+    defaults: dict[str, Any]  # of an optimizer that has them
+    options: list[_hoist.OptimizerOptions]  # of each; none without wrap(groups=...): then the configuration's are those of all
+
+    @property
+    def group_of(self) -> dict[int, int]:
+        """The index in `options` for a parameter, by the id that it has now: those on the meta device are replaced."""
+        return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]} if self.options else {}
+
+
+def grouping_of(groups: ParamsT | None, units: list[Unit], config: _hoist.Config, kind: str | None,
+                client: torch.optim.Optimizer | None) -> Grouping:
+    """`kind`: the optimizer's, where it is not the configuration's. `client`: the program's optimizer, whose groups these are.
+    Errors: UsageError for groups that cannot be."""
+    defaults = config.optimizer if kind is None else config.optimizer.of_kind(kind)
+    if client is not None:
+        defaults.bias_correction = True  # as PyTorch's optimizers do, which have no such setting
+    trainable = [p for unit in units for p in unit.parameters.values() if p.requires_grad]
+    if groups is None and kind not in (None, config.optimizer.kind):
+        groups = trainable or None
     if groups is None:
-        return [{"params": trainable, "lr": defaults.learning_rate}], {}
+        return Grouping([{"params": trainable, "lr": config.optimizer.learning_rate}], settings_of(config.optimizer), [])
+    param_groups = _grouped(groups, units, config.optimizer.learning_rate)
+    _refuse_rates_of_0(config, param_groups)
+    return Grouping(param_groups, settings_of(defaults), [options_of(group, defaults) for group in param_groups])
+
+
+def _grouped(groups: ParamsT, units: list[Unit], learning_rate: float) -> list[dict[str, Any]]:
+    """Parameter groups as torch.optim has them, each with a rate. Errors: UsageError."""
     given: list[Any] = list(groups)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -93,7 +126,7 @@ def grouped(groups: ParamsT | None, units: list[Unit],
     group_of: dict[int, int] = {}
     names = {id(p): n for unit in units for n, p in unit.parameters.items()}
     for index, group in enumerate(given):
-        group.setdefault("lr", defaults.learning_rate)
+        group.setdefault("lr", learning_rate)
         for parameter in group["params"]:
             if parameter.numel() > 0 and id(parameter) not in names:
                 raise _hoist.UsageError(f"parameter group {index} has a parameter of shape {tuple(parameter.shape)} that is "
@@ -101,10 +134,11 @@ def grouped(groups: ParamsT | None, units: list[Unit],
             if group_of.setdefault(id(parameter), index) != index:
                 raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' is in the groups {group_of[id(parameter)]} and "
                                         f"{index}: it can be in one")
-    for parameter in trainable:
-        if id(parameter) not in group_of:
-            raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
-    return given, group_of
+    for unit in units:
+        for name, parameter in unit.parameters.items():
+            if parameter.requires_grad and id(parameter) not in group_of:
+                raise _hoist.UsageError(f"parameter '{name}' requires gradients and is in no group")
+    return given
 
 
 def _copied(value: Any) -> Any:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hoist.torch.engine import Engine
     from hoist.torch.optimizer import Optimizer
     from hoist.torch.passes.passes import Passes
+    from hoist.torch.steps import StepRecord
 
 
 # What DeepSpeed's engine has besides, and what a program does here.
@@ -45,9 +46,7 @@ class DeepSpeedNames:
     _passes: Passes
     _training: _hoist.TrainingOptions
     _boundary: bool | None
-    _last_report: _hoist.StepReport | None
-    _step_applied: bool
-    _skipped_steps: int
+    _steps: StepRecord
     _optimizer_groups_offset: int
     _run_rates: RunRates
 
@@ -65,16 +64,17 @@ class DeepSpeedNames:
                 for i in range(len(self.optimizer.param_groups))]
 
     def get_global_grad_norm(self) -> float | None:
-        return None if self._last_report is None else self._last_report.gradient_norm
+        report = self._steps.last_report
+        return None if report is None else report.gradient_norm
 
     def was_step_applied(self) -> bool:
         """As DeepSpeed's: whether the last call of step() changed the model."""
-        return self._step_applied
+        return self._steps.was_applied
 
     @property
     def skipped_steps(self) -> int:
         """Since the first step of the run, also where it was resumed."""
-        return self._skipped_steps
+        return self._steps.skipped
 
     def fp16_enabled(self) -> bool:
         return self.config.setting("fp16.enabled") is True
@@ -159,7 +159,7 @@ class DeepSpeedNames:
     @property
     def global_steps(self) -> int:
         """Steps made, as DeepSpeed counts them: applied and skipped ones."""
-        return self._unit_manager.step_count + self._skipped_steps
+        return self._unit_manager.step_count + self._steps.skipped
 
     @takes_turn
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | None = None,
