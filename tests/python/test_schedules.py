@@ -5,6 +5,7 @@ import contextlib
 import copy
 import gc
 import json
+import time
 import warnings
 
 import pytest
@@ -22,6 +23,30 @@ from training import make, train
 @pytest.fixture
 def wrapped(settings):
     return engines(settings)
+
+
+def test_a_wrap_that_fails_late_leaves_neither_an_engine_nor_a_changed_model(settings):
+    """A schedule's constructor runs when the engine and the hooks are there."""
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def schedule(optimizer):
+        raise ValueError("the program's own")
+
+    def unmade(optimizer):
+        return lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=9)
+
+    for wrong, kind in ((schedule, ValueError), (unmade, hoist.UsageError)):
+        with pytest.raises(kind):
+            hoist.torch.wrap(model, settings(), scheduler=wrong, resume=True)
+        assert hoist.torch.engine_of(model) is None
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(TypeError, match="len"):
+        hoist.torch.initialize(model=model, config=settings(), training_data=iter([]))
+    began = time.monotonic()
+    with hoist.torch.wrap(model, settings(), resume=True) as engine:
+        assert time.monotonic() - began < 5  # nothing holds the store
+        assert all(torch.equal(engine.read(name), value.float().cpu()) for name, value in before.items())
 
 
 def test_a_schedule_of_another_optimizer_is_refused(wrapped, settings):

@@ -177,6 +177,8 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     if model is None:
         raise _hoist.UsageError("initialize() needs model=...")
     refuse_schedule(lr_scheduler)
+    if training_data is not None:
+        torch.utils.data.RandomSampler(training_data)  # what has no length or no elements is refused before there is an engine
     if mesh_param is not None:
         raise _hoist.UsageError("hoist has no sequence parallelism: mesh_param must be None")
     config = config if config is not None else config_params

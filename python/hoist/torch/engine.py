@@ -137,8 +137,8 @@ class Engine(StandsForModel, DeepSpeedNames):
             if client is not None:
                 self.optimizer.adopt(client)
             self.lr_scheduler = scheduler
-        self._is_made = True
-        self._register()
+            self._is_made = True
+            self._register()
 
     # --- construction ------------------------------------------------------------------------------------------------
 

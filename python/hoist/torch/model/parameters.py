@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hoist import _hoist
+from hoist import _hoist, program_end
 from hoist.optim.values import DTYPES
 from hoist.shared_memory import refuse_shared_memory
 from hoist.torch.model import initial, weight_files
@@ -123,13 +123,13 @@ class Parameters:
     @contextlib.contextmanager
     def moved(self, unit_manager: _hoist.UnitManager, device: torch.device) -> Iterator[dict[int, initial.Source]]:
         """Gives every parameter to the engine, and its memory back. For the block in which the engine takes their initial
-        values, by id: if that fails, the model is as it was before."""
+        values, by id, and is completed: if that fails, the model is as it was before, and the engine at an end."""
         own = [(module, name, parameter) for module in self._module.modules() for name, parameter in module._parameters.items()]
         former = [(p, showing(p), dict(p.__dict__)) for p in {id(p): p for _, _, p in own if p is not None}.values()]
         buffers = [(module, dict(module._buffers)) for module in self._module.modules()]
         try:
             yield self._move(unit_manager, device)
-        except BaseException:
+        except BaseException as error:
             remove_hooks(self._module)
             for module, name, parameter in own:
                 module._parameters[name] = parameter
@@ -138,6 +138,9 @@ class Parameters:
                 parameter.__dict__.update(attributes)
             for module, own_buffers in buffers:
                 module._buffers.update(own_buffers)
+            unit_manager.abandon(program_end.text_of(error))
+            with contextlib.suppress(_hoist.Error):
+                unit_manager.close()
             raise
         for parameter, _, _ in former:
             parameter.grad = None
