@@ -43,8 +43,7 @@ std::optional<FileIdentity> identity_of(const std::string& path) {
 
 // An engine's drive queue. Files that are open keep it.
 struct Queue {
-  explicit Queue(const aio::DriveQueueOptions& options)
-      : drive(options), unaligned({.bounce_bytes = 16 * kMiB, .piece_bytes = kMiB}) {}
+  explicit Queue(const aio::DriveQueueOptions& options) : drive(options) {}
   aio::DriveQueue drive;
   aio::Unaligned unaligned;
 };

@@ -28,14 +28,14 @@ nb::object tensor_of(const std::byte* data, std::uint64_t bytes) {
       nb::rv_policy::reference);
 }
 
-class Channel final : public comm::Transport {
+class PythonChannel final : public comm::Transport {
  public:
-  explicit Channel(nb::object channel)
+  explicit PythonChannel(nb::object channel)
       : channel_(std::move(channel)),
         rank_(nb::cast<int>(channel_.attr("rank"))),
         size_(nb::cast<int>(channel_.attr("size"))) {}
 
-  ~Channel() override {
+  ~PythonChannel() override {
     ask([&] { channel_.attr("close")(); });
     if (!nb::is_alive()) {  // the interpreter took the object with it
       channel_.release();
@@ -92,13 +92,13 @@ class Channel final : public comm::Transport {
 
   std::unique_ptr<Transport> duplicate() override {
     std::unique_ptr<Transport> copy;
-    call("duplicate", [&](const nb::str&) { copy = std::make_unique<Channel>(channel_.attr("duplicate")()); });
+    call("duplicate", [&](const nb::str&) { copy = std::make_unique<PythonChannel>(channel_.attr("duplicate")()); });
     return copy;
   }
 
   std::unique_ptr<Transport> split(int ranks) override {
     std::unique_ptr<Transport> group;
-    call("split", [&](const nb::str&) { group = std::make_unique<Channel>(channel_.attr("split")(ranks)); });
+    call("split", [&](const nb::str&) { group = std::make_unique<PythonChannel>(channel_.attr("split")(ranks)); });
     return group;
   }
 
@@ -182,7 +182,7 @@ class Channel final : public comm::Transport {
 }  // namespace
 
 std::shared_ptr<comm::Transport> make_channel(nb::object channel) {
-  return std::make_shared<Channel>(std::move(channel));
+  return std::make_shared<PythonChannel>(std::move(channel));
 }
 
 MakeChannel channel_maker(nb::callable make) {

@@ -2,7 +2,6 @@
 // Units up and down, passes and their gradients.
 #include "unit_manager.hpp"
 
-#include <exception>
 #include <utility>
 
 #include <nanobind/ndarray.h>
