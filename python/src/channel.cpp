@@ -168,7 +168,10 @@ class PythonChannel final : public comm::Transport {
       std::string text = nb::str(error.value()).c_str();
       if (is_interruption) text = fmt::format("{} {}", nb::str(error.type().attr("__name__")).c_str(), text);
       failure_ = fmt::format("torch.distributed: {} on rank {} of {} failed: {}", what, rank_, size_, text);
-      if (is_interruption) keep_interruption(std::move(error));
+      if (is_interruption) {
+        ask([&] { channel_.attr("interrupted")(error.value()); });
+        keep_interruption(std::move(error));
+      }
       throw CommError(failure_);
     }
   }

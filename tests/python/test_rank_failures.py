@@ -462,6 +462,57 @@ def test_an_interruption_while_channels_are_closed_is_not_lost(settings, tmp_pat
     assert ranks == [["KeyboardInterrupt", True]] * 2
 
 
+def test_an_interruption_at_any_line_of_a_call_is_told_to_the_others(settings, tmp_path):
+    """At once, though the program keeps the exception, whose traceback holds the variables of what was interrupted."""
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 60.0
+    interrupted, told = results(start("""
+        from hoist.torch.ranks import channels
+        join()
+        engine = hoist.torch.wrap(make(), config)
+        train_share(engine, rank, size, 1)
+        tried, here = set(), []
+
+        def interrupt(frame, event, _):
+            if frame.f_code.co_filename != channels.__file__:
+                return None
+            line = frame.f_code.co_name, frame.f_lineno
+            if event == "line" and line not in tried:
+                sys.settrace(None)
+                tried.add(line)
+                here.append(line)
+                raise KeyboardInterrupt("here")
+            return interrupt
+
+        texts, kept = [], []
+        while True:
+            here.clear()
+            dist.barrier()
+            sys.settrace(interrupt if rank == 0 else None)
+            began, text = time.monotonic(), ""
+            try:
+                engine._unit_manager.same_on_all("")
+            except BaseException as error:
+                sys.settrace(None)
+                kept.append(error)
+                text = f"{type(error).__name__}: {error}"
+            sys.settrace(None)
+            assert time.monotonic() - began < 20, here
+            was_interrupted = [bool(here)]
+            dist.broadcast_object_list(was_interrupted)
+            if not was_interrupted[0]:
+                break
+            texts.append(text)
+            engine.restore()
+        print(json.dumps(texts), flush=True)
+        os._exit(0)
+    """, tmp_path / "meet", config))
+    assert len(interrupted) > 20 and set(interrupted) == {"KeyboardInterrupt: here"}
+    # Where all has been sent, the others have what they wait for.
+    assert {"rank 0 was interrupted: KeyboardInterrupt: here" in text for text in told if text} == {True}
+    assert len([text for text in told if text]) > 20
+
+
 def test_files_that_one_rank_cannot_write_end_nothing(settings, tmp_path):
     """Each rank raises the reason within seconds, and all train on."""
     config = with_room(settings)

@@ -24,6 +24,7 @@ import math
 import struct
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -127,7 +128,7 @@ def before_start() -> Iterator[None]:
     """Around what a program does for start() on all ranks of the job."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if is_joined() and dist.get_world_size() > 1:
             _Start(range(dist.get_world_size())).fail(program_end.text_of(error))
         raise
@@ -166,9 +167,8 @@ class Ranks:
         self.doing = doing
         self._start = _Start.current or _Start(self.members)
         self.store = self._start.store_of(self)
-        self.failed = False
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may close the engine while its thread holds it
         self._why: str | None = None
         self._asked = -math.inf
 
@@ -220,7 +220,6 @@ class Ranks:
         with self._lock:
             if self._why is None:
                 self._why = _tell(self, self.store, why)  # first: the others look for it when the connections close
-            self.failed = True
             channels = list(self._channels)
         for channel in channels:
             channel.hang_up()
@@ -305,8 +304,6 @@ class Channel:
         self._members = members
         self._made = 0  # channels out of this one
         self._heads = [torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in members]  # of the others
-        self._lock = threading.Lock()
-        self._in_use = False
         self.rank, self.size = ranks.rank - members.start, len(members)
         try:
             self._group: Any = dist.distributed_c10d.ProcessGroupGloo(
@@ -350,17 +347,22 @@ class Channel:
 
     def hang_up(self) -> None:
         """Closes the connections. A call under way keeps them until it ends, or fails since others hung up."""
-        with self._lock:
-            if self._in_use:
-                return
-            group, self._group = self._group, None
-        del group  # not under the lock: it waits for gloo's threads
+        self._group = None
+
+    def interrupted(self, error: BaseException) -> None:
+        """For the extension, after a call in which the program's handler of a signal raised `error`, such as KeyboardInterrupt.
+        That comes at any line, and outside of a `try` block as well."""
+        raised: BaseException | None = error
+        while raised is not None:
+            for frame, _ in traceback.walk_tb(raised.__traceback__):
+                if frame.f_globals is globals():
+                    with contextlib.suppress(RuntimeError):  # a caller that is not done yet
+                        frame.clear()  # its variables keep connections open for as long as the program keeps the error
+            raised = raised.__context__
+        self._ranks.fail(f"rank {self._ranks.rank_of_job} was interrupted: {program_end.text_of(error)}")
 
     def _call(self, what: str, start: Callable[[Any], list[tuple[int, Any]]] | None) -> None:
-        with self._lock:
-            group = self._group
-            self._in_use = group is not None
-        if group is None:
+        if (group := self._group) is None:
             raise RuntimeError(self._ranks.why() or "the channel was closed")
         header = struct.pack("<Q", _hash_of(what)) + (what[:_HEADER_BYTES - 80] + self._doing()).encode()
         problem, peer, work = None, None, []
@@ -376,16 +378,9 @@ class Channel:
             peer = None if peer == self.rank else peer  # the root of a broadcast waits for all
             problem = f"{error}" + ("" if peer is None else f" (waiting for rank {self._name_of(peer)})")
             problem = self._ranks.explained(problem, what + self._doing(), None if peer is None else self._members[peer])
-        except BaseException as error:  # raised by the program's handler of a signal, such as KeyboardInterrupt
-            self._ranks.fail(f"rank {self._ranks.rank_of_job} was interrupted: {program_end.text_of(error)}")
-            raise
         finally:
             each = group = None  # connections live for as long as these do
             work.clear()
-            with self._lock:
-                self._in_use = False
-            if self._ranks.failed:
-                self.hang_up()
         if problem is not None:
             raise RuntimeError(self._ranks.lost(problem))
 
