@@ -67,7 +67,10 @@ auto search_stores(Runtime& runtime, const EngineOptions& options, std::string_v
 }  // namespace
 
 std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineOptions& options) {
-  return search_stores(runtime, options, "Engine::find_commit()", [&](const detail::RankAgreement& ranks) {
+  // With a mirror, ranks look there as well.
+  const std::string call =
+      fmt::format("Engine::find_commit() {} hoist.mirror", options.mirror.directory.empty() ? "without" : "with");
+  return search_stores(runtime, options, call, [&](const detail::RankAgreement& ranks) {
     const auto plan = detail::find_restore(ranks, options, "");
     return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
   });

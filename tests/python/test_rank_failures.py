@@ -739,6 +739,16 @@ def test_an_argument_that_one_rank_alone_passes_is_named(settings, tmp_path, cal
         assert text.startswith(f"UsageError: rank 1 passes {shown}, and rank 0 does not: pass it on every rank"), text
 
 
+def test_a_mirror_on_one_rank_alone_is_named(settings, tmp_path):
+    """As where a node has another configuration file. All look for the run to resume, in the mirror as well."""
+    for text in texts_of("""
+        if rank == 0:
+            config["hoist"]["mirror"] = {"path": directory + "/mirror"}
+        hoist.torch.wrap(make(), config, resume=True)
+    """, tmp_path / "meet", with_room(settings)):
+        assert "rank 1 is at 'Engine::find_commit() without hoist.mirror', rank 0 at 'Engine::find_commit() with" in text, text
+
+
 def test_ranks_that_built_different_parameters_are_refused(settings, tmp_path):
     """As programs do whose rank 0 alone reads the weights."""
     for text in texts_of("""
