@@ -222,6 +222,20 @@ os._exit(0)
     assert second.startswith("CommError") and "rank 0 failed: hoist.StoreError" in second, second
 
 
+def test_states_that_one_rank_alone_divides_are_named(tmp_path):
+    for text in results(start("""
+        join()
+        import hoist.optim
+        divided = {"shard_over": dist.group.WORLD} if rank == 1 else {}
+        try:
+            hoist.optim.AdamW(make().parameters(), **config, **divided)
+        except hoist.UsageError as error:
+            print(json.dumps(str(error)), flush=True)
+        os._exit(0)
+    """, tmp_path / "meet", place("nvme", tmp_path))):
+        assert text == "rank 1 passes shard_over=..., and rank 0 does not: pass it on every rank, or on none"
+
+
 def test_ranks_that_make_different_calls_are_told_which(tmp_path):
     ranks = start(RANKS + """
 train_with_ddp(ddp, optimizer, rank, size, 0, 1)

@@ -140,7 +140,8 @@ class Offloaded:
             for key in own.keys() & (settings or {}).keys():
                 raise _hoist.UsageError(f"settings={{\"{key}\": ...}}: the optimizer sets it, by an argument of its own or as it "
                                         "must be")
-            self._open(groups, offload, directory, members, job, resume, {**(settings or {}), **own})
+            self._open(groups, offload, directory, members, job, resume, shard_over is not None,
+                       {**(settings or {}), **own})
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Offloaded:
         self._is_loading, self._remainders = False, {}
 
     def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, members: list[int], job: list[int], resume: bool,
-              settings: dict[str, Any]) -> None:
+              is_sharded: bool, settings: dict[str, Any]) -> None:
         place: dict[str, Any] = {"device": offload}
         if directory is not None:
             paths = [os.fspath(d) for d in ([directory] if isinstance(directory, (str, os.PathLike)) else directory)]
@@ -198,7 +199,7 @@ class Offloaded:
         def doing() -> str:
             return getattr(offloaded_ref(), "call", "")
 
-        self._met = distributed.MetRanks(["resume=True"] if resume else [])
+        self._met = distributed.MetRanks(["resume=True"] * resume + [distributed.SHARD_OVER] * is_sharded)
         make, size = distributed.channels_over(members, config, self._met, doing)
         make_job, job_size = distributed.channels_over(job, config, self._met, doing) if len(job) > len(members) else (None, 0)
         self._config = config

@@ -76,6 +76,9 @@ def ranks_at_start(config: _hoist.Config) -> range:
     return range(dist.get_world_size() if config.joins_launched_ranks and is_joined() else 1)
 
 
+SHARD_OVER = "shard_over=..."
+
+
 class MetRanks:
     """The ranks that an engine has met, of each of its groups. `arguments`: what this rank passes, such as "resume=True", of the
     arguments that all ranks pass or none."""
@@ -94,8 +97,9 @@ class MetRanks:
         for first, arguments in zip(ranks.members, passed, strict=True):
             for argument in arguments:
                 if without := [rank for rank, theirs in zip(ranks.members, passed, strict=True) if argument not in theirs]:
+                    files = "" if argument == SHARD_OVER else ". Each looks for its files on its own drive, which may be empty"
                     raise _hoist.UsageError(f"rank {first} passes {argument}, and rank {without[0]} does not: pass it on every "
-                                            "rank, or on none. Each looks for its files on its own drive, which may be empty")
+                                            f"rank, or on none{files}")
 
     @contextlib.contextmanager
     def told_of_error(self) -> Iterator[None]:
