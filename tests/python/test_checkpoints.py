@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import time
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 import hoist
 import hoist.torch
+from hoist import signal_handlers
 from hoist.torch.checkpoint.checkpoints import write_durably
 from models import batches, has_values, loss_of
 from ranks import output_of
@@ -449,6 +451,66 @@ def test_a_drive_that_fails_otherwise_is_not_called_full(tmp_path, monkeypatch, 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(hoist.IoError, match=f"latest failed: {os.strerror(code)}; {remedy}$"):
         write_durably(str(tmp_path / "latest"), lambda file: file.write(b"tag"))
+
+
+@pytest.fixture
+def alarm():
+    """Has the program's handler of a signal raise a TimeoutError, which is an OSError."""
+    def handler(*_):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as a watchdog does that barks once
+        raise TimeoutError("alarm")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield lambda *_: signal.raise_signal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("call", ["fsync", "rmdir"])
+def test_an_alarm_while_a_checkpoint_is_saved_is_no_failure_of_the_drive(settings, tmp_path, monkeypatch, alarm, call):
+    """Also where the client state of one that makes room is removed. The call counts as interrupted."""
+    with hoist.torch.wrap(make(), keeping(settings, 1)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path / "c", "one")
+        train(engine, 1, first=1)
+        with monkeypatch.context() as context:
+            context.setattr(os, call, alarm)
+            with pytest.raises(TimeoutError, match="^alarm$"):
+                engine.save_checkpoint(tmp_path / "c", "two")
+        with pytest.raises(hoist.UsageError, match=r"save_checkpoint\(\) was interrupted by TimeoutError"):
+            engine.state_dict()
+        engine.load_checkpoint(tmp_path / "c")
+        train(engine, 1, first=engine.step_count)
+
+
+def test_an_alarm_in_a_write_is_raised_where_torch_hides_it(tmp_path, alarm):
+    def in_write(frame, event, called):
+        if event == "c_call" and frame.f_code.co_name == "write" and called.__name__ == "write":
+            sys.setprofile(None)
+            alarm()
+
+    signal_handlers.note()
+    sys.setprofile(in_write)
+    try:
+        with pytest.raises(TimeoutError, match="^alarm$"):
+            write_durably(str(tmp_path / "state.pt"), lambda file: torch.save(torch.ones(100_000), file))
+    finally:
+        sys.setprofile(None)
+    assert os.listdir(tmp_path) == []
+
+
+class Alarm:
+    def __reduce__(self):
+        return signal.raise_signal, (signal.SIGALRM,)
+
+
+def test_an_alarm_while_a_checkpoint_is_loaded_is_no_damage(settings, tmp_path, alarm):
+    with hoist.torch.wrap(make(), keeping(settings, 1)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, "one", {"alarm": Alarm()})
+        with pytest.raises(TimeoutError, match="^alarm$"):
+            engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)  # the signal is ignored now
+        train(engine, 1, first=1)
 
 
 @pytest.mark.parametrize("error", [TypeError, FileNotFoundError])

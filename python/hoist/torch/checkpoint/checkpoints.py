@@ -15,7 +15,6 @@ and the directory has a client state of.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import glob
 import io
@@ -27,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.deepspeed.files import line_of, refuse, shown
 from hoist.torch.ranks import distributed
 
@@ -95,6 +94,8 @@ def _forget(folder: str, step: int) -> None:
         os.unlink(_client_file(folder, step))
         os.rmdir(folder)
     except OSError as error:
+        if signal_handlers.raised(error):
+            raise
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
             _log.warning("%s, of a checkpoint that is gone, stays: %s", folder, error.strerror)
 
@@ -147,6 +148,8 @@ def _client_state_in(folder: str, tag: str, step: int, store: str) -> dict[str, 
         client_state: dict[str, Any] = torch.load(client_file, map_location="cpu", weights_only=False)
         return client_state
     except Exception as error:  # pickles raise any
+        if signal_handlers.raised(error):
+            raise
         raise _hoist.StoreError(shown(f"{client_file} cannot be loaded ({type(error).__name__}: {line_of(error)}). If it is "
                                       f"damaged, {without}")) from error
 
@@ -172,20 +175,20 @@ def _client_file(folder: str, step: int | str) -> str:
 
 
 class _File(io.FileIO):
-    """Keeps the first error of its writes, which torch.save() may hide behind one of its own."""
+    """Keeps the first error that comes in its writes, which torch.save() may hide behind one of its own."""
 
-    error: OSError | None = None
+    error: BaseException | None = None
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except OSError as error:
+        except BaseException as error:
             self.error = self.error or error
             raise
 
 
 def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
-    """Errors: IoError for the file's, also where `write` hides it; those of `write`."""
+    """Errors: IoError for the file's, also where `write` hides it; those of `write`, and what a signal's handler raises."""
     partial, raw = path + ".partial", None
     own: Exception | None = None  # an error of `write` that is not the file's
     try:
@@ -199,10 +202,12 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync(os.path.dirname(path) or ".")
-    except Exception as error:
-        with contextlib.suppress(OSError):
+    except BaseException as error:
+        with signal_handlers.suppressing(OSError):
             os.unlink(partial)
         failure = raw and raw.error or error
+        if signal_handlers.raised(failure):
+            raise failure
         if failure is own or not isinstance(failure, OSError):
             raise
         raise io_error(failure.errno or errno.EIO, path, f"writing {path} failed: {failure.strerror or failure}") from error
@@ -223,7 +228,7 @@ def sync(*paths: str) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:  # mounts of object stores cannot flush a directory
-            if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            if signal_handlers.raised(error) or not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 raise
         finally:
             os.close(descriptor)

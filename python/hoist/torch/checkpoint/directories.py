@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import IO
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.checkpoint.checkpoints import io_error, sync
 
 
@@ -28,12 +28,14 @@ def made_and_locked(directory: str, lock: str, call: str, advice: str = "wait un
             for path in made:  # durable before anything in them is
                 sync(os.path.dirname(os.path.abspath(path)))
         except OSError as error:
+            if signal_handlers.raised(error):
+                raise
             raise _not_made(directory, error) from error
         with _locked(directory, lock, call, advice):
             yield
     except BaseException:
         for path in made:
-            with contextlib.suppress(OSError):
+            with signal_handlers.suppressing(OSError):
                 os.rmdir(path)
         raise
 
@@ -65,7 +67,7 @@ def _locked(directory: str, lock: str, call: str, advice: str) -> Iterator[None]
                 raise _hoist.UsageError(f"another {call} writes into {directory}: {advice}, or choose another "
                                         "directory") from None
             except OSError as error:  # a file system without locks, as Lustre and NFS may be mounted
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                if signal_handlers.raised(error) or error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
             try:
                 is_there = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
@@ -85,6 +87,8 @@ def _open(path: str, call: str) -> IO[bytes]:
     try:
         return open(path, "ab")
     except OSError as error:
+        if signal_handlers.raised(error):
+            raise
         others = isinstance(error, PermissionError) and os.path.exists(path)
         hint = f" (it is another user's: if no {call} runs, remove it)" if others else ""
         raise io_error(error.errno or errno.EIO, path, f"opening {path} failed: {error.strerror}{hint}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.deepspeed import files
 from hoist.torch.deepspeed.files import refuse
 from hoist.torch.deepspeed.whole_files import refuse_copies
@@ -45,6 +45,8 @@ def open(directory: str | os.PathLike[str], tag: str | None = None, trusted: boo
     except _hoist.Error:
         raise
     except (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        if signal_handlers.raised(error):
+            raise
         refuse(f"{folder.path} is not as DeepSpeed 0.19 writes checkpoints ({type(error).__name__}: {str(error)[:200]}): its "
                "files were changed, or another version wrote them")
 

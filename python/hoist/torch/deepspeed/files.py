@@ -8,7 +8,6 @@ they are used. Files of PyTorch's format before 1.6 are read into memory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import re
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.model.weight_files import can_be_mapped
 
 
@@ -73,6 +72,8 @@ def load(path: str, trusted: bool) -> Any:
     except pickle.UnpicklingError as error:
         _refuse_objects(path, error, trusted)
     except (RuntimeError, ValueError, EOFError, OSError, LookupError, TypeError, ImportError, AttributeError) as error:
+        if signal_handlers.raised(error):
+            raise
         _refuse_damaged(path, error)
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves(loaded)):
         refuse(f"{path} has tensors on the meta device, which hold no values: save it once more with values")
@@ -95,7 +96,7 @@ def _is_of_the_old_format(path: str) -> bool:
 def _refuse_objects(path: str, error: Exception, trusted: bool) -> NoReturn:
     known = {f"{kind.__module__}.{kind.__qualname__}" for kind in _STAND_INS}
     found: list[str] = []
-    with contextlib.suppress(Exception):
+    with signal_handlers.suppressing(Exception):
         found = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
     if not found and (trusted or not _is_of_the_old_format(path)):  # of which PyTorch cannot say what it holds
         _refuse_damaged(path, error.__context__ or error)  # without PyTorch's advice to trust the file

@@ -16,7 +16,7 @@ from typing import Any
 
 import datasets
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.finetune.methods import KTO, PRETRAINING, REWARD, Method
 
 __all__ = ["from_the_hub", "load_rows"]
@@ -62,7 +62,7 @@ def from_the_hub(what: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if os.path.exists(path):
+        if signal_handlers.raised(error) or os.path.exists(path):
             raise
         said = " ".join(str(error).split())
         raise _hoist.UsageError(f"{what} is no path here, and cannot be read from Hugging Face's hub or cache: {said[:300]}. On "
@@ -253,6 +253,8 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
         with open(os.path.join(directory, "dataset_info.json"), encoding="utf-8") as file:
             known = json.load(file)
     except (OSError, ValueError) as error:
+        if signal_handlers.raised(error):
+            raise
         raise _hoist.UsageError(f"dataset_dir: {directory}/dataset_info.json cannot be read: {error}") from error
 
     def load(names: str | list[str]) -> Any:

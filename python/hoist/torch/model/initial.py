@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.optim.values import DTYPES
 from hoist.torch.devices import own_random_numbers
 from hoist.torch.model.units import Unit
@@ -246,7 +246,7 @@ def materialize_buffers(model: nn.Module, initialize: Initialize | None, device:
             if left and fill is not None:
                 kept = {key: b for key, b in buffers.items() if b is not None and key not in left}
                 buffers.update({key: b.clone() for key, b in kept.items()})
-                with contextlib.suppress(Exception) if initialize is not None else contextlib.nullcontext():
+                with signal_handlers.suppressing(Exception) if initialize is not None else contextlib.nullcontext():
                     _reset(module, fill)
                 buffers.update(kept)
         unset += [each for each in new if each.is_unset() and (initialize is None or _shows_gaps(each.made.dtype))]

@@ -6,19 +6,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 
 if TYPE_CHECKING:
     from hoist.torch.passes.passes import Passes
@@ -30,8 +28,6 @@ _log = logging.getLogger("hoist")
 
 FORWARD, BACKWARD = "forward()", "backward()"
 _LAST_TURN_SECONDS_MAX = 600  # a step of a large model takes minutes
-# A handler of one of these may replace itself when it runs, so that it is noted before. Asking for all 64 takes 0.1 ms.
-_ONCE = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -41,19 +37,6 @@ def modules_on_stack(frame: FrameType | None) -> Iterator[nn.Module]:
         if frame.f_code is _CALL:
             yield frame.f_locals["self"]
         frame = frame.f_back
-
-
-def _handlers_of(signals: Iterable[int]) -> set[CodeType]:
-    """The code of what the program has set for these signals."""
-    codes: set[CodeType] = set()
-    for number in signals:
-        handler: Any = signal.getsignal(number)
-        while isinstance(handler, functools.partial):
-            handler = handler.func
-        called = handler if hasattr(handler, "__code__") or not callable(handler) else type(handler).__call__
-        if (code := getattr(called, "__code__", None)) is not None:
-            codes.add(code)
-    return codes
 
 
 class Turns:
@@ -71,7 +54,6 @@ class Turns:
         self._calls: list[str] = []
         self._interrupted = ""
         self._outside: set[str] = set()  # calls of outside()
-        self._handlers: set[CodeType] = set()  # those of _ONCE when the outermost call began
 
     @property
     def is_of_this_process(self) -> bool:
@@ -110,7 +92,8 @@ class Turns:
             may_begin = self.is_free_or_mine
             if may_begin and not self._is_in_forward:
                 if not self._calls:
-                    self._thread, self._handlers = threading.current_thread(), _handlers_of(_ONCE)
+                    self._thread = threading.current_thread()
+                    signal_handlers.note()
                 self._calls.append(call)
                 return
         if not may_begin:
@@ -144,7 +127,8 @@ class Turns:
         with self._lock:
             may_begin = self.is_free_or_mine
             if may_begin:
-                self._thread, self._handlers = threading.current_thread(), _handlers_of(_ONCE)
+                self._thread = threading.current_thread()
+                signal_handlers.note()
                 self._calls.append(call)
                 self._outside.add(call)
         if not may_begin:
@@ -210,9 +194,7 @@ class Turns:
     def failed(self, call: str, error: BaseException) -> None:
         """Notes whether `call` was interrupted by `error`: by KeyboardInterrupt, or by what one of the program's signal handlers
         raised. These may come between any two lines; other errors come where the engine is ready for them."""
-        handlers = self._handlers | _handlers_of(signal.valid_signals())
-        if not isinstance(error, Exception) or any(
-                frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+        if signal_handlers.raised(error):
             self.interrupt(f"{call} was interrupted by {type(error).__name__}")
 
     def interrupt(self, what: str) -> None:

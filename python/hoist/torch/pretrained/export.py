@@ -18,7 +18,7 @@ import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.checkpoint.checkpoints import io_error, sync
 from hoist.torch.checkpoint.directories import made_and_locked
 from hoist.torch.model.weight_files import NAMES, plain
@@ -243,6 +243,8 @@ def _new_model(directory: str) -> Iterator[str]:
                 sync(path, *(os.path.join(path, file) for file in files))
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
+            if signal_handlers.raised(error):
+                raise
             if isinstance(error, OSError) and error.errno and error.filename is None:  # of a write, or a flush
                 raise io_error(error.errno, directory, f"writing the model to {directory} failed: {error.strerror}") from error
             raise
