@@ -144,6 +144,36 @@ def test_a_restore_that_fails_leaves_it_asleep(settings):
         assert digests(engine) == end
 
 
+@pytest.mark.parametrize("call", ["load_checkpoint", "restore"])
+def test_an_interruption_as_the_engine_falls_asleep(settings, tmp_path, monkeypatch, call):
+    """Then wake() names two calls that help, and both do."""
+    config = settings()
+    config["hoist"]["keep_steps"] = 1
+    with hoist.torch.wrap(make(), config) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path / "c")
+        end = digests(engine)
+        sleep = engine._unit_manager.sleep
+
+        def interrupted(state):
+            sleep(state)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as context:
+            context.setattr(type(engine._unit_manager), "sleep", lambda _, state: interrupted(state))
+            with pytest.raises(KeyboardInterrupt):
+                engine.sleep()
+        assert engine.is_asleep
+        with pytest.raises(hoist.UsageError, match=r"sleep\(\) was interrupted.*restore\(\).*load_checkpoint\(\)"):
+            engine.wake()
+        if call == "restore":
+            engine.restore()
+        else:
+            assert engine.load_checkpoint(tmp_path / "c")[0]
+        assert digests(engine) == end
+        train(engine, 1, first=1)
+
+
 def test_closed_in_its_sleep(settings):
     model = make()
     with hoist.torch.wrap(model, settings()) as engine:

@@ -104,6 +104,8 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     """[C] (path, client state); (None, None) where no tag is given and nothing was saved. Client states are pickles, as
     DeepSpeed's are: load what you have saved yourself."""
     any_tag = tag is None
+    if engine.is_asleep:  # an interrupted sleep() may have left it so, and wake() is refused then
+        engine.restore()
     with distributed.work_of_one_rank(engine._unit_manager):
         if tag is None and (tag := _latest_in(directory)) is None:
             return None, None
