@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import time
 import types
 
@@ -179,6 +180,34 @@ def test_a_restart_by_torchrun_does_not_read_the_failure_before_it(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert start().why(1) == "rank 0 failed: its own reason"
+
+
+def test_a_construction_that_is_interrupted_as_it_begins_is_told_and_counted(monkeypatch):
+    """Ranks that count otherwise would not meet again."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for count in range(1, 100):
+        store, seen = dist.HashStore(), 0
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda store=store: store)
+        monkeypatch.setattr(channels, "_numbers", {})
+
+        def interrupt(frame, event, _, count=count):
+            nonlocal seen
+            seen += event == "line" and frame.f_code is channels._Start.__init__.__code__
+            if seen == count:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            with channels.start((0, 1)):
+                sys.settrace(None)
+                break
+        except KeyboardInterrupt:
+            assert channels._numbers == {(0, 1): 1}
+        monkeypatch.setattr(channels, "_numbers", {})
+        assert channels._Start((0, 1)).why(1) == "rank 0 failed: KeyboardInterrupt"
+    assert count > 5
 
 
 def test_a_rank_that_comes_too_late_for_wrap_waits_for_nobody(settings, tmp_path):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import itertools
 import logging
 import math
 import struct
@@ -39,7 +38,7 @@ from hoist.torch.ranks.job_store import ANSWER_SECONDS, JobStore, StoreLost, job
 _log = logging.getLogger("hoist")
 
 # Every rank of a group makes the same engines over it in the same order, and so gives them the same names.
-_numbers: dict[tuple[int, ...], itertools.count[int]] = {}
+_numbers: dict[tuple[int, ...], int] = {}  # of the next one
 _left_words: list[Ranks | _Start] = []  # for the other ranks to read
 
 _HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
@@ -47,9 +46,9 @@ _LOOK_EVERY, _ASK_EVERY = 0.1, 1.0  # seconds
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's words
 
 
-def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], itertools.count[int]], store: JobStore) -> JobStore:
+def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], int], store: JobStore) -> JobStore:
     name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return store.part(f"hoist/{name}/{next(numbers.setdefault(members, itertools.count()))}")
+    return store.part(f"hoist/{name}/{numbers.get(members, 0)}")
 
 
 def _text_at(store: dist.Store, key: str) -> str | None:
@@ -90,16 +89,19 @@ class _Start:
 
     current: _Start | None = None
 
-    def __init__(self, members: Sequence[int]):
+    def __init__(self, members: Sequence[int], becomes_current: bool = False):
         self.members = tuple(members)
         self.rank_of_job = dist.get_rank()
         self._store = _next_store(self.members, _numbers, job_store())
-        self._numbers: dict[tuple[int, ...], itertools.count[int]] = {}
-        self._made: list[Ranks] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self.made: list[Ranks] = []
+        # Both or neither, whenever a handler of a signal raises: the ranks would count differently from then on.
+        _numbers[self.members], _Start.current = _numbers.get(self.members, 0) + 1, self if becomes_current else _Start.current
 
     def store_of(self, ranks: Ranks) -> JobStore:
-        self._made.append(ranks)
-        return _next_store(ranks.members, self._numbers, self._store)
+        store = _next_store(ranks.members, self._numbers, self._store)
+        self._numbers[ranks.members] = self._numbers.get(ranks.members, 0) + 1
+        return store
 
     def why(self, seconds: float) -> str | None:
         why = _reason_in(self._store, seconds)
@@ -110,7 +112,7 @@ class _Start:
 
     def fail(self, why: str) -> None:
         why = f"rank {self.rank_of_job} failed: {why}"
-        for ranks in self._made:
+        for ranks in self.made:
             ranks.fail(why)
         _tell(self, self._store, why)
 
@@ -137,14 +139,16 @@ def before_start() -> Iterator[None]:
 @contextlib.contextmanager
 def start(members: Sequence[int]) -> Iterator[None]:
     """[C] Around the construction of an engine, or within it: an error in it ends the wait of the other ranks for this one."""
-    if len(members) == 1 or (_Start.current is not None and _Start.current.members == tuple(members)):
+    before = _Start.current
+    if len(members) == 1 or (before is not None and before.members == tuple(members)):
         yield
         return
-    before, _Start.current = _Start.current, _Start(members)
     try:
+        _Start(members, becomes_current=True)
         yield
     except BaseException as error:
-        _Start.current.fail(program_end.text_of(error))
+        begun = _Start.current if _Start.current is not before else None  # a handler of a signal may have raised before
+        (begun or _Start(members)).fail(program_end.text_of(error))
         raise
     finally:
         _Start.current = before
@@ -171,6 +175,7 @@ class Ranks:
         self._lock = threading.RLock()  # a handler of a signal may close the engine while its thread holds it
         self._why: str | None = None
         self._asked = -math.inf
+        self._start.made.append(self)  # last, since a handler of a signal may raise before
 
     def meet(self, word: str = "") -> None:
         """Returns when all ranks are here. Errors: RuntimeError if one of them fails before, or does not come in time.
