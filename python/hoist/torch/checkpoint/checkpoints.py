@@ -208,9 +208,10 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
         with signal_handlers.suppressing(OSError):
             os.unlink(partial)
         failure = raw and raw.error or error
-        if signal_handlers.raised(failure):
-            raise failure
-        if failure is own or not isinstance(failure, OSError):
+        is_of_handler = signal_handlers.raised(failure)
+        if is_of_handler and failure is not error:
+            raise failure from failure.__cause__
+        if is_of_handler or failure is own or not isinstance(failure, OSError):
             raise
         raise io_error(failure.errno or errno.EIO, path, f"writing {path} failed: {failure.strerror or failure}") from error
 
@@ -230,7 +231,9 @@ def sync(*paths: str) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:  # mounts of object stores cannot flush a directory
-            if signal_handlers.raised(error) or not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            if signal_handlers.raised(error) or not os.path.isdir(path):
+                raise
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 raise
         finally:
             os.close(descriptor)
