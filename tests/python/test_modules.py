@@ -456,11 +456,59 @@ def test_gradients_of_inputs_are_no_backward_pass(settings):
         assert engine.step().applied
 
 
-def test_a_forward_that_changes_its_weights_is_refused(settings):
-    model = nn.Sequential(nn.Embedding(7, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH))
+@pytest.mark.parametrize("max_norm", [0.5, 100.0], ids=["changes", "will_change"])
+def test_a_forward_that_changes_its_weights_is_refused(settings, max_norm):
+    model = nn.Sequential(nn.Embedding(7, WIDTH, max_norm=max_norm), nn.Linear(WIDTH, WIDTH))
     with hoist.torch.wrap(model, settings()) as engine:
-        with pytest.raises(hoist.UsageError, match="embedding_renorm_.*changes a weight of shape \\[7, 12\\].*max_norm"):
+        with pytest.raises(hoist.UsageError, match="embedding_renorm_.*changes parameter '0.weight' in forward.*max_norm"):
             engine(torch.arange(7))
+
+
+class Writes(nn.Module):
+    """As Gemma 3n, which clamps some of its weights in each training pass."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.layers[1])
+        return self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize("write", [
+    lambda layer: layer.weight.data.clamp_(-120, 120), lambda layer: layer.weight.clamp_(-120, 120),
+    lambda layer: layer.weight.data[3].mul_(1.0),
+    lambda layer: torch._foreach_mul_([layer.weight.data, layer.bias.data], 1.0),
+], ids=["data", "parameter", "row", "list"])
+def test_a_forward_that_writes_the_same_bits_is_none_that_changes_weights(settings, write):
+    found = []
+    for store, each in (("written", write), ("not", lambda _: None)):
+        with hoist.torch.wrap(make(lambda w=each: Writes(w)), settings(store)) as engine:
+            for x in batches():
+                engine.backward(square(engine.module, x))
+                engine.step()
+            found.append(digests(engine))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("write", "name"), [
+    (lambda layer: layer.weight.data.clamp_(-0.01, 0.01), "layers.1.weight"),
+    (lambda layer: layer.bias.copy_(torch.zeros(WIDTH)), "layers.1.bias"),
+    (lambda layer: torch._foreach_mul_([layer.weight.data, layer.bias.data], [1.0, 2.0]), "layers.1.bias"),
+], ids=["data", "parameter", "list"])
+def test_a_change_in_forward_is_refused_by_name_and_undone(settings, write, name):
+    with hoist.torch.wrap(make(lambda: Writes(write)), settings()) as engine:
+        before = digests(engine)
+        for _ in range(2):
+            with pytest.raises(hoist.UsageError, match=f"changes parameter '{name}' in forward"):
+                engine(batches()[0])
+        assert digests(engine) == before
+        engine.module.write = lambda _: None
+        engine.backward(square(engine.module, batches()[0]))
+        engine.step()
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -469,7 +517,7 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(settings, forea
     model[0].weight.register_post_accumulate_grad_hook(
         lambda weight: torch.optim.SGD([weight], lr=0.1, foreach=foreach).step() and None)
     with hoist.torch.wrap(model, settings()) as engine:
-        with pytest.raises(hoist.UsageError, match="changes a weight .* in the backward pass.*Remove the hook"):
+        with pytest.raises(hoist.UsageError, match="changes parameter '0.weight' in the backward pass.*Remove the hook"):
             engine.backward(engine(torch.ones(2, WIDTH)).sum())
 
 

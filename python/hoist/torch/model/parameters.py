@@ -247,6 +247,10 @@ class Parameters:
                                 "are used. engine.write(name, values) changes a parameter, load_state_dict() all of them, and "
                                 "engine.gathered(names, modify=True) keeps what is changed inside of it")
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The parameter whose gathered values a tensor shows."""
+        return self.by_id[id(self.tensors.parameter_of(tensor))].name
+
     def drop_gradients(self) -> None:
         """Drops gradients that the program has set; autograd's are taken as they come."""
         for parameter in self.trainable:
@@ -363,8 +367,7 @@ class Parameters:
         parameters = [added] if isinstance(added, nn.Parameter) else [] if added is None else added.parameters()
         if any(p.requires_grad and id(p) not in self.by_id for p in parameters):
             raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not "
-                                    "be trained: change the model first and wrap it then. engine.write(name, values) and "
-                                    "load_state_dict() change weights")
+                                    "be trained: change the model first and wrap it then. engine.write(name, values) and load_state_dict() change weights")
 
     def names_in_model(self) -> dict[str, str]:
         """The names that parameters have in the model now, and those that they were declared under. Errors: UsageError for

@@ -139,6 +139,13 @@ class UnitTensors:
         """The unit whose memory a tensor shows, if any."""
         return self._unit_of.get(tensor.untyped_storage()._cdata)
 
+    def parameter_of(self, tensor: torch.Tensor) -> nn.Parameter:
+        """The parameter that a tensor shows, or the first one of several. Pre: unit_of(tensor) is a unit."""
+        unit = self._units[self._unit_of[tensor.untyped_storage()._cdata]]
+        place = tensor.storage_offset() * tensor.element_size()
+        ends = [view.storage_offset() * view.element_size() + view.nbytes for view in unit.views]
+        return next((p for (p, _), end in zip(unit.parameters, ends, strict=True) if place < end), unit.parameters[0][0])
+
     def bind(self, index: int, memory: Any) -> None:
         unit = self._units[index]
         data = torch.from_dlpack(memory)

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,14 +33,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hoist")
 _BACKWARD = "backward"  # a kind of pass, beside those of the engine
-_LOST_IN_FORWARD = ("in forward(), and the change would be lost with the weight's memory. nn.Embedding does that with max_norm: "
-                    "leave it out")
+_LOST_IN_FORWARD = ("in forward() (as nn.Embedding does with max_norm), and the change would be lost with the weight's memory: "
+                    "leave it out, or make it between steps, by engine.write() or in engine.gathered(names, modify=True)")
 _LOST_IN_BACKWARD = ("in the backward pass, as a hook does that steps an optimizer (register_post_accumulate_grad_hook): "
                      "engine.step() updates the weights. Remove the hook")
 
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _captured_by(values: list[Any]) -> Iterator[torch.Tensor]:
@@ -69,8 +73,8 @@ class Watch(TorchDispatchMode):
     supports_higher_order_operators = True  # such as flex_attention
 
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
-                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int], change_is_lost: str,
-                 thread: int | None = None):
+                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int],
+                 name_of: Callable[[torch.Tensor], str], in_backward: bool = False, thread: int | None = None):
         TorchDispatchMode.__init__(self)
         self._unit_of = unit_of
         self._is_up = is_up
@@ -78,7 +82,8 @@ class Watch(TorchDispatchMode):
         self._calls = calls
         self._thread = thread  # whose calls they are; None: of any
         self._seen = seen
-        self._change_is_lost = change_is_lost  # where, and what to do
+        self._name_of = name_of  # the parameter that a unit's tensor shows
+        self._in_backward = in_backward
         self._hooks: list[Any] = []
         self._eager: Any = None
         self._is_recorded = False  # whether a backward pass will follow
@@ -135,20 +140,32 @@ class Watch(TorchDispatchMode):
             if not self._is_up(unit):
                 self._missing(unit)
         # torch.nn.utils.parametrize calls set_() with the memory that a weight has already.
+        written = []
         if units and schema is not None and schema.is_mutable and func is not torch.ops.aten.set_.source_Tensor:
-            self._refuse_writes(func, args)
+            written = self._weights_written_by(func, args)
         if not all(self._is_up(unit) for unit in units):  # one has given way to another
             raise _hoist.BudgetError(f"{func} uses the weights of {len(set(units))} units at once, and the memory for gathered "
                                      "weights is too small for them: raise stage3_max_live_parameters, or hoist.device_memory")
-        return func(*args, **kwargs)
+        # In the backward pass an optimizer writes, and in later passes max_norm, even if neither changes anything now.
+        if written and (self._in_backward or func is torch.ops.aten.embedding_renorm_.default):
+            self._refuse_write(func, written[0])
+        before = [weight.clone() for weight in written]
+        result = func(*args, **kwargs)
+        for weight, was in zip(written, before, strict=True):
+            if self._unit_shown_by(weight) is None or not torch.equal(_bytes(weight), _bytes(was)):
+                if self._unit_shown_by(weight) is not None:
+                    weight.copy_(was)
+                self._refuse_write(func, weight)
+        return result
 
-    def _refuse_writes(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Errors: UsageError if `func` writes to a unit's weight."""
+    def _weights_written_by(self, func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
         changed = [value for argument, values in zip(func._schema.arguments, args, strict=False) if argument.is_write
                    for value in tree_leaves(values)]  # torch._foreach_add_() takes lists, as optimizers do on accelerators
-        for value in changed:
-            if isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None:
-                raise _hoist.UsageError(f"{func} changes a weight of shape {list(value.shape)} {self._change_is_lost}")
+        return [value for value in changed if isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None]
+
+    def _refuse_write(self, func: Any, weight: torch.Tensor) -> NoReturn:
+        raise _hoist.UsageError(f"{func} changes parameter '{self._name_of(weight)}' "
+                                + (_LOST_IN_BACKWARD if self._in_backward else _LOST_IN_FORWARD))
 
     def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
         try:
@@ -281,7 +298,7 @@ class UnannouncedUses:
         # In vertical order other micro-batches' calls are under way in their threads.
         thread = None if self._passes.forward_of_all is None else threading.get_ident()
         return Watch(self._parameters.tensors.unit_of, is_announced, missing, self._calls, self._parameters.watched_units,
-                     _LOST_IN_BACKWARD if in_backward else _LOST_IN_FORWARD, thread)
+                     self._parameters.name_of, in_backward, thread)
 
     # --- uses --------------------------------------------------------------------------------------------------------
 
