@@ -227,6 +227,11 @@ bool is_slip_at_top_level(std::string_view name) {
 }
 
 std::string suggestion(std::string_view section_path, std::string_view name) {
+  const std::vector<std::string_view> sections = sections_with(section_path, name);
+  const auto in_sections = [&] {
+    return fmt::format("did you mean \"{}\" in \"{}\"?", name, fmt::join(sections, "\" or \""));
+  };
+  if (!sections.empty() && is_below(sections.front(), section_path)) return in_sections();  // before similar names
   std::vector<std::string_view> names = names_of_members(section_path);
   if (const std::string_view near = nearest_name(names, name); !near.empty()) {
     return fmt::format("did you mean \"{}\"?", near);
@@ -237,10 +242,9 @@ std::string suggestion(std::string_view section_path, std::string_view name) {
     });
     if (!names.empty()) return fmt::format("did you mean \"{}\"?", fmt::join(names, "\" or \""));
   }
-  const std::vector<std::string_view> sections = sections_with(section_path, name);
   if (sections.empty()) return std::string(kNoSuggestion);
   if (sections.front().empty()) return fmt::format("\"{}\" belongs at the top level", name);
-  return fmt::format("did you mean \"{}\" in \"{}\"?", name, fmt::join(sections, "\" or \""));
+  return in_sections();
 }
 
 }  // namespace hoist::config

@@ -345,6 +345,9 @@ TEST(Suggestion, FindsSlipsAndMisplacedKeys) {
   EXPECT_EQ(config::suggestion("zero_optimization", "device"),
             "did you mean \"device\" in \"zero_optimization.offload_param\" or "
             "\"zero_optimization.offload_optimizer\"?");
+  EXPECT_EQ(config::suggestion("zero_optimization", "super_offload"),
+            "did you mean \"super_offload\" in \"zero_optimization.offload_optimizer\"?")
+      << "and not cpu_offload, which is similar";
   EXPECT_EQ(config::suggestion("zero_optimization.offload_optimizer", "pipeline"),
             "did you mean \"pipeline_read\" or \"pipeline_write\"?");
   EXPECT_EQ(config::suggestion("fp16", "fp16"), config::kNoSuggestion) << "it is in that section already";
