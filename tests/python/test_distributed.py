@@ -255,6 +255,32 @@ def test_generate_goes_on_until_the_last_rank_has_ended(settings, tmp_path):
     """, tmp_path / "meet", with_room(settings))) == [6, 7]
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "MultitaskPromptTuningConfig"])
+def test_prompts_that_are_learned_are_saved(settings, tmp_path, kind):
+    """PEFT computes them on the first rank alone, which has a part of the weights."""
+    pytest.importorskip("peft")
+    assert results(start(f"""
+        import peft, transformers
+        from hoist.torch.transformers import save_pretrained
+        from safetensors.torch import load_file
+        join()
+        def made():
+            torch.manual_seed(0)
+            more = {{"num_tasks": 2}} if "Multitask" in {kind!r} else {{}}
+            return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(
+                vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                num_key_value_heads=2)), peft.{kind}(num_virtual_tokens=4, task_type="CAUSAL_LM", **more))
+        folder = {str(tmp_path / "saved")!r}
+        with hoist.torch.wrap(made(), config) as engine:
+            save_pretrained(engine, folder)
+            state = engine.state_dict()
+        plain = made()
+        plain.load_state_dict(state)
+        expected, found = peft.get_peft_model_state_dict(plain), load_file(folder + "/adapter_model.safetensors")
+        print(json.dumps(found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)))
+    """, tmp_path / "meet", with_room(settings))) == [True, True]
+
+
 def test_waiting_for_a_rank_leaves_other_threads_running(settings, tmp_path):
     """Rank 1 comes three seconds late to a step, wherever rank 0 then waits: the GIL is free meanwhile."""
     ranks = results(start("""

@@ -335,3 +335,40 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, kind, 
     found = ends_of(resumed, path)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+PROMPTS = {"prompt": ("PromptTuningConfig", {}), "prefix": ("PrefixTuningConfig", {}),
+           "p_tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 16}),
+           "multitask": ("MultitaskPromptTuningConfig", {"num_tasks": 2}), "cartridge": ("CartridgeConfig", {})}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_that_are_learned_are_saved(tmp_path, name):
+    """Some of PEFT's encoders read their parameters outside of a call."""
+    kind, settings = PROMPTS[name]
+    if not hasattr(peft, kind):
+        pytest.skip(f"this version of PEFT has no {kind}")
+
+    def made():
+        torch.manual_seed(0)
+        config = getattr(peft, kind)(num_virtual_tokens=4, task_type="CAUSAL_LM", **settings)
+        return peft.get_peft_model(LLAMA[0](LLAMA[1]), config)
+
+    batch = {"input_ids": torch.tensor(ROWS[:2]), "labels": torch.tensor(ROWS[:2])}
+    if name == "multitask":
+        batch["task_ids"] = torch.tensor([0, 1])
+    cpu = {"device": "cpu"}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {
+        "stage": 3, "offload_param": cpu, "offload_optimizer": cpu, "stage3_param_persistence_threshold": 0}}
+    with hoist.torch.wrap(made(), config) as engine:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        hoist_transformers.save_pretrained(engine, tmp_path / "saved")
+        engine.backward(engine(**batch).loss)  # nothing has stayed gathered
+        plain, state = made(), engine.state_dict()
+    plain.load_state_dict(state)
+    expected = peft.get_peft_model_state_dict(plain)
+    found = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(LLAMA[0](LLAMA[1]), tmp_path / "saved"))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)

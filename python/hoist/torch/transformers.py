@@ -273,7 +273,7 @@ class Trainer(transformers.Trainer):
         filled = fill_in(with_store(self._hoist_config, self.args), self.args, self.state.max_steps or self._steps_of_run)
         own_groups = self.optimizer is None and "optimizer" not in filled
         config = self._config_of_run(filled, own_groups)
-        refuse_adapters(self.model, self.args.world_size)
+        refuse_adapters(self.model)
         # evaluate() has put autocast, and results in fp32, around forward().
         self.accelerator.unwrap_model(cast(torch.nn.Module, self.model), keep_fp32_wrapper=False)
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.

@@ -44,7 +44,7 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
     model's own save_pretrained.
     """
     model: Any = engine.module
-    refuse_adapters(model, engine.world_size)
+    refuse_adapters(model)
     is_whole = isinstance(model, transformers.PreTrainedModel)
     if not is_whole and not hasattr(model, "peft_config"):
         raise _hoist.UsageError(f"a {type(model).__name__} has no save_pretrained form: use engine.export(directory)")
@@ -57,8 +57,11 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
 
     def adapters(folder: str | None) -> None:
         tensors = _adapters(engine)
-        if folder is not None:
-            model.save_pretrained(folder, state_dict=tensors)
+        prompts = [name for name in engine._parameters.by_name if name.startswith("prompt_encoder.")]
+        # PEFT computes the prompts that it saves, on the first rank, and some encoders read their parameters outside of a call.
+        with torch.no_grad(), engine.gathered(prompts) if prompts else contextlib.nullcontext():
+            if folder is not None:
+                model.save_pretrained(folder, state_dict=tensors)
 
     write_model(engine, directory, settings,
                 (lambda folder: write_weights(engine, folder, max_shard_size)) if is_whole else adapters)
@@ -76,15 +79,11 @@ def write_model(engine: Engine, directory: str | os.PathLike[str], settings: Cal
         weights(folder)
 
 
-def refuse_adapters(model: Any, world_size: int) -> None:
+def refuse_adapters(model: Any) -> None:
     """Errors: UsageError for those of PEFT that cannot be saved here."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise _hoist.UsageError("adapters that model.add_adapter() has added are not saved as such here: add them with "
                                 "peft.get_peft_model(model, config)")
-    configs = getattr(model, "peft_config", None) or {}
-    if world_size > 1 and any(config.is_prompt_learning for config in configs.values()):
-        raise _hoist.UsageError("prompt learning (prompt, prefix and P-tuning) is trained on one rank here: PEFT computes the "
-                                "prompts that it saves on the first rank alone, which has a part of the weights")
 
 
 def write_weights(engine: Engine, folder: str | None, max_shard_size: int | str) -> None:
