@@ -150,8 +150,9 @@ def test_what_contradicts_the_arguments_is_refused(tmp_path):
     config["optimizer"]["params"]["lr"] = 5e-5
     with pytest.raises(hoist.UsageError, match="gradient_clipping is 3.0.*max_grad_norm.*lr is 5e-05.*learning_rate"):
         trainer_of(arguments(tmp_path / "out"), config).train()
-    with pytest.raises(hoist.UsageError, match="full_eval"):
-        trainer_of(arguments(tmp_path / "out", bf16_full_eval=True), ds_config(tmp_path / "nvme"))
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        with pytest.raises(hoist.UsageError, match=f"^{name} of TrainingArguments is not supported"):
+            trainer_of(arguments(tmp_path / "out", **{name: True}), ds_config(tmp_path / "nvme"))
     with pytest.raises(hoist.UsageError, match="micro-batches"):
         trainer_of(arguments(tmp_path / "out", auto_find_batch_size=True), ds_config(tmp_path / "nvme"))
     with pytest.raises(hoist.UsageError, match="micro_batch_order"):

@@ -178,8 +178,8 @@ class Trainer(transformers.Trainer):
                 (self.is_fsdp_enabled, "fsdp", "it moves weights itself"),
                 (self.args.auto_find_batch_size, "auto_find_batch_size", "the number of micro-batches is settled when the "
                  "engine is made"),
-                (self.args.bf16_full_eval or self.args.fp16_full_eval, "full_eval", "weights have the type that they are "
-                 "trained in")):
+                (self.args.bf16_full_eval, "bf16_full_eval", types := "weights have the type that they are trained in"),
+                (self.args.fp16_full_eval, "fp16_full_eval", types)):
             if given:
                 raise _hoist.UsageError(f"{name} of TrainingArguments is not supported here: {why}")
         for callback in self.callback_handler.callbacks:

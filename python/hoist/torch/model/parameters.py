@@ -367,7 +367,9 @@ class Parameters:
         parameters = [added] if isinstance(added, nn.Parameter) else [] if added is None else added.parameters()
         if any(p.requires_grad and id(p) not in self.by_id for p in parameters):
             raise _hoist.UsageError(f"'{name}' of a {type(module).__name__} was set after the model was wrapped, and would not "
-                                    "be trained: change the model first and wrap it then. engine.write(name, values) and load_state_dict() change weights")
+                                    "be trained: change the model first and wrap it then. If a trainer adds this while it "
+                                    "trains, choose a setting with which it does not (of TRL's SDPO teacher_model_kind='base' "
+                                    "or 'live'). engine.write(name, values) and load_state_dict() change weights")
 
     def names_in_model(self) -> dict[str, str]:
         """The names that parameters have in the model now, and those that they were declared under. Errors: UsageError for
