@@ -9,6 +9,7 @@ import signal
 import pytest
 
 import hoist
+import hoist.store
 import ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
@@ -119,6 +120,54 @@ def test_interrupted_in_a_forward_pass_and_resumed_by_the_same_trainer(tmp_path)
     again = made("interrupted")
     again.train(resume_from_checkpoint=True)
     again.engine.close()
+
+
+class Interrupts(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_interrupted_before_the_first_checkpoint(tmp_path, strategy):
+    """The store has steps that Trainer cannot continue from: the error does not name a call that cannot work."""
+    config = ds_config(tmp_path / "nvme", without=("scheduler",))
+
+    def made(*callbacks):
+        args = arguments(tmp_path / "out", max_steps=6, save_strategy=strategy, save_steps=4, learning_rate=1e-3)
+        return trainer_of(args, config, callbacks=list(callbacks))
+
+    trainer = made(Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.engine.close()
+    with pytest.raises(hoist.StoreError, match=r"holds a run without a checkpoint.*hoist\.store.*resume=True") as told:
+        made().train()
+    assert "resume_from_checkpoint" not in str(told.value)
+    with hoist.store.open(tmp_path / "nvme") as stored:
+        assert stored.step == 3
+
+
+def test_only_weights_were_saved(tmp_path):
+    """The store's run and its moments are not those of the checkpoint: the error says what to remove, and that works."""
+    def made(*callbacks):
+        args = arguments(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2, save_only_model=True)
+        return trainer_of(args, ds_config(tmp_path / "nvme"), callbacks=list(callbacks))
+
+    trainer = made(Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(hoist.UsageError, match=r"checkpoint-2 has weights alone.*moments of step 3: make a new Trainer"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.engine.close()
+    for resume in (None, True):
+        with pytest.raises(hoist.StoreError, match=r"holds a run, of which .*checkpoint-2 has weights alone.*Remove the store"):
+            made().train(resume_from_checkpoint=resume)
+    shutil.rmtree(tmp_path / "nvme")
+    trainer = made()
+    assert trainer.train(resume_from_checkpoint=True).global_step == 4
+    assert trainer.engine.step_count == 2
+    trainer.engine.close()
 
 
 def test_the_newest_complete_checkpoint(tmp_path):

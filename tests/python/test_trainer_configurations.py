@@ -163,14 +163,19 @@ def test_what_contradicts_the_arguments_is_refused(tmp_path):
 
 
 def test_a_store_that_holds_a_run_is_named_in_trainers_words(tmp_path):
-    first = trainer_of(arguments(tmp_path, max_steps=2), ds_config(tmp_path / "store"))
+    def made(output_dir):
+        return trainer_of(arguments(output_dir, max_steps=2, save_strategy="steps", save_steps=2), ds_config(tmp_path / "store"))
+
+    first = made(tmp_path)
     first.train()
     first.engine.close()
-    again = trainer_of(arguments(tmp_path, max_steps=2), ds_config(tmp_path / "store"))
+    again = made(tmp_path)
     with pytest.raises(hoist.StoreError, match="resume_from_checkpoint=True"):
         again.train()
     with pytest.raises(hoist.StoreError, match="resume_from_checkpoint=True"):
         again.train()  # and again
+    with pytest.raises(hoist.StoreError, match="resume_from_checkpoint=DIRECTORY"):
+        made(tmp_path / "elsewhere").train()
 
 
 def test_a_checkpoint_of_a_plain_trainer_is_refused_before_a_store_is_made(tmp_path):

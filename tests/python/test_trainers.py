@@ -337,6 +337,26 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, kind, 
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_weights_that_were_saved_alone_are_continued_from(tmp_path, caplog, adapters):
+    """As by transformers' Trainer: with new moments and a new schedule."""
+    settings = {"save_only_model": True, "max_steps": 4}
+    first = make("trainer", tmp_path / "out", tmp_path / "hub", adapters, hoisted=True, **settings)
+    first.train()
+    first.engine.close()
+    histories = []
+    for hoisted in (False, True):
+        trainer = make("trainer", tmp_path / str(hoisted), tmp_path / "hub", adapters, hoisted)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+        histories.append([entry for entry in trainer.state.log_history if "grad_norm" in entry])
+    assert "moments and the schedule of learning rates begin anew" in caplog.text
+    assert trainer.engine.step_count == 4 and len(histories[0]) == 8
+    trainer.engine.close()
+    for plain, ours in zip(*histories, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert ours[key] == pytest.approx(plain[key], abs=1e-4)
+
+
 PROMPTS = {"prompt": ("PromptTuningConfig", {}), "prefix": ("PrefixTuningConfig", {}),
            "p_tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 16}),
            "multitask": ("MultitaskPromptTuningConfig", {"num_tasks": 2}), "cartridge": ("CartridgeConfig", {})}

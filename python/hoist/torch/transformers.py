@@ -165,6 +165,7 @@ class Trainer(transformers.Trainer):
             raise _hoist.UsageError(f"hoist_options has {sorted(unknown)}: it may have weights, initialize, unit_classes and "
                                     "seed (train(resume_from_checkpoint=...) continues a run)")
         self._is_resumed: bool | None = None  # as far as train() has said
+        self._weights_alone: str | None = None  # the checkpoint to continue from, if it has no more than weights
         super().__init__(*positional, **arguments)
         if self.args.n_gpu > 1:  # transformers would copy the model to all of them (DataParallel)
             _log.warning("this process trains on %s, one of %d GPUs: start one for each (torchrun --nproc-per-node %d)",
@@ -199,6 +200,9 @@ class Trainer(transformers.Trainer):
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         self._is_resumed = bool(resume_from_checkpoint)
+        self._weights_alone = None
+        if resume_from_checkpoint and has_weights_alone(resume_from_checkpoint):
+            self._weights_alone = resume_from_checkpoint
         if resume_from_checkpoint and os.path.exists(os.path.join(resume_from_checkpoint, OPTIMIZER_NAME)):
             raise _hoist.UsageError(f"{resume_from_checkpoint} was saved by a Trainer without hoist: begin a run with "
                                     f"weights={resume_from_checkpoint!r} in hoist_options, and without resume_from_checkpoint; "
@@ -241,6 +245,9 @@ class Trainer(transformers.Trainer):
         if not engine._unit_manager.is_open:
             raise _hoist.UsageError("this Trainer's engine was closed, and the model's weights with it: make a new Trainer, "
                                     "whose train(resume_from_checkpoint=True) continues the run")
+        if self._weights_alone is not None:
+            raise _hoist.UsageError(f"{self._weights_alone} has weights alone (save_only_model), and this Trainer's engine has "
+                                    f"moments of step {engine.step_count}: make a new Trainer, which begins with new ones")
         if engine.module is not self.model:
             raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
         if engine.config.has_schedule and engine.step_count > 0 and self._is_resumed is False:
@@ -286,21 +293,36 @@ class Trainer(transformers.Trainer):
                                             for group in cast(torch.optim.Optimizer, client).param_groups]}
         if config.device is None:
             options["device"] = self.args.device.type
-        self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
-            model=self.model, config=config, **options | self._hoist_options)
+        options |= self._hoist_options
+        if self._weights_alone is not None and not hasattr(self.model, "peft_config"):
+            options["weights"] = self._weights_alone
+        self.engine, self.optimizer, _, schedule = hoist.torch.initialize(model=self.model, config=config, **options)
         if self.engine.device.type != self.args.device.type:
             raise _hoist.UsageError(f"TrainingArguments' device is {self.args.device}, and hoist's is {self.engine.device}: pass "
                                     "use_cpu=True, or set \"hoist\": {\"device\": \"cuda\"}")
-        if not self.engine._unit_manager.is_alive and self._is_resumed is False:
+        if not self.engine._unit_manager.is_alive and (self._is_resumed is False or self._weights_alone is not None):
             engine, self.engine, self.optimizer = self.engine, None, None if own_groups else client
+            remedy = self._how_to_use_run_of(engine)
             engine.close()
-            raise _hoist.StoreError(f"{config.store_directory} holds a run: train(resume_from_checkpoint=True), or with the "
-                                    "directory of a checkpoint, continues it; remove it to begin anew")
+            raise _hoist.StoreError(f"{config.store_directory} holds a run{remedy}")
         self._cast_inputs_of(cast(Any, self.model))
         if config.has_schedule:
             self.lr_scheduler = schedule
         if self.args.torch_compile:  # only now: graphs end at the hooks
             cast(torch.nn.Module, self.model).compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+
+    def _how_to_use_run_of(self, engine: hoist.torch.Engine) -> str:
+        """The end of a sentence that says that the store holds a run."""
+        checkpoint = self._weights_alone or newest_complete_checkpoint(cast(str, self.args.output_dir))
+        if checkpoint is not None and has_weights_alone(checkpoint):
+            return (f", of which {checkpoint} has weights alone (save_only_model). Remove the store: then "
+                    "train(resume_from_checkpoint=True), or with that directory, continues from these weights with new moments, "
+                    "and train() begins anew")
+        if not engine.checkpoints():
+            return (" without a checkpoint that Trainer could continue from. hoist.store.open() reads its newest step, and "
+                    "hoist.torch.wrap(..., resume=True) continues from it in a loop of your own; remove it to begin anew")
+        how = "True), or with the directory of a checkpoint," if checkpoint is not None else "DIRECTORY) of a checkpoint"
+        return f": train(resume_from_checkpoint={how} continues it; remove it to begin anew"
 
     def _prepare_for_accelerate(self) -> None:
         # By this accelerate knows objects that need no wrapping.
@@ -389,14 +411,19 @@ class Trainer(transformers.Trainer):
             torch.save(cast(Any, self.lr_scheduler).state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights come back with the optimizer's states."""
+        """Weights come back with the optimizer's states. If there are none, adapters are loaded here, and whole models from
+        their files when the engine is made."""
+        if self._weights_alone is not None and self.engine is None and hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if self._made.load_checkpoint(checkpoint)[0] is None:
-            raise _hoist.StoreError(f"{checkpoint} was saved without the optimizer's states (save_only_model), and there is "
-                                    "nothing to go on from")
+        if self._weights_alone is not None:
+            _log.warning("%s has weights alone (save_only_model): moments and the schedule of learning rates begin anew",
+                         checkpoint)
+            return
+        self._made.load_checkpoint(checkpoint)
         cast(Any, self.lr_scheduler).load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -436,6 +463,12 @@ class Trainer(transformers.Trainer):
         if self.engine is None or self.args.should_save:
             return super().save_model(output_dir, _internal_call)
         self._save(output_dir)  # reading weights is collective
+
+
+def has_weights_alone(checkpoint: str) -> bool:
+    """Whether a Trainer has saved no optimizer states there, neither with hoist nor with DeepSpeed."""
+    others = ("latest", "latest_universal", OPTIMIZER_NAME)
+    return os.path.isdir(checkpoint) and not any(os.path.exists(os.path.join(checkpoint, name)) for name in others)
 
 
 def newest_complete_checkpoint(folder: str) -> str | None:
