@@ -219,7 +219,7 @@ def test_a_trainable_parameter_cannot_come_into_a_wrapped_model(wrapped):
                        lambda: setattr(model[2], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
                        lambda: model[0].register_parameter("scale", nn.Parameter(torch.ones(WIDTH))),
                        lambda: setattr(model[0], "adapter", nn.Linear(WIDTH, 2))):
-            with pytest.raises(hoist.UsageError, match="after the model was wrapped, and would not be trained.*If a trainer adds this"):
+            with pytest.raises(hoist.UsageError, match="was set after the model was wrapped.*If a trainer adds this"):
                 change()
         # Nothing to train comes with these, and modules may hold the model's own modules.
         model[0].note = nn.Identity()

@@ -391,4 +391,4 @@ def test_prompts_that_are_learned_are_saved(tmp_path, name):
     found = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(LLAMA[0](LLAMA[1]), tmp_path / "saved"))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[key].cpu(), value.cpu(), rtol=0, atol=1e-6)
