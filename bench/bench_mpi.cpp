@@ -126,7 +126,7 @@ class Bench {
     if (late) std::this_thread::sleep_for(arguments_.late);
     ours_->all_gather({&piece, 1}, *stream_);
     stream_->synchronize();
-    return most_of_ranks(
+    return max_over_ranks(
         late ? 0 : (processor_seconds(CLOCK_PROCESS_CPUTIME_ID) - before) / to_seconds(Clock::now() - begin));
   }
 
@@ -172,10 +172,10 @@ class Bench {
     if (late.count() > 0 && rank() == size() - 1) std::this_thread::sleep_for(late);
     const Nanoseconds slept = Clock::now() - begin;
     const TimePoint end = calls();
-    return most_of_ranks(to_seconds(end - begin)) - most_of_ranks(to_seconds(slept));
+    return max_over_ranks(to_seconds(end - begin)) - max_over_ranks(to_seconds(slept));
   }
 
-  double most_of_ranks(double mine) {
+  double max_over_ranks(double mine) {
     double all = 0;
     MPI_Allreduce(&mine, &all, 1, MPI_DOUBLE, MPI_MAX, theirs_);
     return all;

@@ -28,6 +28,7 @@
 #include <hoist/comm/detail/host_communicator.hpp>
 #include <hoist/comm/detail/nccl_transport.hpp>
 #include <hoist/comm/detail/scale_split.hpp>
+#include <hoist/core/assert.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
@@ -389,6 +390,7 @@ ncclUniqueId new_id() {
 
 std::unique_ptr<Communicator> make_nccl_over(std::unique_ptr<Communicator> control,
                                              const CommunicatorOptions& options) {
+  HOIST_ASSERT(control != nullptr, "NCCL without a control plane");
   ncclUniqueId id{};
   try {
     if (control->rank() == 0) id = new_id();

@@ -88,7 +88,7 @@ Promise::~Promise() {
   if (!state_ || state_->done) return;
   HOIST_ASSERT(std::uncaught_exceptions() > 0, "a promise was destroyed before it was fulfilled");
   try {
-    throw Error("an exception came before the operation was started");
+    throw Error("an exception dropped what was to complete this");
   } catch (...) {  // or what lacks the memory for that error
     fail(std::current_exception());
   }

@@ -97,7 +97,7 @@ const char* usual_remedy(int code) noexcept {
 IoError::IoError(Where w, const std::string& remedy)
     : Error([&] {
         std::string advice = remedy.empty() ? usual_remedy(w.code) : remedy;
-        if (w.code == ENOSPC && (w.operation == "open" || w.operation == "mkdir"))
+        if (w.code == ENOSPC && (w.operation == "open" || w.operation == "create" || w.operation == "mkdir"))
           advice += " (a drive with space left lacks inodes: df -i)";
         return fmt::format(
             "{} of {}{} failed: {}{}{}", w.operation, w.path, place_of(w),

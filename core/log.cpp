@@ -62,6 +62,8 @@ void log_formatted(LogLevel level, fmt::string_view format, fmt::format_args val
     log_line(level, fmt::vformat(format, values));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "a line of the log is left out: %s\n", error.what());
+  } catch (...) {  // of a sink of the program's
+    std::fputs("a line of the log is left out\n", stderr);
   }
 }
 

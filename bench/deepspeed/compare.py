@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--hoist", default="{}")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    os.makedirs(arguments.directory, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hoist-compare-", dir=arguments.directory) as arguments.directory:
         result = measure(arguments)
     print_table(result)

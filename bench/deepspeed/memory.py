@@ -47,6 +47,7 @@ def main() -> None:
     row("the model, as it is built")
     with open(os.path.join(HERE, "ds_config.json")) as file:
         config = json.load(file)
+    os.makedirs(arguments.directory, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hoist-memory-", dir=arguments.directory) as store:
         for part in ("offload_param", "offload_optimizer"):
             config["zero_optimization"][part]["nvme_path"] = store

@@ -50,8 +50,10 @@ TEST(Error, AnIoErrorWithoutARemedyOfTheCallersHasTheUsualOne) {
 }
 
 TEST(Error, AFileThatCannotBeMadeForWantOfSpaceMayLackAnInode) {
-  const IoError error({.operation = "mkdir", .path = "/mnt/a", .code = ENOSPC});
-  EXPECT_THAT(error.what(), AllOf(HasSubstr(usual_remedy(ENOSPC)), HasSubstr("df -i")));
+  for (const char* operation : {"open", "create", "mkdir"}) {
+    const IoError error({.operation = operation, .path = "/mnt/a", .code = ENOSPC});
+    EXPECT_THAT(error.what(), AllOf(HasSubstr(usual_remedy(ENOSPC)), HasSubstr("df -i")));
+  }
 }
 
 TEST(Error, MemoryThatIsFreeButRefusedIsNoLack) {

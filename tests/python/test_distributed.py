@@ -211,6 +211,7 @@ def test_torchrun_and_initialize(settings, tmp_path):
     assert sorted(first[1] + second[1]) == list(range(16))
 
 
+@pytest.mark.cpu_tensors("FSDP wants the device's number")
 def test_modules_of_fsdp_are_refused(settings, tmp_path):
     texts = texts_of("""
         from torch.distributed.fsdp import FullyShardedDataParallel

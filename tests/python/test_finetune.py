@@ -366,7 +366,7 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places
     (AXOLOTL_CHAT, {"save_strategy": False}, {"save_strategy": "no"})])
 def test_values_as_yaml_reads_them(tmp_path, places, text, changes, expected):
     """`no` is False, and a ratio of 1 is not one step."""
-    trainer = finetune.run(recipe(text, places, output_dir=str(tmp_path / "out"), **changes))
+    trainer = finetune.run(recipe(text, places, output_dir=str(tmp_path / "out"), **changes, **DEVICE))
     for name, value in expected.items():
         assert getattr(trainer.args, name) == value
     if "warmup_ratio" in changes:

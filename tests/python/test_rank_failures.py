@@ -633,12 +633,14 @@ def test_ranks_that_use_different_layers_do_not_get_each_others_bytes(settings, 
         torch.manual_seed(0)
         engine = hoist.torch.wrap(Experts({widths}), config)
         with torch.set_grad_enabled({trains}):
-            engine(torch.zeros(2, 8, dtype=torch.long), rank)
+            values = engine(torch.zeros(2, 8, dtype=torch.long), rank)
+        assert values.isnan().all()  # on an accelerator; the error comes with a later call
+        engine.settle()
     """, tmp_path / "meet", with_room(settings))
     for text in texts:
-        assert text.startswith("CommError") and "have diverged" in text
+        assert text.startswith("CommError") and "have diverged" in text, text
         assert "rank 0 is at all_gather of 'experts.0'" in text and "rank 1 is at all_gather of 'experts.1'" in text
-        assert "forward() after step 0" in text
+        assert "forward() after step 0" in text or os.environ.get("HOIST_TEST_ACCELERATOR")
 
 
 def test_a_rank_that_ended_early_says_so(settings, tmp_path):

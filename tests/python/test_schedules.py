@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 import hoist
 import hoist.torch
+from hoist import program_end
 from hoist.torch.checkpoint import program_state, schedules
 from training import make, train
 
@@ -25,28 +26,50 @@ def wrapped(settings):
     return engines(settings)
 
 
-def test_a_wrap_that_fails_late_leaves_neither_an_engine_nor_a_changed_model(settings):
-    """A schedule's constructor runs when the engine and the hooks are there."""
+class DataWithoutOrder(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_a_wrap_that_fails_late_leaves_neither_an_engine_nor_a_changed_model(settings, monkeypatch):
+    """A schedule's constructor runs when the engine and the hooks are there, and may use the model."""
     model = make()
+    model.register_buffer("seen", torch.zeros(3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def schedule(optimizer):
+        with torch.no_grad():
+            model(torch.zeros(2, 8, dtype=torch.long))
+        model.seen += 1
         raise ValueError("the program's own")
 
     def unmade(optimizer):
         return lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=9)
 
-    for wrong, kind in ((schedule, ValueError), (unmade, hoist.UsageError)):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def fails(kind, **options):
         with pytest.raises(kind):
-            hoist.torch.wrap(model, settings(), scheduler=wrong, resume=True)
+            hoist.torch.wrap(model, settings(), resume=True, **options)
         assert hoist.torch.engine_of(model) is None
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(TypeError, match="len"):
-        hoist.torch.initialize(model=model, config=settings(), training_data=iter([]))
+
+    fails(ValueError, scheduler=schedule)
+    fails(hoist.UsageError, scheduler=unmade)
+    with monkeypatch.context() as patched:
+        patched.setattr(program_end, "close_at_exit", interrupted)
+        fails(KeyboardInterrupt)
+    for data in (iter([]), [], DataWithoutOrder()):
+        with pytest.raises((TypeError, ValueError)):
+            hoist.torch.initialize(model=model, config=settings(), training_data=data)
     began = time.monotonic()
     with hoist.torch.wrap(model, settings(), resume=True) as engine:
         assert time.monotonic() - began < 5  # nothing holds the store
-        assert all(torch.equal(engine.read(name), value.float().cpu()) for name, value in before.items())
+        assert all(torch.equal(engine.read(name), value.float().cpu()) for name, value in before.items() if name != "seen")
 
 
 def test_a_schedule_of_another_optimizer_is_refused(wrapped, settings):

@@ -193,7 +193,9 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.cpu_tensors("PEFT draws VeRA's vectors by the CPU's generator")] * (name == "vera"))
+    for name in ADAPTERS])
 def test_adapters_beside_which_more_is_saved(tmp_path, name):
     """Checkpoints and the best weights, as of the same run in memory."""
     model_class = transformers.LlamaForSequenceClassification if name == "classification" else LLAMA[0]
@@ -225,6 +227,7 @@ def test_adapters_beside_which_more_is_saved(tmp_path, name):
         torch.testing.assert_close(saved[1][key], value, rtol=0, atol=2e-5)
 
 
+@pytest.mark.cpu_tensors("moving the reference to the test accelerator unties its weights")
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_a_reference_that_follows_the_trained_weights(tmp_path, kind):
     changes = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "max_steps": 5, "beta": 0.2,

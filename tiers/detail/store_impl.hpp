@@ -138,10 +138,10 @@ class Store::Impl final : public Store {
   mutable Mutex mutex_;
   ConditionVariable wake_;  // for the commit thread
   ConditionVariable idle_;  // a commit has ended
-  // From adopted_ to revision_: written under mutex_, by adopt() and, while no job is waiting or running, by
-  // begin_step(); otherwise by the commit thread, which alone reads them without it.
-  bool adopted_ = false;  // there is a current state, or the store is new
   std::atomic<bool> step_open_{false};
+  // From adopted_ to revision_: set by the constructor; then written under mutex_, by adopt() and, while no job is
+  // waiting or running, by begin_step(); otherwise by the commit thread, which alone reads them without it.
+  bool adopted_ = false;  // there is a current state, or the store is new
   std::uint64_t step_ = 0;
   std::uint32_t incarnation_ = 1;
   std::uint32_t slot_ = 1;  // holds the last commit; the next one goes to the other

@@ -177,8 +177,6 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     if model is None:
         raise _hoist.UsageError("initialize() needs model=...")
     refuse_schedule(lr_scheduler)
-    if training_data is not None:
-        torch.utils.data.RandomSampler(training_data)  # what has no length or no elements is refused before there is an engine
     if mesh_param is not None:
         raise _hoist.UsageError("hoist has no sequence parallelism: mesh_param must be None")
     config = config if config is not None else config_params
@@ -195,7 +193,11 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
 
     groups: list[Any] | None = None
     kind: str | None = None
-    with channels.start(distributed.ranks_at_start(loaded)):
+    ranks = distributed.ranks_at_start(loaded)
+    with channels.start(ranks):
+        if training_data is not None:  # what a loader refuses is refused before there is an engine
+            order: dict[str, Any] = {"shuffle": True} if len(ranks) == 1 else {"sampler": range(len(training_data))}
+            torch.utils.data.DataLoader(training_data, **order)
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())
         if optimizer is not None:

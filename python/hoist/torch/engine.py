@@ -114,14 +114,15 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._sharding = distributed.sharding_group_of(mesh, tensor_parallel, config)
         self._unit_manager = self._make_unit_manager(grouping)
         self._optimizer_groups_offset = 1 if grouping.options else 0  # the engine's group 0 has the configuration's settings
-        self._training = config.training
-        self._steps = StepRecord(ordinary_skips=16 if self.fp16_enabled() and self.dynamic_loss_scale() else 0)
-        self._passes = Passes(self._unit_manager, cut, self._parameters, int(config.training.gradient_accumulation_steps or 1),
-                              config.scales_losses, config.is_vertical, self._require_run, self._begin_training_pass,
-                              self._add_hook)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         with self._parameters.moved(self._unit_manager, self.device) as sources:
+            config.settle(self.world_size)
+            self._training = config.training
+            self._steps = StepRecord(ordinary_skips=16 if self.fp16_enabled() and self.dynamic_loss_scale() else 0)
+            self._passes = Passes(self._unit_manager, cut, self._parameters,
+                                  int(config.training.gradient_accumulation_steps or 1), config.scales_losses,
+                                  config.is_vertical, self._require_run, self._begin_training_pass, self._add_hook)
             for group in grouping.param_groups:
                 group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
             self._run_rates = RunRates(grouping.param_groups, "engine.lr_scheduler")
@@ -143,7 +144,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     # --- construction ------------------------------------------------------------------------------------------------
 
     def _make_unit_manager(self, grouping: Grouping) -> _hoist.UnitManager:
-        """[C] Settles the configuration as well."""
+        """[C]"""
         config, sharding = self.config, self._sharding
         config.make_paths_absolute()
         if sharding is not None and not sharding.is_whole_job:
@@ -152,10 +153,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         units = self._parameters.declare(grouping.group_of, config.is_vertical,
                                          (lambda _: True) if sharding is None else sharding.counts)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
-        unit_manager = _hoist.UnitManager(config, grouping.options, units,
-                                          *distributed.channels_of_job(sharding, config, self._met, _doing_of(self)))
-        config.settle(unit_manager.world_size)
-        return unit_manager
+        return _hoist.UnitManager(config, grouping.options, units,
+                                  *distributed.channels_of_job(sharding, config, self._met, _doing_of(self)))
 
     def _install_hooks(self) -> None:
         users = dict(self._cut.users)

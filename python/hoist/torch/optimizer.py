@@ -91,7 +91,7 @@ class Grouping:
 
     param_groups: list[dict[str, Any]]  # as torch.optim has them
     defaults: dict[str, Any]  # of an optimizer that has them
-    options: list[_hoist.OptimizerOptions]  # of each; none without wrap(groups=...): then the configuration's are those of all
+    options: list[_hoist.OptimizerOptions]  # of each; none if all parameters have the configuration's settings
 
     @property
     def group_of(self) -> dict[int, int]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hoist")
 
 _LATEST = "latest"  # the file with the newest tag
-_have_said_eviction: weakref.WeakSet[Engine] = weakref.WeakSet()
+_told_of_eviction: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> None:
@@ -68,8 +68,8 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     with distributed.work_of_one_rank(engine._unit_manager):
         if not is_first:
             return
-        if evictions and engine.config.setting("hoist.keep_steps") is None and engine not in _have_said_eviction:
-            _have_said_eviction.add(engine)
+        if evictions and engine.config.setting("hoist.keep_steps") is None and engine not in _told_of_eviction:
+            _told_of_eviction.add(engine)
             _log.warning("checkpoint '%s' made room for '%s': the last %d stay, beside the newest commit. \"hoist\": "
                          "{\"keep_steps\": N} keeps N, 12 bytes a parameter each", min(evictions, key=before.__getitem__), tag,
                          engine.config.keep_steps)

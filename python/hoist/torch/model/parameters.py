@@ -123,28 +123,36 @@ class Parameters:
     @contextlib.contextmanager
     def moved(self, unit_manager: _hoist.UnitManager, device: torch.device) -> Iterator[dict[int, initial.Source]]:
         """Gives every parameter to the engine, and its memory back. For the block in which the engine takes their initial
-        values, by id, and is completed: if that fails, the model is as it was before, and the engine at an end."""
+        values, by id, and is completed: if that fails, the engine is closed, and the model as it was before."""
         own = [(module, name, parameter) for module in self._module.modules() for name, parameter in module._parameters.items()]
         former = [(p, showing(p), dict(p.__dict__)) for p in {id(p): p for _, _, p in own if p is not None}.values()]
         buffers = [(module, dict(module._buffers)) for module in self._module.modules()]
+        contents = [(b, b.clone()) for b in {id(b): b for _, some in buffers for b in some.values()}.values()
+                    if type(b) is torch.Tensor and not b.is_meta]
         try:
             yield self._move(unit_manager, device)
+            for parameter, _, _ in former:
+                parameter.grad = None
+                parameter.__dict__.pop("initial_values", None)  # what is wrapped again would begin with them
         except BaseException as error:
-            remove_hooks(self._module)
-            for module, name, parameter in own:
-                module._parameters[name] = parameter
-            for parameter, show_again, attributes in former:
-                show_again()
-                parameter.__dict__.update(attributes)
-            for module, own_buffers in buffers:
-                module._buffers.update(own_buffers)
-            unit_manager.abandon(program_end.text_of(error))
-            with contextlib.suppress(_hoist.Error):
-                unit_manager.close()
+            try:
+                unit_manager.abandon(program_end.text_of(error))
+                with contextlib.suppress(Exception):
+                    unit_manager.close()
+            finally:  # after close(), which takes the parameters' values away
+                remove_hooks(self._module)
+                for module, name, parameter in own:
+                    module._parameters[name] = parameter
+                for parameter, show_again, attributes in former:
+                    show_again()
+                    parameter.__dict__.update(attributes)
+                for module, own_buffers in buffers:
+                    module._buffers.clear()
+                    module._buffers.update(own_buffers)
+                with torch.no_grad():
+                    for buffer, content in contents:
+                        buffer.copy_(content)
             raise
-        for parameter, _, _ in former:
-            parameter.grad = None
-            parameter.__dict__.pop("initial_values", None)  # what is wrapped again would begin with them
 
     def _move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, initial.Source]:
         self._unit_manager = unit_manager
