@@ -467,39 +467,64 @@ def test_a_forward_that_changes_its_weights_is_refused(settings, max_norm):
 class Writes(nn.Module):
     """As Gemma 3n, which clamps some of its weights in each training pass."""
 
-    def __init__(self, write):
+    def __init__(self, write, recompute=None):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.write = write
+        self.recompute = recompute
 
-    def forward(self, x):
+    def second(self, x):
         with torch.no_grad():
             self.write(self.layers[1])
-        return self.layers[1](self.layers[0](x))
+        return self.layers[1](x)
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        return self.second(x) if self.recompute is None else checkpoint(self.second, x, use_reentrant=self.recompute)
 
 
-@pytest.mark.parametrize("write", [
-    lambda layer: layer.weight.data.clamp_(-120, 120), lambda layer: layer.weight.clamp_(-120, 120),
-    lambda layer: layer.weight.data[3].mul_(1.0),
-    lambda layer: torch._foreach_mul_([layer.weight.data, layer.bias.data], 1.0),
-], ids=["data", "parameter", "row", "list"])
-def test_a_forward_that_writes_the_same_bits_is_none_that_changes_weights(settings, write):
+@pytest.mark.parametrize("recompute", [None, False, True], ids=["kept", "not reentrant", "reentrant"])
+def test_a_clamp_that_cuts_nothing_changes_nothing_and_is_said(settings, caplog, recompute):
     found = []
-    for store, each in (("written", write), ("not", lambda _: None)):
-        with hoist.torch.wrap(make(lambda w=each: Writes(w)), settings(store)) as engine:
+    for store, write in (("clamped", lambda layer: layer.weight.data.clamp_(-120, 120)), ("not", lambda _: None)):
+        with hoist.torch.wrap(make(lambda w=write: Writes(w, recompute)), settings(store)) as engine:
             for x in batches():
                 engine.backward(square(engine.module, x))
                 engine.step()
             found.append(digests(engine))
     assert found[0] == found[1]
+    assert [record.args for record in caplog.records if "forward() clamps" in record.msg] == [("layers.1.weight",)]
+
+
+class WritesItsOwn(nn.Linear):
+    write = staticmethod(lambda layer: None)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("first", [lambda layer: layer.weight.clamp_(-120, 120), lambda _: None], ids=["cuts nothing", "none"])
+def test_a_clamp_of_the_parameter_itself_is_never_lost(settings, first):
+    """Autograd counts it, also where it cuts nothing."""
+    with hoist.torch.wrap(make(lambda: WritesItsOwn(WIDTH, WIDTH)), settings()) as engine:
+        engine.module.write = first
+        with pytest.raises(hoist.UsageError, match="parameter 'weight' was changed in place"):
+            for x in batches():
+                engine.backward(square(engine.module, x))
+                engine.step()
+                engine.module.write = lambda layer: layer.weight.clamp_(-0.001, 0.001)
 
 
 @pytest.mark.parametrize(("write", "name"), [
     (lambda layer: layer.weight.data.clamp_(-0.01, 0.01), "layers.1.weight"),
+    (lambda layer: layer.weight.data[3].mul_(1.0), "layers.1.weight"),
+    (lambda layer: torch.mul(layer.weight.data, 2.0, out=layer.weight.data), "layers.1.weight"),
     (lambda layer: layer.bias.copy_(torch.zeros(WIDTH)), "layers.1.bias"),
-    (lambda layer: torch._foreach_mul_([layer.weight.data, layer.bias.data], [1.0, 2.0]), "layers.1.bias"),
-], ids=["data", "parameter", "list"])
-def test_a_change_in_forward_is_refused_by_name_and_undone(settings, write, name):
+    (lambda layer: torch._foreach_mul_([layer.weight.data, layer.bias.data], [1.0, 2.0]), "layers.1.weight"),
+], ids=["data", "row", "out", "parameter", "list"])
+def test_a_change_in_forward_is_refused_by_name(settings, write, name):
     with hoist.torch.wrap(make(lambda: Writes(write)), settings()) as engine:
         before = digests(engine)
         for _ in range(2):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from hoist.torch.model.unit_tensors import UnitTensors, lost_its_values, showing
 from hoist.torch.model.units import Model, Unit
 from hoist.torch.model.wrapped import keep_hooks, remove_hooks
 
+_log = logging.getLogger("hoist")
 _PIECE = 1 << 20  # elements that are converted at a time
 
 
@@ -72,7 +74,8 @@ class Parameters:
         self.trainable: list[nn.Parameter] = []
         self.replaced = WeakTensorKeyDictionary()  # parameters by the former ones, which programs may still have
         self.watched_units: set[int] = set()  # whose uses Watch has seen
-        self._set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
+        self.set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
+        self._said_clamped: set[str] = set()
         self.was_released = False  # release_closed() was true
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # each place in a module
 
@@ -218,9 +221,10 @@ class Parameters:
         return [declared for declared in self.by_name.values() if declared.parameter._version != declared.version]
 
     def note_versions_of_watched_pass(self) -> None:
-        """Watch has let nothing pass but the set_() of torch.nn.utils.parametrize, which comes again in later passes."""
-        self._set_in_passes |= {id(declared.parameter) for declared in self._changed_in_place()}
-        self.note_versions()
+        """The set_() of torch.nn.utils.parametrize comes again in later passes. Any other change is refused next."""
+        for declared in self.by_name.values():
+            if id(declared.parameter) in self.set_in_passes:
+                declared.version = declared.parameter._version
 
     def refuse_edits(self) -> None:
         """Errors: UsageError where the program has changed a parameter in place, or given it another tensor: its memory is
@@ -237,7 +241,7 @@ class Parameters:
 
     def _lost_of(self, changed: list[Declared]) -> list[Declared]:
         return [declared for declared in changed
-                if id(declared.parameter) not in self._set_in_passes and declared.unit in self.watched_units]
+                if id(declared.parameter) not in self.set_in_passes and declared.unit in self.watched_units]
 
     def needs_check(self, module: nn.Module) -> bool:
         """Whether a pass is under way, or one of the module's own parameters shows a tensor of the program's."""
@@ -258,6 +262,13 @@ class Parameters:
     def name_of(self, tensor: torch.Tensor) -> str:
         """The parameter whose gathered values a tensor shows."""
         return self.by_id[id(self.tensors.parameter_of(tensor))].name
+
+    def say_clamped(self, tensor: torch.Tensor) -> None:
+        """Once for each parameter that forward() clamps, to bounds that it is within now."""
+        if (name := self.name_of(tensor)) not in self._said_clamped:
+            self._said_clamped.add(name)
+            _log.warning("forward() clamps parameter '%s'. It is within the bounds now; where it is not in a later pass, it is "
+                         "clamped for that pass only, and the optimizer goes on with what it was before", name)
 
     def drop_gradients(self) -> None:
         """Drops gradients that the program has set; autograd's are taken as they come."""

@@ -35,6 +35,9 @@ _log = logging.getLogger("hoist")
 _BACKWARD = "backward"  # a kind of pass, beside those of the engine
 _LOST_IN_FORWARD = ("in forward() (as nn.Embedding does with max_norm), and the change would be lost with the weight's memory: "
                     "leave it out, or make it between steps, by engine.write() or in engine.gathered(names, modify=True)")
+# Clamps of weights to bounds that they are within, as Gemma 3n makes them in each pass, and what computes the same elsewhere.
+_CLAMPS = {getattr(getattr(torch.ops.aten, f"{name}_"), of): getattr(getattr(torch.ops.aten, name), of)
+           for name in ("clamp", "clamp_min", "clamp_max") for of in ("default", "Tensor")}
 _LOST_IN_BACKWARD = ("in the backward pass, as a hook does that steps an optimizer (register_post_accumulate_grad_hook): "
                      "engine.step() updates the weights. Remove the hook")
 
@@ -72,17 +75,15 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True  # such as flex_attention
 
-    def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
-                 missing: Callable[[int], None], calls: list[nn.Module], seen: set[int],
-                 name_of: Callable[[torch.Tensor], str], in_backward: bool = False, thread: int | None = None):
+    def __init__(self, parameters: Parameters, is_up: Callable[[int], bool], missing: Callable[[int], None],
+                 calls: list[nn.Module], in_backward: bool = False, thread: int | None = None):
         TorchDispatchMode.__init__(self)
-        self._unit_of = unit_of
+        self._parameters = parameters
+        self._unit_of = parameters.tensors.unit_of
         self._is_up = is_up
         self._missing = missing
         self._calls = calls
         self._thread = thread  # whose calls they are; None: of any
-        self._seen = seen
-        self._name_of = name_of  # the parameter that a unit's tensor shows
         self._in_backward = in_backward
         self._hooks: list[Any] = []
         self._eager: Any = None
@@ -135,36 +136,32 @@ class Watch(TorchDispatchMode):
             values += captured
         units = [unit for value in values if isinstance(value, torch.Tensor)
                  and (unit := self._unit_shown_by(value)) is not None]
-        self._seen.update(units)
+        self._parameters.watched_units.update(units)
         for unit in units:
             if not self._is_up(unit):
                 self._missing(unit)
-        # torch.nn.utils.parametrize calls set_() with the memory that a weight has already.
-        written = []
-        if units and schema is not None and schema.is_mutable and func is not torch.ops.aten.set_.source_Tensor:
-            written = self._weights_written_by(func, args)
+        written = self._weights_written_by(func, args, kwargs) if units and schema is not None and schema.is_mutable else []
         if not all(self._is_up(unit) for unit in units):  # one has given way to another
             raise _hoist.BudgetError(f"{func} uses the weights of {len(set(units))} units at once, and the memory for gathered "
                                      "weights is too small for them: raise stage3_max_live_parameters, or hoist.device_memory")
-        # In the backward pass an optimizer writes, and in later passes max_norm, even if neither changes anything now.
-        if written and (self._in_backward or func is torch.ops.aten.embedding_renorm_.default):
-            self._refuse_write(func, written[0])
-        before = [weight.clone() for weight in written]
-        result = func(*args, **kwargs)
-        for weight, was in zip(written, before, strict=True):
-            if self._unit_shown_by(weight) is None or not torch.equal(_bytes(weight), _bytes(was)):
-                if self._unit_shown_by(weight) is not None:
-                    weight.copy_(was)
-                self._refuse_write(func, weight)
-        return result
+        if written and func is torch.ops.aten.set_.source_Tensor:
+            # torch.nn.utils.parametrize calls it in each pass, with the memory that a weight has already.
+            self._parameters.set_in_passes.add(id(written[0]))
+        elif written:
+            if func not in _CLAMPS or not torch.equal(_bytes(_CLAMPS[func](*args, **kwargs)), _bytes(written[0])):
+                self._refuse_write(func, written[0])
+            self._parameters.say_clamped(written[0])
+            return written[0]
+        return func(*args, **kwargs)
 
-    def _weights_written_by(self, func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        changed = [value for argument, values in zip(func._schema.arguments, args, strict=False) if argument.is_write
-                   for value in tree_leaves(values)]  # torch._foreach_add_() takes lists, as optimizers do on accelerators
+    def _weights_written_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        changed = [value for index, argument in enumerate(func._schema.arguments) if argument.is_write
+                   # torch._foreach_add_() takes lists, as optimizers do on accelerators
+                   for value in tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))]
         return [value for value in changed if isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None]
 
     def _refuse_write(self, func: Any, weight: torch.Tensor) -> NoReturn:
-        raise _hoist.UsageError(f"{func} changes parameter '{self._name_of(weight)}' "
+        raise _hoist.UsageError(f"{func} changes parameter '{self._parameters.name_of(weight)}' "
                                 + (_LOST_IN_BACKWARD if self._in_backward else _LOST_IN_FORWARD))
 
     def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
@@ -297,8 +294,7 @@ class UnannouncedUses:
 
         # In vertical order other micro-batches' calls are under way in their threads.
         thread = None if self._passes.forward_of_all is None else threading.get_ident()
-        return Watch(self._parameters.tensors.unit_of, is_announced, missing, self._calls, self._parameters.watched_units,
-                     self._parameters.name_of, in_backward, thread)
+        return Watch(self._parameters, is_announced, missing, self._calls, in_backward, thread)
 
     # --- uses --------------------------------------------------------------------------------------------------------
 
