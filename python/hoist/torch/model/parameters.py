@@ -75,7 +75,7 @@ class Parameters:
         self.replaced = WeakTensorKeyDictionary()  # parameters by the former ones, which programs may still have
         self.watched_units: set[int] = set()  # whose uses Watch has seen
         self.set_in_passes: set[int] = set()  # ids of those that set_() touches in each pass, to the same values
-        self._said_clamped: set[str] = set()
+        self._has_said_clamped = False
         self.was_released = False  # release_closed() was true
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # each place in a module
 
@@ -264,11 +264,12 @@ class Parameters:
         return self.by_id[id(self.tensors.parameter_of(tensor))].name
 
     def say_clamped(self, tensor: torch.Tensor) -> None:
-        """Once for each parameter that forward() clamps, to bounds that it is within now."""
-        if (name := self.name_of(tensor)) not in self._said_clamped:
-            self._said_clamped.add(name)
-            _log.warning("forward() clamps parameter '%s'. It is within the bounds now; where it is not in a later pass, it is "
-                         "clamped for that pass only, and the optimizer goes on with what it was before", name)
+        """Once, of the first parameter that forward() clamps to bounds that it is within now."""
+        if not self._has_said_clamped:
+            self._has_said_clamped = True
+            _log.warning("forward() clamps parameter '%s'. It is within the bounds now; where a parameter is not in a later pass, "
+                         "it is clamped for that pass only, and the optimizer goes on from what it was before",
+                         self.name_of(tensor))
 
     def drop_gradients(self) -> None:
         """Drops gradients that the program has set; autograd's are taken as they come."""
