@@ -137,7 +137,7 @@ std::string Campaign::train(const Life& life, KillSwitch& kills) const {
     terms.seed += static_cast<std::uint64_t>(group);
     const std::string store = store_of(group, index % setup_.ranks);
     ToySetup toy = crash_setup(setup_.parameters, setup_.update_mode, store, setup_.pinned_fraction);
-    if (setup_.disturbed) toy.engine.lock_timeout = kRivalsTimeout;
+    if (life.has_rival) toy.engine.lock_timeout = kRivalsTimeout;
     if (setup_.mirrored)
       toy.engine.mirror = {.directory = store_of_group(mirror_, setup_.groups, group), .every = kStepsToCopy};
     return train_rank(toy, joins, watched, terms);
@@ -174,9 +174,9 @@ std::string Campaign::prepare_foreign() {
 
 LifeEnd Campaign::live_with(Disturbance disturbance, const LifeTerms& terms, Witness& witness) const {
   const auto life = [&](Witness& of, const LifeTerms& on) {
-    return [this, &of, on] {
+    return [this, &of, on, has_rival = disturbance == Disturbance::second] {
       KillSwitch kills(of, {});
-      return train({.terms = on}, kills);
+      return train({.terms = on, .has_rival = has_rival}, kills);
     };
   };
   if (disturbance == Disturbance::forks) {

@@ -74,6 +74,7 @@ class Campaign {
     bool outside = false;  // killed by the parent
     LifeTerms terms{};
     int slow_rank = -1;
+    bool has_rival = false;  // another process is started at the same time
   };
 
   std::string store_of(int group, int rank) const;  // with a mirror, each rank has a drive of its own
