@@ -146,7 +146,7 @@ def test_a_restore_that_fails_leaves_it_asleep(settings):
 
 @pytest.mark.parametrize("call", ["load_checkpoint", "restore"])
 def test_an_interruption_as_the_engine_falls_asleep(settings, tmp_path, monkeypatch, call):
-    """Then wake() names two calls that help, and both do."""
+    """Then wake() names two calls that help: restore(), which wakes the engine, and load_checkpoint() after it."""
     config = settings()
     config["hoist"]["keep_steps"] = 1
     with hoist.torch.wrap(make(), config) as engine:
@@ -164,11 +164,13 @@ def test_an_interruption_as_the_engine_falls_asleep(settings, tmp_path, monkeypa
             with pytest.raises(KeyboardInterrupt):
                 engine.sleep()
         assert engine.is_asleep
-        with pytest.raises(hoist.UsageError, match=r"sleep\(\) was interrupted.*restore\(\).*load_checkpoint\(\)"):
+        with pytest.raises(hoist.UsageError, match=r"sleep\(\) was interrupted.*restore\(\).*load_checkpoint\(\).*after restore\(\)"):
             engine.wake()
-        if call == "restore":
-            engine.restore()
-        else:
+        with pytest.raises(hoist.UsageError, match=r"sleeps: call restore\(\) before"):
+            engine.load_checkpoint(tmp_path / "c")
+        assert engine.is_asleep
+        engine.restore()
+        if call == "load_checkpoint":
             assert engine.load_checkpoint(tmp_path / "c")[0]
         assert digests(engine) == end
         train(engine, 1, first=1)

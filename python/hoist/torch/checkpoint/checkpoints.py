@@ -104,18 +104,22 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     """[C] (path, client state); (None, None) where no tag is given and nothing was saved. Client states are pickles, as
     DeepSpeed's are: load what you have saved yourself."""
     any_tag = tag is None
-    if engine.is_asleep:  # an interrupted sleep() may have left it so, and wake() is refused then
-        engine.restore()
+    if engine.is_asleep:
+        raise _hoist.UsageError("load_checkpoint() of an engine that sleeps: call restore() before, which wakes it with the newest "
+                                "commit, also where sleep() was interrupted")
     with distributed.work_of_one_rank(engine._unit_manager):
-        if tag is None and (tag := _latest_in(directory)) is None:
-            return None, None
-        tag = str(tag)
+        tag = _latest_in(directory) if tag is None else str(tag)
+    _refuse_others(engine, directory, tag)
+    if tag is None:
+        return None, None
+    with distributed.work_of_one_rank(engine._unit_manager):
         folder = os.path.join(directory, tag)
         if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
             refuse_deepspeeds(folder)
     known = dict(engine._unit_manager.find_checkpoints())  # engine.checkpoints() waits for a restore() after an interruption
     if any_tag and tag not in known:
         tag = _newest_saved(engine, known, directory, tag)
+        _refuse_others(engine, directory, tag)
         folder = os.path.join(directory, tag)
     engine._unit_manager.require_commit(tag)
     step = dict(engine._unit_manager.find_checkpoints())[tag]  # it may have been under way before
@@ -123,6 +127,14 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
         client_state = _client_state_in(folder, tag, step, engine.config.store_directory)
     engine.restore(tag)
     return folder, client_state
+
+
+def _refuse_others(engine: Engine, directory: str, tag: str | None) -> None:
+    """[C] The drives of ranks may differ, and what they do next must not."""
+    if not engine._unit_manager.same_on_all(str(tag), of_job=True):
+        found = "none" if tag is None else f"'{tag}'"
+        raise _hoist.StoreError(f"the ranks find different checkpoints in {directory}, and this one {found}: every rank needs "
+                                "the same files there")
 
 
 def _latest_in(directory: str) -> str | None:
