@@ -161,13 +161,72 @@ def test_only_weights_were_saved(tmp_path):
         trainer.train(resume_from_checkpoint=True)
     trainer.engine.close()
     for resume in (None, True):
-        with pytest.raises(hoist.StoreError, match=r"holds a run, of which .*checkpoint-2 has weights alone.*Remove the store"):
+        with pytest.raises(hoist.StoreError, match=r"holds a run, and .*checkpoint-2 has weights alone.*Remove the store.*=True\)"):
             made().train(resume_from_checkpoint=resume)
     shutil.rmtree(tmp_path / "nvme")
     trainer = made()
     assert trainer.train(resume_from_checkpoint=True).global_step == 4
     assert trainer.engine.step_count == 2
     trainer.engine.close()
+
+
+def test_a_store_whose_checkpoints_are_older_than_weights_alone(tmp_path):
+    """The error does not advise to remove it, and names a call that works."""
+    def made(steps, only_model):
+        return trainer_of(arguments(tmp_path / "out", max_steps=steps, save_strategy="steps", save_steps=2,
+                                    save_only_model=only_model), ds_config(tmp_path / "nvme"))
+
+    def run(steps, only_model, **options):
+        trainer = made(steps, only_model)
+        trainer.train(**options)
+        trainer.engine.close()
+
+    run(2, only_model=False)
+    run(4, only_model=True, resume_from_checkpoint=True)
+    for resume in (None, True):
+        with pytest.raises(hoist.StoreError, match=r"and .*checkpoint-4 has weights alone.*It keeps 'global_step2'.*continues "
+                                                   "it.*another directory") as told:
+            run(6, only_model=True, resume_from_checkpoint=resume)
+        assert "emove" not in str(told.value)
+    run(6, only_model=True, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_what_ranks_do_follows_the_drive_of_the_first(tmp_path):
+    """Each has its own, and only the first one's has checkpoints. All raise, and leave no engine open."""
+    for said in ranks.results(ranks.start(f"""
+        from pathlib import Path
+        from test_trainer import arguments, ds_config, trainer_of
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{ranks.free_port()}"
+        join()
+        def made(steps):
+            args = arguments(Path({str(tmp_path)!r}) / f"out-{{rank}}", max_steps=steps, save_strategy="steps", save_steps=2,
+                             save_only_model=True)
+            return trainer_of(args, ds_config(Path({str(tmp_path)!r}) / "nvme"))
+        trainer = made(2)
+        trainer.train()
+        trainer.engine.close()
+        for resume in (None, True):
+            trainer, said = made(4), ""
+            try:
+                trainer.train(resume_from_checkpoint=resume)
+            except hoist.StoreError as error:
+                said = str(error)
+            assert "holds a run" in said and trainer.engine is None, said
+        print(json.dumps(said))
+    """, tmp_path / "meet", {})):
+        assert "out-0/checkpoint-2 has weights alone" in said, said
+
+
+@pytest.mark.parametrize("files, is_so", [
+    (["model.safetensors", "training_args.bin"], True), (["model-00001-of-00002.safetensors"], True), (["pytorch_model.bin"], True),
+    (["adapter_model.safetensors"], True), (["reward/adapter_model.safetensors"], True), ([], False), (["training_args.bin"], False),
+    (["model.safetensors", "latest"], False), (["pytorch_model_fsdp.bin", "optimizer.bin"], False),
+    (["model.safetensors", "optimizer_0/a"], False), (["pytorch_model.bin", "global_step2/a"], False)])
+def test_directories_of_weights_alone(tmp_path, files, is_so):
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    assert hoist_transformers.has_weights_alone(str(tmp_path)) is is_so
 
 
 def test_the_newest_complete_checkpoint(tmp_path):

@@ -20,6 +20,7 @@ import sys
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers.trainer import (
     OPTIMIZER_NAME,
@@ -32,12 +33,13 @@ from transformers.trainer import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hoist.torch
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.config_files import as_json, read_config, with_first_names
 from hoist.torch.model.casts import cast_inputs
 from hoist.torch.model.parameters import dtype_of
 from hoist.torch.pretrained.export import refuse_adapters, save_pretrained, write_model, write_weights
 from hoist.torch.pretrained.loading import from_pretrained
+from hoist.torch.ranks.channels import is_joined
 
 __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint", "save_pretrained"]
 
@@ -196,14 +198,17 @@ class Trainer(transformers.Trainer):
         """As transformers' own, but True takes the newest checkpoint that is complete: one whose saving was interrupted has
         no trainer_state.json that can be read."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete_checkpoint(cast(str, self.args.output_dir))
+            resume_from_checkpoint = _of_first_rank(newest_complete_checkpoint(cast(str, self.args.output_dir)))
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         self._is_resumed = bool(resume_from_checkpoint)
-        self._weights_alone = None
-        if resume_from_checkpoint and has_weights_alone(resume_from_checkpoint):
-            self._weights_alone = resume_from_checkpoint
-        if resume_from_checkpoint and os.path.exists(os.path.join(resume_from_checkpoint, OPTIMIZER_NAME)):
+        self._weights_alone, is_of_another = None, False
+        if resume_from_checkpoint:
+            is_alone, is_of_another = _of_first_rank((
+                has_weights_alone(resume_from_checkpoint),
+                os.path.exists(os.path.join(resume_from_checkpoint, OPTIMIZER_NAME))))
+            self._weights_alone = resume_from_checkpoint if is_alone else None
+        if is_of_another:
             raise _hoist.UsageError(f"{resume_from_checkpoint} was saved by a Trainer without hoist: begin a run with "
                                     f"weights={resume_from_checkpoint!r} in hoist_options, and without resume_from_checkpoint; "
                                     "moments begin at zero then")
@@ -302,27 +307,30 @@ class Trainer(transformers.Trainer):
                                     "use_cpu=True, or set \"hoist\": {\"device\": \"cuda\"}")
         if not self.engine._unit_manager.is_alive and (self._is_resumed is False or self._weights_alone is not None):
             engine, self.engine, self.optimizer = self.engine, None, None if own_groups else client
-            remedy = self._how_to_use_run_of(engine)
-            engine.close()
-            raise _hoist.StoreError(f"{config.store_directory} holds a run{remedy}")
+            with engine:
+                kept = engine.checkpoints()
+            raise _hoist.StoreError(f"{config.store_directory} holds a run{self._how_to_use_run(kept)}")
         self._cast_inputs_of(cast(Any, self.model))
         if config.has_schedule:
             self.lr_scheduler = schedule
         if self.args.torch_compile:  # only now: graphs end at the hooks
             cast(torch.nn.Module, self.model).compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
 
-    def _how_to_use_run_of(self, engine: hoist.torch.Engine) -> str:
-        """The end of a sentence that says that the store holds a run."""
-        checkpoint = self._weights_alone or newest_complete_checkpoint(cast(str, self.args.output_dir))
-        if checkpoint is not None and has_weights_alone(checkpoint):
-            return (f", of which {checkpoint} has weights alone (save_only_model). Remove the store: then "
-                    "train(resume_from_checkpoint=True), or with that directory, continues from these weights with new moments, "
-                    "and train() begins anew")
-        if not engine.checkpoints():
+    def _how_to_use_run(self, kept: dict[str, int]) -> str:
+        """The end of a sentence that says that the store holds a run. `kept`: the names of its checkpoints."""
+        newest = newest_complete_checkpoint(cast(str, self.args.output_dir))
+        weights = self._weights_alone or (newest if newest is not None and has_weights_alone(newest) else None)
+        alone = "" if weights is None else f", and {weights} has weights alone (save_only_model)"
+        if kept:
+            return (f"{alone}. It keeps {', '.join(map(repr, kept))}: train(resume_from_checkpoint=DIRECTORY), with the directory "
+                    "of a checkpoint that Trainer saved together with one of these, continues it. To begin anew, choose another "
+                    "directory for the store")
+        if weights is None:
             return (" without a checkpoint that Trainer could continue from. hoist.store.open() reads its newest step, and "
                     "hoist.torch.wrap(..., resume=True) continues from it in a loop of your own; remove it to begin anew")
-        how = "True), or with the directory of a checkpoint," if checkpoint is not None else "DIRECTORY) of a checkpoint"
-        return f": train(resume_from_checkpoint={how} continues it; remove it to begin anew"
+        return (f"{alone}. Remove the store, or choose another directory for it: then train(resume_from_checkpoint="
+                f"{True if weights == newest else repr(weights)}) continues from these weights with new moments, and train() "
+                "begins anew")
 
     def _prepare_for_accelerate(self) -> None:
         # By this accelerate knows objects that need no wrapping.
@@ -420,10 +428,11 @@ class Trainer(transformers.Trainer):
         if checkpoint is None:
             return
         if self._weights_alone is not None:
-            _log.warning("%s has weights alone (save_only_model): moments and the schedule of learning rates begin anew",
-                         checkpoint)
+            _log.warning("%s has weights alone (save_only_model): moments and the schedule of learning rates begin anew, and "
+                         "masters have the precision of these weights", checkpoint)
             return
-        self._made.load_checkpoint(checkpoint)
+        if self._made.load_checkpoint(checkpoint)[0] is None:
+            raise _hoist.StoreError(f"{checkpoint} has no checkpoint to continue from: its file `latest` is missing")
         cast(Any, self.lr_scheduler).load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -466,9 +475,21 @@ class Trainer(transformers.Trainer):
 
 
 def has_weights_alone(checkpoint: str) -> bool:
-    """Whether a Trainer has saved no optimizer states there, neither with hoist nor with DeepSpeed."""
-    others = ("latest", "latest_universal", OPTIMIZER_NAME)
-    return os.path.isdir(checkpoint) and not any(os.path.exists(os.path.join(checkpoint, name)) for name in others)
+    """Whether there are weights, of a model or of adapters, and nobody's optimizer states: hoist's, DeepSpeed's, FSDP's or
+    Trainer's own."""
+    def has(*names: str) -> bool:
+        return any(glob.glob(os.path.join(glob.escape(checkpoint), name)) for name in names)
+
+    return (has("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "*/adapter_model.*")
+            and not has("latest", "latest_universal", "optimizer*", "global_step*"))
+
+
+def _of_first_rank(value: Any) -> Any:
+    """[C] Rank 0's. The drives of ranks may differ, and what they do next must not."""
+    values = [value]
+    if is_joined() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def newest_complete_checkpoint(folder: str) -> str | None:
@@ -483,5 +504,7 @@ def newest_complete_checkpoint(folder: str) -> str | None:
             TrainerState.load_from_json(os.path.join(path, TRAINER_STATE_NAME))
             return path
         except (OSError, ValueError, TypeError) as error:
+            if signal_handlers.raised(error):
+                raise
             _log.warning("%s is incomplete, the checkpoint before it is taken: %s", path, error)
     return None
