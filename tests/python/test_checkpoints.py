@@ -498,6 +498,18 @@ def test_an_alarm_in_a_write_is_raised_where_torch_hides_it(tmp_path, alarm):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_after_a_failed_write_is_raised(tmp_path, error):
+    def fail_and_interrupt(file):
+        with pytest.raises(OSError, match="No space left"):
+            file.write(bytes(1 << 20))
+        raise error
+
+    (tmp_path / "state.pt.partial").symlink_to("/dev/full")
+    with pytest.raises(error):
+        write_durably(str(tmp_path / "state.pt"), fail_and_interrupt)
+
+
 class Alarm:
     def __reduce__(self):
         return signal.raise_signal, (signal.SIGALRM,)

@@ -205,6 +205,7 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
     """Errors: IoError for the file's, also where `write` hides it; those of `write`, and what a signal's handler raises."""
     partial, raw = path + ".partial", None
     own: Exception | None = None  # an error of `write` that is not the file's
+    failure: BaseException | None = None
     try:
         with io.BufferedWriter(raw := _File(partial, "wb")) as file:
             try:
@@ -219,6 +220,8 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException as error:
         with signal_handlers.suppressing(OSError):
             os.unlink(partial)
+        if signal_handlers.raised(error):
+            raise
         failure = raw and raw.error or error
         is_of_handler = signal_handlers.raised(failure)
         if is_of_handler and failure is not error:
@@ -226,6 +229,10 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
         if is_of_handler or failure is own or not isinstance(failure, OSError):
             raise
         raise io_error(failure.errno or errno.EIO, path, f"writing {path} failed: {failure.strerror or failure}") from error
+    finally:
+        failure = own = None  # else they keep this frame, and it keeps them
+        if raw is not None:
+            raw.error = None
 
 
 def io_error(code: int, path: str, problem: str) -> _hoist.IoError:
