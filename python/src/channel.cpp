@@ -164,7 +164,13 @@ class PythonChannel final : public comm::Transport {
     try {
       work(nb::str(what.data(), what.size()));
     } catch (nb::python_error& error) {
-      const bool is_interruption = !error.matches(PyExc_RuntimeError);
+      bool is_interruption = !error.matches(PyExc_RuntimeError);
+      if (!is_interruption) {
+        ask([&] {
+          const nb::object raised = nb::module_::import_("hoist.signal_handlers").attr("raised")(error.value());
+          is_interruption = nb::cast<bool>(raised);
+        });
+      }
       std::string text = nb::str(error.value()).c_str();
       if (is_interruption) text = fmt::format("{} {}", nb::str(error.type().attr("__name__")).c_str(), text);
       failure_ = fmt::format("torch.distributed: {} on rank {} of {} failed: {}", what, rank_, size_, text);

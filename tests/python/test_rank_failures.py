@@ -491,12 +491,23 @@ def test_an_interruption_while_channels_are_closed_is_not_lost(settings, tmp_pat
     assert ranks == [["KeyboardInterrupt", True]] * 2
 
 
-def test_an_interruption_at_any_line_of_a_call_is_told_to_the_others(settings, tmp_path):
+class Preempted(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("raised", ["KeyboardInterrupt", "Preempted"])
+def test_an_interruption_at_any_line_of_a_call_is_told_to_the_others(settings, tmp_path, raised):
     """At once, though the program keeps the exception, whose traceback holds the variables of what was interrupted."""
     config = with_room(settings)
-    config["hoist"]["comm_timeout_seconds"] = 60.0
-    interrupted, told = results(start("""
+    config["hoist"]["comm_timeout_seconds"] = 600.0
+    interrupted, told = results(start(f"""
+        raised = {raised!r}""" + """
         from hoist.torch.ranks import channels
+        from test_rank_failures import Preempted
+        def handler(*_):
+            raise {"KeyboardInterrupt": KeyboardInterrupt, "Preempted": Preempted}[raised]("here")
+
+        signal.signal(signal.SIGUSR1, handler)
         join()
         engine = hoist.torch.wrap(make(), config)
         train_share(engine, rank, size, 1)
@@ -510,15 +521,15 @@ def test_an_interruption_at_any_line_of_a_call_is_told_to_the_others(settings, t
                 sys.settrace(None)
                 tried.add(line)
                 here.append(line)
-                raise KeyboardInterrupt("here")
+                signal.raise_signal(signal.SIGUSR1)
             return interrupt
 
-        texts, kept = [], []
+        texts, kept, began = [], [], time.monotonic()
         while True:
             here.clear()
             dist.barrier()
             sys.settrace(interrupt if rank == 0 else None)
-            began, text = time.monotonic(), ""
+            text = ""
             try:
                 engine._unit_manager.same_on_all("")
             except BaseException as error:
@@ -526,7 +537,7 @@ def test_an_interruption_at_any_line_of_a_call_is_told_to_the_others(settings, t
                 kept.append(error)
                 text = f"{type(error).__name__}: {error}"
             sys.settrace(None)
-            assert time.monotonic() - began < 20, here
+            assert time.monotonic() - began < 200, here
             was_interrupted = [bool(here)]
             dist.broadcast_object_list(was_interrupted)
             if not was_interrupted[0]:
@@ -536,10 +547,9 @@ def test_an_interruption_at_any_line_of_a_call_is_told_to_the_others(settings, t
         print(json.dumps(texts), flush=True)
         os._exit(0)
     """, tmp_path / "meet", config))
-    assert len(interrupted) > 20 and set(interrupted) == {"KeyboardInterrupt: here"}
+    assert set(interrupted) == {f"{raised}: here"}
     # Where all has been sent, the others have what they wait for.
-    assert {"rank 0 was interrupted: KeyboardInterrupt: here" in text for text in told if text} == {True}
-    assert len([text for text in told if text]) > 20
+    assert {"rank 0 was interrupted: " in text and f"{raised}: here" in text for text in told if text} == {True}
 
 
 def test_files_that_one_rank_cannot_write_end_nothing(settings, tmp_path):

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hoist import program_end
+from hoist import program_end, signal_handlers
 from hoist.torch.ranks.job_store import ANSWER_SECONDS, JobStore, StoreLost, job_store
 
 _log = logging.getLogger("hoist")
@@ -314,6 +314,8 @@ class Channel:
             self._group: Any = dist.distributed_c10d.ProcessGroupGloo(
                 dist.PrefixStore(name, ranks.store.plain), self.rank, self.size, ranks.timeout)
         except RuntimeError as error:
+            if signal_handlers.raised(error):
+                raise
             raise RuntimeError(f"not all ranks were met: {ranks.lost(str(error))}") from None
         ranks.add(self)
 
@@ -361,7 +363,7 @@ class Channel:
         while raised is not None:
             for frame, _ in traceback.walk_tb(raised.__traceback__):
                 if frame.f_globals is globals():
-                    with contextlib.suppress(RuntimeError):  # a caller that is not done yet
+                    with signal_handlers.suppressing(RuntimeError):  # a caller that is not done yet
                         frame.clear()  # its variables keep connections open for as long as the program keeps the error
             raised = raised.__context__
         self._ranks.fail(f"rank {self._ranks.rank_of_job} was interrupted: {program_end.text_of(error)}")
@@ -379,6 +381,8 @@ class Channel:
                 if not work and start is not None and (problem := self._difference(header)) is None:
                     work, start = start(group), None
         except RuntimeError as error:
+            if signal_handlers.raised(error):
+                raise
             peer = error.peer if isinstance(error, _LostBefore) else peer
             peer = None if peer == self.rank else peer  # the root of a broadcast waits for all
             problem = f"{error}" + ("" if peer is None else f" (waiting for rank {self._name_of(peer)})")
@@ -437,6 +441,8 @@ def _start_exchange(group: Any, sends: list[tuple[int, torch.Tensor]],
             try:
                 work.append((peer, begin([tensor], peer, 0)))
             except RuntimeError as error:
+                if signal_handlers.raised(error):
+                    raise
                 raise _LostBefore(peer, str(error)) from None
     return work
 

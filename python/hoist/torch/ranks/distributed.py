@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hoist import _hoist, program_end
+from hoist import _hoist, program_end, signal_handlers
 from hoist.torch.ranks.channels import Channel, Ranks, is_joined
 
 _log = logging.getLogger("hoist")
@@ -184,6 +184,8 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) ->
         ranks.meet(json.dumps({"mesh": members}))
         everyones = [json.loads(word).get("mesh") for word in ranks.words()]
     except RuntimeError as error:
+        if signal_handlers.raised(error):
+            raise
         remedy, said = ". Every rank of the job passes mesh=...", str(error)
         if "did not come" not in said or remedy in said:  # another reason, or the one that another rank gave
             remedy = ""
@@ -226,6 +228,8 @@ def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
             met.add(ranks)
             return channel
         except RuntimeError as error:
+            if signal_handlers.raised(error):
+                raise
             raise _hoist.CommError(f"torch.distributed: on rank {ranks.rank} of {size}: {error}") from None
     return make, size
 
