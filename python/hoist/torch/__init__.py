@@ -186,14 +186,13 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         raise _hoist.UsageError("initialize() needs config=..., a file or a dictionary")
     with channels.before_start():
         loaded = load_config(config)
-    if loaded.setting("hoist.keep_steps") is None and loaded.can_keep_steps:
-        loaded.keep_steps = max(1, loaded.keep_steps)
-    if dist_init_required is not False and loaded.joins_launched_ranks:
-        distributed.initialize_as_launched()
-
-    groups: list[Any] | None = None
-    kind: str | None = None
-    ranks = distributed.ranks_at_start(loaded)
+        if loaded.setting("hoist.keep_steps") is None and loaded.can_keep_steps:
+            loaded.keep_steps = max(1, loaded.keep_steps)
+        if dist_init_required is not False and loaded.joins_launched_ranks:
+            distributed.initialize_as_launched()
+        groups: list[Any] | None = None
+        kind: str | None = None
+        ranks = distributed.ranks_at_start(loaded)
     with channels.start(ranks):
         if training_data is not None:  # what a loader refuses is refused before there is an engine
             order: dict[str, Any] = {"shuffle": True} if len(ranks) == 1 else {"sampler": range(len(training_data))}

@@ -136,19 +136,23 @@ def before_start() -> Iterator[None]:
         raise
 
 
+def _begins(outer: _Start | None, members: Sequence[int]) -> bool:
+    """Whether a construction begins that is not part of `outer`, and that has other ranks."""
+    return len(members) > 1 and (outer is None or outer.members != tuple(members))
+
+
 @contextlib.contextmanager
 def start(members: Sequence[int]) -> Iterator[None]:
     """[C] Around the construction of an engine, or within it: an error in it ends the wait of the other ranks for this one."""
     before = _Start.current
-    if len(members) == 1 or (before is not None and before.members == tuple(members)):
-        yield
-        return
     try:
-        _Start(members, becomes_current=True)
+        if _begins(before, members):
+            _Start(members, becomes_current=True)
         yield
     except BaseException as error:
-        begun = _Start.current if _Start.current is not before else None  # a handler of a signal may have raised before
-        (begun or _Start(members)).fail(program_end.text_of(error))
+        if _begins(before, members):
+            begun = _Start.current if _Start.current is not before else None  # a handler of a signal may have raised before
+            (begun or _Start(members)).fail(program_end.text_of(error))
         raise
     finally:
         _Start.current = before
