@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the program's handlers of signals raise: at any line, and of any type. A watchdog's TimeoutError, for instance, is an
-OSError, and is not the error of the file that is being written when it comes."""
+"""Tells what the program's handlers of signals raise from other errors. It comes at any line, and may have any type: a watchdog's
+TimeoutError, for instance, is an OSError, and is not the error of the file that is being written when it comes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import signal
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType
@@ -31,9 +32,12 @@ def _handlers_of(signals: Iterable[int]) -> set[CodeType]:
     return codes
 
 
-def note() -> None:
-    """At the beginning of a call that a handler may interrupt."""
-    _noted.update(_handlers_of(_ONCE))
+def note(is_outermost: bool = True) -> None:
+    """At the beginning of a call that a handler may interrupt. The handlers that an earlier outermost call noted are forgotten:
+    the program may call these functions itself by now. Handlers run in the main thread only."""
+    global _noted
+    if threading.current_thread() is threading.main_thread():
+        _noted = _handlers_of(_ONCE) | (set() if is_outermost else _noted)
 
 
 def raised(error: BaseException) -> bool:

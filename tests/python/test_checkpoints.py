@@ -510,6 +510,22 @@ def test_an_interruption_after_a_failed_write_is_raised(tmp_path, error):
         write_durably(str(tmp_path / "state.pt"), fail_and_interrupt)
 
 
+def test_a_function_that_was_a_handler_once_interrupts_nothing_when_the_program_calls_it():
+    def raise_it(*_):
+        raise LookupError("no such token")
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    signal_handlers.note()
+    signal.signal(signal.SIGALRM, before)
+    with pytest.raises(LookupError) as raised:
+        raise_it()
+    assert signal_handlers.raised(raised.value)  # as far as this call can know: it may have replaced itself
+    signal_handlers.note(is_outermost=False)
+    assert signal_handlers.raised(raised.value)
+    signal_handlers.note()
+    assert not signal_handlers.raised(raised.value)
+
+
 class Alarm:
     def __reduce__(self):
         return signal.raise_signal, (signal.SIGALRM,)

@@ -199,7 +199,7 @@ class Offloaded:
         def doing() -> str:
             return getattr(offloaded_ref(), "call", "")
 
-        self._met = distributed.MetRanks(["resume=True"] * resume + [distributed.SHARD_OVER] * is_sharded)
+        self._met = distributed.MetRanks((["resume=True"] if resume else []) + ([distributed.SHARD_OVER] if is_sharded else []))
         make, size = distributed.channels_over(members, config, self._met, doing)
         make_job, job_size = distributed.channels_over(job, config, self._met, doing) if len(job) > len(members) else (None, 0)
         self._config = config

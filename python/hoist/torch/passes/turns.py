@@ -128,7 +128,7 @@ class Turns:
             may_begin = self.is_free_or_mine
             if may_begin:
                 self._thread = threading.current_thread()
-                signal_handlers.note()
+                signal_handlers.note(is_outermost=not self._calls)
                 self._calls.append(call)
                 self._outside.add(call)
         if not may_begin:
