@@ -256,7 +256,8 @@ def test_generate_goes_on_until_the_last_rank_has_ended(settings, tmp_path):
     """, tmp_path / "meet", with_room(settings))) == [6, 7]
 
 
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "MultitaskPromptTuningConfig"])
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "MultitaskPromptTuningConfig", "PromptEncoderConfig",
+                                  "PrefixTuningConfig"])
 def test_prompts_that_are_learned_are_saved(settings, tmp_path, kind):
     """PEFT computes them on the first rank alone, which has a part of the weights."""
     pytest.importorskip("peft")
@@ -267,7 +268,8 @@ def test_prompts_that_are_learned_are_saved(settings, tmp_path, kind):
         join()
         def made():
             torch.manual_seed(0)
-            more = {{"num_tasks": 2}} if "Multitask" in {kind!r} else {{}}
+            more = {{"MultitaskPromptTuningConfig": {{"num_tasks": 2}}, "PromptEncoderConfig": {{"encoder_hidden_size": 32}},
+                    "PrefixTuningConfig": {{"prefix_projection": True, "encoder_hidden_size": 32}}}}.get({kind!r}, {{}})
             return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(
                 vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
                 num_key_value_heads=2)), peft.{kind}(num_virtual_tokens=4, task_type="CAUSAL_LM", **more))
