@@ -246,6 +246,24 @@ def test_the_newest_complete_checkpoint(tmp_path):
         trainer_of(arguments(tmp_path / "nothing"), ds_config(tmp_path / "nvme")).train(resume_from_checkpoint=True)
 
 
+def test_an_alarm_makes_no_checkpoint_incomplete(tmp_path, monkeypatch):
+    """Of a handler that replaces itself as it runs."""
+    def handler(*_):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        raise TimeoutError("alarm")
+
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        transformers.TrainerState(global_step=step).save_to_json(str(tmp_path / f"checkpoint-{step}" / "trainer_state.json"))
+    monkeypatch.setattr(hoist_transformers.TrainerState, "load_from_json", lambda _: signal.raise_signal(signal.SIGALRM))
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError, match="^alarm$"):
+            hoist_transformers.newest_complete_checkpoint(str(tmp_path))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_model_that_cannot_be_saved_leaves_the_one_before(tmp_path, monkeypatch):
     """Trainer's own settings files must not remove the weights either."""
     out = tmp_path / "model"

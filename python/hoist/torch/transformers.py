@@ -494,6 +494,7 @@ def _of_first_rank(value: Any) -> Any:
 
 def newest_complete_checkpoint(folder: str) -> str | None:
     """The last file that Trainer writes into a checkpoint is its own state."""
+    signal_handlers.note()
     saved = {}
     for path in glob.glob(os.path.join(glob.escape(folder), f"{PREFIX_CHECKPOINT_DIR}-*")):
         step = os.path.basename(path).removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")

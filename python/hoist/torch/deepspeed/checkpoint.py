@@ -39,6 +39,7 @@ def open(directory: str | os.PathLike[str], tag: str | None = None, trusted: boo
 
     Errors: StoreError, naming the file and what helps.
     """
+    signal_handlers.note()
     folder = files.find(os.path.join(os.getcwd(), directory), tag)
     try:
         return (_open_universal if folder.is_universal else _open_partitioned)(folder, trusted)

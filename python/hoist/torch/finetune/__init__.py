@@ -31,7 +31,7 @@ import trl
 import yaml
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hoist import _hoist
+from hoist import _hoist, signal_handlers
 from hoist.torch.commands import run_command
 from hoist.torch.finetune.data import from_the_hub, load_rows
 from hoist.torch.finetune.methods import PRETRAINING, REWARD, Method, method_of
@@ -460,10 +460,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="another value for a key of the recipe; null leaves the key out. May be given several times")
     options = parser.parse_args(words)
+    signal_handlers.note()
     try:
         with open(options.recipe, encoding="utf-8") as file:
             recipe = yaml.safe_load(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if signal_handlers.raised(error):
+            raise
         parser.error(f"{options.recipe} cannot be read: {error}")
     if not isinstance(recipe, dict):
         parser.error(f"{options.recipe} has no keys")

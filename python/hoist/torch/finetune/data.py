@@ -59,6 +59,7 @@ def load_rows(recipe: dict[str, Any], tokenizer: Any, method: Method,
 @contextlib.contextmanager
 def from_the_hub(what: str, path: str) -> Iterator[None]:
     """Reads what may be a name on the hub. Errors: UsageError, where it can neither be downloaded nor is in the cache."""
+    signal_handlers.note()
     try:
         yield
     except OSError as error:

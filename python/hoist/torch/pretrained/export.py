@@ -231,7 +231,8 @@ def _new_model(directory: str) -> Iterator[str]:
     folder = os.path.join(directory, _FOLDER)
     with made_and_locked(directory, _FOLDER + ".lock", "save_pretrained()"):
         _finish_move(folder, directory)
-        shutil.rmtree(folder, ignore_errors=True)
+        with signal_handlers.suppressing(OSError):
+            shutil.rmtree(folder)
         os.makedirs(folder)
         try:
             card = os.path.join(directory, "README.md")
@@ -241,7 +242,8 @@ def _new_model(directory: str) -> Iterator[str]:
             for path, _, files in os.walk(folder):
                 sync(path, *(os.path.join(path, file) for file in files))
         except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            with signal_handlers.suppressing(OSError):
+                shutil.rmtree(folder)
             if signal_handlers.raised(error):
                 raise
             if isinstance(error, OSError) and error.errno and error.filename is None:  # of a write, or a flush
