@@ -218,8 +218,9 @@ def test_what_ranks_do_follows_the_drive_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("files, is_so", [
-    (["model.safetensors", "training_args.bin"], True), (["model-00001-of-00002.safetensors"], True), (["pytorch_model.bin"], True),
-    (["adapter_model.safetensors"], True), (["reward/adapter_model.safetensors"], True), ([], False), (["training_args.bin"], False),
+    (["model.safetensors", "training_args.bin"], True), (["model-00001-of-00002.safetensors"], True),
+    (["pytorch_model.bin"], True), (["adapter_model.safetensors"], True), (["reward/adapter_model.safetensors"], True),
+    ([], False), (["training_args.bin"], False),
     (["model.safetensors", "latest"], False), (["pytorch_model_fsdp.bin", "optimizer.bin"], False),
     (["model.safetensors", "optimizer_0/a"], False), (["pytorch_model.bin", "global_step2/a"], False)])
 def test_directories_of_weights_alone(tmp_path, files, is_so):

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import sys
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from hoist.torch.ranks.channels import is_joined
 __all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint", "save_pretrained"]
 
 _log = logging.getLogger("hoist")
+_T = TypeVar("_T")
 
 # What `optim` of TrainingArguments means in the configuration.
 DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
@@ -484,7 +485,7 @@ def has_weights_alone(checkpoint: str) -> bool:
             and not has("latest", "latest_universal", "optimizer*", "global_step*"))
 
 
-def _of_first_rank(value: Any) -> Any:
+def _of_first_rank(value: _T) -> _T:
     """[C] Rank 0's. The drives of ranks may differ, and what they do next must not."""
     values = [value]
     if is_joined() and dist.get_world_size() > 1:
