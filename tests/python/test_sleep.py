@@ -164,7 +164,7 @@ def test_an_interruption_as_the_engine_falls_asleep(settings, tmp_path, monkeypa
             with pytest.raises(KeyboardInterrupt):
                 engine.sleep()
         assert engine.is_asleep
-        with pytest.raises(hoist.UsageError, match=r"sleep\(\) was interrupted.*restore\(\).*load_checkpoint\(\).*after restore\(\)"):
+        with pytest.raises(hoist.UsageError, match=r"sleep\(\) was interrupted.*load_checkpoint\(\).*after restore\(\)"):
             engine.wake()
         with pytest.raises(hoist.UsageError, match=r"sleeps: call restore\(\) before"):
             engine.load_checkpoint(tmp_path / "c")

@@ -195,8 +195,9 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         ranks = distributed.ranks_at_start(loaded)
     with channels.start(ranks):
         if training_data is not None:  # what a loader refuses is refused before there is an engine
-            order: dict[str, Any] = {"shuffle": True} if len(ranks) == 1 else {"sampler": range(len(training_data))}
-            torch.utils.data.DataLoader(training_data, **order)
+            data: Any = training_data
+            order: dict[str, Any] = {"shuffle": True} if len(ranks) == 1 else {"sampler": range(len(data))}
+            torch.utils.data.DataLoader(data, **order)
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())
         if optimizer is not None:

@@ -144,8 +144,8 @@ class Parameters:
                     unit_manager.close()
             finally:  # after close(), which takes the parameters' values away
                 remove_hooks(self._module)
-                for module, name, parameter in own:
-                    module._parameters[name] = parameter
+                for module, name, held in own:
+                    module._parameters[name] = held
                 for parameter, show_again, attributes in former:
                     show_again()
                     parameter.__dict__.update(attributes)
@@ -267,8 +267,8 @@ class Parameters:
         """Once, of the first parameter that forward() clamps to bounds that it is within now."""
         if not self._has_said_clamped:
             self._has_said_clamped = True
-            _log.warning("forward() clamps parameter '%s'. It is within the bounds now; where a parameter is not in a later pass, "
-                         "it is clamped for that pass only, and the optimizer goes on from what it was before",
+            _log.warning("forward() clamps parameter '%s'. It is within the bounds now; where a parameter is not in a later "
+                         "pass, it is clamped for that pass only, and the optimizer goes on from what it was before",
                          self.name_of(tensor))
 
     def drop_gradients(self) -> None:

@@ -239,8 +239,8 @@ class Turns:
 
 
 _REMEDY = ("Close the engine (a `with` block does) and make a new one with resume=True, or call restore(): either continues from "
-           "the newest commit; or load_checkpoint(), from a saved one (after restore() if the engine sleeps). Without a commit, the "
-           "run begins anew")
+           "the newest commit; or load_checkpoint(), from a saved one (after restore() if the engine sleeps). Without a commit, "
+           "the run begins anew")
 
 
 class _HasPasses(Protocol):
