@@ -324,8 +324,8 @@ class Trainer(transformers.Trainer):
         alone = "" if weights is None else f", and {weights} has weights alone (save_only_model)"
         if kept:
             return (f"{alone}. It keeps {', '.join(map(repr, kept))}: train(resume_from_checkpoint=DIRECTORY), with the "
-                    "directory of a checkpoint that Trainer saved together with one of these, continues it. To begin anew, choose "
-                    "another directory for the store")
+                    "directory of a checkpoint that Trainer saved together with one of these, continues it. To begin anew, "
+                    "choose another directory for the store")
         if weights is None:
             return (" without a checkpoint that Trainer could continue from. hoist.store.open() reads its newest step, and "
                     "hoist.torch.wrap(..., resume=True) continues from it in a loop of your own; remove it to begin anew")

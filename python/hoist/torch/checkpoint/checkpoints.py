@@ -105,8 +105,8 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     DeepSpeed's are: load what you have saved yourself."""
     any_tag = tag is None
     if engine.is_asleep:
-        raise _hoist.UsageError("load_checkpoint() of an engine that sleeps: call restore() before, which wakes it with the newest "
-                                "commit, also where sleep() was interrupted")
+        raise _hoist.UsageError("load_checkpoint() of an engine that sleeps: call restore() before, which wakes it with the "
+                                "newest commit, also where sleep() was interrupted")
     with distributed.work_of_one_rank(engine._unit_manager):
         tag = _latest_in(directory) if tag is None else str(tag)
     _refuse_others(engine, directory, tag)
