@@ -392,7 +392,7 @@ def test_the_second_backward_pass_of_one_forward_pass_says_what_to_do(wrapped):
         loss = result.sum()
         engine.backward(loss, retain_graph=True)
         for other in (result.pow(2).sum(), loss):
-            with pytest.raises(hoist.UsageError, match="add the losses"):
+            with pytest.raises(hoist.UsageError, match="Add the losses"):
                 engine.backward(other)
         assert engine.step().applied and engine.step_count == 1  # with the first one's gradients
 

@@ -323,9 +323,10 @@ class Trainer(transformers.Trainer):
         weights = self._weights_alone or (newest if newest is not None and has_weights_alone(newest) else None)
         alone = "" if weights is None else f", and {weights} has weights alone (save_only_model)"
         if kept:
-            return (f"{alone}. It keeps {', '.join(map(repr, kept))}: train(resume_from_checkpoint=DIRECTORY), with the "
-                    "directory of a checkpoint that Trainer saved together with one of these, continues it. To begin anew, "
-                    "choose another directory for the store")
+            is_newest = newest is not None and any(os.path.isdir(os.path.join(newest, name)) for name in kept)
+            return (f"{alone}. It keeps {', '.join(map(repr, kept))}: train(resume_from_checkpoint="
+                    f"{'True), or' if is_newest else 'DIRECTORY),'} with the directory of a checkpoint that Trainer saved "
+                    "together with one of these, continues it. To begin anew, choose another directory for the store")
         if weights is None:
             return (" without a checkpoint that Trainer could continue from. hoist.store.open() reads its newest step, and "
                     "hoist.torch.wrap(..., resume=True) continues from it in a loop of your own; remove it to begin anew")
