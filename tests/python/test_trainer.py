@@ -129,6 +129,7 @@ def the_plain_loop(args, config, steps, batches_per_epoch, batches, optimizer_of
     return losses, norms, ends
 
 
+@pytest.mark.cpu_tensors("the backward pass of a BatchNorm in bf16 takes means of another type there, also without hoist")
 def test_images_have_the_weights_type(tmp_path):
     torch.manual_seed(0)
     model = transformers.ResNetForImageClassification(transformers.ResNetConfig(
