@@ -43,8 +43,8 @@ void GradientArrivals::hand_on(Recipient recipient) {
 
 void GradientArrivals::await_opened() { opened_.wait(); }
 
-// The unit's weights are about to change: what was submitted so far may still be copying them up, and what comes next
-// waits for the new ones.
+// The update will change the unit's weights. It waits for copies up that were submitted before; those that are
+// submitted later wait for the update.
 void GradientArrivals::enqueue_hand_on(UnitId id, Arrival& arrival) {
   const platform::StreamEvent copied_up = streams_.up->record();  // before the unit is announced: it may fail
   const auto updated = std::make_shared<Completion>();
@@ -89,7 +89,7 @@ std::function<void()> GradientArrivals::start_reading_sums(UnitId id, std::byte*
   };
 }
 
-// A step waits for the norm, and nobody but the unit's update for the write.
+// step() waits until the gradient is in the norm. Only the unit's update waits for the write.
 void GradientArrivals::enqueue_spill(UnitId id, const std::byte* shards, Arrival& arrival) {
   const auto written = std::make_shared<Completion>();
   arrival.spilling = thread_->enqueue([this, id, shards, written, arrived = arrival.arrived, added = arrival.added,

@@ -38,8 +38,8 @@ class GradientArrivals {
   struct Recipient {
     // Called once, before the others. Runs on the arrivals thread, as `take` and `withdraw` do.
     std::function<void()> open;
-    // Runs on the executor, between what was submitted before the unit's reduction and what comes after it. After it,
-    // the unit will be taken or withdrawn.
+    // Runs on the executor, in the order of submission: gathers that were submitted later see that an update will come.
+    // Afterwards the unit is taken or withdrawn.
     std::function<void(UnitId)> announce;
     // Starts the unit's update; units come in the order of arrival. The gradient is in use until the returned
     // completion is done.

@@ -198,22 +198,19 @@ class Trainer(transformers.Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As transformers' own, but True takes the newest checkpoint that is complete: one whose saving was interrupted has
         no trainer_state.json that can be read."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = _of_first_rank(newest_complete_checkpoint(cast(str, self.args.output_dir)))
-            if resume_from_checkpoint is None:
-                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
-        self._is_resumed = bool(resume_from_checkpoint)
-        self._weights_alone, is_of_another = None, False
-        if resume_from_checkpoint:
-            is_alone, is_of_another = _of_first_rank((
-                has_weights_alone(resume_from_checkpoint),
-                os.path.exists(os.path.join(resume_from_checkpoint, OPTIMIZER_NAME))))
-            self._weights_alone = resume_from_checkpoint if is_alone else None
+        path = (newest_complete_checkpoint(cast(str, self.args.output_dir)) if resume_from_checkpoint is True
+                else resume_from_checkpoint or None)
+        newest, is_alone, is_of_another = _of_first_rank((
+            path, path is not None and has_weights_alone(path),
+            path is not None and os.path.exists(os.path.join(path, OPTIMIZER_NAME))))
+        if resume_from_checkpoint is True and (path := newest) is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         if is_of_another:
-            raise _hoist.UsageError(f"{resume_from_checkpoint} was saved by a Trainer without hoist: begin a run with "
-                                    f"weights={resume_from_checkpoint!r} in hoist_options, and without resume_from_checkpoint; "
-                                    "moments begin at zero then")
-        return super().train(resume_from_checkpoint, *positional, **arguments)
+            raise _hoist.UsageError(f"{path} was saved by a Trainer without hoist: begin a run with weights={path!r} in "
+                                    "hoist_options, and without resume_from_checkpoint; moments begin at zero then")
+        self._is_resumed = path is not None
+        self._weights_alone = path if is_alone else None
+        return super().train(path, *positional, **arguments)
 
     def evaluation_loop(self, *positional: Any, **arguments: Any) -> Any:
         self._require_weights("evaluate")

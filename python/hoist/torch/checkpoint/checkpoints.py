@@ -220,13 +220,10 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException as error:
         with signal_handlers.suppressing(OSError):
             os.unlink(partial)
-        if signal_handlers.raised(error):
-            raise
-        failure = raw and raw.error or error
-        is_of_handler = signal_handlers.raised(failure)
-        if is_of_handler and failure is not error:
+        failure = error if raw is None or raw.error is None or signal_handlers.raised(error) else raw.error
+        if signal_handlers.raised(failure):
             raise failure from failure.__cause__
-        if is_of_handler or failure is own or not isinstance(failure, OSError):
+        if failure is own or not isinstance(failure, OSError):
             raise
         raise io_error(failure.errno or errno.EIO, path, f"writing {path} failed: {failure.strerror or failure}") from error
     finally:

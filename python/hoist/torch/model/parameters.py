@@ -136,7 +136,7 @@ class Parameters:
             yield self._move(unit_manager, device)
             for parameter, _, _ in former:
                 parameter.grad = None
-                parameter.__dict__.pop("initial_values", None)  # what is wrapped again would begin with them
+                parameter.__dict__.pop("initial_values", None)  # else a second wrap() would begin with them
         except BaseException as error:
             try:
                 unit_manager.abandon(program_end.text_of(error))

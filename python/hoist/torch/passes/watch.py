@@ -35,7 +35,7 @@ _log = logging.getLogger("hoist")
 _BACKWARD = "backward"  # a kind of pass, beside those of the engine
 _LOST_IN_FORWARD = ("in forward() (as nn.Embedding does with max_norm), and the change would be lost with the weight's memory: "
                     "leave it out, or make it between steps, by engine.write() or in engine.gathered(names, modify=True)")
-# Clamps of weights to bounds that they are within, as Gemma 3n makes them in each pass, and what computes the same elsewhere.
+# Gemma 3n clamps weights in each pass, to bounds that they are within. The operators that write, and those that return the same.
 _CLAMPS = {getattr(getattr(torch.ops.aten, f"{name}_"), of): getattr(getattr(torch.ops.aten, name), of)
            for name in ("clamp", "clamp_min", "clamp_max") for of in ("default", "Tensor")}
 _LOST_IN_BACKWARD = ("in the backward pass, as a hook does that steps an optimizer (register_post_accumulate_grad_hook): "
