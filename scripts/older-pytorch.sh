@@ -11,8 +11,8 @@ shift || true
 python=$(sed -n 's/^Python_EXECUTABLE:[A-Z]*=//p' "$build/CMakeCache.txt")
 [ -x "$python" ] || { echo "$build was configured without Python" >&2; exit 2; }
 files=("$@")
-[ $# -gt 0 ] || files=(training modules no_silent_errors threads ordinary_loops clipping begun_steps schedules transformations buffers edits state checkpoints
-  vertical fp16 distributed optim_offload optim_schedules optim_values optim_misuse)
+[ $# -gt 0 ] || files=(training modules no_silent_errors threads ordinary_loops clipping begun_steps schedules transformations
+  buffers edits changed_models state checkpoints checkpoint_failures vertical fp16 distributed optim_offload optim_schedules optim_values optim_misuse)
 
 export PYTHONPATH=$build/python PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 failed=0

@@ -19,7 +19,7 @@ packages='import sysconfig; print(sysconfig.get_paths()["purelib"])'
 
 export PYTHONPATH=$build/python PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 failed=0
-for file in trainers trainer trainer_checkpoints trainer_configurations pretrained finetune finetune_files architectures; do
+for file in trainers trainer trainer_checkpoints trainer_configurations pretrained save_pretrained finetune finetune_files architectures; do
   echo "== test_$file.py"
   "$environment/bin/python" tests/python/run.py "tests/python/test_$file.py" || failed=1  # a file that is skipped fails, too
 done

@@ -70,6 +70,21 @@ def wrap(settings):
 
 
 @pytest.fixture
+def wrapped(settings):
+    """Engines of two_layers.py, each with a store of its own."""
+    from two_layers import model_of
+
+    count = iter(range(100))
+
+    def make(model=None, **changes):
+        config = settings(f"store-{next(count)}",
+                          **{"hoist": {"device_memory": "1MiB", "pinned_memory": "32MiB"}, **changes})
+        return hoist_torch.wrap(model or model_of(), config)
+
+    return make
+
+
+@pytest.fixture
 def small_units(monkeypatch):
     """hoist.optim has several units, and parameters in pieces, of models that would be one unit."""
     monkeypatch.setattr("hoist.optim.pieces._UNIT_ELEMENTS", 5000)
