@@ -152,7 +152,7 @@ class PythonChannel final : public comm::Transport {
   void ask(const Question& question) noexcept {
     if (!nb::is_alive()) return;
     const nb::gil_scoped_acquire acquire;
-    if (const std::string why = call_in_spite_of_interruption(question); !why.empty())
+    if (const std::string why = call_again_if_interrupted(question); !why.empty())
       log_warning("a channel of torch.distributed: {}", why);
   }
 
@@ -190,14 +190,10 @@ class PythonChannel final : public comm::Transport {
 
 }  // namespace
 
-std::shared_ptr<comm::Transport> make_channel(nb::object channel) {
-  return std::make_shared<PythonChannel>(std::move(channel));
-}
-
 MakeChannel channel_maker(nb::callable make) {
   return [make = std::move(make)] {
     const nb::gil_scoped_acquire acquire;
-    return make_channel(make());
+    return std::make_shared<PythonChannel>(make());
   };
 }
 

@@ -6,9 +6,9 @@
 // duplicate(), split(ranks), abort(why), why() and close(). Sends and receives are lists of (rank, tensor of bytes).
 // `what` describes the call; ranks that come together with different ones get an error.
 //
-// Threading  Any thread, one at a time, but for abort() and why(): the GIL is taken for each call, and PyTorch lets go
-//            of it while it waits. A thread that waits for a collective in C++ must not hold it.
-// Memory     Tensors are views of the caller's memory, and gone when a call returns.
+// Threading  One thread at a time; abort() and why() on any. Each call takes the GIL, and PyTorch releases it while it
+//            waits. A thread that waits for a collective in C++ must not hold the GIL.
+// Memory     Tensors are views of the caller's memory; Python may use them only during the call.
 // Errors     CommError with the Python exception's text, rank and operation. Python gets the exception itself where it
 //            came from the program's handler of a signal and is no RuntimeError.
 #pragma once
@@ -23,9 +23,6 @@
 #include <hoist/platform/device.hpp>
 
 namespace hoist::python {
-
-// Pre: the GIL is held.
-std::shared_ptr<comm::Transport> make_channel(nanobind::object channel);
 
 // Makes a channel over all ranks of a group. Takes the GIL.
 using MakeChannel = std::function<std::shared_ptr<comm::Transport>()>;

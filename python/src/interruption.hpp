@@ -17,9 +17,8 @@ namespace hoist::python {
 // raises; the operation then continues.
 void wait_for(const Completion& completion);
 
-// Keeps it, and has it raised: by the call of this thread that ends with an error because of it (raise_interruption()),
-// or else by the next Python code of the main thread, be it one of these functions, where it is kept again. A second
-// one that comes before is dropped.
+// Keeps the exception. A call of this thread that fails because of it raises it (raise_interruption()); without such a
+// call, it is raised when the main thread next runs Python code. While one is kept, further ones are dropped.
 void keep_interruption(nanobind::python_error error);
 
 // Makes what this thread keeps Python's exception, once. Returns whether there was any.
@@ -28,7 +27,7 @@ bool raise_interruption();
 // Calls a Python function that must have its effect and may be called twice: once more if the first call raises, and
 // then what it raised is kept. Returns why the second call failed, or "".
 template <class Call>
-std::string call_in_spite_of_interruption(const Call& call) noexcept {
+std::string call_again_if_interrupted(const Call& call) noexcept {
   try {
     try {
       call();

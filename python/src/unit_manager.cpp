@@ -121,7 +121,7 @@ void UnitManager::show(Unit& unit) {
 
 void UnitManager::hide(Unit& unit) noexcept {
   if (!std::exchange(unit.is_shown, false)) return;
-  if (const std::string why = call_in_spite_of_interruption([&] { torch_.close(unit.id.index); }); !why.empty())
+  if (const std::string why = call_again_if_interrupted([&] { torch_.close(unit.id.index); }); !why.empty())
     log_warning("unit '{}' can still be read: {}", model_.units()[unit.id.index].name, why);
 }
 

@@ -61,9 +61,6 @@ struct ManagedUnit {
 // The units as a model of the engine's.
 Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups);
 
-inline constexpr const char* kRestoring =
-    "the engine is being restored: ask again when restore(), wake() or load_checkpoint() has returned";
-
 // Serializes the Python threads that call one engine. A call may run Python, as for the values of a unit, and so a
 // signal handler of the program; if that one called the engine, the thread would wait for itself.
 class EngineMutex {
@@ -140,7 +137,7 @@ class UnitManager {
   std::string first_problem(std::string_view mine, Among among = Among::sharding_group);
   // [C] Gives every rank the bytes of the first one, wherever another rank has others. Returns where that was so.
   // Pre: as many values of the same lengths on each rank.
-  std::vector<bool> take_first_ranks(std::span<const std::span<std::byte>> values);
+  std::vector<bool> overwrite_with_rank_0(std::span<const std::span<std::byte>> values);
   RestoreReport restore(const std::string& from);
   // [C] Before anything is given up for a commit, or a named checkpoint, that is not there. Waits for those under way.
   // If the engine has failed, the search may fail with it, and only logs that: restoring then refuses by itself. Pre:
@@ -153,16 +150,18 @@ class UnitManager {
   // [C] Goes on where sleep() ended. Errors: those of restore(), among them that memory is lacking, and StoreError
   // where the store is no longer at the step of sleep(): it sleeps on then.
   void wake();
-  bool is_asleep() const { return asleep_at_.has_value(); }
+  bool is_asleep() const { return life_ == Life::asleep; }
   // [C] What the stores hold. Changes nothing.
   std::optional<std::uint64_t> find_commit();
   std::vector<NamedCheckpoint> find_checkpoints();
   bool is_alive() const { return engine_.has_value(); }
   bool has_begun_step() const { return engine_ && engine_->has_begun_step(); }
-  bool is_open() const { return runtime_ != nullptr || is_asleep(); }
+  bool is_open() const { return life_ != Life::closed; }
 
-  // Errors: UsageError when it was closed, or sleeps.
-  void require_awake() const;
+  // Errors: UsageError without a runtime: it was closed, sleeps, is being restored, or could not be.
+  void require_awake() const {
+    if (!runtime_) refuse();
+  }
 
   const Model& model() const { return model_; }
   const ParameterPlace& place(ParameterId parameter) const { return places_[parameter.index]; }
@@ -171,11 +170,7 @@ class UnitManager {
     return *runtime_;
   }
   Engine& engine() {
-    runtime();
-    if (!engine_ && is_restoring_) throw UsageError(kRestoring);
-    if (!engine_)
-      throw UsageError(was_used_ ? "the last restore() failed, and the state is gone: call restore() again"
-                                 : "call initialize() or restore() first");
+    if (!runtime_ || !engine_) refuse();
     return *engine_;
   }
   // Errors: UsageError in a process that was forked later.
@@ -268,6 +263,9 @@ class UnitManager {
   void connect(TorchSide torch) { torch_ = std::move(torch); }
 
  private:
+  // Changes with the GIL held. Only `training` has an engine; `asleep` and `closed` have no runtime.
+  enum class Life : std::uint8_t { fresh, training, restoring, failed, asleep, closed };
+
   struct Gradient {
     ParameterId parameter{};
     nb::object tensor;
@@ -309,6 +307,7 @@ class UnitManager {
 
   comm::Communicator& ranks_of(Among among);
   void take_memory();
+  [[noreturn]] void refuse() const;  // says why there is no engine
   void fall_asleep(std::uint64_t step) noexcept;
   void open_runtime();
   void begin_with(Engine engine);
@@ -339,7 +338,7 @@ class UnitManager {
   template <typename EndPass>
   void leave_pass(EndPass end_pass);
   void forget_pass();
-  void end_engine(const std::string* why_for_others = nullptr) noexcept;
+  void end_engine(Life next, const std::string* why_for_others = nullptr) noexcept;
   DType type_of_gradient(nb::handle gradient, ParameterId parameter) const;
 
   static constexpr const char* kEngine = "the engine";  // in errors
@@ -351,21 +350,20 @@ class UnitManager {
   EngineMutex mutex_;                   // taken without the GIL
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter
-  bool is_restoring_ = false;      // restore() is under way
+  Life life_ = Life::fresh;
   std::unique_ptr<Runtime> runtime_;
   // For PyTorch on the host; apart from each other, so that who waits for weights does not wait for gradients.
   InOneProcess<platform::Stream> weights_stream_{nullptr, kEngine};
   InOneProcess<platform::Stream> gradients_stream_{nullptr, kEngine};
   std::map<std::uintptr_t, InOneProcess<platform::Stream>> borrowed_streams_;  // PyTorch's, by cudaStream_t
   std::optional<Engine> engine_;
-  std::optional<std::uint64_t> asleep_at_;  // the step that was committed then
+  std::uint64_t asleep_at_ = 0;  // the step that sleep() committed
   std::optional<PassScope> scope_;
   std::optional<Pass> pass_;
   bool keeps_all_up_ = false;
   bool learning_ = true;
   bool watched_ = false;
   bool gave_way_ = false;
-  bool was_used_ = false;  // an engine was made, or was to be made, with runtime_
   std::uint64_t clock_ = 0;
   TorchSide torch_;
   std::uint64_t arrived_count_ = 0;

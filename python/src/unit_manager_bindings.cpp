@@ -54,11 +54,11 @@ void initialize(UnitManager& unit_manager, nb::callable unit_values, const nb::b
 }
 
 // `values`: (address, bytes) of each.
-std::vector<bool> take_first_ranks(UnitManager& unit_manager,
-                                   const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& values) {
+std::vector<bool> overwrite_with_rank_0(UnitManager& unit_manager,
+                                        const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& values) {
   std::vector<std::span<std::byte>> spans;
   for (const auto& [address, bytes] : values) spans.emplace_back(reinterpret_cast<std::byte*>(address), bytes);
-  return unit_manager.take_first_ranks(spans);
+  return unit_manager.overwrite_with_rank_0(spans);
 }
 
 // Asks values(parameter, state, first_element, out) for every piece of every state, so that nothing is held here.
@@ -339,7 +339,7 @@ void bind_unit_manager(nb::module_& module) {
           "mine"_a, "of_job"_a = false,
           "[C] After work that single ranks do: what it failed with on the first rank that passes something, or "
           "nothing.")
-      .def("take_first_ranks", &take_first_ranks, "values"_a,
+      .def("overwrite_with_rank_0", &overwrite_with_rank_0, "values"_a,
            "[C] Gives every rank the bytes of the first one, wherever another rank has others; returns where that was "
            "so. "
            "values: (address, bytes) of each, as many of the same lengths on each rank.")

@@ -42,7 +42,9 @@ UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(option
   fp16_ = torch.attr("float16");
 }
 
-UnitManager::~UnitManager() { end_engine(); }
+UnitManager::~UnitManager() {
+  if (is_open()) end_engine(Life::closed);
+}
 
 void EngineMutex::lock() {
   if (is_mine())
@@ -57,19 +59,29 @@ void EngineMutex::unlock() {
   mutex_.unlock();
 }
 
-void UnitManager::require_awake() const {
-  if (runtime_) return;
-  if (is_restoring_) throw UsageError(kRestoring);
+void UnitManager::refuse() const {
+  switch (life_) {
+    case Life::fresh:
+    case Life::training:
+      throw UsageError("call initialize() or restore() first");
+    case Life::restoring:
+      throw UsageError(
+          "the engine is being restored: ask again when restore(), wake() or load_checkpoint() has returned");
+    case Life::failed:
+      throw UsageError("the last restore() failed, and the state is gone: call restore() again");
+    case Life::asleep:
+      throw UsageError("the engine sleeps, and its memory was given back: call wake() first");
+    case Life::closed:
+      break;
+  }
   throw UsageError(
-      is_asleep() ? "the engine sleeps, and its memory was given back: call wake() first"
-                  : "the engine was closed, and the model's weights with it: the next wrap() needs resume=True or "
-                    "weights=..., and model.load_state_dict(state, assign=True) gives it weights for PyTorch alone");
+      "the engine was closed, and the model's weights with it: the next wrap() needs resume=True or weights=..., and "
+      "model.load_state_dict(state, assign=True) gives it weights for PyTorch alone");
 }
 
 void UnitManager::close() {
   if (!process_.is_this()) return;
   await_others();
-  asleep_at_.reset();
   if (!is_open()) return;
   if (pass_) discard();
   std::exception_ptr failure;
@@ -86,7 +98,7 @@ void UnitManager::close() {
       failure = std::current_exception();  // after the store was given up: the next process can open it then
     }
   }
-  end_engine();
+  end_engine(Life::closed);
   unbind();
   if (failure) std::rethrow_exception(failure);
 }
@@ -98,15 +110,20 @@ void UnitManager::abandon(const std::string& why) noexcept {
   if (!runtime_ || !process_.is_this() || mutex_.is_mine()) return;
   if (runtime_->world_size() == 1 && !runtime_->has_several_groups()) return;
   if (pass_) discard();
-  end_engine(&why);
+  end_engine(Life::closed, &why);
   unbind();
 }
 
 void UnitManager::initialize(const InitialState& state, std::span<const std::byte> caller_state) {
   const EngineTurn turn(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
-  was_used_ = true;
-  begin_with(Engine::create(runtime(), options_.config.engine, model_, state, caller_state));
+  try {
+    begin_with(Engine::create(runtime(), options_.config.engine, model_, state, caller_state));
+  } catch (...) {
+    const nb::gil_scoped_acquire no_reader;
+    life_ = Life::failed;
+    throw;
+  }
 }
 
 // Pre: an EngineTurn. Takes the GIL, because properties such as step_count read `engine_` with the GIL and without a
@@ -114,6 +131,7 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
 void UnitManager::begin_with(Engine engine) {
   const nb::gil_scoped_acquire no_reader;
   engine_ = std::move(engine);
+  life_ = Life::training;
   for (Unit& unit : units_) unit.stays_up = engine_->keeps_gathered(unit.id);
   keeps_all_up_ = std::ranges::all_of(units_, &Unit::stays_up);
 }
@@ -133,7 +151,7 @@ std::string UnitManager::first_problem(std::string_view mine, Among among) {
   return first ? fmt::format("rank {} failed: {}", first->rank, first->text) : "";
 }
 
-std::vector<bool> UnitManager::take_first_ranks(std::span<const std::span<std::byte>> values) {
+std::vector<bool> UnitManager::overwrite_with_rank_0(std::span<const std::span<std::byte>> values) {
   const EngineTurn turn(engine_mutex());
   comm::Communicator& ranks = runtime().communicator();
   std::vector<bool> differs(values.size());
@@ -190,36 +208,35 @@ void UnitManager::require_commit(const std::string& from) {
 
 RestoreReport UnitManager::restore(const std::string& from) {
   await_others();
-  is_restoring_ = true;
-  const std::unique_ptr<bool, void (*)(bool*)> restoring(&is_restoring_, [](bool* is) { *is = false; });
   if (pass_) discard();
-  const std::optional<std::uint64_t> asleep_at = asleep_at_;
   if (const EngineTurn turn(engine_mutex()); engine_) {
     try {
       engine_->settle();
     } catch (const Error&) {  // of the run that is being left
     }
   }
-  if (was_used_) {
-    end_engine();
+  const Life before = std::exchange(life_, Life::restoring);
+  if (before != Life::fresh) {
+    end_engine(Life::restoring);
     unbind();
   }
   try {
     if (!runtime_) open_runtime();
-    asleep_at_.reset();
-    was_used_ = true;
     const EngineTurn turn(engine_mutex());
     begin_with(Engine::restore(runtime(), options_.config.engine, model_, {.from = from}));
     return *engine_->restored();
   } catch (...) {
-    if (asleep_at) fall_asleep(*asleep_at);
+    if (before == Life::asleep)
+      fall_asleep(asleep_at_);
+    else
+      life_ = Life::failed;
     throw;
   }
 }
 
 void UnitManager::fall_asleep(std::uint64_t step) noexcept {
   asleep_at_ = step;
-  end_engine();
+  end_engine(Life::asleep);
   unbind();
 }
 
@@ -237,7 +254,7 @@ void UnitManager::wake() {
     require_awake();
     throw UsageError("wake() belongs after sleep()");
   }
-  const std::uint64_t step = *asleep_at_;
+  const std::uint64_t step = asleep_at_;
   const std::uint64_t found = restore("").step;
   if (found == step) return;
   fall_asleep(step);
@@ -257,8 +274,9 @@ std::vector<NamedCheckpoint> UnitManager::find_checkpoints() {
   return Engine::find_checkpoints(runtime(), options_.config.engine);
 }
 
-void UnitManager::end_engine(const std::string* why_for_others) noexcept {
-  if (!runtime_ || !process_.is_this()) return;
+// A failed restore() leaves no runtime, or one without an engine.
+void UnitManager::end_engine(Life next, const std::string* why_for_others) noexcept {
+  if (!process_.is_this()) return;
   pass_.reset();
   // Tensors that a stream may still read. They go after the streams, and when the GIL is held again.
   const auto read_by_streams = std::make_pair(std::exchange(collecting_, {}), std::exchange(adding_, {}));
@@ -269,6 +287,7 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
     const nb::gil_scoped_acquire no_reader;
     engine.swap(engine_);
     runtime.swap(runtime_);
+    life_ = next;
   }
   if (engine) engine->discard();  // ends leases
   for (Unit& unit : units_) unit.uses.clear();
@@ -290,7 +309,7 @@ void UnitManager::unbind() noexcept {
     unit.is_shown = false;
   }
   if (!torch_.unbind.is_valid()) return;
-  if (const std::string why = call_in_spite_of_interruption(torch_.unbind); !why.empty())
+  if (const std::string why = call_again_if_interrupted(torch_.unbind); !why.empty())
     log_warning("the model's tensors keep the engine's memory: {}", why);
 }
 
@@ -349,7 +368,6 @@ void UnitManager::open_runtime() {
   }
   learning_ = true;
   gradient_places_.reset();
-  was_used_ = false;
 }
 
 void UnitManager::lay_out_units() {

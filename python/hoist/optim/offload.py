@@ -216,15 +216,15 @@ class Offloaded:
         else:
             if resume:
                 distributed.refuse_stores_of_others(config.store_directory, is_of_group=len(job) > len(members))
-            self._take_first_ranks()
+            self._overwrite_with_rank_0()
             self.unit_manager.initialize(UnitValues(self._cut.units, lambda parameter: parameter), self._commit_state(groups))
 
-    def _take_first_ranks(self) -> None:
+    def _overwrite_with_rank_0(self) -> None:
         """[C] Ranks that divide the states begin with the first one's weights, as with DistributedDataParallel: each writes its
         part of the new weights into the parameters of all."""
         shapes = repr([(piece.shape, str(piece.parameter.dtype)) for piece in self._cut.pieces])
         if self._is_divided and self.unit_manager.same_on_all(shapes):  # else initialize() names the difference
-            initial.take_first_ranks_values(self.unit_manager, (
+            initial.overwrite_with_rank_0(self.unit_manager, (
                 [(piece.name, piece.of(piece.parameter.detach())) for piece in unit] for unit in self._cut.units))
             self._note_versions()
 

@@ -91,7 +91,7 @@ class FirstState:
 
     def _make_values(self, engine: Engine, sources: dict[int, Source]) -> None:
         units = engine._cut.units
-        seed = initial.take_first_ranks(engine._unit_manager, units, sources, int(self.seed) % 2**64)
+        seed = initial.agree_on_initial_values(engine._unit_manager, units, sources, int(self.seed) % 2**64)
         engine._unit_manager.initialize(initial.InitialValues(
             units, sources, engine._parameters.number_of, self.initialize or initial.default_initialize, seed, engine.device))
 

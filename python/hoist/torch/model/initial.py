@@ -31,7 +31,7 @@ def values_of(source: Source) -> torch.Tensor:
 
 
 def refuse_lost(name: str) -> NoReturn:
-    """The source of a parameter's values that went with an engine."""
+    """Errors: UsageError, for a parameter whose values were in the memory of a closed engine."""
     raise _hoist.UsageError(f"parameter '{name}' has no values: the engine that had this model was closed, and the weights were "
                             "in its memory. Build the model anew, or pass weights=DIR (for a Trainer hoist_options={\"weights\": "
                             "DIR}), or resume=True with a store that holds a commit")
@@ -43,7 +43,7 @@ def _origin(source: Source | None) -> str:
     return str(source.dtype) if isinstance(source, torch.Tensor) else "to be read"
 
 
-def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], sources: dict[int, Source], seed: int) -> int:
+def agree_on_initial_values(unit_manager: _hoist.UnitManager, units: list[Unit], sources: dict[int, Source], seed: int) -> int:
     """[C] Where ranks have built a model with other values than rank 0 of those that divide it, they take rank 0's, as with
     DistributedDataParallel. Returns the seed of what is to be initialized: rank 0's. Values that are read later, from files, are
     not compared. Pre: 0 <= seed < 2^64. Errors: UsageError on all ranks where they have built different parameters."""
@@ -58,25 +58,26 @@ def take_first_ranks(unit_manager: _hoist.UnitManager, units: list[Unit], source
                                 "to the meta device or to files: build it in the same way on every rank")
     if "to be made" in origins:
         bits = torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
-        if any(unit_manager.take_first_ranks([(bits.data_ptr(), 8)])):
+        if any(unit_manager.overwrite_with_rank_0([(bits.data_ptr(), 8)])):
             seed = int.from_bytes(bytes(bits.tolist()), "little")
-    take_first_ranks_values(unit_manager, (
+    overwrite_with_rank_0(unit_manager, (
         [(name, s.detach()) for name, p in unit.parameters.items() if isinstance(s := sources.get(id(p)), torch.Tensor)]
         for unit in units))
     return seed
 
 
-def take_first_ranks_values(unit_manager: _hoist.UnitManager, parts: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
+def overwrite_with_rank_0(unit_manager: _hoist.UnitManager, parts: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
     """[C] Gives the tensors rank 0's values where other ranks have others, a part at a time. Pre: as many tensors, of the same
     shapes and types, on each rank."""
     differing: list[str] = []
     for part in parts:
         values = [own.cpu().contiguous() for _, own in part]  # the parameters' own memory where that is possible
-        differs = unit_manager.take_first_ranks([(v.data_ptr(), v.numel() * v.element_size()) for v in values])
-        for (name, own), value in (pair for pair, d in zip(zip(part, values, strict=True), differs, strict=True) if d):
-            differing.append(name)
-            if value.data_ptr() != own.data_ptr():
-                own.copy_(value)
+        differs = unit_manager.overwrite_with_rank_0([(v.data_ptr(), v.numel() * v.element_size()) for v in values])
+        for (name, own), value, differs_here in zip(part, values, differs, strict=True):
+            if differs_here:
+                differing.append(name)
+                if value.data_ptr() != own.data_ptr():
+                    own.copy_(value)
     if differing and unit_manager.rank == 0:
         _log.warning("%d parameters had other initial values on other ranks, '%s' first: all ranks begin with rank 0's",
                      len(differing), differing[0])
@@ -123,7 +124,7 @@ class InitialValues:
         unit = self._units[index]
         self._alive = []  # the last unit's values go before this one's come
         built = {p: values_of(self._sources[id(p)]) for p in unit.parameters.values() if id(p) in self._sources}
-        values = built if len(built) == len(unit.parameters) else self._make(index, unit) | built
+        values = built if len(built) == len(unit.parameters) else self._make(index, unit, built) | built
         # The masters are fp32, which a type that the engine does not know (float64) becomes here.
         self._alive = [v.detach().to("cpu", v.dtype if v.dtype in DTYPES else torch.float32).contiguous()
                        for v in values.values()]
@@ -132,23 +133,22 @@ class InitialValues:
             for p, v in zip(values, self._alive, strict=True)
         }
 
-    def _make(self, index: int, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
-        """Values for all of the unit's parameters, from the modules that have one without. A module may reset those inside of it,
-        too, so that it comes after them, as when it was built: modules that enclose this unit then find the others' parameters
-        on the meta device."""
-        parameters = list(unit.parameters.values())
-        known = {id(p): values_of(self._sources[id(p)]) for p in parameters if id(p) in self._sources}
+    def _make(self, index: int, unit: Unit, built: dict[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+        """Initializes the modules that have parameters without values, and returns values for all of the unit's parameters. A
+        module may also reset the modules inside it, so it is initialized after them, as when it was built. Modules that enclose
+        this unit find the parameters of other units on the meta device."""
         enclosing = [] if self._initialize is not default_initialize else [
             other.module for other in self._units
             if other.encloses and other is not unit and unit.module in other.module.modules()]
         lacking = [m for m in dict.fromkeys((*_inner_first(unit.module), *reversed(enclosing)))
                    if m in (*unit.modules, *enclosing) and any(id(p) not in self._sources for p in m.parameters(recurse=False))]
+        known = {id(p): value for p, value in built.items()}
         # The same numbers whatever was initialized before, and when this unit is asked for twice.
         with (_own_memory(unit.modules, known, (*enclosing, unit.module)[0]) as stand_ins,
               own_random_numbers(self._device, (self._seed + index) % 2**64), torch.no_grad()):
             for module in lacking:
                 self._initialize(module)
-            made = {p: stand_ins[id(p)].data for p in parameters}
+            made = {p: stand_ins[id(p)].data for p in unit.parameters.values()}
         for name, parameter in unit.parameters.items():
             if id(parameter) not in self._sources and _has_gaps(made[parameter]):
                 self._refuse_gaps(unit, name, parameter)
@@ -188,8 +188,8 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 @contextlib.contextmanager
 def _own_memory(modules: list[nn.Module], values: dict[int, torch.Tensor],
                 outermost: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Puts parameters in CPU memory in the place of the modules' own for a while, by whose ids they are returned; with copies
-    of the values that those have, by id. Others inside of the outermost module are on the meta device then."""
+    """In its context, parameters in CPU memory replace those of `modules`, with copies of `values` (by id) or NaN; and meta
+    tensors replace those of the other modules inside `outermost`. Yields the replacements by the id of the original."""
     parts = [(module, "cpu") for module in modules] + [(module, "meta") for module in outermost.modules()
                                                        if module not in modules]
     own = [(module, device, name, p) for module, device in parts for name, p in module._parameters.items() if p is not None]
