@@ -363,7 +363,7 @@ def test_what_fails_on_one_rank_is_an_error_on_the_other(settings, tmp_path):
     config = with_room(settings)
     config["hoist"] |= {"keep_steps": 1}
     ranks = results(start("""
-        from test_checkpoints import write
+        from test_checkpoint_failures import write
         import pathlib
         join()
         engine = hoist.torch.wrap(make(), config)
