@@ -96,6 +96,15 @@ TEST(LossScale, ALargerMinimumCountsFromTheRestoreOn) {
   EXPECT_EQ(scaler.scale(), 512);
 }
 
+TEST(LossScale, ASmallerHysteresisCountsFromTheRestoreOn) {
+  LossScaler scaler({.dynamic = true, .scale = 65536, .hysteresis = 2});
+  scaler.restore({.scale = 1024, .hysteresis_left = 8});
+  scaler.update(true);
+  EXPECT_EQ(scaler.scale(), 1024);
+  scaler.update(true);
+  EXPECT_EQ(scaler.scale(), 512) << "after two overflows, not eight";
+}
+
 TEST(LossScale, OptionsWithoutMeaningAreRefused) {
   const auto refused = [](const LossScaleOptions& options, const char* key) {
     try {

@@ -54,6 +54,7 @@ void LossScaler::restore(const State& state) {
   if (!options_.dynamic) return;
   state_ = state;
   state_.scale = std::max(state_.scale, options_.scale_min);
+  state_.hysteresis_left = std::min(state_.hysteresis_left, options_.hysteresis);
 }
 
 void LossScaler::update(bool overflow) {
