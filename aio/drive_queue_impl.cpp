@@ -10,6 +10,7 @@
 #include <hoist/aio/detail/transfer_error.hpp>
 #include <hoist/aio/given_up.hpp>
 #include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
@@ -364,8 +365,10 @@ void DriveQueue::Impl::abandon() {
     for (std::size_t i = 0; i < kPriorityCount; ++i) queues_[i].append(arrivals_[i]);
   }
   std::swap(queues, queues_);
-  const auto give_up = [](Transfer& transfer) {
+  const auto give_up = [this](Transfer& transfer) {
     if (!transfer.promise) return;
+    // The caller must see ETIMEDOUT: the drive may still write to its memory.
+    if (transfer.error) log_error("{}: before the drive stopped answering: {}", description_, text_of(transfer.error));
     Promise promise = std::move(*transfer.promise);
     transfer.promise.reset();
     promise.fail(unanswered(transfer.request));

@@ -119,6 +119,24 @@ TEST_P(Drain, ADriveThatStopsAnsweringIsGivenUp) {
   EXPECT_LT(Clock::now() - start, seconds(20));
 }
 
+// The caller must see ETIMEDOUT, because the drive may still write to its memory. The log has the error before it.
+TEST_P(Drain, TheErrorOfABlockIsLoggedIfTheDriveIsGivenUpBeforeTheTransferEnds) {
+  faults_->add({.path_contains = "file"});
+  faults_->add({.kind = Fault::Kind::delay,
+                .path_contains = "file",
+                .first = 1,
+                .count = Faults::kForever,
+                .delay = std::chrono::hours(9)});
+  DriveQueueOptions queue_options = options(milliseconds(50));
+  queue_options.answer_timeout = milliseconds(300);
+  const LogCapture log;
+  DriveQueue queue(queue_options, test::make_faulty_backend(queue_options, faults_));
+  const auto error = io_error_of(queue.write(file_, 0, memory_.part(0, 2 * kBlock), Priority::background));
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code, ETIMEDOUT);
+  EXPECT_EQ(log.count("Input/output error"), 1u) << log.text();
+}
+
 // An idle drive does not count as one that does not answer.
 TEST_P(Drain, AnIdleDriveIsNotGivenUp) {
   DriveQueueOptions queue_options = options(milliseconds(500));
