@@ -14,7 +14,7 @@ namespace hoist::cli {
 enum ExitCode { kOk = 0, kFailure = 1, kBadInput = 2 };
 
 // Adds the command to `app`. After parsing, `run` is called if the user chose the command; it returns the exit code.
-// Errors of it: UsageError and BudgetError become exit code 2; measure::Interrupted ends the program by the signal.
+// is_bad_input() tells which errors of it become exit code 2; measure::Interrupted ends the program by the signal.
 struct Command {
   CLI::App* app = nullptr;
   std::function<int()> run;

@@ -119,16 +119,10 @@ int export_store(const ExportArguments& arguments) {
   try {
     check_json(arguments.json);
     report = write_weights(arguments);
-  } catch (const UsageError&) {
-    throw;
-  } catch (const BudgetError&) {
-    throw;
   } catch (const measure::Interrupted&) {
     throw;
-  } catch (const interchange::SafetensorsError& error) {  // the destination holds a model, or a name fits no file
-    complain("hoist export: {}\n", error.what());
-    return kBadInput;
   } catch (const Error& error) {
+    if (is_bad_input(error) && !lacks_room(error)) throw;
     complain("hoist export: {}\nNo file of this export remains in {}.\n", error.what(), arguments.to);
     if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
       complain("The blocks of an earlier step are reused by the next one; try without --step.\n");

@@ -60,22 +60,14 @@ std::string unknown_command(const CLI::App& app) {
 }
 
 int run(const Command& command) {
-  const auto refused = [&](const Error& error) {
-    complain("hoist {}: {}\n", command.app->get_name(), error.what());
-    return kBadInput;
-  };
   try {
     return command.run();
-  } catch (const UsageError& error) {
-    return refused(error);
-  } catch (const BudgetError& error) {
-    return refused(error);
-  } catch (const IoError& error) {
-    if (!lacks_room(error)) throw;
-    return refused(error);
   } catch (const measure::Interrupted&) {
     complain("hoist {}: interrupted{}\n", command.app->get_name(), command.interrupted);
     InterruptGuard::end_by_signal();
+  } catch (const Error& error) {
+    complain("hoist {}: {}\n", command.app->get_name(), error.what());
+    return is_bad_input(error) ? kBadInput : kFailure;
   }
 }
 
@@ -115,9 +107,6 @@ int main(int argc, char** argv) {
   int code = kFailure;
   try {
     code = run(argc, argv);
-  } catch (const hoist::ConfigError& error) {
-    complain("hoist: {}\n", error.what());
-    code = kBadInput;
   } catch (const std::exception& error) {
     complain("hoist: {}\n", error.what());
   }

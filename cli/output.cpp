@@ -7,6 +7,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/printable.hpp>
+#include <hoist/interchange/safetensors.hpp>
 #include <hoist/measure/statistics.hpp>
 
 #include "commands.hpp"
@@ -51,6 +52,12 @@ int end_of_output(int code) {
 bool lacks_room(const Error& error) {
   const auto* io = dynamic_cast<const IoError*>(&error);
   return io != nullptr && (io->where.code == ENOSPC || io->where.code == EDQUOT);
+}
+
+bool is_bad_input(const Error& error) {
+  const auto is = [&]<typename... Kinds>() { return (... || (dynamic_cast<const Kinds*>(&error) != nullptr)); };
+  return lacks_room(error) ||
+         is.operator()<UsageError, ConfigError, BudgetError, StoreError, interchange::SafetensorsError>();
 }
 
 void write_output(const std::string& path, const std::string& text) {

@@ -39,6 +39,10 @@ int end_of_output(int code);
 // True if the file system or the quota has too little room for what was asked.
 bool lacks_room(const Error& error);
 
+// True for an error that ends a command with kBadInput: an option, the configuration, a budget, a file of weights or a
+// store that cannot be used, or a lack of room.
+bool is_bad_input(const Error& error);
+
 // From now on print_text() prints to standard error: standard output is for the JSON of `--json -`.
 void keep_output_for_json();
 

@@ -128,7 +128,7 @@ TEST_F(Copy, AnotherStoreIsNeverOverwritten) {
   test::make_store(path("other/hoist"), 1, 2);  // of another run
   const auto before = files_of("other");
   const auto result = run("copy store --to other");
-  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("other/hoist holds another store already: of another run"));
   EXPECT_EQ(files_of("other"), before);
   ASSERT_EQ(run("copy store --to copy").exit_code, 0);
@@ -214,7 +214,7 @@ TEST_F(Copy, AnotherRunsStoreIsNoCopyWhateverItsDrives) {
   test::make_store(path("store"), 1, 1);
   test::make_store(path("other/hoist"), 1, 1);
   const auto result = run("copy store --to other --to b");
-  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("holds another store already: of another run"));
 }
 
@@ -253,7 +253,7 @@ TEST_F(Copy, AStoreInUseIsLeftAlone) {
   test::ToyModel model(runtime, setup.engine);
   model.initialize();
   const auto result = run("copy store --to copy");
-  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("process " + std::to_string(::getpid())));
 }
 

@@ -265,7 +265,7 @@ TEST_F(Export, ADamagedManifestIsNotAWrongStep) {
   for (const auto& [store, rank] : {std::pair("one", "rank 0"), std::pair("two", "rank 1")}) {
     for (const auto& [command, which] : {std::pair("export", "--step 2"), std::pair("copy", "--from kept")}) {
       const auto result = run(fmt::format("{} {} --to there {}", command, store, which));
-      EXPECT_EQ(result.exit_code, 1) << result.errors;
+      EXPECT_EQ(result.exit_code, 2) << result.errors;
       EXPECT_THAT(result.errors, AllOf(HasSubstr(which), HasSubstr(fmt::format("; {}: {}/rank-0000", rank, store)),
                                        HasSubstr(".manifest cannot be used: checksum")));
     }
@@ -279,7 +279,7 @@ TEST_F(Export, AStoreInUseIsLeftAlone) {
   test::ToyModel model(runtime, setup.engine);
   model.initialize();
   const auto result = run("export store --to weights");
-  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("process " + std::to_string(::getpid())));
   EXPECT_FALSE(fs::exists(path("weights")));
 }

@@ -145,7 +145,7 @@ TEST_F(Groups, StagesAreExportedAsOneModelOfTheStepThatAllHave) {
     }
   }
   result = run("export job/group-0 job/group-1 --to none --step 3");
-  EXPECT_EQ(result.exit_code, 1) << "the step was there";
+  EXPECT_EQ(result.exit_code, 2) << "the step was there";
   EXPECT_THAT(result.errors, AllOf(HasSubstr("--step 3"), HasSubstr("have in common the steps 2; rank 0: commit slot"),
                                    HasSubstr("; rank 1: commit slot")));
   EXPECT_EQ(run("export job/group-0 --to none --step 4").exit_code, 2) << "a whole store that never had the step";

@@ -48,7 +48,7 @@ def test_wrong_changes_and_plugins_are_said_in_a_sentence(tmp_path, capsys):
 
 @pytest.mark.parametrize(("error", "expected"), [
     (hoist.ConfigError("zero_optimization.stage is wrong"), 2), (hoist.UsageError("wrong"), 2), (hoist.StoreError("in use"), 2),
-    (hoist.BudgetError("too little"), 1), (hoist.IoError("EIO"), 1), (PermissionError("not yours"), 1)])
+    (hoist.BudgetError("too little"), 2), (hoist.IoError("EIO"), 1), (PermissionError("not yours"), 1)])
 def test_errors_of_the_run_are_said_in_a_sentence(tmp_path, capsys, monkeypatch, error, expected):
     monkeypatch.setattr("sys.last_value", None, raising=False)
 

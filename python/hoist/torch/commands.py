@@ -17,5 +17,5 @@ def run_command(name: str, work: Callable[[], object]) -> int:
     except (_hoist.Error, OSError) as error:
         sys.last_value = error  # as of an exception that ends a program: other ranks are told of it
         print(shown(f"{name}: {error}"), file=sys.stderr)
-        return 2 if isinstance(error, (_hoist.UsageError, _hoist.ConfigError, _hoist.StoreError)) else 1
+        return 2 if isinstance(error, (_hoist.UsageError, _hoist.ConfigError, _hoist.BudgetError, _hoist.StoreError)) else 1
     return 0
