@@ -5,7 +5,7 @@
 namespace hoist::scheduler {
 
 FetchPlanner::FetchPlanner(PlanInputs inputs)
-    : inputs_(std::move(inputs)), places_(rooms_of(inputs_.items), inputs_.room_bytes), residency_(inputs_.items) {}
+    : inputs_(std::move(inputs)), places_(needs_of(inputs_.items), inputs_.gather_bytes), residency_(inputs_.items) {}
 
 std::span<const Fetch> FetchPlanner::begin(std::size_t kind) {
   HOIST_ASSERT(kind < kPassKinds);

@@ -28,7 +28,7 @@ Place first_clear(Place place, std::span<const Item> obstacles, const PlaceOf& p
 // those that may be pinned together require: so the memory before them stays in one piece.
 class CompanionStack {
  public:
-  explicit CompanionStack(std::span<const ItemRoom> items) : items_(items), depth_(items.size()) {
+  explicit CompanionStack(std::span<const ItemNeeds> items) : items_(items), depth_(items.size()) {
     std::vector<std::vector<Item>> together(items.size());
     for (Item item = 0; item < items.size(); ++item) {
       std::vector<Item> group = items[item].gathered_with;
@@ -55,14 +55,14 @@ class CompanionStack {
     depth_[item] = first_clear({0, items_[item].bytes}, together, from_end).end();
   }
 
-  std::span<const ItemRoom> items_;
+  std::span<const ItemNeeds> items_;
   std::vector<std::optional<std::uint64_t>> depth_;
 };
 
 // The homes that one rule for the next item gives.
 class Homes {
  public:
-  Homes(std::span<const ItemRoom> items, const CompanionStack& companions, std::uint64_t total_bytes)
+  Homes(std::span<const ItemNeeds> items, const CompanionStack& companions, std::uint64_t total_bytes)
       : items_(items), total_bytes_(total_bytes), places_(items.size()) {
     for (Item item = 0; item < items.size(); ++item) {
       places_[item].bytes = items[item].bytes;
@@ -125,20 +125,20 @@ class Homes {
     if (place.end() <= total_bytes_) places_[item].begin = total_bytes_ - place.end();
   }
 
-  std::span<const ItemRoom> items_;
+  std::span<const ItemNeeds> items_;
   std::uint64_t total_bytes_;
   std::vector<Place> places_;
 };
 
-std::uint64_t sum_of(std::span<const ItemRoom> items) {
+std::uint64_t sum_of(std::span<const ItemNeeds> items) {
   std::uint64_t bytes = 0;
-  for (const ItemRoom& item : items) bytes += item.bytes;
+  for (const ItemNeeds& item : items) bytes += item.bytes;
   return bytes;
 }
 
 }  // namespace
 
-std::uint64_t least_room_bytes(std::span<const ItemRoom> items) {
+std::uint64_t least_gather_bytes(std::span<const ItemNeeds> items) {
   const CompanionStack companions(items);
   std::uint64_t least = 0;
   for (Item item = 0; item < items.size(); ++item) {
@@ -153,12 +153,12 @@ std::uint64_t least_room_bytes(std::span<const ItemRoom> items) {
   return least;
 }
 
-std::uint64_t most_room_bytes(std::span<const ItemRoom> items) {
-  return std::max(sum_of(items), least_room_bytes(items));
+std::uint64_t most_gather_bytes(std::span<const ItemNeeds> items) {
+  return std::max(sum_of(items), least_gather_bytes(items));
 }
 
-std::vector<Place> choose_homes(std::span<const ItemRoom> items, std::uint64_t total_bytes) {
-  HOIST_ASSERT(total_bytes >= least_room_bytes(items), "{} bytes", total_bytes);
+std::vector<Place> choose_homes(std::span<const ItemNeeds> items, std::uint64_t total_bytes) {
+  HOIST_ASSERT(total_bytes >= least_gather_bytes(items), "{} bytes", total_bytes);
   std::vector<Place> homes(items.size());
   if (sum_of(items) <= total_bytes) {
     std::uint64_t next = 0;
@@ -182,7 +182,7 @@ void ItemRanges::add(const Range& range) { ranges_.insert(from(range.begin), ran
 
 void ItemRanges::remove(std::uint64_t begin) { ranges_.erase(from(begin)); }
 
-Places::Places(std::vector<ItemRoom> items, std::uint64_t total_bytes)
+Places::Places(std::vector<ItemNeeds> items, std::uint64_t total_bytes)
     : items_(std::move(items)),
       total_bytes_(total_bytes),
       homes_(choose_homes(items_, total_bytes)),

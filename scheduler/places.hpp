@@ -30,20 +30,20 @@ struct Place {
   friend bool operator==(const Place&, const Place&) = default;
 };
 
-// The place that an item needs in the gather memory.
-struct ItemRoom {
+// The gather memory that an item needs.
+struct ItemNeeds {
   std::uint64_t bytes = 0;            // 0: none, it has memory of its own
-  std::vector<Item> gathered_with{};  // items that are pinned while this one is: their homes never overlap its
+  std::vector<Item> gathered_with{};  // items that are pinned while this one is: their homes never overlap this item's
   bool stable_in_pass = false;        // once fetched, it does not move before the next pass
 };
 
 // The least gather memory in which every item can be pinned together with those it is gathered with.
-std::uint64_t least_room_bytes(std::span<const ItemRoom> items);
-// All of them at once.
-std::uint64_t most_room_bytes(std::span<const ItemRoom> items);
+std::uint64_t least_gather_bytes(std::span<const ItemNeeds> items);
+// Enough for all items at once.
+std::uint64_t most_gather_bytes(std::span<const ItemNeeds> items);
 // One home for each item, such that items that follow each other in the list overlap as late as possible: they are
-// expected to be used in this order, or in the reverse one. Pre: total_bytes >= least_room_bytes(items).
-std::vector<Place> choose_homes(std::span<const ItemRoom> items, std::uint64_t total_bytes);
+// expected to be used in this order, or in the reverse one. Pre: total_bytes >= least_gather_bytes(items).
+std::vector<Place> choose_homes(std::span<const ItemNeeds> items, std::uint64_t total_bytes);
 
 // Items whose ranges do not overlap, by where they begin. Allocates only while it grows.
 class ItemRanges {
@@ -70,7 +70,7 @@ class ItemRanges {
 class Places {
  public:
   // Pre: as choose_homes().
-  Places(std::vector<ItemRoom> items, std::uint64_t total_bytes);
+  Places(std::vector<ItemNeeds> items, std::uint64_t total_bytes);
 
   // A pass begins: every item is at home, and none is pinned.
   void reset();
@@ -89,7 +89,7 @@ class Places {
   bool is_free(const Place& place) const;
   bool move(Item item);
 
-  std::vector<ItemRoom> items_;
+  std::vector<ItemNeeds> items_;
   std::uint64_t total_bytes_;
   std::vector<Place> homes_;
   bool all_fit_ = true;

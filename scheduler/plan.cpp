@@ -17,6 +17,12 @@ std::uint64_t trace_hash(std::span<const Access> trace) {
   return hash;
 }
 
+std::vector<ItemNeeds> needs_of(std::span<const ItemShape> items) {
+  std::vector<ItemNeeds> needs;
+  for (const ItemShape& item : items) needs.push_back(item.needs);
+  return needs;
+}
+
 // The first place that overlaps it, if any; otherwise the first after its beginning.
 ItemRanges::Iterator Residency::first_within(const Place& range) const {
   const auto after = ranges_.from(range.begin + 1);
@@ -48,12 +54,6 @@ void Residency::evict(Item item) {
 
 void Residency::clear() {
   while (ranges_.begin() != ranges_.end()) evict(std::prev(ranges_.end())->item);
-}
-
-std::vector<ItemRoom> rooms_of(std::span<const ItemShape> items) {
-  std::vector<ItemRoom> rooms;
-  for (const ItemShape& item : items) rooms.push_back(item.room);
-  return rooms;
 }
 
 namespace {
@@ -98,7 +98,7 @@ class Planner {
 
   // Where each gather of the trace will find its item: that depends on what is pinned, not on what is fetched when.
   void find_places() {
-    Places places(rooms_of(inputs_.items), inputs_.room_bytes);
+    Places places(needs_of(inputs_.items), inputs_.gather_bytes);
     place_at_.resize(plan_.trace.size());
     for (std::size_t i = 0; i < plan_.trace.size(); ++i) {
       const Access access = plan_.trace[i];
@@ -180,9 +180,10 @@ class Planner {
     return !has_own_memory(plan_.trace[use].item) && evicted_at_[use] != kNever && evicted_at_[use] >= now;
   }
 
-  // Fetches what comes next, while the limits and the places allow. In the order of use, so that no item waits on its
-  // way for one that is needed later: a gather whose item has still to leave first ends the search. The next search
-  // goes on there: gathers before that find their items, which nothing evicts or moves until then.
+  // Fetches what comes next in the order of use, so that no fetch delays an earlier one. The search stops at the first
+  // gather that cannot be fetched yet: a limit is reached, its place is in use, or its item will be evicted before it.
+  // The next search continues at that gather: every one before it will find its item, which nothing evicts or moves
+  // until then.
   void prefetch(std::size_t from) {
     for (searched_ = std::max(searched_, from); searched_ < plan_.trace.size(); ++searched_) {
       const std::uint64_t ahead = gathered_before_[searched_] - gathered_before_[from];

@@ -36,16 +36,16 @@ std::uint64_t trace_hash(std::span<const Access> trace);
 
 struct ItemShape {
   std::uint64_t elements = 0;
-  ItemRoom room{};  // of 0 bytes: the item has memory of its own, and stays valid there once fetched
+  ItemNeeds needs{};  // of 0 bytes: the item has memory of its own, and stays valid there once fetched
 
-  bool has_own_memory() const { return room.bytes == 0; }
+  bool has_own_memory() const { return needs.bytes == 0; }
 };
 
-std::vector<ItemRoom> rooms_of(std::span<const ItemShape> items);
+std::vector<ItemNeeds> needs_of(std::span<const ItemShape> items);
 
 struct PlanInputs {
   std::vector<ItemShape> items;
-  std::uint64_t room_bytes = 0;         // the gather memory
+  std::uint64_t gather_bytes = 0;       // the gather memory
   std::uint64_t prefetch_elements = 0;  // fetched ahead at most; 0: nothing is prefetched
   std::uint64_t live_elements_max = 0;  // resident at once at most, unless a single gather needs more
   // What is released stays only if it is used again within this many elements.

@@ -15,8 +15,8 @@ namespace {
 constexpr std::uint64_t kItemBytes = 10;
 
 PlanInputs options(Item items, std::uint64_t at_once) {
-  return {.items = std::vector<ItemShape>(items, {.elements = 100, .room = {.bytes = kItemBytes}}),
-          .room_bytes = at_once * kItemBytes,
+  return {.items = std::vector<ItemShape>(items, {.elements = 100, .needs = {.bytes = kItemBytes}}),
+          .gather_bytes = at_once * kItemBytes,
           .prefetch_elements = 150,
           .live_elements_max = 1'000'000,
           .reuse_distance_elements = 1'000'000};

@@ -11,10 +11,10 @@
 namespace hoist::scheduler::places_test {
 namespace {
 
-std::vector<ItemRoom> rooms(const std::vector<std::uint64_t>& bytes) {
-  std::vector<ItemRoom> rooms;
-  for (const std::uint64_t each : bytes) rooms.push_back({.bytes = each});
-  return rooms;
+std::vector<ItemNeeds> needs(const std::vector<std::uint64_t>& bytes) {
+  std::vector<ItemNeeds> needs;
+  for (const std::uint64_t each : bytes) needs.push_back({.bytes = each});
+  return needs;
 }
 
 // Whether each item and the `distance` ones after it can be there at once.
@@ -27,7 +27,7 @@ bool are_apart(const std::vector<Place>& homes, std::size_t distance) {
 
 TEST(Places, EqualItemsShareAsLateAsPossible) {
   for (const std::size_t at_once : {1u, 2u, 3u, 5u, 8u}) {
-    const auto items = rooms(std::vector<std::uint64_t>(12, 10));
+    const auto items = needs(std::vector<std::uint64_t>(12, 10));
     const auto homes = choose_homes(items, 10 * at_once + 9);
     EXPECT_TRUE(are_apart(homes, at_once - 1)) << at_once;
     EXPECT_FALSE(are_apart(homes, at_once)) << at_once;
@@ -36,41 +36,41 @@ TEST(Places, EqualItemsShareAsLateAsPossible) {
 
 // A ring alone would put the third of these over the second.
 TEST(Places, NeighboursAreApartWheneverTheirSumFits) {
-  EXPECT_TRUE(are_apart(choose_homes(rooms({3, 4, 5}), 10), 1));
+  EXPECT_TRUE(are_apart(choose_homes(needs({3, 4, 5}), 10), 1));
   Rng rng(1);
   for (int round = 0; round < 500; ++round) {
     std::vector<std::uint64_t> bytes(2 + rng.below(10));
     std::uint64_t two = 0;
     for (std::uint64_t& each : bytes) each = 1 + rng.below(50);
     for (std::size_t i = 1; i < bytes.size(); ++i) two = std::max(two, bytes[i - 1] + bytes[i]);
-    EXPECT_TRUE(are_apart(choose_homes(rooms(bytes), two), 1)) << "round " << round;
+    EXPECT_TRUE(are_apart(choose_homes(needs(bytes), two), 1)) << "round " << round;
     // Items with memory of their own, which small layers between the others are, change nothing.
     std::vector<std::uint64_t> mixed;
     for (const std::uint64_t each : bytes) mixed.insert(mixed.end(), {each, 0});
-    std::vector<Place> homes = choose_homes(rooms(mixed), two);
+    std::vector<Place> homes = choose_homes(needs(mixed), two);
     std::erase_if(homes, [](const Place& home) { return home.bytes == 0; });
     EXPECT_TRUE(are_apart(homes, 1)) << "round " << round;
   }
 }
 
 TEST(Places, AllFitOneBehindTheOther) {
-  const Places places(rooms({3, 4, 5}), 12);
+  const Places places(needs({3, 4, 5}), 12);
   EXPECT_TRUE(places.all_fit());
   EXPECT_EQ(places.of(2), (Place{7, 5}));
-  EXPECT_FALSE(Places(rooms({3, 4, 5}), 11).all_fit());
+  EXPECT_FALSE(Places(needs({3, 4, 5}), 11).all_fit());
 }
 
 TEST(Places, CompanionsNeverShareWithTheirItem) {
   for (std::uint64_t seed = 1; seed <= 500; ++seed) {
     Rng rng(seed);
-    std::vector<ItemRoom> items;
+    std::vector<ItemNeeds> items;
     for (Item i = 0; i < 2 + rng.below(10); ++i) {
-      ItemRoom& item = items.emplace_back(ItemRoom{.bytes = rng.below(6) == 0 ? 0 : 1 + rng.below(50)});
+      ItemNeeds& item = items.emplace_back(ItemNeeds{.bytes = rng.below(6) == 0 ? 0 : 1 + rng.below(50)});
       while (i > 0 && rng.below(3) == 0) item.gathered_with.push_back(static_cast<Item>(rng.below(i)));
     }
-    const std::uint64_t least = least_room_bytes(items);
-    EXPECT_LE(least, most_room_bytes(items));
-    for (const std::uint64_t total : {least, least + rng.below(100), most_room_bytes(items)}) {
+    const std::uint64_t least = least_gather_bytes(items);
+    EXPECT_LE(least, most_gather_bytes(items));
+    for (const std::uint64_t total : {least, least + rng.below(100), most_gather_bytes(items)}) {
       Places places(items, total);
       for (Item i = 0; i < items.size(); ++i) {
         EXPECT_LE(places.of(i).end(), total) << "seed " << seed;
@@ -82,7 +82,7 @@ TEST(Places, CompanionsNeverShareWithTheirItem) {
 }
 
 TEST(Places, AnItemMovesOnlyWhenAPinnedOneIsInTheWay) {
-  std::vector<ItemRoom> items = rooms({10, 10, 10, 10});
+  std::vector<ItemNeeds> items = needs({10, 10, 10, 10});
   items[3].stable_in_pass = true;
   Places places(items, 20);
   ASSERT_TRUE(places.of(0) == places.of(2) && places.of(1) == places.of(3));
@@ -107,7 +107,7 @@ TEST(Places, AnItemMovesOnlyWhenAPinnedOneIsInTheWay) {
 }
 
 TEST(Places, OfSeveralItemsAllArePinnedOrNoneHasMoved) {
-  std::vector<ItemRoom> items = rooms({10, 10, 30});
+  std::vector<ItemNeeds> items = needs({10, 10, 30});
   items[1].gathered_with = {2};
   items[1].stable_in_pass = true;
   Places places(items, 40);

@@ -32,7 +32,7 @@ AccessTrace layers_forward_and_back(Item layers) {
 // Item i has `elements[i]` elements of a byte each.
 std::vector<ItemShape> shapes_of(const std::vector<std::uint64_t>& elements) {
   std::vector<ItemShape> shapes;
-  for (const std::uint64_t count : elements) shapes.push_back({.elements = count, .room = {.bytes = count}});
+  for (const std::uint64_t count : elements) shapes.push_back({.elements = count, .needs = {.bytes = count}});
   return shapes;
 }
 
@@ -42,9 +42,9 @@ std::vector<ItemShape> equal_shapes(Item items, std::uint64_t elements) {
 
 // A trace that can be carried out, as the recorded pass of a program.
 AccessTrace random_trace(Rng& rng, const PlanInputs& inputs, std::size_t length) {
-  std::vector<ItemRoom> rooms;
-  for (const ItemShape& item : inputs.items) rooms.push_back(item.room);
-  Places places(rooms, inputs.room_bytes);
+  std::vector<ItemNeeds> needs;
+  for (const ItemShape& item : inputs.items) needs.push_back(item.needs);
+  Places places(needs, inputs.gather_bytes);
   AccessTrace trace;
   std::vector<Item> pinned;
   while (trace.size() < length || !pinned.empty()) {
@@ -78,8 +78,8 @@ void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where
         ASSERT_TRUE(own.insert(fetch.item).second) << where << ": fetched twice into its own memory";
         continue;
       }
-      ASSERT_EQ(fetch.place.bytes, inputs.items[fetch.item].room.bytes) << where;
-      ASSERT_LE(fetch.place.end(), inputs.room_bytes) << where;
+      ASSERT_EQ(fetch.place.bytes, inputs.items[fetch.item].needs.bytes) << where;
+      ASSERT_LE(fetch.place.end(), inputs.gather_bytes) << where;
       ASSERT_FALSE(pinned.contains(fetch.item)) << where << ": a pinned item moves";
       for (const auto& [item, place] : std::map<Item, Place>(resident)) {
         if (!place.overlaps(fetch.place)) continue;
@@ -120,14 +120,14 @@ TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
       ItemShape& shape = shapes.emplace_back();
       shape.elements = 1 + rng.below(100);
       if (rng.below(5) == 0) continue;
-      shape.room.bytes = shape.elements;
-      shape.room.stable_in_pass = rng.below(2) == 0;
-      if (i > 0 && rng.below(4) == 0) shape.room.gathered_with = {static_cast<Item>(rng.below(i))};
+      shape.needs.bytes = shape.elements;
+      shape.needs.stable_in_pass = rng.below(2) == 0;
+      if (i > 0 && rng.below(4) == 0) shape.needs.gathered_with = {static_cast<Item>(rng.below(i))};
     }
-    std::vector<ItemRoom> rooms;
-    for (const ItemShape& shape : shapes) rooms.push_back(shape.room);
+    std::vector<ItemNeeds> needs;
+    for (const ItemShape& shape : shapes) needs.push_back(shape.needs);
     const PlanInputs inputs{.items = shapes,
-                            .room_bytes = least_room_bytes(rooms) + rng.below(200),
+                            .gather_bytes = least_gather_bytes(needs) + rng.below(200),
                             .prefetch_elements = rng.below(3) == 0 ? 0 : rng.below(500),
                             .live_elements_max = rng.below(2) == 0 ? kNoLimit : rng.below(300),
                             .reuse_distance_elements = rng.below(2) == 0 ? kNoLimit : rng.below(300)};
@@ -149,7 +149,7 @@ TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
 TEST(Plan, WithRoomForTwoTheNextLayerIsOnItsWayWhileOneIsUsed) {
   const std::vector<ItemShape> shapes = equal_shapes(6, 100);
   const Plan made = plan(layers_forward_and_back(6), {.items = shapes,
-                                                      .room_bytes = 200,
+                                                      .gather_bytes = 200,
                                                       .prefetch_elements = 100,
                                                       .live_elements_max = kNoLimit,
                                                       .reuse_distance_elements = kNoLimit});
@@ -165,7 +165,7 @@ TEST(Plan, WithRoomForTwoTheNextLayerIsOnItsWayWhileOneIsUsed) {
 TEST(Plan, TheLastLayerIsKeptForTheWayBackUnlessReuseIsForbidden) {
   const std::vector<ItemShape> shapes = equal_shapes(5, 10);
   PlanInputs inputs{.items = shapes,
-                    .room_bytes = 20,
+                    .gather_bytes = 20,
                     .prefetch_elements = 10,
                     .live_elements_max = kNoLimit,
                     .reuse_distance_elements = kNoLimit};
@@ -175,7 +175,7 @@ TEST(Plan, TheLastLayerIsKeptForTheWayBackUnlessReuseIsForbidden) {
   inputs.reuse_distance_elements = 0;
   EXPECT_EQ(plan(trace, inputs).fetches.size(), 10u);  // every use fetches
   inputs.reuse_distance_elements = kNoLimit;
-  inputs.room_bytes = 50;
+  inputs.gather_bytes = 50;
   EXPECT_EQ(plan(trace, inputs).fetches.size(), 5u);  // everything stays
 }
 
@@ -186,7 +186,7 @@ TEST(Plan, KeepsTheLastLayersForTheWayBack) {
     const std::vector<ItemShape> shapes = equal_shapes(layers, 10);
     for (std::uint64_t at_once = 1; at_once <= layers; ++at_once) {
       const Plan made = plan(layers_forward_and_back(layers), {.items = shapes,
-                                                               .room_bytes = 10 * at_once,
+                                                               .gather_bytes = 10 * at_once,
                                                                .prefetch_elements = 0,
                                                                .live_elements_max = kNoLimit,
                                                                .reuse_distance_elements = kNoLimit});
@@ -199,19 +199,19 @@ TEST(Plan, PrefetchStaysWithinItsLimits) {
   const std::vector<ItemShape> shapes = equal_shapes(8, 100);
   const AccessTrace trace = layers_forward_and_back(8);
   const Plan none = plan(trace, {.items = shapes,
-                                 .room_bytes = 400,
+                                 .gather_bytes = 400,
                                  .prefetch_elements = 0,
                                  .live_elements_max = kNoLimit,
                                  .reuse_distance_elements = 0});
   EXPECT_TRUE(none.fetches_at(0).empty());
   const Plan two = plan(trace, {.items = shapes,
-                                .room_bytes = 400,
+                                .gather_bytes = 400,
                                 .prefetch_elements = 200,
                                 .live_elements_max = kNoLimit,
                                 .reuse_distance_elements = 0});
   EXPECT_EQ(two.fetches_at(0).size(), 2u);
   const Plan live = plan(trace, {.items = shapes,
-                                 .room_bytes = 400,
+                                 .gather_bytes = 400,
                                  .prefetch_elements = 400,
                                  .live_elements_max = 300,
                                  .reuse_distance_elements = 0});
@@ -227,9 +227,9 @@ TEST(Plan, OfAHundredThousandAccessesTakesSecondsAtMost) {
   const AccessTrace trace = layers_forward_and_back(kItems);
   ASSERT_EQ(trace.size(), 100'000u);
   const std::clock_t begin = std::clock();
-  const auto planned = [&](std::uint64_t room_bytes, std::uint64_t prefetch_elements) {
+  const auto planned = [&](std::uint64_t gather_bytes, std::uint64_t prefetch_elements) {
     return plan(trace, {.items = shapes,
-                        .room_bytes = room_bytes,
+                        .gather_bytes = gather_bytes,
                         .prefetch_elements = prefetch_elements,
                         .live_elements_max = kNoLimit,
                         .reuse_distance_elements = kNoLimit});

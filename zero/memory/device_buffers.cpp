@@ -44,31 +44,31 @@ std::uint64_t live_elements_for(const UnitTable& table, std::uint64_t bytes) {
   return static_cast<std::uint64_t>(std::ceil(static_cast<double>(bytes) / whole_model(table.units()).element_bytes()));
 }
 
-std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
+std::vector<scheduler::ItemNeeds> gather_needs(const UnitRegions& regions) {
   const std::vector<Unit>& units = regions.table().units();
-  std::vector<scheduler::ItemRoom> rooms(units.size());
+  std::vector<scheduler::ItemNeeds> needs(units.size());
   const auto shares = [&](UnitId id) { return !regions.unit(id).stays_gathered; };
   for (std::uint32_t u = 0; u < units.size(); ++u) {
     if (!shares(UnitId{u})) continue;
-    rooms[u].bytes = arena_bytes(units[u].gathered_bytes);
-    rooms[u].stable_in_pass = units[u].options.stable_in_pass;
+    needs[u].bytes = arena_bytes(units[u].gathered_bytes);
+    needs[u].stable_in_pass = units[u].options.stable_in_pass;
     for (const auto& companions : {units[u].tied, units[u].options.gathered_with})
       for (const UnitId other : companions)
-        if (other.index != u && shares(other)) rooms[u].gathered_with.push_back(other.index);
+        if (other.index != u && shares(other)) needs[u].gathered_with.push_back(other.index);
   }
-  return rooms;
+  return needs;
 }
 
 DeviceBufferChooser::DeviceBufferChooser(const EngineOptions& options, const UnitRegions& regions) : regions_(regions) {
   for (const Unit& unit : regions.table().units())
     if (!unit.has_own_gradient_memory)
       gradient_bytes_ = std::max(gradient_bytes_, arena_bytes(unit.gradient_buffer_bytes()));
-  const std::vector<scheduler::ItemRoom> rooms = gather_rooms(regions);
-  gather_least_bytes_ = scheduler::least_room_bytes(rooms);
-  for (const scheduler::ItemRoom& room : rooms) largest_unit_bytes_ = std::max(largest_unit_bytes_, room.bytes);
+  const std::vector<scheduler::ItemNeeds> needs = gather_needs(regions);
+  gather_least_bytes_ = scheduler::least_gather_bytes(needs);
+  for (const scheduler::ItemNeeds& unit : needs) largest_unit_bytes_ = std::max(largest_unit_bytes_, unit.bytes);
   const std::uint64_t live_bytes = bytes_of_elements(regions.table().units(), options.live_elements_max);
   gather_most_bytes_ =
-      std::min(scheduler::most_room_bytes(rooms), std::max(gather_least_bytes_ + largest_unit_bytes_, live_bytes));
+      std::min(scheduler::most_gather_bytes(needs), std::max(gather_least_bytes_ + largest_unit_bytes_, live_bytes));
 }
 
 DeviceBuffers DeviceBufferChooser::least() const {

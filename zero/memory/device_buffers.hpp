@@ -45,8 +45,8 @@ class DeviceBufferChooser {
 // EngineOptions::live_elements_max that makes room for so many bytes of gathered weights.
 std::uint64_t live_elements_for(const UnitTable& table, std::uint64_t bytes);
 
-// The place that each unit needs in the gather memory, by unit.
-std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions);
+// The gather memory that each unit needs, by unit.
+std::vector<scheduler::ItemNeeds> gather_needs(const UnitRegions& regions);
 
 // The device memory that an engine needs at least, beside the program's own blocks.
 std::uint64_t least_device_bytes(const EngineOptions& options, const UnitTable& table, DeviceAccess access);

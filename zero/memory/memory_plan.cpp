@@ -44,13 +44,13 @@ std::uint64_t free_for_pinned(const EngineOptions& options, const UnitTable& tab
 }
 
 scheduler::PlanInputs plan_inputs(const EngineOptions& options, const UnitRegions& units, std::uint64_t gather_bytes) {
-  scheduler::PlanInputs result{.room_bytes = gather_bytes,
+  scheduler::PlanInputs result{.gather_bytes = gather_bytes,
                                .prefetch_elements = options.prefetch_elements,
                                .live_elements_max = options.live_elements_max,
                                .reuse_distance_elements = options.reuse_distance_elements};
-  std::vector<scheduler::ItemRoom> rooms = gather_rooms(units);
-  for (std::size_t u = 0; u < rooms.size(); ++u)
-    result.items.push_back({.elements = units.table().units()[u].elements, .room = std::move(rooms[u])});
+  std::vector<scheduler::ItemNeeds> needs = gather_needs(units);
+  for (std::size_t u = 0; u < needs.size(); ++u)
+    result.items.push_back({.elements = units.table().units()[u].elements, .needs = std::move(needs[u])});
   return result;
 }
 
