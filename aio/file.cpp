@@ -106,9 +106,10 @@ void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
       is_memory(descriptor) ? "memory and no drive" : "the page cache and copying to and from it");
 }
 
-// btrfs writes every block to a new place, which may not exist, and through memory, unless the file is marked while it
-// is empty. The mark costs btrfs's checksums. If it is refused, nothing changes.
-void let_blocks_stay(int descriptor) {
+// btrfs writes a changed block to newly allocated space, which may run out although the file's is reserved, and does
+// direct writes through the page cache. FS_NOCOW_FL on an empty file turns both off, and btrfs's checksums with them.
+// If the kernel refuses the flag, nothing changes.
+void turn_off_copy_on_write(int descriptor) {
   struct statfs system {};
   struct stat info {};
   if (::fstatfs(descriptor, &system) != 0 || system.f_type != BTRFS_SUPER_MAGIC) return;
@@ -124,9 +125,10 @@ std::uint64_t next_file_id() {
   return next.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Returns an errno. Writes the blocks, because fallocate would have reserved them.
+// Returns an errno. Pre: bytes is a multiple of File::kAlignment. Writes the blocks, because fallocate would have
+// reserved them.
 int write_zeros(int descriptor, std::uint64_t bytes) {
-  const std::uint64_t buffer_bytes = std::min(kZeroFillBytes, round_up(bytes, File::kAlignment));
+  const std::uint64_t buffer_bytes = std::min(kZeroFillBytes, bytes);
   void* buffer = std::aligned_alloc(File::kAlignment, buffer_bytes);
   if (buffer == nullptr) return ENOMEM;
   std::fill_n(static_cast<std::byte*>(buffer), buffer_bytes, std::byte{0});
@@ -190,7 +192,7 @@ void File::open(const FileOptions& options) {
 
 void File::reserve(std::uint64_t bytes) const {
   if (bytes == 0) return;  // fallocate refuses it
-  let_blocks_stay(descriptor_);
+  turn_off_copy_on_write(descriptor_);
   int code = 0;
   do {
     code = ::fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;

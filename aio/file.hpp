@@ -2,7 +2,7 @@
 // aio/file.hpp - an open file fit for direct transfers.
 //
 // Threading  Constant after open; any thread. A file is not moved or closed while a transfer on it is in flight.
-// Errors     IoError with path and errno. Links are never followed; a file that we create is 0600.
+// Errors     IoError with path and errno. A file that is a symbolic link is refused; a file that we create is 0600.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ class FileObserver {
 
 class File {
  public:
-  // Pre: no component of `path` that is ours to create is a symbolic link (O_NOFOLLOW on the last one).
+  // Errors: IoError with ELOOP if `path` is a symbolic link (O_NOFOLLOW); links among its directories are followed.
   File(std::string path, const FileOptions& options);
   ~File();
   File(File&& other) noexcept;

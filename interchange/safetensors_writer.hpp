@@ -34,7 +34,7 @@ struct SafetensorsWriterOptions {
   Metadata metadata{{"format", "pt"}};  // Hugging Face's loader requires it
 };
 
-// The tensors of one file: [first, first + tensors.size()) of the list, with their positions in it.
+// The tensors of one file, in order, each with the position of its bytes in the file's data.
 struct Shard {
   std::vector<TensorInfo> tensors;
   std::uint64_t data_bytes() const { return tensors.empty() ? 0 : tensors.back().end_bytes; }

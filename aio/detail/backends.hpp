@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/backends.hpp - makes the backends of this module.
+// aio/detail/backends.hpp - makes the backends of this module, and binds their threads.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@ std::unique_ptr<Backend> make_io_uring_backend(const DriveQueueOptions& options,
 std::unique_ptr<Backend> make_threads_backend(const DriveQueueOptions& options, const std::string& note);
 std::unique_ptr<Backend> make_null_backend(const DriveQueueOptions& options);
 
-// Binds the calling thread to the processors, or the NUMA node, that the options name; logs a refused binding.
+// Binds the calling thread to options.cpus, if there are any. Logs a refused binding of the thread `name`.
 void enter_io_thread(const char* name, const DriveQueueOptions& options) noexcept;
 
 }  // namespace hoist::aio::detail

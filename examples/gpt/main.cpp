@@ -14,14 +14,15 @@
 namespace {
 bool memory_is_limited() {
   rlimit address_space{}, data{};
-  return ::getrlimit(RLIMIT_AS, &address_space) != 0 || ::getrlimit(RLIMIT_DATA, &data) != 0 ||
-         address_space.rlim_cur != RLIM_INFINITY || data.rlim_cur != RLIM_INFINITY;
+  ::getrlimit(RLIMIT_AS, &address_space);
+  ::getrlimit(RLIMIT_DATA, &data);
+  return address_space.rlim_cur != RLIM_INFINITY || data.rlim_cur != RLIM_INFINITY;
 }
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
-  std::signal(SIGPIPE, SIG_IGN);  // nor does a reader of the log that has gone end a training
+  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` becomes an error that names it instead of a signal
+  std::signal(SIGPIPE, SIG_IGN);  // a reader of the log that has exited does not end the training
   hoist::occupy_standard_descriptors();
   const auto parsed = hoist::gpt::parse_arguments(argc, argv);
   if (const int* code = std::get_if<int>(&parsed)) return *code;
