@@ -34,7 +34,7 @@ EngineCore::~EngineCore() {
   attempt([&] { executor->drain(); });
   std::exception_ptr step_lost = attempt([&] {
     // After an error that all ranks have exchanged, those that stand in a barrier are met there by this rank.
-    if (failure_ && is_of_communication(failure_) && !was_exchanged(failure_)) checkpoints->close_barriers();
+    if (failure_ && is_comm_error(failure_) && !is_exchanged_error(failure_)) checkpoints->close_barriers();
     if (failure_) checkpoints->abandon_copy();
     gradients->arrivals().await_handed_on();
     if (failure_ || !alive_ || stepper->policy().is_decided()) return updates->stop();

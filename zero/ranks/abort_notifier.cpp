@@ -24,8 +24,8 @@ bool is_a(const std::exception_ptr& error) {
 
 }  // namespace
 
-bool is_of_communication(const std::exception_ptr& error) { return is_a<CommError>(error); }
-bool was_exchanged(const std::exception_ptr& error) { return is_a<ExchangedError>(error); }
+bool is_comm_error(const std::exception_ptr& error) { return is_a<CommError>(error); }
+bool is_exchanged_error(const std::exception_ptr& error) { return is_a<ExchangedError>(error); }
 
 std::optional<comm::Problem> first_problem(comm::Communicator& communicator, const std::exception_ptr& mine) {
   if (!mine) return comm::first_problem(communicator, std::nullopt);
@@ -42,7 +42,7 @@ void AbortNotifier::notify(const std::exception_ptr& error, std::string_view whe
   try {
     const MutexLock lock(mutex_);
     if (runtime_ == nullptr) return;
-    const bool from_others = is_of_communication(error);
+    const bool from_others = is_comm_error(error);
     if (!from_others && !cause_) cause_ = error;
     const bool tell_sharding = !from_others && !std::exchange(sharding_group_told_, true);
     const bool tell_norm = !std::exchange(norm_group_told_, true);
@@ -81,7 +81,7 @@ void AbortNotifier::disarm() noexcept {
 
 std::exception_ptr AbortNotifier::cause_of(const std::exception_ptr& error) const {
   const MutexLock lock(mutex_);
-  return cause_ && is_of_communication(error) ? cause_ : error;
+  return cause_ && is_comm_error(error) ? cause_ : error;
 }
 
 }  // namespace hoist::detail

@@ -4,8 +4,7 @@
 // Most errors of one rank are exchanged at the next point where all ranks meet (RankAgreement::run_in_group,
 // JobBarrier). After an error of a fetch, a reduction or the program's own work the ranks do not meet: the others wait
 // in a collective that this rank will never join. Then the communicators are aborted (Communicator::abort). The others
-// stop with a CommError that holds this rank's error; nothing that was being agreed on is decided otherwise than if
-// this rank had died.
+// stop with a CommError that holds this rank's error. What the ranks were agreeing on ends as if this rank had died.
 //
 // Threading  Any thread.
 // Errors     None of its own.
@@ -25,20 +24,18 @@
 
 namespace hoist::detail {
 
-// Whether the error came from other ranks (CommError).
-bool is_of_communication(const std::exception_ptr& error);
-bool was_exchanged(const std::exception_ptr& error);  // an ExchangedError
+bool is_comm_error(const std::exception_ptr& error);
+bool is_exchanged_error(const std::exception_ptr& error);
 
-// [collective] comm::first_problem, of what a rank caught; null: nothing.
+// [C] comm::first_problem() of the error that this rank caught; null: none.
 std::optional<comm::Problem> first_problem(comm::Communicator& communicator, const std::exception_ptr& mine);
 
 class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
  public:
   explicit AbortNotifier(Runtime& runtime);
 
-  // This rank has failed; `where` is the unit it was about, or empty. The first call counts. An error that came from
-  // the other ranks (CommError) is no news to those of the same sharding group, but may be to the rest of the norm
-  // group.
+  // Tells the other ranks that this one has failed, each group once. `where`: the unit that was worked on, or empty.
+  // The ranks of the sharding group know a CommError already, so it is told to the rest of the norm group only.
   void notify(const std::exception_ptr& error, std::string_view where = {}) noexcept;
   // If the work before `event` fails, tells the other ranks. No thread waits on the host for that collective, so no
   // other place would notice.
@@ -59,8 +56,8 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
     AbortNotifier& notifier_;
   };
 
-  // The error that this rank failed with first. Once it has told the others, its own calls fail with the message that
-  // the others get; the earlier error is the cause. Otherwise `error`.
+  // The error that this rank failed with first, if `error` is a CommError: aborting makes this rank's later calls fail
+  // with the text that the others get. Otherwise `error`.
   std::exception_ptr cause_of(const std::exception_ptr& error) const;
 
  private:
