@@ -79,10 +79,10 @@ std::vector<CrashSetup> all_crash_setups() {
       for (const Placement place : {Placement::nvme, Placement::pinned}) setups.push_back({place, mode, ranks});
     }
   }
-  for (std::size_t i = 0; i < 8; ++i) {
-    if (i != 0 && i != 3 && i != 5 && i != 6) continue;  // each placement, mode and number of ranks twice
-    setups.push_back(setups[i]);
-    setups.back().pinned_fraction = 0.5;
+  for (const std::size_t i : {0u, 3u, 5u, 6u}) {  // each placement, mode and number of ranks twice
+    CrashSetup half = setups[i];
+    half.pinned_fraction = 0.5;
+    setups.push_back(half);
   }
   for (const int ranks : {1, 2}) {
     for (const Placement place : {Placement::nvme, Placement::pinned})

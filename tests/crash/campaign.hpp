@@ -32,8 +32,8 @@ struct CrashSetup {
   int rank_count() const { return groups * ranks; }
   std::string name() const;
 };
-// Parameters on NVMe and in memory, every update mode, one rank and two; and some of these with half of the optimizer's
-// states pinned.
+// Parameters on NVMe and in memory, every update mode, one rank and two; and six of these also with half of the
+// optimizer's states pinned.
 std::vector<CrashSetup> all_crash_setups();
 // With a mirror: parameters on NVMe and in memory, every update mode, one rank and two, and two sharding groups.
 std::vector<CrashSetup> mirror_crash_setups();
@@ -46,14 +46,14 @@ struct CrashTally {
   std::array<std::uint64_t, kPhaseCount> hits{};
   std::uint64_t chained_restores = 0;  // restores killed right after a killed restore
   std::uint64_t from_outside = 0;
-  std::uint64_t manifests_differed = 0;                         // kills that left ranks with different newest commits
-  std::uint64_t groups_differed = 0;                            // likewise, groups
-  std::uint64_t lost_stores = 0;                                // kills after which the store was removed
-  std::uint64_t two_stores = 0;                                 // kills that left the old store and a new one
+  std::uint64_t manifests_differed = 0;  // kills that left ranks with different newest commits
+  std::uint64_t groups_differed = 0;     // kills that left sharding groups with different newest commits
+  std::uint64_t lost_stores = 0;         // kills after which the store was removed
+  std::uint64_t two_stores = 0;          // kills that left the old store and a new one
   std::array<std::uint64_t, kDisturbanceCount> disturbances{};  // lives that began in trouble
   std::array<std::uint64_t, kDisturbanceCount> refusals{};      // of them, those that hoist refused
   std::uint64_t runs = 0;
-  std::uint64_t missed = 0;  // planned moments that a life did not come to
+  std::uint64_t missed = 0;  // planned kills that did not happen: the life ended first
   std::uint64_t kills() const;
   std::uint64_t troubles() const;  // all disturbances
   void add(const CrashTally& other);

@@ -13,14 +13,14 @@ std::uint16_t stochastic(float value, std::uint32_t random) {
   return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) + random) >> 16);
 }
 
-class HalfMoments : public ::testing::TestWithParam<std::tuple<NamedOptions, DType, bool>> {};
-INSTANTIATE_TEST_SUITE_P(All, HalfMoments,
+class Bf16Moments : public ::testing::TestWithParam<std::tuple<NamedOptions, DType, bool>> {};
+INSTANTIATE_TEST_SUITE_P(All, Bf16Moments,
                          ::testing::Combine(::testing::ValuesIn(every_optimizer()), ::testing::ValuesIn(kDTypes),
                                             ::testing::Bool()));
 
 // Every instruction set, at every count up to past two of the widest vectors, unaligned: masters as with fp32 moments,
 // moments those of fp32 rounded.
-TEST_P(HalfMoments, AreFp32MomentsRounded) {
+TEST_P(Bf16Moments, AreFp32MomentsRounded) {
   const auto& [optimizer, dtype, split] = GetParam();
   const UpdateCoefficients c(optimizer.options, 3, 0.5);
   for (const auto& name : supported_instruction_sets()) {
@@ -59,13 +59,13 @@ TEST_P(HalfMoments, AreFp32MomentsRounded) {
   }
 }
 
-TEST_P(HalfMoments, DoNotDependOnTiles) {
+TEST_P(Bf16Moments, DoNotDependOnTiles) {
   const auto& [optimizer, dtype, split] = GetParam();
   const auto make = [&d = dtype, s = split] { return PackedTile(s ? kSplit : kWhole, 1000, d); };
   expect_that_tiles_change_nothing(optimizer.options, make, {1, 7, 32, 129, 999});
 }
 
-TEST(HalfMomentsLimits, WhatWouldRoundToInfinityIsRefused) {
+TEST(Bf16MomentsLimits, WhatWouldRoundToInfinityIsRefused) {
   for (const auto& [optimizer, standard] : every_optimizer()) {
     OptimizerOptions options = standard;
     options.weight_decay = 0;
@@ -88,7 +88,7 @@ TEST(RoundingBits, AreEvenOverIndicesAndKeys) {
 
 // An average over a thousand steps needs stochastic rounding. Rounded to nearest, it would stop far from its goal,
 // since one step changes it by less than half a step of bf16.
-TEST(HalfMomentsAverage, SecondMomentFollowsASmallChange) {
+TEST(Bf16MomentsAverage, SecondMomentFollowsASmallChange) {
   constexpr std::size_t kCount = 4096;
   OptimizerOptions options{.weight_decay = 0};
   PackedTile tile(kSplit, kCount, DType::fp32);

@@ -177,7 +177,7 @@ TEST(PackedStateBits, AreTheOnesThatStoresHold) {
   for (std::size_t i = 0; i < std::size(kForms); ++i) {
     for (const auto& name : supported_instruction_sets()) {
       const Forced forced(name);
-      EXPECT_EQ(digest_of_training(kForms[i]), kDigests[i]) << kForms[i] << ", " << name << std::hex;
+      EXPECT_EQ(digest_of_training(kForms[i]), kDigests[i]) << kForms[i] << ", " << name;
     }
   }
 }

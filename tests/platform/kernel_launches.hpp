@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/platform/kernel_launches.hpp - values of every kind for kernels, memory between guards to hold them, and
-// launches of many threads carried out one after the other.
+// tests/platform/kernel_launches.hpp - values for kernels, and launches of many threads carried out one after the
+// other.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/kernel_bodies.hpp>
+#include <hoist/tests/support/guarded.hpp>
 
 #include "device_fixture.hpp"
 
@@ -26,7 +27,8 @@ inline constexpr std::array kDTypes{DType::bf16, DType::fp16, DType::fp32};
 
 // --- values ----------------------------------------------------------------------------------------------------------
 
-// Bit patterns of every kind: ordinary numbers, denormals, ties of rounding, infinities and NaN.
+// ordinary: numbers of [-0.1, 0.1]. any_bits: any pattern, and a quarter of them edges: zeros, denormals, ties of
+// rounding, infinities and NaN.
 enum class Values : std::uint8_t { ordinary, any_bits };
 
 inline std::uint32_t draw_bits(Rng& rng, Values values) {
@@ -60,35 +62,9 @@ inline float value_of(DType dtype, const std::byte* at) {
   return std::bit_cast<float>(bits);
 }
 
-// Bytes that begin `offset` bytes after a multiple of 64, between guards.
-class Guarded {
- public:
-  explicit Guarded(std::size_t bytes = 0, std::size_t offset = 0)
-      : bytes_(bytes), offset_(offset), block_(64 + 64 + offset + bytes + 64, kGuard) {}
-  Guarded(const Guarded&) = delete;  // the multiple of 64 would move
-  Guarded(Guarded&&) = default;
-  Guarded& operator=(Guarded&&) = default;
+using GuardedBytes = test::Guarded<std::byte>;
 
-  std::byte* data() { return block_.data() + begin(); }
-  const std::byte* data() const { return block_.data() + begin(); }
-  std::size_t size() const { return bytes_; }
-  bool intact() const {
-    return std::all_of(block_.data(), data(), [](std::byte b) { return b == kGuard; }) &&
-           std::all_of(data() + bytes_, block_.data() + block_.size(), [](std::byte b) { return b == kGuard; });
-  }
-
- private:
-  static constexpr std::byte kGuard{0xC3};
-  std::size_t begin() const {
-    const auto address = reinterpret_cast<std::uintptr_t>(block_.data());
-    return round_up(address + 64, 64) - address + offset_;
-  }
-  std::size_t bytes_;
-  std::size_t offset_;
-  Bytes block_;
-};
-
-inline void fill(Guarded& array, DType dtype, Rng& rng, Values values) {
+inline void fill(GuardedBytes& array, DType dtype, Rng& rng, Values values) {
   for (std::size_t i = 0; i < array.size(); i += dtype_bytes(dtype))
     put(dtype, array.data() + i, draw_bits(rng, values));
 }

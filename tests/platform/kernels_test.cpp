@@ -72,16 +72,16 @@ TEST(ScaleLaunch, GivesTheHostDevicesBitsWhateverThreadsAndStarts) {
         for (const std::size_t count :
              {std::size_t{1}, std::size_t{7}, std::size_t{8}, std::size_t{61}, std::size_t{5003}}) {
           for (const std::size_t offset : {0u, 1u, 3u, 8u}) {
-            Guarded from(count * dtype_bytes(source), offset * dtype_bytes(source));
-            Guarded before(count * dtype_bytes(target), offset * dtype_bytes(target));
+            GuardedBytes from(count * dtype_bytes(source), offset * dtype_bytes(source));
+            GuardedBytes before(count * dtype_bytes(target), offset * dtype_bytes(target));
             fill(from, source, rng, Values::any_bits);
             fill(before, target, rng, Values::any_bits);
-            Guarded expected(before.size(), offset * dtype_bytes(target));
+            GuardedBytes expected(before.size(), offset * dtype_bytes(target));
             const float scale = add ? 0.3f : 1.0f;
             std::memcpy(expected.data(), before.data(), before.size());
             detail::scale_on_host({expected.data(), target, from.data(), source, count, scale, add});
             for (const Launch& launch : kLaunches) {
-              Guarded found(count * dtype_bytes(target), offset * dtype_bytes(target));
+              GuardedBytes found(count * dtype_bytes(target), offset * dtype_bytes(target));
               std::memcpy(found.data(), before.data(), before.size());
               emulate_scale({found.data(), target, from.data(), source, count, scale, add}, launch);
               ASSERT_TRUE(found.intact() && from.intact());
@@ -114,7 +114,7 @@ TEST_P(DeviceKernels, ScaleByOneIsTheAccumulationOfGradients) {
     std::vector<float> expected(kCount, std::numeric_limits<float>::quiet_NaN()), found(kCount);
     stream->fill(at(0), 0xFF, 4 * kCount);  // what a step before left
     for (const auto how : {optim::Accumulate::overwrite, optim::Accumulate::add, optim::Accumulate::add}) {
-      Guarded gradient(kCount * dtype_bytes(dtype));
+      GuardedBytes gradient(kCount * dtype_bytes(dtype));
       fill(gradient, dtype, rng, Values::any_bits);
       optim::accumulate_gradient(expected.data(), gradient.data(), dtype, kCount, how);
       stream->copy(at(100'000), gradient.data(), gradient.size(), CopyKind::host_to_device);
@@ -165,7 +165,7 @@ TEST(NormLaunch, GivesTheCpusBitsWhateverBlocks) {
   for (const DType dtype : kDTypes) {
     for (const Values values : {Values::ordinary, Values::any_bits}) {
       for (const std::size_t count : kNormCounts) {
-        Guarded gradient(count * dtype_bytes(dtype), 3 * dtype_bytes(dtype));
+        GuardedBytes gradient(count * dtype_bytes(dtype), 3 * dtype_bytes(dtype));
         fill(gradient, dtype, rng, values);
         std::vector<double> expected(divide_up(count, kNormChunkElements)), found(expected.size());
         optim::sums_of_squares(gradient.data(), dtype, count, expected);
@@ -184,7 +184,7 @@ TEST(NormLaunch, GivesTheCpusBitsWhateverBlocks) {
 TEST(NormLaunch, ManyChunksInTwoBlocks) {
   constexpr std::size_t kCount = 35 * kNormChunkElements + 12345;
   Rng rng(9);
-  Guarded gradient(kCount * 2);
+  GuardedBytes gradient(kCount * 2);
   fill(gradient, DType::bf16, rng, Values::ordinary);
   std::vector<double> expected(divide_up(kCount, kNormChunkElements)), found(expected.size(), -1);
   optim::sums_of_squares(gradient.data(), DType::bf16, kCount, expected);
@@ -199,7 +199,7 @@ TEST_P(DeviceKernels, SumsOfSquaresAreTheCpus) {
   for (const DType dtype : kDTypes) {
     for (const Values values : {Values::ordinary, Values::any_bits}) {
       for (const std::size_t count : kNormCounts) {
-        Guarded gradient(count * dtype_bytes(dtype));
+        GuardedBytes gradient(count * dtype_bytes(dtype));
         fill(gradient, dtype, rng, values);
         std::vector<double> expected(divide_up(count, kNormChunkElements)), found(expected.size(), -1);
         optim::sums_of_squares(gradient.data(), dtype, count, expected);

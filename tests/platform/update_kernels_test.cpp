@@ -57,7 +57,7 @@ class State {
     tile_ = shape.tile_elements == 0 ? shape.count : shape.tile_elements;
     pitch_ = shape.tile_elements == 0 ? round_up(tile_, 32) : tile_;
     stride_ = round_up(pitch_ * per_element + 32, 64);
-    state_ = Guarded(divide_up(shape.count, tile_) * stride_, shape.offset * 4);
+    state_ = GuardedBytes(divide_up(shape.count, tile_) * stride_, shape.offset * 4);
     std::memset(state_.data(), 0x5A, state_.size());
     Rng rng(seed);
     fill(gradient_, shape.gradient, rng, values);
@@ -124,9 +124,9 @@ class State {
   }
 
   bool intact() const { return weights_.intact() && gradient_.intact() && state_.intact(); }
-  Guarded& weights() { return weights_; }
-  Guarded& state() { return state_; }
-  Guarded& gradients() { return gradient_; }
+  GuardedBytes& weights() { return weights_; }
+  GuardedBytes& state() { return state_; }
+  GuardedBytes& gradients() { return gradient_; }
 
  private:
   std::byte* tile_of(std::size_t i) { return state_.data() + i / tile_ * stride_; }
@@ -158,7 +158,7 @@ class State {
   std::size_t tile_ = 0;    // elements of a tile, the last one's aside
   std::size_t pitch_ = 0;   // elements from one array of a tile to the next
   std::size_t stride_ = 0;  // bytes from one tile to the next
-  Guarded weights_, gradient_, state_;
+  GuardedBytes weights_, gradient_, state_;
 };
 
 // The elements whose update, in fp32, makes a NaN somewhere: their bits are left open.
@@ -283,7 +283,7 @@ TEST_P(DeviceUpdates, AreTheCpus) {
             ASSERT_LE(kState + found.state().size(), kMemoryBytes);
             std::uint32_t refused = 0;
             const auto there_and_back = [&](CopyKind kind) {
-              const auto copy = [&](std::uint64_t offset, Guarded& host) {
+              const auto copy = [&](std::uint64_t offset, GuardedBytes& host) {
                 kind == CopyKind::host_to_device ? stream->copy(at(offset), host.data(), host.size(), kind)
                                                  : stream->copy(host.data(), at(offset), host.size(), kind);
               };

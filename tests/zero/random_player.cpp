@@ -149,7 +149,7 @@ Digests Player::play() {
   for (const Action& action : session_.actions) act(action);
   drop_gradients();
   engine_->settle();
-  if (program_.goes_on() && can_resume()) engine_->save("", present_caller_state()).wait();
+  if (program_.has_several_sessions() && can_resume()) engine_->save("", present_caller_state()).wait();
   for (const auto& stream : streams_) stream->synchronize();
   compare_looks();
   note(journal_.last);

@@ -70,7 +70,7 @@ struct Program {
   bool saves = false;
   std::vector<Session> sessions;
 
-  bool goes_on() const { return sessions.size() > 1; }
+  bool has_several_sessions() const { return sessions.size() > 1; }
 };
 Program random_program(std::uint64_t seed);
 std::string describe(const Program& program);

@@ -17,8 +17,8 @@
 // A store stays on the drives it was made on; durability `none` and update mode `backward` are drawn for programs that
 // may use them. Budgets are ample, or the smallest that a refusal named.
 //
-// HOIST_TEST_SEED=N plays one seed. HOIST_TEST_SECONDS=S plays seeds for S seconds, from HOIST_TEST_FIRST_SEED on. A
-// failure prints the program and the setup, without the budgets that were found.
+// The test plays seeds from HOIST_TEST_FIRST_SEED (1) on: at least 8, and for at least HOIST_TEST_SECONDS (8).
+// HOIST_TEST_SEED=N plays one seed. A failure prints the program and the setup, without the budgets that were found.
 #include <cstdlib>
 #include <iostream>
 
@@ -42,9 +42,9 @@ std::optional<std::uint64_t> number_in_environment(const char* name) {
 
 // Budgets are ample at first. A budget that shall be as small as possible starts at zero and is raised to what each
 // refusal names.
-class Way {
+class SetupWithBudgets {
  public:
-  Way(ToySetup setup, bool least_device, bool least_pinned) : setup_(std::move(setup)) {
+  SetupWithBudgets(ToySetup setup, bool least_device, bool least_pinned) : setup_(std::move(setup)) {
     if (least_device) setup_.runtime.device_memory_bytes = setup_.runtime.comm_scratch_bytes + kBlockAlignment;
     if (least_pinned) setup_.runtime.pinned_memory_bytes = kBlockAlignment;
   }
@@ -55,7 +55,7 @@ class Way {
     std::uint64_t& need = refusal.need.key == "hoist.device_memory" ? device_need_ : pinned_need_;
     need = std::max(need, refusal.need.need_bytes);
   }
-  // Whether another attempt is worth it.
+  // Raises the budgets to what refusals named. False: none is larger, so another attempt would fail alike.
   bool grow() {
     RuntimeOptions& runtime = setup_.runtime;
     const bool grows = device_need_ > runtime.device_memory_bytes || pinned_need_ > runtime.pinned_memory_bytes;
@@ -70,16 +70,16 @@ class Way {
   std::uint64_t device_need_ = 0, pinned_need_ = 0;
 };
 
-std::vector<Digests> play(const Program& program, std::size_t session, Way& way, Journal& journal) {
+std::vector<Digests> play(const Program& program, std::size_t session, SetupWithBudgets& budgeted, Journal& journal) {
   const int ranks = program.sessions[session].ranks;
   std::vector<Digests> digests(static_cast<std::size_t>(ranks));
   const auto play_once = [&] {
     on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
       std::optional<Player> player;
       try {
-        player.emplace(program, session, way.setup(), journal, join);
+        player.emplace(program, session, budgeted.setup(), journal, join);
       } catch (const BudgetError& refusal) {
-        way.note(refusal);
+        budgeted.note(refusal);
         throw;
       }
       digests[static_cast<std::size_t>(rank)] = player->play();
@@ -90,7 +90,7 @@ std::vector<Digests> play(const Program& program, std::size_t session, Way& way,
       play_once();
       return digests;
     } catch (const Error&) {
-      if (!way.grow()) throw;
+      if (!budgeted.grow()) throw;
     }
   }
 }
@@ -133,14 +133,15 @@ void compare(std::uint64_t seed) {
   const TempDirectory directory;
   Journal expected_journal, journal;
   for (std::size_t session = 0; session < program.sessions.size(); ++session) {
-    Way plain(plain_setup(program, directory.path().string()), false, false);
+    SetupWithBudgets plain(plain_setup(program, directory.path().string()), false, false);
     const std::uint64_t tight = random_bits(seed ^ 0x716847u, session) % 8;
-    Way drawn(random_setup(program, seed, session, directory.path().string()), tight % 2 == 0, tight % 3 == 0);
+    SetupWithBudgets drawn(random_setup(program, seed, session, directory.path().string()), tight % 2 == 0,
+                           tight % 3 == 0);
     const std::vector<Digests> expected = play(program, session, plain, expected_journal);
     if (testing::Test::HasFailure()) return;
     const std::vector<Digests> found = play(program, session, drawn, journal);
     for (std::size_t rank = 0; rank < found.size(); ++rank) EXPECT_EQ(found[rank], expected[rank]) << "rank " << rank;
-    if (program.goes_on()) compare_store(program, drawn.setup().engine.store_directory, journal.last);
+    if (program.has_several_sessions()) compare_store(program, drawn.setup().engine.store_directory, journal.last);
     if (testing::Test::HasFailure()) return;
   }
 }
