@@ -15,6 +15,7 @@
 #include <sys/mman.h>
 
 #include <hoist/aio/drive_queue.hpp>
+#include <hoist/measure/statistics.hpp>
 
 #include "options.hpp"
 #include "temporary_directory.hpp"
@@ -96,8 +97,8 @@ Result measure(Bench& bench, const Shape& shape, bool smoke) {
     (bench.*shape.run)(blocks);
     rounds.push_back((processor_seconds(CLOCK_PROCESS_CPUTIME_ID) - start) * 1e9 / static_cast<double>(blocks));
   }
-  std::sort(rounds.begin(), rounds.end());
-  return {rounds[rounds.size() / 2], rounds.front(), rounds.back()};
+  const auto [lowest, highest] = std::ranges::minmax(rounds);
+  return {measure::median(rounds), lowest, highest};
 }
 
 struct Arguments {

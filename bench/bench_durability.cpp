@@ -34,6 +34,7 @@
 #include <hoist/tiers/record_layout.hpp>
 #include <hoist/zero/engine.hpp>
 
+#include "bare_pass.hpp"
 #include "checksum_twice.hpp"
 #include "held_backend.hpp"
 #include "options.hpp"
@@ -104,22 +105,7 @@ class Training {
   }
 
   void step() {
-    {
-      const Nanoseconds layer_time =
-          Nanoseconds(std::chrono::milliseconds(arguments_.compute_ms)) / (3 * units_.size());
-      const PassScope pass = engine_.begin(Pass::train);
-      for (const UnitId unit : units_) {
-        Lease lease = engine_.gather(unit, *stream_);
-        compute(layer_time);
-        lease.release(*stream_);
-      }
-      for (std::size_t u = units_.size(); u-- > 0;) {
-        Lease lease = engine_.gather(units_[u], *stream_);
-        compute(2 * layer_time);
-        lease.release(*stream_);
-        engine_.finish(units_[u], *stream_);
-      }
-    }
+    bench::bare_pass(engine_, units_, *stream_, [this](double share) { compute(share); });
     engine_.step();
   }
 
@@ -149,7 +135,8 @@ class Training {
   StepBytes formula() const { return engine_.formula_bytes(); }
 
  private:
-  void compute(Nanoseconds time) {
+  void compute(double share) {
+    const std::chrono::duration<double, std::milli> time(share * arguments_.compute_ms);
     if (time.count() > 0) stream_->launch("compute", [time] { std::this_thread::sleep_for(time); });
   }
 

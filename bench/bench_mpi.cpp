@@ -219,6 +219,7 @@ void report(const Arguments& arguments, int ranks, const std::vector<Figure>& fi
 
 int run(const Arguments& arguments) {
   Bench bench(arguments);
+  if (bench.size() < 2) throw UsageError("one rank has nobody to wait for: start bench_mpi with mpirun -np 2 or more");
   const std::vector<Figure> figures = bench.measure();
   const double cores = bench.cores_while_waiting();
   if (bench.rank() == 0) report(arguments, bench.size(), figures, cores);

@@ -18,6 +18,7 @@
 #include <hoist/measure/statistics.hpp>
 #include <hoist/zero/engine.hpp>
 
+#include "bare_pass.hpp"
 #include "options.hpp"
 #include "pairs.hpp"
 #include "temporary_directory.hpp"
@@ -113,16 +114,7 @@ class Program {
 
   double step() {
     const TimePoint begin = Clock::now();
-    {
-      const PassScope pass = engine_.begin(Pass::train);
-      for (const UnitId unit : units_) engine_.gather(unit, *stream_).release(*stream_);
-      for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
-        Lease lease = engine_.gather(*unit, *stream_);
-        engine_.gradients(*unit, *stream_);
-        lease.release(*stream_);
-        engine_.finish(*unit, *stream_);
-      }
-    }
+    bench::bare_pass(engine_, units_, *stream_, [](double) {});
     engine_.step();
     return to_seconds(Clock::now() - begin);
   }

@@ -5,9 +5,6 @@
 
 #include <hoist/core/checksum.hpp>
 
-// tile_checksum() as the linker names it; bench/CMakeLists.txt has the same name.
-#define HOIST_TILE_CHECKSUM "_ZN5hoist13tile_checksumERKNS_12TileIdentityESt4spanIKSt4byteLm18446744073709551615EE"
-
 namespace hoist::bench {
 namespace {
 
@@ -16,13 +13,15 @@ std::atomic<std::uint64_t> differences{0};  // keeps the second computation from
 
 }  // namespace
 
-std::uint64_t computed(const TileIdentity& identity,
-                       std::span<const std::byte> bytes) asm("__real_" HOIST_TILE_CHECKSUM);
-std::uint64_t asked(const TileIdentity& identity, std::span<const std::byte> bytes) asm("__wrap_" HOIST_TILE_CHECKSUM);
+// HOIST_TILE_CHECKSUM: tile_checksum() as the linker names it.
+std::uint64_t real_checksum(const TileIdentity& identity,
+                            std::span<const std::byte> bytes) asm("__real_" HOIST_TILE_CHECKSUM);
+std::uint64_t wrapped_checksum(const TileIdentity& identity,
+                               std::span<const std::byte> bytes) asm("__wrap_" HOIST_TILE_CHECKSUM);
 
-std::uint64_t asked(const TileIdentity& identity, std::span<const std::byte> bytes) {
-  const std::uint64_t sum = computed(identity, bytes);
-  if (twice.load(std::memory_order_relaxed) && computed(identity, bytes) != sum)
+std::uint64_t wrapped_checksum(const TileIdentity& identity, std::span<const std::byte> bytes) {
+  const std::uint64_t sum = real_checksum(identity, bytes);
+  if (twice.load(std::memory_order_relaxed) && real_checksum(identity, bytes) != sum)
     differences.fetch_add(1, std::memory_order_relaxed);
   return sum;
 }

@@ -105,9 +105,9 @@ class Reader(torch.nn.Module):
 
 def check(shim, steps):
     """Trains each of PyTorch's optimizers, and gives ours the same gradients. Compares the weights at the end, relative to
-    how far they moved, and the moments, relative to themselves or to the largest gradient they have seen (its square). An
-    error of 2^-24 a step, all of one sign, would be `steps` roundings. Coefficients that the two sides round differently add
-    some in the first steps."""
+    their size plus the distance that they moved, and the moments, relative to themselves or to the largest gradient they have
+    seen (its square). An error of 2^-24 a step, all of one sign, would be `steps` roundings. Coefficients that the two sides
+    round differently add some in the first steps."""
     text = text_bytes()
     results = {}
     for name, (ours, make) in cases().items():
@@ -135,8 +135,8 @@ def check(shim, steps):
         identical = torch.equal(join(weight, remainder).view(torch.int32), whole.view(torch.int32)) and torch.equal(
             weight.view(torch.int16), split(whole)[0].view(torch.int16)) and torch.equal(
                 moments[0], moments[2]) and torch.equal(moments[1], moments[3])
-        went = (theirs - begin).abs() + theirs.abs()
-        error = ((whole - theirs).abs() / went.clamp_min(1e-30)).max().item() * 2**24
+        reach = (theirs - begin).abs() + theirs.abs()
+        error = ((whole - theirs).abs() / reach.clamp_min(1e-30)).max().item() * 2**24
         moment_error = 0.0
         state = [optimizer.state[p] for p in parameters]
         for ours_m, key, power in ((moments[0], "exp_avg", 1), (moments[1], "exp_avg_sq", 2)):
@@ -149,8 +149,8 @@ def check(shim, steps):
                          "bound": steps + 64}
         print(f"{name:14} {steps} steps, {flat.numel()} parameters, loss {loss.item():.3f}: split master "
               f"{'identical to the whole one' if identical else 'DIFFERS'}; from PyTorch's at most {error:.0f} roundings "
-              f"(2^-24 of the way a weight went), moments {moment_error:.0f} (of the moment, or the largest gradient it has "
-              f"seen); bound {steps + 64}")
+              f"(2^-24 of its size plus the distance it moved), moments {moment_error:.0f} (of the moment, or the largest "
+              f"gradient it has seen); bound {steps + 64}")
     return results
 
 

@@ -11,6 +11,7 @@
 #include <hoist/zero/engine.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
+#include "bare_pass.hpp"
 #include "held_backend.hpp"
 
 namespace hoist::bench {
@@ -54,20 +55,7 @@ class Steps {
   void synchronize() { stream_->synchronize(); }
 
   void step() {
-    {
-      const PassScope pass = engine_.begin(Pass::train);
-      for (const UnitId unit : units_) {
-        Lease lease = engine_.gather(unit, *stream_);
-        kernel(compute_ / (3 * kUnits));
-        lease.release(*stream_);
-      }
-      for (std::size_t u = units_.size(); u-- > 0;) {
-        Lease lease = engine_.gather(units_[u], *stream_);
-        kernel(2 * compute_ / (3 * kUnits));
-        lease.release(*stream_);
-        engine_.finish(units_[u], *stream_);
-      }
-    }
+    bare_pass(engine_, units_, *stream_, [this](double share) { kernel(share * compute_); });
     engine_.step();
   }
 
@@ -108,7 +96,7 @@ class Steps {
     return runtime_options_;
   }
 
-  void kernel(Nanoseconds time) {
+  void kernel(std::chrono::duration<double, std::nano> time) {
     stream_->launch("kernel", [time, this] {
       const TimePoint begin = Clock::now();
       std::this_thread::sleep_for(time);

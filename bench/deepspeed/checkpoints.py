@@ -4,7 +4,7 @@ checkpoint, 20 steps in the other.
 
     python bench/deepspeed/checkpoints.py --deepspeed-python ~/deepspeed/bin/python [--stages 1 2 3] [--types fp32 bf16 fp16]
 
-Runs DeepSpeed live, on `--ranks` processes (0.19; DS_BUILD_OPS=0 pip install deepspeed==0.19.0 beside the same PyTorch), and
+Runs DeepSpeed itself, on `--ranks` processes (0.19; DS_BUILD_OPS=0 pip install deepspeed==0.19.0 beside the same PyTorch), and
 hoist with everything on NVMe. Prints the largest difference of a loss from DeepSpeed's 40 steps: in hoist from DeepSpeed's
 checkpoint after 20 steps ("into_hoist"); in hoist's own first 20 steps ("within_hoist"); and in DeepSpeed from what
 `hoist.torch.deepspeed export` wrote after these ("back_into_deepspeed").
@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 HALF, ALL = 20, 40
 BATCH = 4
@@ -99,8 +101,8 @@ def run_hoist(arguments: argparse.Namespace) -> None:
     config = config_of(arguments.stage, arguments.type, BATCH)
     store = os.path.join(arguments.directory, "store")
     nvme = {"device": "nvme", "nvme_path": store}
-    at_home = {**config, "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
-    engine = hoist.torch.wrap(model_of(arguments.type), at_home, deepspeed=arguments.load)
+    offloaded = {**config, "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+    engine = hoist.torch.wrap(model_of(arguments.type), offloaded, deepspeed=arguments.load)
     losses = steps(engine, engine.global_steps, HALF if arguments.save else ALL)
     engine.close()
     if arguments.save:
@@ -109,19 +111,29 @@ def run_hoist(arguments: argparse.Namespace) -> None:
 
 
 def run(python: str, engine: str, ranks: int, *arguments: str) -> list[float]:
-    processes = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes, outputs, errors = [], [], []
     for rank in range(ranks):
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank),
                        "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": os.environ.get("MASTER_PORT", "29531"), "OMP_NUM_THREADS": "1",
-                       "OMP_WAIT_POLICY": "PASSIVE"}
-        processes.append(subprocess.Popen([python, __file__, "--run", engine, *arguments], env=environment, text=True,
-                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    outputs = [process.communicate() for process in processes]
-    for process, (_, error) in zip(processes, outputs, strict=True):
-        if process.returncode != 0:
-            raise SystemExit(f"{engine} {arguments} failed:\n{error[-3000:]}")
-    losses: list[float] = json.loads(outputs[0][0].splitlines()[-1])
+                       "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        outputs.append(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads would stop the rank
+        errors.append(tempfile.TemporaryFile("w+"))
+        processes.append(subprocess.Popen([python, __file__, "--run", engine, *arguments], env=environment,
+                                          stdout=outputs[-1], stderr=errors[-1]))
+    # After one rank's failure the others would wait for it until gloo's time-out.
+    while None in (codes := [process.poll() for process in processes]) and not any(codes):
+        time.sleep(0.1)
+    failed = [error for code, error in zip(codes, errors, strict=True) if code]
+    for process in processes:
+        process.kill()
+    for file in (outputs[0], *failed):
+        file.seek(0)
+    if failed:
+        raise SystemExit("\n".join(f"{engine} {arguments} failed:\n{error.read()[-3000:]}" for error in failed))
+    losses: list[float] = json.loads(outputs[0].read().splitlines()[-1])
     return losses
 
 
