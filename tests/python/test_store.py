@@ -14,7 +14,7 @@ import hoist
 import hoist.store
 import hoist.torch
 from models import Gpt, freeze_base
-from test_checkpoints import write
+from test_checkpoint_failures import write
 from training import train
 
 
