@@ -324,11 +324,11 @@ std::string speed_text(const UpdateSpeed& speed) {
                               : fmt::format("the cores ({}): this memory could feed more of them", speed.limit);
   return fmt::format(
       "\nAdamW with 16-bit weights and checksums, as trainings on NVMe run it:\n"
-      "  {:.0f} million parameters a second with {} thread{}\n"
+      "  {:.0f} million parameters a second with {}\n"
       "  limited by {}\n"
       "  a GPU that computes {:.0f} TFLOP/s does not wait for it in steps of {:.0f} tokens or more\n",
-      speed.parameters_per_second / 1e6, speed.threads, speed.threads == 1 ? "" : "s", why,
-      UpdateSpeed::kFlopPerSecond / 1e12, speed.hidden_from_tokens());
+      speed.parameters_per_second / 1e6, counted(speed.threads, "thread"), why, UpdateSpeed::kFlopPerSecond / 1e12,
+      speed.hidden_from_tokens());
 }
 
 Json to_json(const BenchOptimizerReport& report) {
@@ -358,9 +358,8 @@ std::string to_text(const BenchOptimizerReport& report) {
                       target == 0 ? "" : fmt::format("{:.2f}{}", target, reaches(result, target) ? "" : ", missed")});
     }
     const KernelResult& first = report.results.front();
-    text +=
-        fmt::format("updates against a stream kernel of the same traffic: {} parameters, {} pairs, {} threads, {}\n\n",
-                    first.parameters, first.ratios.size(), first.threads, first.instruction_set);
+    text += fmt::format("updates against a stream kernel of the same traffic: {} parameters, {} pairs, {}, {}\n\n",
+                        first.parameters, first.ratios.size(), counted(first.threads, "thread"), first.instruction_set);
     text += columns(rows);
     if (const auto verdict = speed_of(report)) text += speed_text(*verdict);
   }

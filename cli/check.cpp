@@ -7,6 +7,7 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/config/reference.hpp>
+#include <hoist/core/units.hpp>
 
 #include "check_report.hpp"
 #include "commands.hpp"
@@ -123,7 +124,7 @@ int check(const CheckArguments& arguments) {
     return check_config(arguments);
   } catch (const ConfigProblems& error) {
     const std::size_t count = error.problems.size() + error.unlisted;
-    complain("{}\n{} problem{} in {}\n", error.what(), count, count == 1 ? "" : "s", arguments.config);
+    complain("{}\n{} in {}\n", error.what(), counted(count, "problem"), arguments.config);
     write_json(arguments.json, refused_json(arguments.config, error));
     return kBadInput;
   } catch (...) {

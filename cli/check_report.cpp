@@ -139,8 +139,8 @@ std::string share_text(const char* key, const std::optional<double>& configured,
 std::string prediction_text(const CheckReport& report) {
   if (!report.prediction) return "\nAdd --parameters N, --units FILE or --model DIR to see what each tier must hold.\n";
   const Prediction& p = *report.prediction;
-  std::string text = fmt::format("\n{} parameters ({}) on {} rank{}; each holds\n", p.parameter_count, report.model,
-                                 std::max(1, report.world_size), report.world_size > 1 ? "s" : "");
+  std::string text = fmt::format("\n{} parameters ({}) on {}; each holds\n", p.parameter_count, report.model,
+                                 counted(std::max(1, report.world_size), "rank"));
   Rows rows{tier_row(report, "device", p.device, "hoist.device_memory"),
             tier_row(report, "pinned", p.pinned, "hoist.pinned_memory")};
   if (p.nvme_bytes > 0) rows.push_back({"NVMe", format_bytes(p.nvme_bytes), "reserved at the start"});
@@ -370,9 +370,9 @@ std::string accepted_text(const CheckReport& report) {
   text += report.all_settings ? settings_text(config) : "\nAdd --all to see every setting in effect.\n";
   const TrainingOptions& training = report.training;
   if (report.world_size > 0 && training.train_batch_size) {
-    text +=
-        fmt::format("\nbatch: {} samples = {} a rank x {} accumulation x {} ranks\n", *training.train_batch_size,
-                    *training.train_micro_batch_size_per_gpu, *training.gradient_accumulation_steps, report.world_size);
+    text += fmt::format("\nbatch: {} samples = {} a rank x {} accumulation x {}\n", *training.train_batch_size,
+                        *training.train_micro_batch_size_per_gpu, *training.gradient_accumulation_steps,
+                        counted(report.world_size, "rank"));
   }
   for (const std::string& note : config.notes) text += fmt::format("\nnote: {}\n", note);
   for (const std::string& warning : config.warnings) text += fmt::format("\nwarning: {}\n", warning);

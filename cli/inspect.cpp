@@ -98,8 +98,7 @@ std::string checkpoints_text(const StoreSummary& store) {
 std::string commit_text(const CommitHeader& commit) {
   std::vector<std::string> remarks;
   if (commit.incarnation > 1) remarks.push_back(fmt::format("after restart {}", commit.incarnation - 1));
-  if (commit.revision > 0)
-    remarks.push_back(fmt::format("saved again {} time{}", commit.revision, commit.revision == 1 ? "" : "s"));
+  if (commit.revision > 0) remarks.push_back("saved again " + counted(commit.revision, "time"));
   return fmt::format("step {}{}", commit.step, remarks.empty() ? "" : fmt::format(" ({})", fmt::join(remarks, ", ")));
 }
 

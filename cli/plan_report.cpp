@@ -353,9 +353,9 @@ std::optional<double> PlanReport::drive_life_days(const PlanRow& row) const {
 }
 
 std::string plan_text(const PlanReport& report) {
-  std::string text = fmt::format("{} parameters ({}) on {} rank{}; figures are per rank\n",
-                                 report.rows.front().prediction.parameter_count, report.model, report.world_size,
-                                 report.world_size > 1 ? "s" : "");
+  std::string text =
+      fmt::format("{} parameters ({}) on {}; figures are per rank\n", report.rows.front().prediction.parameter_count,
+                  report.model, counted(report.world_size, "rank"));
   text += machine_text(report) + "\n";
   const bool disturbed = report.rows.front().disturbed.has_value();
   Rows rows{{"", "weights / state", "device", "pinned", "NVMe", "NVMe a step", "a step", "at least", "busiest",

@@ -67,8 +67,7 @@ std::size_t usable_processors() {
 std::string machine_name() {
   char name[256] = {};
   const bool is_named = ::gethostname(name, sizeof(name) - 1) == 0 && name[0] != '\0';
-  const std::size_t count = usable_processors();
-  return fmt::format("{}, {} processor{}", is_named ? name : "this machine", count, count == 1 ? "" : "s");
+  return fmt::format("{}, {}", is_named ? name : "this machine", counted(usable_processors(), "processor"));
 }
 
 std::vector<std::string> absolute(const std::vector<std::string>& directories) {

@@ -35,8 +35,7 @@ void print(const Verification& verification) {
     say("verified step {}{}: all of {} matches its checksums\n", verification.step, which,
         format_bytes(verification.bytes));
   if (verification.damage.empty()) return;
-  say("damaged: {} tile{} of step {}{}\n", verification.damage.size(), verification.damage.size() == 1 ? "" : "s",
-      verification.step, which);
+  say("damaged: {} of step {}{}\n", counted(verification.damage.size(), "tile"), verification.step, which);
   std::vector<std::vector<std::string>> rows{{"unit", "what", "file", "offset", "expected", "found"}};
   for (std::size_t i = 0; i < std::min(verification.damage.size(), kShownMax); ++i) {
     const CorruptionError::Where& where = verification.damage[i].where;

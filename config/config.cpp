@@ -14,6 +14,7 @@
 #include <hoist/config/setting.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/printable.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist {
 
@@ -143,17 +144,18 @@ TrainingOptions Config::check_world_size(int world_size) const {
   const std::uint64_t per_micro_batch = accumulation * world;
   if (result.train_batch_size && !training.gradient_accumulation_steps && micro_batch &&
       (*result.train_batch_size % *micro_batch != 0 || *result.train_batch_size / *micro_batch % world != 0)) {
-    refuse("train_batch_size", fmt::format("{} is not a multiple of train_micro_batch_size_per_gpu {} times {} ranks",
-                                           *result.train_batch_size, *micro_batch, world));
+    refuse("train_batch_size", fmt::format("{} is not a multiple of train_micro_batch_size_per_gpu {} times {}",
+                                           *result.train_batch_size, *micro_batch, counted(world, "rank")));
   }
   if (result.train_batch_size && *result.train_batch_size % per_micro_batch != 0) {
-    refuse("train_batch_size", fmt::format("{} is not a multiple of {} ranks times {} accumulation steps",
-                                           *result.train_batch_size, world, accumulation));
+    refuse("train_batch_size", fmt::format("{} is not a multiple of {} times {}", *result.train_batch_size,
+                                           counted(world, "rank"), counted(accumulation, "accumulation step")));
   }
   if (result.train_batch_size && micro_batch && *result.train_batch_size / per_micro_batch != *micro_batch) {
-    refuse("train_batch_size", fmt::format("{} is not train_micro_batch_size_per_gpu {} times "
-                                           "gradient_accumulation_steps {} times {} ranks",
-                                           *result.train_batch_size, *micro_batch, accumulation, world));
+    refuse("train_batch_size",
+           fmt::format("{} is not train_micro_batch_size_per_gpu {} times "
+                       "gradient_accumulation_steps {} times {}",
+                       *result.train_batch_size, *micro_batch, accumulation, counted(world, "rank")));
   }
   if (result.train_batch_size) {
     result.train_micro_batch_size_per_gpu = *result.train_batch_size / per_micro_batch;
@@ -161,8 +163,8 @@ TrainingOptions Config::check_world_size(int world_size) const {
     constexpr std::uint64_t kBatchMax = std::numeric_limits<std::int64_t>::max();
     if (*result.train_micro_batch_size_per_gpu > kBatchMax / per_micro_batch) {
       refuse("train_micro_batch_size_per_gpu",
-             fmt::format("{} on each of {} ranks is more samples than fit a 64-bit count",
-                         *result.train_micro_batch_size_per_gpu, world));
+             fmt::format("{} on each of {} is more samples than fit a 64-bit count",
+                         *result.train_micro_batch_size_per_gpu, counted(world, "rank")));
     }
     result.train_batch_size = *result.train_micro_batch_size_per_gpu * per_micro_batch;
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <charconv>
+#include <concepts>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -32,6 +33,12 @@ std::optional<std::uint64_t> parse_bytes(std::string_view text);
 
 // 1536 -> "1.5 KiB".
 std::string format_bytes(std::uint64_t bytes);
+
+// 1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks".
+template <std::integral Count>
+std::string counted(Count count, std::string_view noun) {
+  return std::to_string(count).append(" ").append(noun).append(count == 1 ? "" : "s");
+}
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;

@@ -10,6 +10,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/assert.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors_reader.hpp>
 
@@ -117,7 +118,7 @@ std::string problem_of(const ParameterSpec& parameter, std::span<const Tensor* c
   constexpr std::size_t kShownMax = 20;
   const std::size_t shown = std::min(problems.size(), kShownMax);
   std::string text =
-      fmt::format("{} problem{}: {}", problems.size(), problems.size() == 1 ? "" : "s",
+      fmt::format("{}: {}", counted(problems.size(), "problem"),
                   fmt::join(problems.begin(), problems.begin() + static_cast<std::ptrdiff_t>(shown), "; "));
   if (shown < problems.size()) text += fmt::format("; and {} more", problems.size() - shown);
   throw SafetensorsError(path, text);

@@ -11,6 +11,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/detail/host_stream.hpp>
@@ -54,8 +55,7 @@ class HostDevice final : public Device {
   DeviceKind kind() const override { return DeviceKind::host; }
 
   std::string description() const override {
-    const unsigned cores = Topology::detect().core_count();
-    return fmt::format("host device (CPU memory, {} core{})", cores, cores == 1 ? "" : "s");
+    return fmt::format("host device (CPU memory, {})", counted(Topology::detect().core_count(), "core"));
   }
 
   std::span<std::byte> memory() override { return mapping_.bytes(); }

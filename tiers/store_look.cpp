@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
@@ -131,7 +132,7 @@ void Store::check_unfinished(std::span<const std::string> directories, int world
       throw StoreError(fmt::format(
           "the store in {} cannot be replaced: rank {} has more than a first commit there{}; nothing was "
           "changed. Continue that run, bring the files of its ranks together, or remove the directory",
-          home, rank, found.identity ? fmt::format(", in a run of {} ranks", found.identity->world_size) : ""));
+          home, rank, found.identity ? ", in a run of " + counted(found.identity->world_size, "rank") : ""));
     const auto drives = detail::drive_paths(home, directories.subspan(1), rank);
     // A removal that was killed may have left data without their labels.
     const auto given_up = detail::view_superblock(drives.front().manifest_new).superblock;

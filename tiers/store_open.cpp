@@ -11,6 +11,7 @@
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/first_difference.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
@@ -76,8 +77,8 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
     throw StoreError(fmt::format("the store in {} {}; nothing was changed", paths.directory, why));
   };
   if (stored.world_size != mine.world_size)
-    refuse(fmt::format("was written by {} ranks and cannot be continued by {}: start {} ranks", stored.world_size,
-                       mine.world_size, stored.world_size));
+    refuse(fmt::format("was written by {} and cannot be continued by {}: start {}", counted(stored.world_size, "rank"),
+                       mine.world_size, counted(stored.world_size, "rank")));
   if (stored.rank != mine.rank)
     refuse(fmt::format("was written by rank {}, and its file has the name of rank {}'s: rename the file back",
                        stored.rank, mine.rank));

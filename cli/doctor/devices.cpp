@@ -37,10 +37,8 @@ Finding driver(const MachineSources& machine, const std::vector<PciGpu>& gpus) {
   Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
   finding.data = {{"version", version.value_or("")}, {"gpus", gpus.size()}};
   if (version || gpus.empty()) return finding;
-  return finding.lacks(
-      Verdict::missing,
-      fmt::format("{} NVIDIA GPU{} in this machine cannot be used", gpus.size(), gpus.size() == 1 ? "" : "s"),
-      "sudo apt install nvidia-driver   (or the data-center driver from NVIDIA), then reboot");
+  return finding.lacks(Verdict::missing, counted(gpus.size(), "NVIDIA GPU") + " in this machine cannot be used",
+                       "sudo apt install nvidia-driver   (or the data-center driver from NVIDIA), then reboot");
 }
 
 Finding usable_devices(const std::vector<PciGpu>& gpus) {
@@ -140,7 +138,7 @@ Finding mpi() {
   Finding finding{.subject = "MPI",
                   .found = fmt::format("{}; {}", comm::have_mpi() ? "in this build" : "not in this build",
                                        launcher.empty() ? "no mpirun on the PATH" : launcher)};
-  if (launched > 0) finding.found += fmt::format("; started as one of {} ranks", launched);
+  if (launched > 0) finding.found += fmt::format("; started as one of {}", counted(launched, "rank"));
   if (!launch_problem.empty()) finding.found += "; " + launch_problem;
   finding.data = {{"built", comm::have_mpi()}, {"mpirun", launcher}, {"ranks_launched", launched}};
   if (comm::have_mpi() && !launcher.empty()) return finding;

@@ -81,11 +81,10 @@ int doctor(const DoctorArguments& arguments) {
   const std::size_t missing = count(sections, Verdict::missing);
   const std::size_t lacking = count(sections, Verdict::lacking);
   if (missing > 0) {
-    say("\n{} thing{} that training needs {} missing (!), {} would make it faster (-).\n", missing,
-        missing == 1 ? "" : "s", missing == 1 ? "is" : "are", lacking);
+    say("\n{} that training needs {} missing (!), {} would make it faster (-).\n", counted(missing, "thing"),
+        missing == 1 ? "is" : "are", lacking);
   } else {
-    say("\nNothing that training needs is missing; {} thing{} would make it faster (-).\n", lacking,
-        lacking == 1 ? "" : "s");
+    say("\nNothing that training needs is missing; {} would make it faster (-).\n", counted(lacking, "thing"));
   }
   write_json(arguments.json, report_json(sections));
   return missing == 0 ? kOk : kFailure;

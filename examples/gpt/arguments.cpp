@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/printable.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist::gpt {
 
@@ -162,8 +163,8 @@ void note_batch_sizes(const Arguments& a, const Config& config, int world_size, 
     note(fmt::format("--micro-batches {} wins", micro_batches), "gradient_accumulation_steps",
          file.gradient_accumulation_steps, micro_batches);
   const std::uint64_t samples = batch * micro_batches * static_cast<std::uint64_t>(world_size);
-  note(fmt::format("{} samples a step (--batch {} x --micro-batches {} x {} rank{}) win", samples, batch, micro_batches,
-                   world_size, world_size == 1 ? "" : "s"),
+  note(fmt::format("{} samples a step (--batch {} x --micro-batches {} x {}) win", samples, batch, micro_batches,
+                   counted(world_size, "rank")),
        "train_batch_size", file.train_batch_size, samples);
 }
 

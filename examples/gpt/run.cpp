@@ -19,6 +19,7 @@
 #include <hoist/core/digest.hpp>
 #include <hoist/core/named_file.hpp>
 #include <hoist/core/printable.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors.hpp>
 
@@ -257,9 +258,9 @@ void Training::introduce() {
   record_.parameters = gpt_.model().parameter_count();
   record_.world_size = runtime_.world_size();
   record_.tokens_per_step = tokens_per_step();
-  say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {} rank{}, {}",
-                  record_.parameters, arguments_.layers, text_.byte_count(), samples_per_step(), arguments_.context,
-                  record_.world_size, record_.world_size == 1 ? "" : "s", record_.device));
+  say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {}, {}", record_.parameters,
+                  arguments_.layers, text_.byte_count(), samples_per_step(), arguments_.context,
+                  counted(record_.world_size, "rank"), record_.device));
   for (const std::string& line : engine_->describe()) say("  " + line);
 }
 

@@ -139,6 +139,12 @@ TEST(Rounding, UpDownAndDivision) {
   }
 }
 
+TEST(Counted, OneIsSingular) {
+  EXPECT_EQ(counted(1, "rank"), "1 rank");
+  EXPECT_EQ(counted(0u, "rank"), "0 ranks");
+  EXPECT_EQ(counted(~std::uint64_t{0}, "NVIDIA GPU"), "18446744073709551615 NVIDIA GPUs");
+}
+
 struct UnitTag;
 struct GroupTag;
 using UnitId = StrongId<UnitTag>;

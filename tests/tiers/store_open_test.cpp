@@ -410,7 +410,7 @@ TEST_F(StoreOpenTest, AnotherModelIsRefusedWithTheFirstDifference) {
 TEST_F(StoreOpenTest, AnotherWorldIsRefused) {
   make_committed();
   options_.identity.world_size = 4;
-  EXPECT_THAT(refusal_to_open(), HasSubstr("was written by 1 ranks and cannot be continued by 4: start 1 ranks"));
+  EXPECT_THAT(refusal_to_open(), HasSubstr("was written by 1 rank and cannot be continued by 4: start 1 rank"));
   options_.identity.rank = 2;
   EXPECT_THAT(refusal_to_open(), HasSubstr("rank-00002.manifest does not exist"));
   options_.identity = small_model("").identity;

@@ -11,6 +11,7 @@
 #include <hoist/core/clock.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/pace.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
@@ -31,7 +32,7 @@ namespace {
 
 // For an error: whose file it is, and how far its run has come.
 std::string described(const StoreSummary::Rank& rank, int world_size) {
-  return fmt::format("rank {}'s is of a run of {} rank{}, {}", rank.rank, world_size, world_size == 1 ? "" : "s",
+  return fmt::format("rank {}'s is of a run of {}, {}", rank.rank, counted(world_size, "rank"),
                      rank.commits.empty() ? "without a commit" : fmt::format("at step {}", rank.commits.front().step));
 }
 
