@@ -78,7 +78,7 @@ std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineO
 
 std::vector<NamedCheckpoint> Engine::find_checkpoints(Runtime& runtime, const EngineOptions& options) {
   return search_stores(runtime, options, "Engine::find_checkpoints()", [&](const detail::RankAgreement& ranks) {
-    return detail::StoreSearch(ranks, options).find_checkpoints();
+    return detail::StoreSurvey(ranks, options).checkpoints();
   });
 }
 

@@ -155,7 +155,7 @@ TEST_P(InitialStateTest, IsCommittedWholeOrNotAtAll) {
   EXPECT_EQ(go_on(resumed).master, undisturbed().master);
   resumed.close();
   EXPECT_THAT([&] { begin(1, [](int, ToyModel&) {}); },
-              testing::ThrowsMessage<StoreError>(HasSubstr("of a run of 1 ranks; continue it")));
+              testing::ThrowsMessage<StoreError>(HasSubstr("of a run of 1 rank; continue it")));
 }
 
 // A rank that dies before its first commit leaves nothing to go on from: the next attempt begins anew.

@@ -69,12 +69,12 @@ std::optional<std::uint64_t> Mirror::step() const {
 // the first copy is whole. One that no copy reached is removed at once: else each start before a first copy would add
 // one.
 void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
-  const StoreSearch search(ranks_, options_);
-  const auto found = search.find(std::nullopt, StoreSearch::Incomplete::pass_over);
+  const StoreSurvey survey(ranks_, options_);
+  const auto found = find_store(ranks_, options_, std::nullopt, Incomplete::pass_over);
   const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
-                        search.is_of_run(found->commits.front(), store_number);
+                        survey.is_of_run(found->commits.front(), store_number);
   if (!same_run) remove_unfinished_stores(ranks_, options_);
-  const std::vector<StoreDirectory> directories = search.directories();
+  const std::vector<StoreDirectory> directories = survey.directories();
   has_others_ = !same_run && !directories.empty();
   if (same_run)
     directory_ = found->directory;

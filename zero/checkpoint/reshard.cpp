@@ -9,7 +9,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/zero/checkpoint/reshard.hpp>
-#include <hoist/zero/checkpoint/store_search.hpp>
+#include <hoist/zero/checkpoint/store_survey.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
 namespace hoist::detail {
@@ -76,10 +76,10 @@ std::vector<StoreDirectory> with_first(std::vector<StoreDirectory> stores) {
 }  // namespace
 
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders) {
-  const StoreSearch search(ranks, options);
+  const StoreSurvey survey(ranks, options);
   std::vector<StoreDirectory> unfinished;
-  for (const StoreDirectory& store : with_first(search.directories()))
-    if (store.order >= orders.first && store.order <= orders.last && search.look(store).is_unfinished())
+  for (const StoreDirectory& store : with_first(survey.directories()))
+    if (store.order >= orders.first && store.order <= orders.last && survey.look(store).is_unfinished())
       unfinished.push_back(store);
   if (unfinished.empty()) return;
   const std::vector<std::string> drives = options.drive_directories();
@@ -97,13 +97,13 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
 void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                          std::span<const StoreDirectory> spared) {
   constexpr Nanoseconds kNow{0};
-  const StoreSearch search(ranks, options);
-  NewerCheckpoints newer{search.checkpoints_in(present), options.keep_steps};
+  const StoreSurvey survey(ranks, options);
+  NewerCheckpoints newer{survey.checkpoints_in(present), options.keep_steps};
   std::vector<StoreDirectory> useless;
-  for (const StoreDirectory& other : with_first(search.directories())) {
+  for (const StoreDirectory& other : with_first(survey.directories())) {
     if (other.order == present.order) continue;
     const bool is_spared = std::ranges::find(spared, other.order, &StoreDirectory::order) != spared.end();
-    const RestoreSource store = search.look(other);
+    const RestoreSource store = survey.look(other);
     bool remove = !other.name.empty() && store.is_unfinished();
     if (!remove && other.order < present.order) {
       bool half_removed = false, is_kept = false;  // by a process that was killed; for a named checkpoint
@@ -112,7 +112,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
         half_removed = tiers::Store::is_half_removed(directory);
         is_kept = holds_what_counts(directory, newer);
         remove = is_replaced(directory, ranks.group().rank(), store.world_size == ranks.group().size(), newer) &&
-                 !search.lacks_a_drive(other);
+                 !survey.lacks_a_drive(other);
       });
       remove = ranks.smallest(remove ? 1 : 0) == 1 ||
                (ranks.smallest(half_removed ? 0 : 1) == 0 && ranks.smallest(is_kept ? 0 : 1) == 1);
@@ -121,7 +121,7 @@ void remove_older_stores(const RankAgreement& ranks, const EngineOptions& option
     if (remove) useless.push_back(other);
     if (other.order > present.order) continue;
     std::string names;
-    for (const NamedCheckpoint& checkpoint : search.checkpoints_in(other)) {
+    for (const NamedCheckpoint& checkpoint : survey.checkpoints_in(other)) {
       if (newer.hold(checkpoint.name)) continue;
       names += fmt::format("{}'{}'", names.empty() ? "" : ", ", checkpoint.name);
       newer.list.push_back(checkpoint);

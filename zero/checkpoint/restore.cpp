@@ -10,6 +10,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/mutex.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
@@ -25,11 +26,9 @@ using tiers::CommitHeader;
 
 namespace {
 
-using Incomplete = StoreSearch::Incomplete;
-
 std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const EngineOptions& options,
                                           Incomplete incomplete = Incomplete::refuse) {
-  auto source = StoreSearch(ranks, mirror_options(options)).find(std::nullopt, incomplete);
+  auto source = find_store(ranks, mirror_options(options), std::nullopt, incomplete);
   if (!source) return std::nullopt;
   return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
 }
@@ -37,7 +36,7 @@ std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const Engi
 // A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
 void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store) {
   const std::vector<CommitHeader> checkpoints = store.checkpoints();
-  auto common = StoreSearch(ranks, options).common(checkpoints, store.store_number());
+  auto common = StoreSurvey(ranks, options).common(checkpoints, store.store_number());
   std::ranges::sort(common, std::greater{}, &CommonCommit::checkpoint_serial);
   ranks.run_in_job("give up named checkpoints", [&] {
     std::vector<std::string> names;
@@ -74,14 +73,15 @@ tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& optio
 
 std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const EngineOptions& options,
                                         const std::string& from) {
-  const StoreSearch search(ranks, options);
+  const StoreSurvey survey(ranks, options);
   const bool mirrored = !options.mirror.directory.empty() && from.empty();
-  if (mirrored && search.has_lost_drives()) {
+  if (mirrored && survey.has_lost_drives()) {
     if (auto plan = find_in_mirror(ranks, options)) return plan;
   }
-  const auto newest = search.find(std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
-  auto source = from.empty() ? newest : search.find(from, Incomplete::pass_over);
-  if (!source) return mirrored && !search.has_more_than_first_commit() ? find_in_mirror(ranks, options) : std::nullopt;
+  const auto newest =
+      find_store(ranks, options, std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
+  auto source = from.empty() ? newest : find_store(ranks, options, from, Incomplete::pass_over);
+  if (!source) return mirrored && !survey.has_more_than_first_commit() ? find_in_mirror(ranks, options) : std::nullopt;
   RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
   plan.in_place = plan.source.same_ranks && plan.source.has_room &&
                   (!newest || newest->directory.order == plan.source.directory.order);
@@ -94,9 +94,9 @@ namespace {
 // there for the copies to come, and no copy has reached it.
 bool has_gone_back(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan& continued) {
   const EngineOptions mirror = mirror_options(options);
-  const StoreSearch search(ranks, mirror);
-  const std::vector<StoreDirectory> stores = search.directories();
-  if (stores.empty() || !search.look(stores.front()).is_unfinished()) return false;
+  const StoreSurvey survey(ranks, mirror);
+  const std::vector<StoreDirectory> stores = survey.directories();
+  if (stores.empty() || !survey.look(stores.front()).is_unfinished()) return false;
   bool is_there = false, is_of_this_run = false;  // of this rank's part
   ranks.run_in_job("look at its mirror", [&] {
     const int rank = ranks.group().rank();
@@ -122,7 +122,7 @@ void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& option
                                       "another drive",
                                       options.mirror.directory, drive));
   });
-  if (!continued) StoreSearch(ranks, mirror_options(options)).refuse_others();
+  if (!continued) refuse_other_stores(ranks, mirror_options(options));
   const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
   if (!found) return;
   const CommonCommit& newest = found->source.commits.front();
@@ -148,17 +148,8 @@ void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& option
 
 RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from) {
   std::optional<RestorePlan> plan = find_restore(ranks, options, from);
-  if (!plan) throw StoreSearch(ranks, options).nothing_to_restore(from);
+  if (!plan) throw nothing_to_restore(ranks, options, from);
   return *std::move(plan);
-}
-
-CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& options, const tiers::Store& store,
-                           const std::string& from) {
-  const CommonCommit chosen = StoreSearch(ranks, options).choose(store, from);
-  std::vector<CommitHeader> all = store.checkpoints();
-  const auto commits = store.commits_and_abandoned();
-  all.insert(all.end(), commits.begin(), commits.end());
-  return *std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); });
 }
 
 namespace {
@@ -228,9 +219,9 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
   const std::string directory = source.directory.in(plan.directory);
   if (options.uses_nvme() && options.durability == tiers::Durability::none)
     throw CommonStoreError(
-        fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
+        fmt::format("the store in {} is of {}, and its state would be taken over into one of durability "
                     "\"none\", which nothing outlives; use \"step\"",
-                    directory, source.world_size));
+                    directory, counted(source.world_size, "rank")));
   // What all ranks and groups have; this group's store may hold a newer one.
   const CommonCommit& chosen = from.empty()
                                    ? source.commits.front()

@@ -42,9 +42,6 @@ RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& option
 void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued,
                          const std::string& from);
 
-// This rank's header of the commit, or named checkpoint, of the open store to continue from.
-tiers::CommitHeader choose_commit(const RankAgreement& ranks, const EngineOptions& options, const tiers::Store& store,
-                                  const std::string& from);
 // Reads and verifies what the store has loaded, in `buffer` if that holds a tile. Errors: CorruptionError with a
 // remedy.
 void verify_checkpoint(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,

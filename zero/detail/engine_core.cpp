@@ -111,15 +111,14 @@ void EngineCore::agree_on_engine(const char* call) {
 // took over from another holds what was trained, though other ranks' part of it may be missing just now.
 StoreDirectory EngineCore::directory_for(const InitialState& state) {
   ranks.agree_on_beginning("begin", state);
-  const StoreSearch search(ranks, options);
-  search.refuse_others();
+  refuse_other_stores(ranks, options);
   const bool takes_over = state.step > 0 && !options.store_directory.empty();
-  if (takes_over) search.refuse_any();
+  if (takes_over) refuse_any_commit(ranks, options);
   refuse_unfit_mirror(ranks, options, nullptr, "");
   if (options.store_directory.empty()) return {};
   remove_unfinished_stores(ranks, options, takes_over ? StoreOrders{} : StoreOrders{.last = 0});
   if (!takes_over) return {};
-  return new_store_directory(search.newest_order() + 1, runtime.world_size());
+  return new_store_directory(StoreSurvey(ranks, options).newest_order() + 1, runtime.world_size());
 }
 
 void EngineCore::create(const InitialState& state, std::span<const std::byte> program_state) {
@@ -189,7 +188,7 @@ RestoreReport EngineCore::report_of(const RestorePlan& plan, std::uint64_t step,
 
 StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const RestoreOptions& restore_options) {
   make_parts(plan.source.directory, StoreUse::open);
-  StoreSearch(ranks, options).refuse_newer(plan.source.directory);
+  refuse_newer_store(ranks, options, plan.source.directory);
   const tiers::CommitHeader commit = choose_commit(ranks, options, *store, restore_options.from);
   std::optional<CommitState> state;
   ranks.run_in_job("look at the commit", [&] {
@@ -220,9 +219,9 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
   ranks.run_in_job("look at the commit", [&] {
     if (restore_options.accept) restore_options.accept(report_of(plan, step, former->commit_state()));
   });
-  const StoreSearch search(ranks, options);
+  const StoreSurvey survey(ranks, options);
   if (plan.from_mirror) {
-    const auto newest_step = search.newest_step_of_any();
+    const auto newest_step = survey.newest_step_of_any();
     log_warning("rank {} continues from step {} of the mirror in {}: {}", runtime.rank(), step, plan.directory,
                 newest_step ? fmt::format("not all ranks have the store any more, which was at step {}", *newest_step)
                             : "what came after it is lost with the store");
@@ -234,7 +233,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
         log_warning("{}", damage.text);
   }
   remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1});
-  const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());
+  const StoreDirectory directory = new_store_directory(survey.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   use_state(former->commit_state(), step);
   ranks.run_in_job("take over the state", [&] {
