@@ -66,8 +66,8 @@ tiers::CommitHeader chosen_checkpoint(const std::string& name, const StoredJob& 
   for (const StoredJob& older : job.older) std::ranges::copy(older.checkpoints, std::back_inserter(all));
   const auto held = listed(all, &tiers::CommitHeader::name);
   throw_not_held(job,
-                 fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
-                             held.empty() ? "no step under a name" : "the steps " + held));
+                 fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all have" : "has",
+                             held.empty() ? "no named checkpoint" : "the named checkpoints " + held));
 }
 
 }  // namespace

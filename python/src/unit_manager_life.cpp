@@ -188,15 +188,16 @@ void UnitManager::require_commit(const std::string& from) {
     if (std::ranges::find(known, from, &NamedCheckpoint::name) != known.end()) return;
     if (engine_ && engine_->step_count() == 0)
       throw StoreError(
-          fmt::format("{} keeps no step '{}': a run begins there. The model is in the store of the run that "
+          fmt::format("{} has no named checkpoint '{}': a run begins there. The model is in the store of the run that "
                       "saved it: name that directory in nvme_path, or copy the store with `hoist copy`",
                       directory, from));
+    const unsigned kept = options_.config.engine.keep_steps;
     std::string others;
     for (const NamedCheckpoint& step : known)
       others += fmt::format("{}'{}' (step {})", others.empty() ? "" : ", ", step.name, step.step);
-    throw StoreError(
-        fmt::format("{} keeps no step '{}', or not any more; it keeps {}. The last {} stay (hoist.keep_steps)",
-                    directory, from, others.empty() ? "none" : others, options_.config.engine.keep_steps));
+    throw StoreError(fmt::format("{} has no named checkpoint '{}'; it has {}, and hoist.keep_steps keeps {}", directory,
+                                 from, others.empty() ? "none" : others,
+                                 kept == 0 ? "none" : fmt::format("the newest {}", kept)));
   } catch (const StoreError&) {
     throw;
   } catch (const ExchangedError&) {  // all ranks know it, and nothing has changed

@@ -232,7 +232,7 @@ TEST_F(Export, BadInputIsRefusedBeforeAnythingIsWritten) {
   EXPECT_EQ(run("export store --to weights --shard-size 0").exit_code, 2);
   const auto kept = run("export store --to weights --from best");
   EXPECT_EQ(kept.exit_code, 2);
-  EXPECT_THAT(kept.errors, HasSubstr("--from best: store keeps no step under a name"));
+  EXPECT_THAT(kept.errors, HasSubstr("--from best: store has no named checkpoint"));
   const auto nowhere = run("export store --to weights --json no/such/report.json");
   EXPECT_EQ(nowhere.exit_code, 1);
   EXPECT_THAT(nowhere.errors, HasSubstr("no/such/report.json"));

@@ -157,7 +157,7 @@ def test_a_restore_of_what_is_not_there_gives_up_nothing(settings, tmp_path, whe
     with hoist.torch.wrap(make(), copy.deepcopy(config)) as engine:
         train(engine, 2)
         before = digests(engine)
-        refusal = {"memory": "all state is in memory"}.get(where, "keeps no step 'x'" if name else "holds no commit yet")
+        refusal = {"memory": "all state is in memory"}.get(where, "no named checkpoint 'x'" if name else "holds no commit yet")
         with pytest.raises(hoist.Error, match=refusal):
             engine.restore(name)
         assert engine.step_count == 2 and digests(engine) == before
@@ -374,7 +374,7 @@ def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
     assert engine.step_count == 2
     engine.close()
     engine, *_ = initialize(settings(store="other"))
-    with pytest.raises(hoist.StoreError, match=r"other/hoist keeps no step 'a': a run begins there\. The model"):
+    with pytest.raises(hoist.StoreError, match=r"other/hoist has no named checkpoint 'a': a run begins there\. The model"):
         engine.load_checkpoint(tmp_path / "c")
     engine.close()
 

@@ -213,7 +213,7 @@ def test_a_change_of_directory_leads_to_no_other_runs_store(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 @pytest.mark.parametrize("has_store, name, match", [(False, "", "all state is in memory"), (False, "x", "all state is in memory"),
-                                                    (True, "", "holds no commit yet"), (True, "x", "keeps no step 'x'")])
+                                                    (True, "", "holds no commit yet"), (True, "x", "no named checkpoint 'x'")])
 def test_a_restore_of_what_is_not_there_gives_up_nothing(tmp_path, offload, has_store, name, match):
     if offload == "nvme" and not (has_store and name):
         return

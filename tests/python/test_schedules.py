@@ -518,7 +518,7 @@ def test_a_load_that_fails_leaves_what_the_commit_says_of_a_schedule(settings, t
         train(engine, 3)
         count = engine.lr_scheduler.last_epoch
     with hoist.torch.wrap(make(), settings(), resume=True) as engine:
-        with pytest.raises(hoist.StoreError, match="keeps no step 'missing'"):
+        with pytest.raises(hoist.StoreError, match="has no named checkpoint 'missing'"):
             engine.load_checkpoint(tmp_path / "c", tag="missing", load_lr_scheduler_states=False)
         engine.lr_scheduler = schedule
         assert engine.lr_scheduler.last_epoch == count > 0

@@ -256,7 +256,7 @@ def test_after_an_interrupted_forward_pass_a_checkpoint_is_loaded(settings, tmp_
             train(engine, 1, first=3)
         engine.module.blocks[1].raises = None
         assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
-        with pytest.raises(hoist.StoreError, match="keeps no step 'other'"):
+        with pytest.raises(hoist.StoreError, match="has no named checkpoint 'other'"):
             engine.load_checkpoint(tmp_path / "c", tag="other")
         with pytest.raises(hoist.UsageError, match="interrupted"):
             train(engine, 1, first=3)

@@ -256,8 +256,9 @@ TEST_P(NamedCheckpointTest, UnknownAndImpossibleNamesAreRefused) {
     model.train(3, 3);
   });
   on_engines([&](int, ToyModel& model) {
-    EXPECT_THAT([&] { model.restore({.from = "three"}); },
-                testing::ThrowsMessage<StoreError>(HasSubstr("keeps no step 'three'; it has 'two' (step 2)")));
+    EXPECT_THAT(
+        [&] { model.restore({.from = "three"}); },
+        testing::ThrowsMessage<StoreError>(HasSubstr("has no named checkpoint 'three'; it has 'two' (step 2)")));
     model.restore({.from = "two"});  // nothing is left of the refused one
     model.train(3, 3);
   });

@@ -64,7 +64,7 @@ CommonStoreError nothing_to_restore(const RankAgreement& ranks, const EngineOpti
   for (const NamedCheckpoint& step : survey.checkpoints())
     others += fmt::format("{}'{}' (step {})", others.empty() ? "it has " : ", ", step.name, step.step);
   if (!from.empty())
-    return CommonStoreError(fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
+    return CommonStoreError(fmt::format("{} has no named checkpoint '{}'{}", options.store_directory, from,
                                         others.empty() ? ", nor any other" : "; " + others));
   std::string why;
   bool has_files = false;

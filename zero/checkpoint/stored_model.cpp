@@ -306,7 +306,7 @@ class StoredModel::Impl {
       if (checkpoint->name == name && !other) return *checkpoint;
       held += fmt::format("{}'{}'", held.empty() ? "; it has " : ", ", checkpoint->name);
     }
-    throw StoreError(fmt::format("{} keeps no step '{}'{}", summary.directory, name, held));
+    throw StoreError(fmt::format("{} has no named checkpoint '{}'{}", summary.directory, name, held));
   }
 
   static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
