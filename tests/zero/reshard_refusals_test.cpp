@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// Files of a store are missing, damaged or another process's: what cannot be continued is refused, and stays.
+#include <filesystem>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/zero/checkpoint/stored_model.hpp>
+
+#include "reshard_fixture.hpp"
+
+namespace hoist::test::reshard_refusals_test {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+TEST_P(ReshardTest, RefusalsSayWhatToDo) {
+  begin_with(2, 2);
+  expect_refusal(3, kInitialize, HasSubstr("holds step 2 of a run of 2 ranks; continue it (Engine::restore()"));
+  const FilesAway unmounted({store_ + "/rank-00001.manifest"});
+  expect_refusal(3, kRestore,
+                 AllOf(HasSubstr("is of a run of 2 ranks, whose files are not all readable"),
+                       HasSubstr("start 2 ranks, or bring the files together")));
+}
+
+// Each rank sees the files on its own drive, and rank 2 none.
+TEST_P(ReshardTest, WithoutASharedFileSystemTheRefusalNamesTheNumberOfRanks) {
+  own_drives_ = true;
+  begin_with(2, 2);
+  expect_refusal(3, kRestore, AllOf(HasSubstr("is of a run of 2 ranks"), HasSubstr("start 2 ranks")));
+}
+
+TEST_P(ReshardTest, AMissingRunIsNamed) {
+  expect_refusal(2, kRestore, AllOf(HasSubstr("there is no run in "), HasSubstr("begin one with Engine::create()")));
+}
+
+TEST_P(ReshardOnNvmeTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {
+  begin_with(2, 2);
+  setup_.engine.durability = tiers::Durability::none;
+  setup_.engine.keep_steps = 0;
+  expect_refusal(3, kRestore, HasSubstr("would be taken over into one of durability \"none\""));
+  setup_.engine.durability = tiers::Durability::step;
+  continue_with(3, 3);
+}
+
+// The run was started twice: the second process must leave the directory alone in which the first makes its new store.
+TEST_P(ReshardTest, APlaceThatAnotherProcessIsMakingIsLeftAlone) {
+  begin_with(2, 3);
+  const std::string theirs = store_ + "/reshard-0001-ranks-3";
+  {
+    tiers::detail::Creation other(tiers::detail::StorePaths(theirs, 0));
+    other.claim({});
+    setup_.engine.lock_timeout = std::chrono::milliseconds(1);
+    on_engines(3, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), Error); });
+    EXPECT_TRUE(std::filesystem::exists(theirs + "/rank-00000.data"));
+  }
+  continue_with(3, 4);
+}
+
+// The same with as many ranks: the second process has waited for the old store until the first had read it.
+TEST_P(ReshardTest, AStoreThatAnotherProcessTakesOverFromIsNotContinuedInPlace) {
+  begin_with(2, 3);
+  {
+    tiers::detail::Creation other(tiers::detail::StorePaths(store_ + "/reshard-0001-ranks-3", 2));
+    other.claim({});
+    setup_.engine.lock_timeout = std::chrono::milliseconds(100);
+    expect_refusal(2, kRestore, HasSubstr("another process continues from the store in"));
+  }
+  continue_with(2, 4);
+}
+
+// A rank's drive is not mounted, say. What the other ranks trained is not a first start's.
+TEST_P(ReshardOnNvmeTest, APartOfAStoreThatTookOverOutlivesANewBeginning) {
+  begin_with(2, 2);
+  on_engines(3, kRestore);  // its only commit is step 2
+  const std::string store = store_ + "/reshard-0001-ranks-3";
+  const FilesAway unmounted({store + "/rank-00000.data", store + "/rank-00000.manifest"});
+  on_engines(3, kInitialize);
+  for (const int rank : {1, 2}) EXPECT_EQ(tiers::Store::look(store, rank).commits.size(), 1u) << rank;
+}
+
+// Whether its other ranks had made theirs cannot be known.
+TEST_P(ReshardOnNvmeTest, AFirstCommitWhoseOtherRanksAreElsewhereIsNotReplacedByAnotherNumberOfRanks) {
+  on_engines(2, kInitialize);
+  {
+    const FilesAway unmounted({store_ + "/rank-00000.data", store_ + "/rank-00000.manifest"});
+    expect_refusal(1, kInitialize, HasSubstr("first commit of rank 1 of a run of 2 ranks"));
+  }
+  on_engines(2, [](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 0u); });
+}
+
+// Each host has the other rank's drive: the store is whole, so nothing older is continued and nothing is removed.
+TEST_P(ReshardTest, HostsThatWereSwappedLoseNothing) {
+  own_drives_ = true;
+  setup_.engine.keep_steps = 0;
+  begin_with(2, 2);
+  setup_.engine.keep_steps = 2;
+  setup_.engine.mirror.directory = directory_ / "mirror";
+  continue_with(2, 3);
+  continue_with(2, 4);
+  const auto swap = [&] {
+    std::filesystem::rename(directory_of(0), directory_ / "aside");
+    std::filesystem::rename(directory_of(1), directory_of(0));
+    std::filesystem::rename(directory_ / "aside", directory_of(1));
+  };
+  swap();
+  on_engines(2, [](int, ToyModel& model) { EXPECT_THROW(model.restore(), Error); });
+  on_engines(2, [](int, ToyModel& model) {
+    EXPECT_THROW(model.begin({.masters = model.fill(), .step = 1}), Error) << "as a run that took its state elsewhere";
+  });
+  swap();
+  continue_with(2, 5);
+}
+
+// The newer store has a file that cannot be read. The engine must not fall back to the older store.
+TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
+  begin_and_keep_two(3);
+  continue_with(3, 5);
+  continue_with(3, 6);
+  {
+    const FilesAway unmounted({stores()[0].in(store_) + "/rank-00001.manifest"});
+    on_engines(3, [&](int, ToyModel& model) {
+      EXPECT_THROW(model.find_commit(), StoreError);
+      EXPECT_THROW(model.restore(), StoreError);
+      EXPECT_THROW(model.initialize(), StoreError);
+    });
+  }
+  {  // a store that keeps steps stays as well when a file of it cannot be reached
+    const FilesAway unmounted({store_ + "/rank-00001.manifest"});
+    continue_with(3, 7);
+  }
+  on_engines(3, [&](int, ToyModel& model) { EXPECT_EQ(model.find_checkpoints().size(), 1u); });
+}
+
+// No slot of it can be read. It must not be taken for a store that was only being made, and removed.
+TEST_P(ReshardTest, ANewerStoreWithoutAReadableCommitStays) {
+  setup_.engine.keep_steps = 0;
+  begin_with(2, 3);
+  std::filesystem::copy(store_, directory_ / "old");
+  continue_with(1, 4);
+  std::filesystem::copy(directory_ / "old", store_, std::filesystem::copy_options::overwrite_existing);
+  const std::string newer = stores()[0].in(store_);
+  for (const std::uint32_t slot : {0u, 1u}) damage_slot(newer, 0, slot);
+  for (const int ranks : {1, 2})
+    expect_refusal(ranks, kRestore, HasSubstr("holds a training, but no commit that every rank has"));
+  EXPECT_TRUE(std::filesystem::exists(newer + "/rank-00000.data"));
+}
+
+// Earlier programs began a run beside what a killed start of more ranks had left.
+TEST_P(ReshardTest, FilesOfTwoRunsAreToldApart) {
+  on_engines(2, kInitialize);
+  std::filesystem::copy(store_ + "/rank-00001.manifest", directory_ / "other");
+  std::filesystem::remove_all(store_);
+  begin_with(1, 2);
+  std::filesystem::copy(directory_ / "other", store_ + "/rank-00001.manifest");
+  const std::string other = on_nvme() ? "at step 0" : "without a commit";
+  EXPECT_THAT([&] { StoredModel stored(store_); },
+              testing::ThrowsMessage<StoreError>(HasSubstr("rank 0's is of a run of 1 rank, at step 2, and rank 1's is "
+                                                           "of a run of 2 ranks, " +
+                                                           other)));
+}
+
+}  // namespace
+}  // namespace hoist::test::reshard_refusals_test
