@@ -15,5 +15,6 @@ void bind_estimate(nanobind::module_& module);
 void bind_aio(nanobind::module_& module);
 void bind_optim(nanobind::module_& module);
 void bind_stored(nanobind::module_& module);
+void bind_attributes(nanobind::module_& module);
 
 }  // namespace hoist::python

@@ -16,4 +16,5 @@ NB_MODULE(_hoist, module) {
   hoist::python::bind_aio(module);
   hoist::python::bind_optim(module);
   hoist::python::bind_stored(module);
+  hoist::python::bind_attributes(module);
 }

@@ -231,7 +231,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             raise _hoist.UsageError("train_batch() takes all micro-batches of a step: call it before backward(), or call "
                                     "drop_gradients() first")
         if self.config.is_vertical:
-            losses = vertical.train(self._passes, self._unit_manager, self.device, taken, loss_of)
+            losses = vertical.train(self._passes, self._unit_manager, self.module, self.device, taken, loss_of)
         else:
             try:
                 losses = [self.backward(loss_of(batch)).detach() for batch in taken]

@@ -356,6 +356,9 @@ class Passes:
             raise _hoist.UsageError("recomputation with use_reentrant=True has no graph between the layers, so that vertical "
                                     "order cannot take them one by one: use torch.utils.checkpoint with use_reentrant=False")
 
+    def name_of_unit(self, unit: int) -> str:
+        return self._cut.units[unit].name
+
     # --- between passes ----------------------------------------------------------------------------------------------
 
     def end_for_step(self, at_boundary: bool, call: str = "step()") -> bool:

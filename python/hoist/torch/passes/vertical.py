@@ -6,6 +6,8 @@ the next unit, so that a unit is loaded once for all of them. Every unit's outpu
 follows sees a tensor without history. Backward, the pieces between the cuts are differentiated from the last one to the
 first, each for all micro-batches, with the gradient that the later pieces left at the cut.
 
+Attributes of modules are those of the micro-batch whose turn it is (attributes.py).
+
 A tensor that leaves a unit beside its output (kept in an attribute, say) is not cut. Its gradient would need the memory of
 that unit's gradients while another unit's are not complete, and is refused. So are gradients of micro-batches that use different
 layers, because the pieces from the last one on are then not of the same unit.
@@ -24,10 +26,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from hoist import _hoist
 from hoist.torch.devices import carried_state
+from hoist.torch.passes.attributes import Attributes
 from hoist.torch.passes.passes import Passes
 
 if TYPE_CHECKING:
@@ -36,10 +40,11 @@ if TYPE_CHECKING:
 _Batch = TypeVar("_Batch")
 
 
-def train(passes: Passes, unit_manager: _hoist.UnitManager, device: torch.device, micro_batches: Sequence[_Batch],
-          loss_of: Callable[[_Batch], torch.Tensor]) -> list[torch.Tensor]:
+def train(passes: Passes, unit_manager: _hoist.UnitManager, module: nn.Module, device: torch.device,
+          micro_batches: Sequence[_Batch], loss_of: Callable[[_Batch], torch.Tensor]) -> list[torch.Tensor]:
     """Forward and backward pass of all micro-batches of a step. Returns their losses, without history."""
-    forward = passes.forward_of_all = Forward(passes, unit_manager, len(micro_batches))
+    attributes = Attributes(module, len(micro_batches))
+    forward = passes.forward_of_all = Forward(passes, unit_manager, attributes, len(micro_batches))
     try:
         with passes.of_all_micro_batches():
             losses = forward.run(micro_batches, loss_of, device)
@@ -50,7 +55,8 @@ def train(passes: Passes, unit_manager: _hoist.UnitManager, device: torch.device
             scaled = [passes.scale(loss) for loss in losses]
             del losses
             with passes.backward_of_all(forward.only_without_history):
-                _differentiate(unit_manager, forward.pieces, scaled, forward.uncut)
+                _differentiate(unit_manager, forward, scaled)
+        attributes.end()
     finally:
         passes.forward_of_all = None
     return detached
@@ -73,8 +79,9 @@ class _Cut(torch.autograd.Function):
 class Piece:
     """The results of one micro-batch between two cuts: the outputs of a unit's call, and their gradients so far."""
 
-    def __init__(self, units: Sequence[int]):
+    def __init__(self, units: Sequence[int], require_own: Callable[..., None]):
         self.units = list(units)
+        self._require_own = require_own
         self._outputs: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor | None] = []
 
@@ -87,6 +94,7 @@ class Piece:
             if leaf.grad_fn is None:
                 return leaf
             if id(leaf) not in cuts:
+                leaf.grad_fn.register_prehook(self._require_own)  # a hook of the program's may have kept it
                 self._outputs.append(leaf)
                 self._gradients.append(None)
                 graph = torch.empty(0, requires_grad=True, device="cpu")
@@ -106,6 +114,7 @@ class Piece:
         return not self._outputs
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
+        self._require_own()
         before = self._gradients[index]
         self._gradients[index] = gradient if before is None else before + gradient
 
@@ -118,6 +127,20 @@ class Piece:
             torch.autograd.backward(outputs, gradients, retain_graph=True)
 
 
+def _require_own(unit: str, micro_batch: int, differentiated: list[int], *_: object) -> None:
+    """Errors: UsageError where the gradient of another micro-batch's loss reaches what a unit has made for this one."""
+    if differentiated[0] == micro_batch:
+        return
+    if differentiated[0] < 0:
+        raise _hoist.UsageError("a backward pass inside of train_batch(): loss_of returns the loss, and its backward pass comes "
+                                "after the forward passes of all micro-batches")
+    raise _hoist.UsageError(
+        f"the loss of micro-batch {differentiated[0]} depends on a tensor that unit '{unit}' has made for micro-batch {micro_batch}. "
+        "In vertical order micro-batches take turns within forward(), and share what is no attribute of a module: a list, a "
+        "dictionary or an object of the program's, such as one that a hook of a module fills. Keep the tensor in an attribute of "
+        "a module, or return it from forward()")
+
+
 class _Stopped(BaseException):
     """Ends the thread of a micro-batch after another one has failed."""
 
@@ -128,10 +151,12 @@ class Forward:
     Threading: one thread a micro-batch; all but the one whose turn it is wait in _hand_over().
     """
 
-    def __init__(self, passes: Passes, unit_manager: _hoist.UnitManager, count: int):
+    def __init__(self, passes: Passes, unit_manager: _hoist.UnitManager, attributes: Attributes, count: int):
         self._passes = passes
         self._unit_manager = unit_manager
+        self.attributes = attributes
         self.pieces: list[list[Piece]] = [[] for _ in range(count)]  # of each micro-batch, in the order of the calls
+        self.differentiated = [-1]  # the micro-batch whose gradients are computed
         self.uncut: list[list[int]] = [[] for _ in range(count)]  # units of each that the next piece includes
         self._with_history: set[int] = set()  # units called with gradients recorded
         self._without_history: set[int] = set()  # under torch.no_grad()
@@ -219,7 +244,8 @@ class Forward:
             self._leave_held()
 
     def cut(self, units: list[int], output: Any) -> Any:
-        piece = Piece(units)
+        name = self._passes.name_of_unit(units[0])
+        piece = Piece(units, functools.partial(_require_own, name, self._turn, self.differentiated))
         cut = piece.cut(output)
         uncut = self.uncut[self._turn]
         if piece.is_empty:
@@ -248,6 +274,7 @@ class Forward:
 
     def _hand_over(self) -> None:
         mine = self._turn
+        self.attributes.end_turn(mine)
         self._pass_on()
         self._await_turn(mine)
 
@@ -264,8 +291,10 @@ class Forward:
         self._passes.turns.take_over()
         if self._is_stopped:
             raise _Stopped
+        self.attributes.begin_turn(mine)
 
     def _end(self, mine: int) -> None:
+        self.attributes.end_turn(mine)
         with self._changed:
             self._alive.remove(mine)
         self._pass_on()
@@ -275,19 +304,26 @@ class Forward:
         self._is_stopped = True
 
 
-def _differentiate(unit_manager: _hoist.UnitManager, pieces: list[list[Piece]], losses: list[torch.Tensor],
-                   uncut: list[list[int]]) -> None:
-    """Clears its arguments, so that memory is given back as the backward pass goes on."""
+def _differentiate(unit_manager: _hoist.UnitManager, forward: Forward, losses: list[torch.Tensor]) -> None:
+    """Clears what it is given, so that memory is given back as the backward pass goes on."""
+    pieces, uncut = forward.pieces, forward.uncut
+
+    def begin(micro_batch: int) -> None:
+        forward.differentiated[0] = micro_batch
+        forward.attributes.begin_turn(micro_batch)  # a recomputation reads them
+
     to_come = Counter(unit for of_one in pieces for piece in of_one for unit in piece.units)
     for index in range(len(losses)):
+        begin(index)
         losses[index].backward(retain_graph=True)
         losses[index] = torch.empty(0, device="cpu")
         unit_manager.end_part()
     _end_units(unit_manager, {unit for units in uncut for unit in units}, to_come)
     while any(pieces):
         units: set[int] = set()
-        for of_one in pieces:
+        for index, of_one in enumerate(pieces):
             if of_one:
+                begin(index)
                 piece = of_one.pop()
                 piece.differentiate()
                 unit_manager.end_part()
