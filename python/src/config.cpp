@@ -23,10 +23,11 @@ using namespace nb::literals;
 
 namespace {
 
-// The value of a key in the file, for keys that concern the program and are no option of the engine.
+// The value of a key in the file, for keys that concern the program and are no option of the engine. "auto" is none: it
+// selects the default, as a key left out does.
 nb::object setting(const Config& config, const std::string& path) {
   for (const ConfigSetting& row : config.settings()) {
-    if (row.row == nullptr || row.row->path != path || row.source == ConfigSetting::Source::standard) continue;
+    if (row.row == nullptr || row.row->path != path || row.source != ConfigSetting::Source::file) continue;
     return std::visit(
         [](const auto& value) -> nb::object {
           if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::monostate>)
@@ -90,7 +91,7 @@ void bind_config(nb::module_& module) {
       .def("settle", &Config::settle, "world_size"_a,
            "Fills in the batch sizes that the others imply for so many ranks. Errors: ConfigError.")
       .def("copy", [](const Config& c) { return c; })
-      .def("setting", &setting, "path"_a, "The file's own value of a key, None where it does not say.")
+      .def("setting", &setting, "path"_a, "The file's own value of a key, None where it says none or \"auto\".")
       .def_ro("warnings", &Config::warnings)
       .def_prop_rw(
           "device",

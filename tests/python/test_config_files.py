@@ -2,6 +2,8 @@
 """Configurations as Python programs have them: DeepSpeed's JSON, and the YAML that `accelerate config` writes."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy
 import pytest
@@ -10,6 +12,7 @@ import torch
 import hoist
 import hoist.torch
 from hoist.torch.config_files import read_config
+from test_distributed import at
 from training import digests, make, train
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (pip install pyyaml)")
@@ -137,3 +140,35 @@ def test_paths_and_numbers_of_other_libraries_are_taken_in_a_dictionary(settings
     config["optimizer"]["params"]["lr"] = torch.ones(2)
     with pytest.raises(hoist.UsageError, match=r"config: optimizer\.params\.lr is of type torch\.Tensor"):
         hoist.torch.load_config(config)
+
+
+AUTO = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "auto_cast": "auto", "loss_scale": "auto"}}
+
+
+@pytest.mark.parametrize("make_engine", [hoist.torch.wrap, lambda model, config: hoist.torch.initialize(model=model, config=config)[0]],
+                         ids=["wrap", "initialize"])
+def test_auto_is_what_a_key_left_out_is(settings, make_engine, tmp_path):
+    """Weights keep their types, and steps are kept for save_checkpoint() of initialize()."""
+    ends = []
+    for changes in ({}, AUTO):
+        config = at(tmp_path / f"store{len(ends)}", settings(**changes))
+        if changes:
+            config["zero_optimization"]["stage"] = config["dataloader_drop_last"] = config["hoist"]["keep_steps"] = "auto"
+        with make_engine(make(), config) as engine:
+            assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+            assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.zero_optimization_stage()) == (False, False, 3)
+            ends.append((train(engine, 3), digests(engine), engine.config.keep_steps))
+    assert ends[0] == ends[1]
+
+
+def test_auto_is_no_value_of_any_key_that_python_reads():
+    """Except of a key that has a choice of this name."""
+    package = Path(hoist.torch.__file__).parent
+    keys = {key for file in package.rglob("*.py") for key in re.findall(r'\bsetting\(\s*"([\w.]+)"\)', file.read_text())}
+    keys |= {f"fp16.{key}" for key in ("loss_scale_window", "min_loss_scale", "hysteresis", "consecutive_hysteresis")}
+    assert {"bf16.enabled", "hoist.keep_steps", "zero_optimization.stage", "scheduler.type"} <= keys
+    for key in keys - {"scheduler.type", "optimizer.type", "hoist.update_mode", "optimizer.params.torch_adam"}:
+        config = "auto"
+        for part in reversed(key.split(".")):
+            config = {part: config}
+        assert hoist.torch.load_config(config).setting(key) is None, key

@@ -252,3 +252,16 @@ def test_logged_rates_are_those_that_steps_used(tmp_path, kind):
     used = [before - after for before, after in zip(fallen, fallen[1:], strict=False)]
     assert logged == pytest.approx(used, abs=1e-6) and max(logged) > 5e-3 and len(logged) == 6
     trainer.engine.close()
+
+
+def test_auto_of_hoists_own_keys_is_what_a_key_left_out_is(tmp_path):
+    """Trainer keeps as many steps as its arguments ask for."""
+    config = ds_config(tmp_path / "nvme")
+    config["hoist"] = {"keep_steps": "auto"}
+    config["fp16"] = {"enabled": "auto"}
+    args = arguments(tmp_path, bf16=False, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer = trainer_of(args, config)
+    trainer.train()
+    assert trainer.engine.config.keep_steps == 3 and next(trainer.model.parameters()).dtype == torch.float32
+    assert (tmp_path / "checkpoint-2").is_dir()
+    trainer.engine.close()
