@@ -4,8 +4,10 @@
 
 import pytest
 import torch
-from loops import Block, close_to, engines, run, trained
+import torch.nn.functional as F
+from loops import Block, batches, close_to, engines, model_of, reference_of, run, trained
 from torch import nn
+from torch.func import functional_call, grad, vmap
 
 
 @pytest.fixture
@@ -55,3 +57,39 @@ def test_units_inside_of_vmap_come_and_go(wrapped):
     expected = trained(Transformed(TRANSFORMATIONS["vmap"], count=6))
     with wrapped(Transformed(TRANSFORMATIONS["vmap"], count=6), memory="40KiB") as engine:
         close_to(run(engine), expected)
+
+
+def other_weight(x):
+    return 0.1 * torch.eye(x.shape[-1], device=x.device) * (1 + x.mean())
+
+
+def with_another_weight(model, x):
+    return functional_call(model, {"2.weight": other_weight(x)}, (x,))
+
+
+def with_one_that_has_a_gradient(model, x):
+    return functional_call(model, {"2.weight": other_weight(x).requires_grad_()}, (x,))
+
+
+def with_gradients_of_each_sample(model, x):
+    gradients = vmap(grad(lambda weight, row: functional_call(model, {"2.weight": weight}, (row,)).sum()), in_dims=(None, 0))
+    return model(x + gradients(other_weight(x), x).detach().mean())
+
+
+@pytest.mark.parametrize("call", [with_another_weight, with_one_that_has_a_gradient, with_gradients_of_each_sample],
+                         ids=lambda call: call.__name__)
+def test_a_pass_may_begin_with_other_parameters(wrapped, call):
+    """torch.func.functional_call() gives the model other parameters for the time of a call, which is a pass's first one."""
+    ends, plain = [], model_of()
+    optimizer = reference_of(plain)
+    with wrapped() as engine:
+        for model, backward, step in ((plain, torch.Tensor.backward, optimizer), (engine.module, engine.backward, engine)):
+            losses = []
+            for inputs, targets in batches():
+                loss = F.mse_loss(call(model, inputs), targets)
+                backward(loss)
+                step.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            ends.append(losses)
+    close_to(ends[1], ends[0])

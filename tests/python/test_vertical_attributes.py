@@ -154,6 +154,21 @@ class Cache(Chain):
             block.scale = self.table[:len(x)]
 
 
+class OtherParameters(nn.Module):
+    """The weight of the head depends on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain()
+
+    def forward(self, x):
+        weight = torch.eye(WIDTH, device=x.device) * x.mean()
+        return torch.func.functional_call(self.chain, {"head.weight": weight}, (x,))
+
+    def loss(self, x):
+        return (self(x) - 1).square().mean()
+
+
 class Memory(Chain):
     """Each micro-batch begins with what the one before has left."""
 
@@ -171,7 +186,7 @@ class Memory(Chain):
 
 
 KINDS = (PartOfLoss, Statistic, Number, Mask, MaskForALinear, RecomputedMask, Buffer, Dictionary, List, ListOfEachCall, Deleted,
-         Cache, Memory)
+         Cache, OtherParameters, Memory)
 
 
 def steps_of_data():

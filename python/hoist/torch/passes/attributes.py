@@ -41,6 +41,9 @@ class Attributes:
         self._before: list[_Place] = []  # copies of them, of when the turn began
         self._known: set[int] = set()  # ids of places
         for each in module.modules():
+            self._add(each._parameters)  # torch.func.functional_call() replaces them while a call lasts
+        self._parameters = len(self._places)  # the first ones
+        for each in module.modules():
             self._add(vars(each))
             self._add(each._buffers)
         self._attributes = len(self._places)  # the others are containers
@@ -78,8 +81,9 @@ class Attributes:
                     changed.append(len(self._places) - 1)
 
     def _note(self, micro_batch: int, at: tuple[int, Any], former: Any, value: Any) -> None:
-        for earlier in self._views[:micro_batch]:
-            earlier.setdefault(at, former)
+        place, _ = at
+        for other in self._views if place < self._parameters else self._views[:micro_batch]:
+            other.setdefault(at, former)
         self._views[micro_batch][at] = value
 
     def begin_turn(self, micro_batch: int) -> None:

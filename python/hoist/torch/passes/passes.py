@@ -24,7 +24,7 @@ from hoist import _hoist
 from hoist.program_end import text_of
 from hoist.torch.model.units import Model
 from hoist.torch.model.wrapped import OwnForwards
-from hoist.torch.passes.turns import BACKWARD, FORWARD, Turns
+from hoist.torch.passes.turns import BACKWARD, FORWARD, Turns, is_in_functional_call
 from hoist.torch.passes.watch import UnannouncedUses
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ class Passes:
         self.pass_error = ""
         if kind == _hoist.Pass.train:
             self.parameters.refuse_gradients()
-            self.parameters.refuse_replaced_before_pass()
+            if not is_in_functional_call(sys._getframe()):
+                self.parameters.refuse_replaced_before_pass()
             if self._is_vertical and self.forward_of_all is None:
                 raise _hoist.UsageError(
                     'in vertical order ("hoist": {"micro_batch_order": "vertical"}) all micro-batches of a step pass through '

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, Ty
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from hoist import _hoist, signal_handlers
 
@@ -29,6 +30,7 @@ _log = logging.getLogger("hoist")
 FORWARD, BACKWARD = "forward()", "backward()"
 _LAST_TURN_SECONDS_MAX = 600  # a step of a large model takes minutes
 _CALL = nn.Module._call_impl.__code__
+_FUNCTIONAL_CALL = stateless._functional_call.__code__  # of torch.func.functional_call()
 
 
 def modules_on_stack(frame: FrameType | None) -> Iterator[nn.Module]:
@@ -37,6 +39,13 @@ def modules_on_stack(frame: FrameType | None) -> Iterator[nn.Module]:
         if frame.f_code is _CALL:
             yield frame.f_locals["self"]
         frame = frame.f_back
+
+
+def is_in_functional_call(frame: FrameType | None) -> bool:
+    """Whether torch.func.functional_call() has replaced parameters for the time of a call that is under way."""
+    while frame is not None and frame.f_code is not _FUNCTIONAL_CALL:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Turns:
