@@ -451,6 +451,7 @@ TEST(Options, ASwitchInsteadOfAStageIsStageOne) {
 TEST(Options, InfinityIsTakenWhereItHasNoEffect) {
   const Config config = parse(R"({"steps_per_print": Infinity, "wandb": {"project": "to Infinity"}})");
   EXPECT_THAT(config.warnings, Contains(HasSubstr("steps_per_print")));
+  EXPECT_NO_THROW(parse(R"({"steps_per_print": -1, "flops_profiler": {"profile_step": -1}})"));  // never
   EXPECT_THROW(parse(R"({"gradient_clipping": Infinity})"), ConfigError);
   EXPECT_THROW(parse(R"({"gradient_clipping": NaN})"), ConfigError);
 }
