@@ -3,13 +3,13 @@
 
 import pytest
 import torch
+from test_vertical import COUNT, config_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hoist
 import hoist.torch
 from models import on_device_of_tests
-from test_vertical import COUNT, config_of
 
 STEPS, WIDTH = 3, 16
 

@@ -135,10 +135,10 @@ def _require_own(unit: str, micro_batch: int, differentiated: list[int], *_: obj
         raise _hoist.UsageError("a backward pass inside of train_batch(): loss_of returns the loss, and its backward pass comes "
                                 "after the forward passes of all micro-batches")
     raise _hoist.UsageError(
-        f"the loss of micro-batch {differentiated[0]} depends on a tensor that unit '{unit}' has made for micro-batch {micro_batch}. "
-        "In vertical order micro-batches take turns within forward(), and share what is no attribute of a module: a list, a "
-        "dictionary or an object of the program's, such as one that a hook of a module fills. Keep the tensor in an attribute of "
-        "a module, or return it from forward()")
+        f"the loss of micro-batch {differentiated[0]} depends on a tensor that unit '{unit}' has made for micro-batch "
+        f"{micro_batch}. In vertical order micro-batches take turns within forward(), and share what is no module's attribute: "
+        "a list, a dictionary or an object of the program's, such as one that a hook of a module fills. Keep the tensor in an "
+        "attribute of a module, or return it from forward()")
 
 
 class _Stopped(BaseException):
