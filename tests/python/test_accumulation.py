@@ -122,3 +122,53 @@ def test_saving_in_the_middle_of_a_step_is_refused_with_where_it_may_stand(wrapp
                     save()
         assert not (tmp_path / "saved").exists()
         engine.save_checkpoint(tmp_path / "saved")
+
+
+def of_two_models(generator, discriminator, step, divided_by=1, remedy=None, drop_gradients=lambda: None):
+    """Losses of the steps of a GAN: in each the discriminator's micro-batches, then the generator's, which lead through it."""
+    losses = []
+    for index in range(STEPS):
+        for trained in (discriminator, generator):
+            for number, (noise, real) in enumerate(batches()[index * COUNT:(index + 1) * COUNT]):
+                discriminator.requires_grad_(trained is discriminator or remedy != "freeze")
+                fake = generator(noise)
+                if trained is discriminator:
+                    loss = F.softplus(discriminator(fake.detach())).mean() + F.softplus(-discriminator(real)).mean()
+                else:
+                    loss = F.softplus(-discriminator(fake)).mean()
+                (loss / divided_by).backward()
+                losses.append(loss.item())
+                discriminator.requires_grad_(True)
+                if trained is generator and remedy == "drop":
+                    drop_gradients()
+                step(trained, number)
+    return losses
+
+
+@pytest.mark.parametrize("remedy", [None, "freeze", "drop"])
+def test_backward_passes_of_another_models_loss(settings, remedy):
+    """Backward passes through a model are its own micro-batches, unless the program says that they are not."""
+    models = [model_of(), model_of()]
+    optimizers = {model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) for model in models}
+
+    def plain_step(model, number):
+        if number == COUNT - 1:
+            optimizers[model].step()
+            for each in models:
+                each.zero_grad()
+
+    expected = of_two_models(*models, plain_step, divided_by=COUNT)
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    generator, discriminator = (hoist.torch.wrap(model_of(), settings(name, train_batch_size=4 * COUNT, optimizer=adamw))
+                                for name in ("generator", "discriminator"))
+    engines = {engine.module: engine for engine in (generator, discriminator)}
+    with generator, discriminator:
+        def losses():
+            return of_two_models(*engines, lambda model, number: engines[model].step(), remedy=remedy,
+                                 drop_gradients=discriminator.drop_gradients)
+
+        if remedy is None:
+            with pytest.raises(hoist.UsageError, match=r"another model's loss .* as in a GAN, freeze .*drop_gradients\(\)"):
+                losses()
+        else:
+            assert losses() == pytest.approx(expected, rel=1e-5, abs=1e-5)

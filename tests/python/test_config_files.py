@@ -145,8 +145,11 @@ def test_paths_and_numbers_of_other_libraries_are_taken_in_a_dictionary(settings
 AUTO = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "auto_cast": "auto", "loss_scale": "auto"}}
 
 
-@pytest.mark.parametrize("make_engine", [hoist.torch.wrap, lambda model, config: hoist.torch.initialize(model=model, config=config)[0]],
-                         ids=["wrap", "initialize"])
+def initialized(model, config):
+    return hoist.torch.initialize(model=model, config=config)[0]
+
+
+@pytest.mark.parametrize("make_engine", [hoist.torch.wrap, initialized])
 def test_auto_is_what_a_key_left_out_is(settings, make_engine, tmp_path):
     """Weights keep their types, and steps are kept for save_checkpoint() of initialize()."""
     ends = []

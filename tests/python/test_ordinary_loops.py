@@ -167,6 +167,15 @@ def test_a_grad_that_the_program_sets_is_refused_and_zero_grad_drops_it(wrapped,
         assert all(p.grad is None for p in engine.parameters())
 
 
+def test_gradients_that_autograd_gives_the_program_are_no_backward_pass(wrapped):
+    with wrapped() as engine:
+        inputs, targets = batches(1)[0]
+        weight = engine.module[2].weight
+        weight.grad, = torch.autograd.grad(F.mse_loss(engine(inputs), targets), [weight])
+        with pytest.raises(hoist.UsageError, match=r"'2\.weight' has a grad that the program has set"):
+            engine.optimizer.step()
+
+
 # --- trainable parameters ---------------------------------------------------------------------------------------------
 
 
@@ -264,6 +273,23 @@ def test_initialize_does_not_train_what_model_parameters_leaves_out(settings):
     model[:2].requires_grad_(False)
     engine, *_ = hoist.torch.initialize(model=model, model_parameters=model[2].parameters(), config=settings())
     engine.close()
+
+
+def test_adam_that_decouples_weight_decay_is_adamw(settings):
+    """PyTorch's AdamW is such an Adam. One formula holds for all groups."""
+    expected, model = trained(model_of()), model_of()
+    try:
+        optimizer = torch.optim.Adam(model.parameters(), lr=RATE, weight_decay=0.1, decoupled_weight_decay=True)
+    except TypeError:
+        pytest.skip("PyTorch before 2.7 has no Adam(decoupled_weight_decay)")
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=optimizer, config=settings())
+    with engine:
+        close_to(run(engine), expected)
+    model = model_of()
+    optimizer = torch.optim.Adam([{"params": model[:2].parameters(), "decoupled_weight_decay": True},
+                                  {"params": model[2].parameters()}], lr=RATE, weight_decay=0.1)
+    with pytest.raises(hoist.UsageError, match="AdamW decouples weight decay in every group, and Adam adds it"):
+        hoist.torch.initialize(model=model, optimizer=optimizer, config=settings("second"))
 
 
 def test_a_group_cannot_be_added_after_wrapping(wrapped):

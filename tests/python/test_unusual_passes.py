@@ -172,6 +172,14 @@ def test_losses_of_gradients_of_the_input(wrap, make, loss_of, nodes_before):
         close_to([step_of(engine, x, loss_of) for x in inputs], expected)
 
 
+@pytest.mark.skipif(not hoist.torch.model.unit_tensors.CAN_REFUSE, reason="PyTorch before 2.13 cannot refuse to read a tensor")
+def test_second_derivatives_of_more_layers_than_fit_say_so(wrap):
+    with wrap(seeded(model_of), memory="8KiB") as engine:
+        step_of(engine, batch(0))
+        with pytest.raises(RuntimeError, match=r"gradients of gradients .* need all layers .*: raise hoist\.device_memory"):
+            step_of(engine, batch(1), with_second_derivative)
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

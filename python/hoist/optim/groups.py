@@ -35,7 +35,7 @@ def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoi
     is_decoupled = options.kind == "AdamW"
     if options.weight_decay and bool(group.get("decoupled_weight_decay", is_decoupled)) != is_decoupled:
         raise _hoist.UsageError(f"decoupled_weight_decay={group['decoupled_weight_decay']} is not {options.kind}'s: AdamW "
-                                "decouples weight decay, and Adam adds it to the gradient")
+                                "decouples weight decay in every group, and Adam adds it to the gradient in every group")
     options.check()
     return options
 

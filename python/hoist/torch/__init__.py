@@ -257,7 +257,9 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
                 raise _hoist.UsageError(f"{type(optimizer).__name__} is a torch.optim.{kind} with a step() of its own, which "
                                         f"would not be called: hoist updates by the formula of {kind}. Pass a torch.optim.{kind} "
                                         "with the same groups, if that formula is meant")
-            return kind
+            # Adam(decoupled_weight_decay=True) is AdamW's formula.
+            decouples = kind == "Adam" and all(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+            return "AdamW" if decouples else kind
     own = type(optimizer).__module__ == "hoist.optim"
     raise _hoist.UsageError(f"hoist.torch does not accept {type(optimizer).__module__}.{type(optimizer).__name__}" +
                             (", since hoist.optim is for loops without an engine" if own else "") + ": pass torch.optim's AdamW, "

@@ -54,7 +54,9 @@ class _Unit:
                         "engine.write(name, values) changes them; a loss that needs them is computed inside of a module's "
                         "forward(). If forward() has just used them for the first time without a call of their module, call it "
                         "again: hoist finds the use then; in a backward pass, engine.backward(loss) finds it, and "
-                        "loss.backward() does not. After close() the model has no values: the next "
+                        "loss.backward() does not. In torch.autograd.grad(), gradients of gradients (create_graph=True twice) "
+                        "need all layers that they lead through on the device at once: raise hoist.device_memory and "
+                        "stage3_max_live_parameters. After close() the model has no values: the next "
                         "wrap() needs them (resume=True, or weights=...), and model.load_state_dict(state, assign=True) gives it "
                         "some for PyTorch alone")
         self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes

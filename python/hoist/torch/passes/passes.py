@@ -166,7 +166,8 @@ class Passes:
                     f"a step takes the mean of {self.micro_batches} micro-batches (gradient_accumulation_steps), and this loop "
                     f"looks as if it divided its losses by {self.micro_batches} itself. Call backward() on undivided losses and "
                     "engine.step() after each of them, as for DeepSpeed; or engine.backward(loss, scale_wrt_gas=False), which "
-                    "takes the sum")
+                    "takes the sum. If these were backward passes of another model's loss through this one, as in a GAN, freeze "
+                    "this one for them (requires_grad_(False)), or call engine.drop_gradients() after each of them")
             self._begin_training_pass()
             self._unit_manager.begin(kind, self.micro_batch, self.micro_batches)
         else:
@@ -386,6 +387,7 @@ class Passes:
                 self.micro_batch += 1
             self.due = True
         if not self.due and self.micro_batch == 0:
+            self.parameters.refuse_gradients()
             raise _hoist.UsageError(f"{call} needs a backward pass before it")
         return self.due
 
