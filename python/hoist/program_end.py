@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import gc
 import logging
+import multiprocessing.util
 import os
 import sys
 import traceback
@@ -59,23 +60,48 @@ def _no_turn(call: str) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+class AtExit:
+    """Calls `call` when this process ends, perhaps twice; not in processes that are forked later. One that multiprocessing has
+    started may end without the handlers of atexit, and only its finalizers see the exception that ends it."""
+
+    def __init__(self, call: Callable[[], None]):
+        self.call = call
+        self._finalizer = multiprocessing.util.Finalize(None, call, exitpriority=100)  # torch has imported that module
+        atexit.register(call)
+
+    def cancel(self) -> None:
+        atexit.unregister(self.call)
+        self._finalizer.cancel()
+
+
+def _ending_error(mark_at_start: object) -> BaseException | None:
+    """The exception that ends the program. Finalizers of multiprocessing run while it is handled; torch.multiprocessing has made
+    it a SystemExit by then."""
+    error = handled_error()
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        error = error.__context__
+    if error is not None and mark_of(error) is not mark_at_start:
+        return error
+    return getattr(sys, "last_value", None)
+
+
 def close_at_exit(unit_manager: _hoist.UnitManager, store: str, pass_error: Callable[[], str] = str,
-                  turn: Callable[[str], AbstractContextManager[None]] = _no_turn) -> Callable[[], None]:
+                  turn: Callable[[str], AbstractContextManager[None]] = _no_turn) -> AtExit:
     """Closes what is still there when the program ends. `pass_error`: the error that a pass was left by, or nothing.
-    `turn(call)`: a context in which no call of another thread is under way. Returns what atexit has been given, to unregister
-    it after an earlier end."""
+    `turn(call)`: a context in which no call of another thread is under way. Cancel it after an earlier end."""
     alive = weakref.ref(unit_manager)
     _store_of[unit_manager] = store
+    mark_at_start = mark_of(handled_error())
 
     def close() -> None:
         if (ending := alive()) is None:
             return
         try:
             with turn("close()"):
-                if why := pass_error() or text_of(getattr(sys, "last_value", None)):
+                if why := pass_error() or text_of(_ending_error(mark_at_start)):
                     ending.abandon(why)
                 ending.close()
         except _hoist.Error as error:
             _log.error("the last step was not committed: %s", error)
 
-    return atexit.register(close)
+    return AtExit(close)

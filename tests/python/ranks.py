@@ -6,6 +6,7 @@ fork server, which has imported PyTorch and done nothing else. Tests of how a pr
 """
 
 import atexit
+import importlib
 import json
 import multiprocessing
 import os
@@ -73,6 +74,18 @@ class Program:
     def kill(self):
         self._process.kill()
         self._process.join()
+
+
+def process_of(call, *arguments):
+    """Starts a process of multiprocessing that ends as such a process does, unlike that of a Program."""
+    process = _forks.Process(target=_called, args=(call.__module__, call.__name__, arguments), daemon=True)
+    process.start()
+    return process
+
+
+def _called(module, name, arguments):
+    accelerator.use_if_asked()  # before tests are imported
+    getattr(importlib.import_module(module), name)(*arguments)
 
 
 def _run(text, arguments, environment, said):

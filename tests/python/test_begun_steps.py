@@ -47,7 +47,7 @@ def test_a_step_that_backward_has_begun_is_given_up_at_the_end(updated_in_backwa
             if end == "sys.exit":
                 sys.exit(0)
     if end == "the program's end":
-        engine._at_exit()
+        engine._at_exit.call()
     engine.close()
     said = capfd.readouterr().err
     assert "not committed" not in said and "step 3 was begun by backward()" in said, said

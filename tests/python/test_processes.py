@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import hoist
+import hoist.optim
 import hoist.torch
 from models import batches, loss_of
-from training import make
+from ranks import process_of
+from training import make, train
 
 
 def exit_code_of_fork(body, seconds=30):
@@ -159,3 +161,32 @@ def test_transfers_and_stores_do_not_hold_up_a_forked_process(settings, tmp_path
     """
     result = run_program(program, config_of(settings), str(tmp_path / "file"))
     assert result.returncode == 0, result.stderr
+
+
+kept = []  # until the process ends
+
+
+def train_to_the_end(config):
+    kept.append(hoist.torch.wrap(make(), config))
+    train(kept[0], 3)
+
+
+def optimize_to_the_end(directory):
+    model = torch.nn.Linear(8, 8)
+    optimizer = hoist.optim.AdamW(model.named_parameters(), lr=1e-2, offload="nvme", directory=directory)
+    kept.append(optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["an engine", "hoist.optim"])
+def test_a_process_of_multiprocessing_commits_its_last_step(settings, tmp_path, kind):
+    """A process that multiprocessing has forked ends without atexit's handlers."""
+    work = {"an engine": (train_to_the_end, settings()), "hoist.optim": (optimize_to_the_end, str(tmp_path / "store"))}[kind]
+    process = process_of(*work)
+    process.join(60)
+    assert process.exitcode == 0
+    steps, _ = hoist._hoist.steps_in_store(str(tmp_path / "store/hoist"))
+    assert max(step for step, _ in steps) == 3

@@ -4,19 +4,51 @@
 import ctypes
 import json
 import os
+import pathlib
 import signal
+import sys
 import time
 import types
 
+import accelerator
 import pytest
 import torch.distributed as dist
 
 import hoist
 import hoist.torch
 from hoist.torch.ranks import channels, distributed, job_store
-from ranks import free_port, results, start, texts_of
+from ranks import free_port, process_of, results, start, texts_of
 from test_distributed import train_share, with_room
 from training import make
+
+
+def train_until_an_error(rank, directory, config, how):
+    dist.init_process_group(accelerator.process_group_backend(), init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+    engine = hoist.torch.wrap(make(), config)
+    train_share(engine, rank, 2, 1)
+    if rank == 1:
+        try:
+            raise ValueError("a bad sample")
+        except ValueError:
+            if how == "torch.multiprocessing":
+                sys.exit(1)
+            raise
+    try:
+        train_share(engine, rank, 2, 1, first=1)
+    except hoist.Error as error:
+        pathlib.Path(directory, "error").write_text(str(error))
+
+
+@pytest.mark.parametrize("how", ["multiprocessing", "torch.multiprocessing"])
+def test_ranks_of_multiprocessing_say_why_they_end(settings, tmp_path, how):
+    accelerator.skip_without_gpus(2)
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 20.0
+    ranks = [process_of(train_until_an_error, rank, str(tmp_path), config, how) for rank in range(2)]
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 1]
+    assert "rank 1 failed: ValueError: a bad sample" in (tmp_path / "error").read_text()
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

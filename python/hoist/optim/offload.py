@@ -12,7 +12,6 @@ to it already.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import json
 import logging
@@ -555,7 +554,7 @@ class Offloaded:
     def close(self) -> None:
         with self._met.told_of_error():
             self.unit_manager.close()
-        atexit.unregister(self._at_exit)
+        self._at_exit.cancel()
 
     def abandon(self, error: BaseException | None) -> None:
         if why := program_end.reason_of(error):

@@ -7,7 +7,6 @@ parameter cannot be read: what is gathered, and when, is decided in passes.py an
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import logging
@@ -592,7 +591,7 @@ class Engine(StandsForModel, DeepSpeedNames):
                 self._leave_pass()
                 raise
             self._leave_pass()
-        atexit.unregister(self._at_exit)
+        self._at_exit.cancel()
 
     def _leave_pass(self) -> None:
         self._passes.give_up()

@@ -15,11 +15,11 @@ get each other's bytes.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import logging
 import math
+import multiprocessing.util
 import struct
 import threading
 import time
@@ -72,6 +72,8 @@ def _tell(speaker: Ranks | _Start, store: JobStore, why: str) -> str:
         told = store.ask(first)
     except StoreLost:
         return why
+    if not _left_words:
+        multiprocessing.util.Finalize(None, _stay_for_a_moment, exitpriority=0)  # after engines have ended
     _left_words.append(speaker)
     return told
 
@@ -451,7 +453,6 @@ def _start_exchange(group: Any, sends: list[tuple[int, torch.Tensor]],
     return work
 
 
-@atexit.register
 def _stay_for_a_moment() -> None:
     """Rank 0's process often holds the store: until the others have read there why it ended, or have ended too."""
     until = time.monotonic() + 3
