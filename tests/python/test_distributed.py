@@ -10,6 +10,7 @@ import textwrap
 import accelerator
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 import hoist
@@ -427,6 +428,24 @@ def test_ranks_go_back_after_their_channel_failed(settings, tmp_path):
         engine.close()
     """, tmp_path / "meet", config))
     assert ranks[0] == ranks[1] and ranks[0][:2] == [2, True]
+
+
+def test_ranks_that_are_joined_after_wrap_are_refused(settings):
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    alone = settings(store="alone")
+    alone["hoist"]["communicator"] = "self"
+    engines = [hoist.torch.wrap(make(), config) for config in (settings(), alone)]
+    inputs, targets = next(batches(1))
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(hoist.UsageError, match=r"init_process_group\(\) came after wrap\(\), and each of the 2 ranks"):
+            engines[0](inputs)
+        engines[1].backward(loss_of(engines[1](inputs), targets))
+        assert engines[1].step().applied
+    finally:
+        dist.destroy_process_group()
+        for engine in engines:
+            engine.close()
 
 
 def test_processes_that_would_train_alone_are_refused(settings, monkeypatch, tmp_path):

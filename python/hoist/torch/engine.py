@@ -111,6 +111,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.device = device_of(config, device, model.parameters())
         self._parameters = Parameters(model, cut, dtype_of(config), self.device)
         self._sharding = distributed.sharding_group_of(mesh, tensor_parallel, config)
+        self._came_before_ranks = config.joins_launched_ranks and not channels.is_joined()
         self._unit_manager = self._make_unit_manager(grouping)
         self._optimizer_groups_offset = 1 if grouping.options else 0  # the engine's group 0 has the configuration's settings
         if self.device.type == "cuda":
@@ -334,6 +335,8 @@ class Engine(StandsForModel, DeepSpeedNames):
             self.optimizer.show_rates()
 
     def _begin_training_pass(self) -> None:
+        if self._came_before_ranks and self.world_size == 1:
+            distributed.refuse_ranks_that_train_alone()
         if self._updates_in_backward:
             self.optimizer.push_rates()
 

@@ -133,6 +133,14 @@ def channels_of(config: _hoist.Config, met: MetRanks, doing: Callable[[], str]) 
     return channels_over(range(dist.get_world_size()), config, met, doing)
 
 
+def refuse_ranks_that_train_alone() -> None:
+    """For an engine that was made before the program joined PyTorch's ranks, if it has."""
+    if is_joined() and dist.get_world_size() > 1:
+        raise _hoist.UsageError(
+            f"torch.distributed.init_process_group() came after wrap(), and each of the {dist.get_world_size()} ranks would "
+            'train alone: call it before wrap(), or set "hoist": {"communicator": "self"} and give each rank a store of its own')
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardingGroup:
     """The ranks that divide one state between them (data parallel), in a job whose other ranks hold other parameters."""
