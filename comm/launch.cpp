@@ -80,12 +80,15 @@ std::optional<Launch> by_torchrun(const Environment& environment) {
                     "torchrun, or unset both",
                     rank_text, size_text));
   }
-  Launch launch{.launcher = Launcher::torchrun,
-                .rank = *rank,
-                .size = *size,
-                .local_rank = number(environment("LOCAL_RANK")).value_or(-1),
-                .local_size = local_size(environment("LOCAL_WORLD_SIZE"), *size),
-                .master_address = {}};
+  const char* const torchruns_local_size = environment("LOCAL_WORLD_SIZE");
+  const char* const deepspeeds_local_size = environment("LOCAL_SIZE");
+  Launch launch{
+      .launcher = Launcher::torchrun,
+      .rank = *rank,
+      .size = *size,
+      .local_rank = number(environment("LOCAL_RANK")).value_or(-1),
+      .local_size = local_size(torchruns_local_size == nullptr ? deepspeeds_local_size : torchruns_local_size, *size),
+      .master_address = {}};
   if (const char* const address = environment("MASTER_ADDR")) launch.master_address = address;
   // Kubernetes gives MASTER_PORT another meaning where a service is called "master": only a process that
   // joins needs a port.

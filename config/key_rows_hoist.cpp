@@ -25,9 +25,8 @@ std::vector<KeyRow> memory_rows() {
       {.path = "hoist.device_ordinal",
        .type = ValueType::integer,
        .range = {.max = 1023},
-       .meaning =
-           "Which GPU. Default: the launcher's local rank, modulo the number of visible GPUs; 0 without a launcher. "
-           "hoist.torch first takes the GPU that the model is on, or that torch.cuda.set_device() chose.",
+       .meaning = "Which GPU. Default: the local rank, modulo the number of visible GPUs. "
+                  "hoist.torch first takes the GPU that the model is on, or that torch.cuda.set_device() chose.",
        .apply = [](Draft& d, const Value& v) { d.runtime.device_ordinal = static_cast<int>(as_count(v)); }},
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,

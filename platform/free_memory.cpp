@@ -2,6 +2,7 @@
 // Reads /proc and the control groups. mmap() alone does not tell: it also gives addresses for which there is no memory,
 // and the kernel then kills the process when it touches them.
 #include <algorithm>
+#include <climits>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -9,6 +10,8 @@
 #include <string>
 
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/core/units.hpp>
@@ -38,6 +41,19 @@ MemorySize address_space() {
   if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {kUnlimited, kUnlimited};
   const std::uint64_t used = field_bytes("/proc/self/status", "VmSize").value_or(0);
   return {limit.rlim_cur, left_of(limit.rlim_cur, used)};
+}
+
+std::string memory_id(const ControlGroupLimits& limits, const std::string& proc) {
+  std::string id = first_line(proc + "/sys/kernel/random/boot_id").value_or("");
+  if (id.empty()) {  // of a kernel that is not Linux, but answers like it
+    char name[HOST_NAME_MAX + 1] = {};
+    if (::gethostname(name, HOST_NAME_MAX) == 0) id = name;
+  }
+  // Containers number control groups by their own paths; the file is one and the same in all of them.
+  struct stat limit {};
+  const bool is_limited = limits.memory && limits.memory->bytes < machine_memory(proc).total_bytes;
+  if (is_limited && ::stat(limits.memory->file.c_str(), &limit) == 0) id += ":" + std::to_string(limit.st_ino);
+  return id;
 }
 
 MemorySize host_memory(const ControlGroupLimits& limits) { return within(limits, machine_memory("/proc")); }

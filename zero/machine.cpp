@@ -64,6 +64,7 @@ class Chooser {
   Chooser(const RuntimeOptions& options, const Machine& machine) : out_{options, {}}, machine_(machine) {}
 
   ChosenOptions run() && {
+    out_.runtime.local_rank = machine_.local_rank;
     device();
     const bool has_own_memory =
         *out_.runtime.device == DeviceKind::cuda && machine_.gpu_memory != platform::GpuMemory::integrated;
@@ -207,7 +208,7 @@ Machine this_machine(const RuntimeOptions& options) {
   const platform::ControlGroupLimits limits = platform::control_group_limits();
   Machine machine{.host = mappable_twice(platform::host_memory(limits)),
                   .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,
-                  .local_rank = launch.local_rank,
+                  .local_rank = options.local_rank >= 0 ? options.local_rank : launch.local_rank,
                   .cpu_count = platform::processor_count(limits),
                   .allowed_cpu_count = static_cast<unsigned>(current_processors().size())};
   if (limits.cpu) machine.cpu_limit = limits.cpu->count;
@@ -222,7 +223,7 @@ Machine this_machine(const RuntimeOptions& options) {
   if (machine.gpu_count == 0) return machine;
   for (int gpu = 0; topology && gpu < machine.gpu_count; ++gpu)
     machine.gpu_nodes.push_back(topology->node_of_pci(platform::cuda_bus_id(gpu)));
-  const int local_rank = options.communicator == CommunicatorKind::self ? 0 : std::max(launch.local_rank, 0);
+  const int local_rank = options.communicator == CommunicatorKind::self ? 0 : std::max(machine.local_rank, 0);
   machine.gpu_ordinal = options.device_ordinal >= 0 ? options.device_ordinal : local_rank % machine.gpu_count;
   machine.gpu_memory = platform::gpu_memory(platform::cuda_memory_facts(machine.gpu_ordinal));
   if (machine.gpu_memory == platform::GpuMemory::coherent)

@@ -5,10 +5,11 @@
 // Memory         The free memory less a reserve for the program and for others. The reserve is a tenth of the total, at
 //                least 1 GiB and at most 32 GiB, and never more than half of the total. The result is rounded down to a
 //                multiple of a 32nd of the total, so that it is the same from run to run. The processes of a machine
-//                divide its host memory. On the host device, device memory is host memory, and one budget limits both;
-//                so it is where a GPU has no memory of its own (GpuMemory::integrated). Where processors reach a GPU's
-//                memory, the kernel counts it as the machine's; pinned memory is of the NUMA nodes with processors
-//                alone. A budget is a limit, not what an engine takes.
+//                divide its host memory (docs/launchers.md says who counts them). On the host device, device memory is
+//                host memory, and one budget limits both; so it is where a GPU has no memory of its own
+//                (GpuMemory::integrated). Where processors reach a GPU's memory, the kernel counts it as the machine's;
+//                pinned memory is of the NUMA nodes with processors alone. A budget is a limit, not what an engine
+//                takes.
 // NUMA           Pinned memory and update threads of a process are on its own nodes and processors, its I/O threads and
 //                staging buffers on the nodes of the drives (platform/numa_placement.hpp), unless
 //                RuntimeOptions::numa_placement is false. A launcher that has bound the process has chosen its

@@ -41,7 +41,7 @@ enum class CommunicatorKind : std::uint8_t {
 struct RuntimeOptions {
   // Empty, and budgets of 0: what this machine has (docs/decisions/0033-what-a-machine-has.md).
   std::optional<platform::DeviceKind> device{};
-  // -1: the launcher's local rank, modulo the devices that the process sees; 0 without a launcher.
+  // -1: the local rank, modulo the devices that the process sees.
   int device_ordinal = -1;
   platform::HostDeviceOptions host_device{};
   // Makes the device instead of Device::create. For tests.
@@ -54,6 +54,7 @@ struct RuntimeOptions {
   // Bytes of a GPU's budget that are taken at the start. The rest stays free, for PyTorch for example. 0: all of it.
   std::uint64_t device_arena_bytes = 0;
   int local_ranks = 0;  // processes that share this machine; 0: as many as the launcher says
+  int local_rank = -1;  // which of them this is; -1: the one that the launcher says
   bool huge_pages = true;
   // Whether pinned memory, update threads and I/O threads are placed by NUMA node and divided among the processes of a
   // machine, as docs/launchers.md says. Key "hoist.numa_placement".

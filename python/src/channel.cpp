@@ -193,7 +193,11 @@ class PythonChannel final : public comm::Transport {
 MakeChannel channel_maker(nb::callable make) {
   return [make = std::move(make)] {
     const nb::gil_scoped_acquire acquire;
-    return std::make_shared<PythonChannel>(make());
+    nb::object channel = make();
+    GroupChannel made{.local_ranks = nb::cast<int>(channel.attr("local_ranks")),
+                      .local_rank = nb::cast<int>(channel.attr("local_rank"))};
+    made.transport = std::make_shared<PythonChannel>(std::move(channel));
+    return made;
   };
 }
 

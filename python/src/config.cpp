@@ -4,15 +4,18 @@
 #include <fmt/format.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <hoist/comm/launch.hpp>
 #include <hoist/config/config.hpp>
 #include <hoist/config/key_table.hpp>
 #include <hoist/config/plain_json.hpp>
 #include <hoist/config/setting.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/platform/free_memory.hpp>
 
 #include "bindings.hpp"
 
@@ -54,6 +57,15 @@ void bind_config(nb::module_& module) {
         return platform::cuda_device_count(&why) > 0 ? std::string() : why;
       },
       "Why this process can use no GPU, part of a sentence; empty if it can.");
+  module.def(
+      "memory_id", [] { return platform::memory_id(); }, "Is the same for processes that divide one memory.");
+  module.def(
+      "launched_ranks",
+      [] {
+        const comm::Launch launch = comm::launch_of_process();
+        return std::pair(launch.size, launch.local_rank);
+      },
+      "How many ranks the launcher announces (1: none did), and which of this machine's this one is (-1: not said).");
   module.def(
       "plain_json", [](const std::string& text) { return config::plain_json(text); }, "text"_a,
       "The text with spaces instead of comments and of commas too many.");
@@ -121,6 +133,14 @@ void bind_config(nb::module_& module) {
       .def_prop_rw(
           "device_ordinal", [](const Config& c) { return c.runtime.device_ordinal; },
           [](Config& c, int ordinal) { c.runtime.device_ordinal = ordinal; }, "Which GPU; -1: by the local rank.")
+      .def_prop_rw(
+          "local_ranks", [](const Config& c) { return c.runtime.local_ranks; },
+          [](Config& c, int count) { c.runtime.local_ranks = count; },
+          "Ranks on this machine; 0: as many as the launcher says.")
+      .def_prop_rw(
+          "local_rank", [](const Config& c) { return c.runtime.local_rank; },
+          [](Config& c, int rank) { c.runtime.local_rank = rank; },
+          "Which of them this is; -1: the one that the launcher says.")
       .def_prop_rw(
           "keep_steps", [](const Config& c) { return c.engine.keep_steps; },
           [](Config& c, unsigned count) { c.engine.keep_steps = count; }, "Steps that stay under a name.")

@@ -108,7 +108,6 @@ struct UnitManagerOptions {
   int world_size = 0;  // of that channel
   // Over all ranks of the job, where it has several sharding groups (Runtime::Groups).
   MakeChannel make_job_channel{};
-  int job_size = 0;
 };
 
 class UnitManager {

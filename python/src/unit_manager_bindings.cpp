@@ -288,15 +288,14 @@ void bind_unit_manager(nb::module_& module) {
           "__init__",
           [](UnitManager* self, const Config& config, const std::vector<GroupOptions>& groups,
              const std::vector<ManagedUnit>& units, const std::optional<nb::callable>& make, int world_size,
-             const std::optional<nb::callable>& make_job, int job_size) {
-            UnitManagerOptions options{
-                .config = config, .groups = groups, .units = units, .world_size = world_size, .job_size = job_size};
+             const std::optional<nb::callable>& make_job) {
+            UnitManagerOptions options{.config = config, .groups = groups, .units = units, .world_size = world_size};
             if (make) options.make_channel = channel_maker(*make);
             if (make_job) options.make_job_channel = channel_maker(*make_job);
             new (self) UnitManager(std::move(options));
           },
           "config"_a, "groups"_a, "units"_a, "make_channel"_a = nb::none(), "world_size"_a = 0,
-          "make_job_channel"_a = nb::none(), "job_size"_a = 0)
+          "make_job_channel"_a = nb::none())
       .def(
           "connect",
           [](UnitManager& unit_manager, nb::object bind, nb::object open, nb::object close, nb::object unbind,
@@ -510,6 +509,10 @@ void bind_unit_manager(nb::module_& module) {
       .def_prop_ro(
           "device_ordinal", [](UnitManager& unit_manager) { return unit_manager.runtime().options().device_ordinal; },
           "Which GPU.")
+      .def_prop_ro(
+          "local_rank",
+          [](UnitManager& unit_manager) { return std::max(unit_manager.runtime().options().local_rank, 0); },
+          "Of the processes on this machine.")
       .def_prop_ro("rank", [](UnitManager& unit_manager) { return unit_manager.runtime().rank(); })
       .def_prop_ro("world_size", [](UnitManager& unit_manager) { return unit_manager.runtime().world_size(); })
       .def_prop_ro("step_count", [](UnitManager& unit_manager) { return unit_manager.engine().step_count(); })

@@ -33,7 +33,6 @@ Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOpt
 UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
   model_ = model_of(options_.units, options_.groups);
   options_.config.engine = options_.config.engine_at(world_size_at_start());
-  take_memory();
   open_runtime();
   lay_out_units();
   const nb::module_ torch = nb::module_::import_("torch");
@@ -322,19 +321,26 @@ int UnitManager::world_size_at_start() const {
 // Takes no more of a GPU's memory than the engine will use: the rest is PyTorch's.
 void UnitManager::take_memory() {
   RuntimeOptions& runtime = options_.config.runtime;
-  const comm::Launch launch = comm::launch_of_process();
-  if (launch.size == 1) runtime.local_ranks = std::max(options_.world_size, options_.job_size);
   if (runtime.device != platform::DeviceKind::cuda) return;
   const Prediction prediction = predict(runtime, options_.config.engine, model_, world_size_at_start());
   runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
 }
 
-// The channels come first, and all ranks of the job meet: a rank that then lacks memory can tell the others.
+// The channels come first, and all ranks of the job meet: they divide the memory of each machine, and a rank that lacks
+// memory can tell the others.
 void UnitManager::open_runtime() {
   const nb::gil_scoped_release release;
   const platform::DeviceKind device = options_.config.runtime.device.value_or(platform::DeviceKind::host);
-  const std::shared_ptr<comm::Transport> job = options_.make_job_channel ? options_.make_job_channel() : nullptr;
-  const std::shared_ptr<comm::Transport> sharding = options_.make_channel ? options_.make_channel() : nullptr;
+  const auto met = [&](const MakeChannel& make) {
+    const GroupChannel channel = make ? make() : GroupChannel{};
+    if (channel.local_ranks > 0) {
+      options_.config.runtime.local_ranks = channel.local_ranks;
+      options_.config.runtime.local_rank = channel.local_rank;
+    }
+    return channel.transport;
+  };
+  const std::shared_ptr<comm::Transport> job = met(options_.make_job_channel);
+  const std::shared_ptr<comm::Transport> sharding = met(options_.make_channel);
   // Both are called when this rank has taken its memory; the first one called waits for the other ranks.
   const auto join = [&](const comm::CommunicatorOptions& comm) {
     (job ? job : sharding)->barrier();
@@ -346,6 +352,7 @@ void UnitManager::open_runtime() {
     return join_over(job, platform::DeviceKind::host, {.timeout = comm.timeout});
   };
   try {
+    if (life_ == Life::fresh) take_memory();
     std::unique_ptr<Runtime> opened;
     if (job) {
       Runtime::Groups groups{.sharding = {}, .norm = norm};

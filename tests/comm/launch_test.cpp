@@ -67,6 +67,8 @@ TEST(Launch, ProcessesOfAMachine) {
   EXPECT_EQ(launch_in(kOpenMpi).local_size, 4);
   EXPECT_EQ(launch_in(kTorchrun).local_size, 4) << "not announced: all";
   Variables torchrun = kTorchrun;
+  torchrun["LOCAL_SIZE"] = "1";
+  EXPECT_EQ(launch_in(torchrun).local_size, 1) << "of DeepSpeed's launcher";
   torchrun["LOCAL_WORLD_SIZE"] = "2";
   EXPECT_EQ(launch_in(torchrun).local_size, 2);
   Variables srun = kSrun;

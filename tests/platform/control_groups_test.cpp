@@ -116,6 +116,26 @@ TEST_F(ControlGroups, VersionOneIsUnderstood) {
   EXPECT_EQ(found.processors, 2u);
 }
 
+TEST_F(ControlGroups, ProcessesThatDivideAMemoryNameItAlike) {
+  put("proc/sys/kernel/random/boot_id", "b007");
+  put("proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 16777216 kB");
+  const auto id_in = [&](const std::string& group, const char* limit) {
+    put("proc/self/cgroup", "0::/");
+    put("proc/self/mountinfo", "30 24 0:26 /" + group + " " + mount_point(group) + " ro - cgroup2 cgroup rw");
+    put(group + "/memory.max", limit);
+    return memory_id(limits(), directory_ / "proc");
+  };
+  EXPECT_EQ(id_in("container0", "max"), "b007");
+  EXPECT_EQ(id_in("container1", "max"), "b007") << "both may take all of the machine";
+  EXPECT_EQ(id_in("container1", "17179869185"), "b007") << "no limit on a machine of 16 GiB";
+  const std::string limited = id_in("container0", "8589934592");
+  EXPECT_EQ(limited.substr(0, 5), "b007:");
+  EXPECT_EQ(id_in("container0", "8589934592"), limited);
+  EXPECT_NE(id_in("container1", "8589934592"), limited) << "each has 8 GiB of its own";
+  put("proc/sys/kernel/random/boot_id", "b008");
+  EXPECT_NE(id_in("container0", "8589934592"), limited);
+}
+
 TEST_F(ControlGroups, WithoutReadableFilesThereIsNoLimit) {
   const auto found = limits();
   EXPECT_FALSE(found.memory || found.free_memory_bytes || found.cpu || found.processors);

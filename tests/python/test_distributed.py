@@ -430,6 +430,26 @@ def test_ranks_go_back_after_their_channel_failed(settings, tmp_path):
     assert ranks[0] == ranks[1] and ranks[0][:2] == [2, True]
 
 
+# Of mpirun with one process for each machine, which starts the ranks there.
+ONE_A_MACHINE = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+
+
+@pytest.mark.parametrize("launcher", [{}, ONE_A_MACHINE], ids=["RANK and WORLD_SIZE", "mpirun of one process a machine"])
+def test_ranks_divide_the_machine_that_they_are_on(settings, tmp_path, launcher):
+    config = with_room(settings)
+    del config["hoist"]["pinned_memory"]
+    ranks = results(start("""
+        hoist._hoist.memory_id = lambda: f"machine {rank % 2}"
+        join()
+        with hoist.torch.wrap(make(), config) as engine:
+            budget = engine.statistics()["tiers"]["pinned"]["budget_bytes"]
+            print(json.dumps([engine.global_rank, engine.local_rank, budget]))
+    """, tmp_path / "meet", config, size=3, **launcher))
+    assert [ranks[rank][:2] for rank in range(3)] == [[0, 0], [1, 0], [2, 1]]
+    assert all(1.5 * ranks[rank][2] < ranks[1][2] for rank in (0, 2)), ranks
+
+
 def test_ranks_that_are_joined_after_wrap_are_refused(settings):
     fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     alone = settings(store="alone")

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from optim_program import BUDGETS, OPTIMIZERS, Program, assert_equal, gpt, in_memory, place, scheduler_of, train
 from test_processes import run_program
 from torch import nn
@@ -446,3 +447,21 @@ def test_a_forked_process_is_refused(tmp_path):
         assert program.train(2, 3).optimizer.step_count == 3
     """, json.dumps(place("nvme", tmp_path)))
     assert ended.returncode == 0, ended.stderr
+
+
+def test_ranks_that_do_not_meet_divide_the_machine_as_if_all_were_here():
+    """Processes that no launcher announces, each with an optimizer of its own."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+
+    def place_of():
+        with hoist.optim.AdamW(nn.Linear(8, 8).named_parameters(), lr=1e-3, offload="cpu") as optimizer:
+            unit_manager = optimizer._offloaded.unit_manager
+            return unit_manager.local_rank, unit_manager.statistics()["tiers"]["pinned"]["budget_bytes"]
+
+    alone = place_of()
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=1, world_size=2)
+    try:
+        second = place_of()
+    finally:
+        dist.destroy_process_group()
+    assert (alone[0], second[0]) == (0, 1) and 1.5 * second[1] < alone[1]

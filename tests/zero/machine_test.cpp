@@ -296,6 +296,13 @@ Machine server(int processes, int local_rank) {
   return machine;
 }
 
+TEST(MachineChoice, RanksThatHaveCountedThemselvesKnowBetterThanTheLauncher) {
+  const Machine counted = this_machine({.local_ranks = 3, .local_rank = 2});
+  EXPECT_EQ(counted.processes, 3);
+  EXPECT_EQ(counted.local_rank, 2);
+  EXPECT_EQ(choose({}, counted).runtime.local_rank, 2);
+}
+
 TEST(MachineChoice, MemoryAndUpdateThreadsAreBesideTheGpu) {
   const ChosenOptions chosen = choose({}, server(2, 0));
   EXPECT_EQ(chosen.runtime.memory_nodes, std::vector<int>{1});

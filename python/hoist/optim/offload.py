@@ -205,7 +205,7 @@ class Offloaded:
         self._is_divided = size > 1
         self._has_others = max(size, job_size) > 1
         program_end.release_dropped(config.store_directory)
-        self.unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job, job_size)
+        self.unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
         self.unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
                                   *dlpack_device_of(self._cut.device))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.optimizer import ParamsT
@@ -113,6 +114,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._sharding = distributed.sharding_group_of(mesh, tensor_parallel, config)
         self._came_before_ranks = config.joins_launched_ranks and not channels.is_joined()
         self._unit_manager = self._make_unit_manager(grouping)
+        self._global_rank = dist.get_rank() if channels.is_joined() else self.rank
+        self._local_rank = self._unit_manager.local_rank
         self._optimizer_groups_offset = 1 if grouping.options else 0  # the engine's group 0 has the configuration's settings
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)

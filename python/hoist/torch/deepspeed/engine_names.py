@@ -111,13 +111,13 @@ class DeepSpeedNames:
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process on its machine, as torchrun says."""
-        return int(os.environ.get("LOCAL_RANK", 0))
+        """The rank of this process on its machine."""
+        return cast("Engine", self)._local_rank
 
     @property
     def global_rank(self) -> int:
         """In the job."""
-        return dist.get_rank() if is_joined() else 0
+        return dist.get_rank() if is_joined() else cast("Engine", self)._global_rank
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -209,16 +209,31 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) ->
 
 def channels_of_job(group: ShardingGroup | None, config: _hoist.Config, met: MetRanks,
                     doing: Callable[[], str]) -> tuple[Any, ...]:
-    """(maker, size) of the channels over the ranks that divide the state, and over the whole job if that is more."""
+    """(maker, size) of the channel over the ranks that divide the state, and the maker of that over the whole job if that is
+    more."""
     if group is None or group.is_whole_job:
         return channels_of(config, met, doing)
-    return (*channels_over(group.members, config, met, doing), *channels_over(range(group.job_size), config, met, doing))
+    return (*channels_over(group.members, config, met, doing), channels_over(range(group.job_size), config, met, doing)[0])
+
+
+def _local_place(rank: int, words: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """How many ranks divide this one's machine, and which of them it is: in the launcher's order, or else that of the ranks."""
+    here = [other for other, word in enumerate(words) if word["memory"] == words[rank]["memory"]]
+    here.sort(key=lambda other: words[other]["local_rank"])
+    return len(here), here.index(rank)
 
 
 def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
                   doing: Callable[[], str]) -> tuple[Callable[[], Channel] | None, int]:
     """The same over some ranks of the job, this one among them; (None, 0) where it is the only one."""
-    size = len(members)
+    if not is_joined():
+        return None, 0
+    size, job_size = len(members), dist.get_world_size()
+    launched_size, local_rank = _hoist.launched_ranks()
+    if launched_size != job_size:  # the launcher started processes that started these ranks, if there is one
+        local_rank = -1
+        if size < job_size:  # not all meet: they may all be on this machine
+            config.local_ranks, config.local_rank = job_size, dist.get_rank()
     if size == 1:
         return None, 0
     timeout = timedelta(seconds=config.comm_timeout_seconds)
@@ -226,13 +241,15 @@ def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
     def make() -> Channel:
         ranks = Ranks(timeout, members, doing)
         try:
-            ranks.meet(json.dumps({"arguments": met.arguments}))
+            ranks.meet(json.dumps({"arguments": met.arguments, "memory": _hoist.memory_id(), "local_rank": local_rank}))
             words = [json.loads(word) for word in ranks.words()]
             # Ranks that pass mesh=... are in sharding_group_of() at this time, and say so.
             if with_mesh := [member for member, word in zip(members, words, strict=True) if "mesh" in word]:
                 raise _hoist.UsageError(f"rank {with_mesh[0]} passes mesh=..., which every rank of the job passes, or none")
             met.refuse_other_arguments(ranks, [word["arguments"] for word in words])
             channel = Channel(ranks, "ranks", range(size))
+            if size == job_size:
+                channel.local_ranks, channel.local_rank = _local_place(ranks.rank, words)
             met.add(ranks)
             return channel
         except RuntimeError as error:
