@@ -50,9 +50,9 @@ void bind_attributes(nb::module_& module) {
         return changed;
       },
       "now"_a, "before"_a,
-      "Indices of the lists and dictionaries that hold other objects, or in another order, than the one in the same "
-      "place of "
-      "`before` does. Pre: both have the same type.");
+      "The indices at which a list or dictionary of `now` does not hold the same objects, in the same order, as the "
+      "one "
+      "of `before`. Pre: both have the same type.");
 }
 
 }  // namespace hoist::python

@@ -67,7 +67,7 @@ void UnitManager::refuse() const {
       throw UsageError(
           "the engine is being restored: ask again when restore(), wake() or load_checkpoint() has returned");
     case Life::failed:
-      throw UsageError("the last restore() failed, and the state is gone: call restore() again");
+      throw UsageError("the last initialize() or restore() failed, and the state is gone: call restore() again");
     case Life::asleep:
       throw UsageError("the engine sleeps, and its memory was given back: call wake() first");
     case Life::closed:
@@ -116,6 +116,7 @@ void UnitManager::abandon(const std::string& why) noexcept {
 void UnitManager::initialize(const InitialState& state, std::span<const std::byte> caller_state) {
   const EngineTurn turn(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
+  require_awake();
   try {
     begin_with(Engine::create(runtime(), options_.config.engine, model_, state, caller_state));
   } catch (...) {
@@ -226,10 +227,12 @@ RestoreReport UnitManager::restore(const std::string& from) {
     begin_with(Engine::restore(runtime(), options_.config.engine, model_, {.from = from}));
     return *engine_->restored();
   } catch (...) {
-    if (before == Life::asleep)
-      fall_asleep(asleep_at_);
-    else
+    if (before == Life::asleep || before == Life::closed) {
+      end_engine(before);
+      unbind();
+    } else {
       life_ = Life::failed;
+    }
     throw;
   }
 }

@@ -237,6 +237,19 @@ def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
     engine.close()
 
 
+def test_a_closed_engine_that_cannot_be_restored_stays_closed(settings):
+    """Another engine has the store. The model can still be given weights for PyTorch alone."""
+    config, model = settings(), make()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with hoist.torch.wrap(model, config) as engine:
+        train(engine, 1)
+    with hoist.torch.wrap(make(), config, resume=True):
+        with pytest.raises(hoist.StoreError, match="in use"):
+            engine.restore()
+        model.load_state_dict(state, assign=True)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("how", ["", "two"])
 def test_after_damage_was_undone_a_failed_engine_goes_on(settings, tmp_path, how):
     """Every byte of the weights on NVMe is wrong for a while: the pass fails, the engine too, and restore() revives it."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vertical order, with models whose forward() leaves something in an attribute of a module for code that comes later."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from test_vertical import COUNT, config_of
@@ -130,6 +133,50 @@ class ListOfEachCall(List):
         self.losses.pop()
 
 
+class ListOfTensorsThenNumbers(Chain):
+    def __init__(self):
+        super().__init__()
+        self.stack = []
+
+    def forward(self, x):
+        hidden = self.embedding(x)
+        self.stack.append(x)
+        hidden = self.blocks[0](hidden) + self.stack.pop()
+        self.stack.append(float(x.abs().max()))
+        hidden = self.head(self.blocks[1](hidden))
+        return hidden * self.stack.pop()
+
+
+class NumberInADictionary(Chain):
+    def __init__(self):
+        super().__init__()
+        self.kept = {"scale": 1.0}
+
+    def keep(self, x, hidden):
+        self.kept["scale"] = float(x.detach().abs().max())
+
+    def forward(self, x):
+        return super().forward(x) * self.kept["scale"]
+
+
+class Masked(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, x):
+        return x * self.mask
+
+
+class ModuleOfEachCall(Chain):
+    def keep(self, x, hidden):
+        self.masked = Masked((x > 0).float())
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return self.masked(hidden)
+
+
 class Deleted(Chain):
     def keep(self, x, hidden):
         self.kept = hidden.square().mean()
@@ -155,15 +202,16 @@ class Cache(Chain):
 
 
 class OtherParameters(nn.Module):
-    """The weight of the head depends on the input."""
+    """The weight of the head, and a buffer, depend on the input."""
 
     def __init__(self):
         super().__init__()
         self.chain = Chain()
+        self.chain.register_buffer("scale", torch.ones(()))
 
     def forward(self, x):
-        weight = torch.eye(WIDTH, device=x.device) * x.mean()
-        return torch.func.functional_call(self.chain, {"head.weight": weight}, (x,))
+        others = {"head.weight": torch.eye(WIDTH, device=x.device) * x.mean(), "scale": x.abs().max()}
+        return torch.func.functional_call(self.chain, others, (x,)) * self.chain.scale
 
     def loss(self, x):
         return (self(x) - 1).square().mean()
@@ -185,8 +233,39 @@ class Memory(Chain):
         self.blocks[0].scale = self.average
 
 
-KINDS = (PartOfLoss, Statistic, Number, Mask, MaskForALinear, RecomputedMask, Buffer, Dictionary, List, ListOfEachCall, Deleted,
-         Cache, OtherParameters, Memory)
+class ForAPart(Chain):
+    """A second pass, in which a flag is set, gives the target."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_target = False
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return hidden if self.is_target else hidden * 2
+
+    def loss(self, x):
+        found = self(x)
+        self.is_target = True
+        with torch.no_grad():
+            target = self(x)
+        self.is_target = False
+        return (found - target).square().mean()
+
+
+class InEvalMode(Chain):
+    def loss(self, x):
+        loss, was = super().loss(x), self.training
+        self.eval()
+        with torch.no_grad():
+            target = self(x)
+        self.train(was)
+        return loss + target.mean()
+
+
+KINDS = (PartOfLoss, Statistic, Number, Mask, MaskForALinear, RecomputedMask, Buffer, Dictionary, List, ListOfEachCall,
+         ListOfTensorsThenNumbers, NumberInADictionary, ModuleOfEachCall, Deleted, Cache, ForAPart, InEvalMode,
+         OtherParameters, Memory)
 
 
 def steps_of_data():
@@ -216,6 +295,97 @@ def test_each_micro_batch_has_its_own(settings, tmp_path, kind):
         assert these.keys() == those.keys()
         for name, value in these.items():
             assert torch.allclose(those[name], value, rtol=1e-4, atol=1e-5), name
+
+
+class EmptiedCache(Chain):
+    def __init__(self):
+        super().__init__()
+        self.cache = None
+
+    def keep(self, x, hidden):
+        if self.cache is None:
+            self.cache = (x > 0).float()
+        self.blocks[0].scale = self.cache
+
+    def loss(self, x):
+        loss, self.cache = super().loss(x), None
+        return loss
+
+
+def test_what_is_emptied_within_forward_is_refused(settings, tmp_path):
+    """The next micro-batch has found it full. Horizontal order trains such models."""
+    model = EmptiedCache()
+    with hoist.torch.wrap(model, config_of(settings, "vertical", tmp_path)) as engine:
+        with pytest.raises(hoist.UsageError, match="'cache' is set for a part of forward.*\"horizontal\""):
+            engine.train_batch([batch[:3] for batch in steps_of_data()[0]], model.loss)
+        assert engine.step_count == 0 and model.cache is None
+
+
+class SetLate(Chain):
+    def __init__(self):
+        super().__init__()
+        self.is_late = False
+
+    def forward(self, x):
+        self.is_late = False
+        hidden = super().forward(x)
+        self.is_late = True
+        return hidden
+
+
+class Depth(Chain):
+    def __init__(self):
+        super().__init__()
+        self.depth = 0
+
+    def forward(self, x):
+        self.depth += 1
+        hidden = super().forward(x)
+        self.depth -= 1
+        return hidden
+
+
+@pytest.mark.parametrize("kind, name", [(SetLate, "is_late"), (Depth, "depth")])
+def test_what_may_differ_is_said_once(settings, tmp_path, caplog, monkeypatch, kind, name):
+    monkeypatch.setattr("hoist.torch.passes.attributes._warned", set())
+    trained(settings, tmp_path, "vertical", kind())
+    assert sum(f"'{name}'" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_list_of_each_call_is_its_micro_batchs_alone(settings, tmp_path):
+    class Seen(Chain):
+        def forward(self, x):
+            self.seen = [x]
+            hidden = super().forward(x)
+            self.seen.append(hidden.detach())
+            return hidden
+
+    kept, model = [], Seen()
+
+    def loss(x):
+        loss = model.loss(x)
+        kept.append(model.seen)
+        return loss
+
+    with hoist.torch.wrap(model, config_of(settings, "vertical", tmp_path)) as engine:
+        engine.train_batch(steps_of_data()[0], loss)
+    assert [len(each) for each in kept] == [2] * COUNT
+
+
+def test_an_error_keeps_no_attributes_alive(settings, tmp_path):
+    model, made = Chain(), []
+
+    def loss(x):
+        model.extra = 1 + x.mean()
+        made.append(weakref.ref(model.extra))
+        return model.loss(x) * (1 / int(len(made) < COUNT))
+
+    with hoist.torch.wrap(model, config_of(settings, "vertical", tmp_path)) as engine:
+        with pytest.raises(ZeroDivisionError) as caught:
+            engine.train_batch(steps_of_data()[0], loss)
+        gc.collect()
+        assert len(made) == COUNT and sum(each() is not None for each in made) <= 1, caught
+    assert model.extra == 1.0
 
 
 class Counting(Chain):

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,6 +49,7 @@ def train(passes: Passes, unit_manager: _hoist.UnitManager, module: nn.Module, d
         with passes.of_all_micro_batches():
             losses = forward.run(micro_batches, loss_of, device)
             passes.forward_of_all = None
+            attributes.require_final()
             for loss in losses:
                 passes.note_division(loss)
             detached = [loss.detach() for loss in losses]
@@ -57,8 +58,12 @@ def train(passes: Passes, unit_manager: _hoist.UnitManager, module: nn.Module, d
             with passes.backward_of_all(forward.only_without_history):
                 _differentiate(unit_manager, forward, scaled)
         attributes.end()
+    except BaseException:
+        attributes.undo()
+        raise
     finally:
         passes.forward_of_all = None
+        attributes.clear()  # an error's traceback holds it
     return detached
 
 
@@ -136,9 +141,9 @@ def _require_own(unit: str, micro_batch: int, differentiated: list[int], *_: obj
                                 "after the forward passes of all micro-batches")
     raise _hoist.UsageError(
         f"the loss of micro-batch {differentiated[0]} depends on a tensor that unit '{unit}' has made for micro-batch "
-        f"{micro_batch}. In vertical order micro-batches take turns within forward(), and share what is no module's attribute: "
-        "a list, a dictionary or an object of the program's, such as one that a hook of a module fills. Keep the tensor in an "
-        "attribute of a module, or return it from forward()")
+        f"{micro_batch}. In vertical order micro-batches take turns within forward(), and share everything that is not an "
+        "attribute of a module: a list, a dictionary or an object of the program's, such as one that a hook of a module fills. "
+        "Keep the tensor in an attribute of a module, or return it from forward()")
 
 
 class _Stopped(BaseException):
@@ -294,7 +299,10 @@ class Forward:
         self.attributes.begin_turn(mine)
 
     def _end(self, mine: int) -> None:
-        self.attributes.end_turn(mine)
+        try:
+            self.attributes.end_turn(mine)
+        except BaseException as error:
+            self._stop(error)
         with self._changed:
             self._alive.remove(mine)
         self._pass_on()
@@ -308,25 +316,29 @@ def _differentiate(unit_manager: _hoist.UnitManager, forward: Forward, losses: l
     """Clears what it is given, so that memory is given back as the backward pass goes on."""
     pieces, uncut = forward.pieces, forward.uncut
 
-    def begin(micro_batch: int) -> None:
+    @contextlib.contextmanager
+    def turn_of(micro_batch: int) -> Iterator[None]:
         forward.differentiated[0] = micro_batch
-        forward.attributes.begin_turn(micro_batch)  # a recomputation reads them
+        forward.attributes.show(micro_batch)  # a recomputation reads them
+        yield
+        unit_manager.end_part()
+        forward.attributes.end_turn(micro_batch, in_backward=True)
 
     to_come = Counter(unit for of_one in pieces for piece in of_one for unit in piece.units)
     for index in range(len(losses)):
-        begin(index)
-        losses[index].backward(retain_graph=True)
-        losses[index] = torch.empty(0, device="cpu")
-        unit_manager.end_part()
+        with turn_of(index):
+            losses[index].backward(retain_graph=True)
+            losses[index] = torch.empty(0, device="cpu")
     _end_units(unit_manager, {unit for units in uncut for unit in units}, to_come)
     while any(pieces):
         units: set[int] = set()
         for index, of_one in enumerate(pieces):
             if of_one:
-                begin(index)
                 piece = of_one.pop()
-                piece.differentiate()
-                unit_manager.end_part()
+                with turn_of(index):
+                    piece.differentiate()
+                if not of_one:
+                    forward.attributes.forget(index)
                 units.update(piece.units)
                 to_come.subtract(piece.units)
         _end_units(unit_manager, units, to_come)
