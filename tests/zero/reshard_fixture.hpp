@@ -29,21 +29,27 @@ namespace hoist::test {
 // Takes a file, or a rank's files, out of a store, as if its drive were not mounted, and brings them back.
 class FilesAway {
  public:
-  explicit FilesAway(const std::vector<std::string>& files) {
+  // If one file cannot be moved, the destructor brings back those before it.
+  explicit FilesAway(const std::vector<std::string>& files) : FilesAway() {
     for (const std::string& file : files) {
-      moved_.emplace_back(file, aside_ / std::to_string(moved_.size()));
-      std::filesystem::rename(file, moved_.back().second);
+      const std::string aside = aside_ / std::to_string(moved_.size());
+      std::filesystem::rename(file, aside);
+      moved_.emplace_back(file, aside);
     }
   }
   ~FilesAway() {
-    std::error_code failed;
-    for (const auto& [file, aside] : moved_) std::filesystem::rename(aside, file, failed);
-    EXPECT_FALSE(failed) << failed.message();
+    for (const auto& [file, aside] : moved_) {
+      std::error_code failed;
+      std::filesystem::rename(aside, file, failed);
+      EXPECT_FALSE(failed) << file << ": " << failed.message();
+    }
   }
   FilesAway(const FilesAway&) = delete;
   FilesAway& operator=(const FilesAway&) = delete;
 
  private:
+  FilesAway() = default;
+
   TempDirectory aside_;
   std::vector<std::pair<std::string, std::string>> moved_;
 };
@@ -74,7 +80,7 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
       body(rank, model);
     });
   }
-  // The same, with nothing else.
+  // Each rank makes only this call.
   void on_engines(int ranks, Call call) {
     on_engines(ranks, [&](int, ToyModel& model) { call(model); });
   }
@@ -169,7 +175,7 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
   }
 };
 
-// For what only a store with state on NVMe does: elsewhere the program's saves are the commits.
+// Tests that need state on NVMe. With other placements only the program's saves make commits.
 class ReshardOnNvmeTest : public ReshardTest {};
 
 }  // namespace hoist::test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a killed start, or a killed change of the number of ranks, leaves behind, and what the next start does with it.
+// Tests the files that a killed start leaves, and how the next start handles them.
 #include <filesystem>
 #include <fstream>
 
@@ -25,12 +25,13 @@ TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   EXPECT_EQ(stores()[0].name, "reshard-0001-ranks-3");
 }
 
-// As many as named checkpoints can keep, each in a store of its own, and more.
+// More than named checkpoints can keep, each in a store of its own; and the other rank has none of these directories.
 TEST_P(ReshardTest, AStoreIsFoundBehindAnyNumberOfNewerOnes) {
-  begin_with(1, 2);
+  own_drives_ = true;
+  begin_with(2, 2);
   for (std::uint64_t order = 1; order <= 70; ++order)
-    std::filesystem::create_directory(detail::new_store_directory(order, 1).in(store_));
-  continue_with(1, 3);
+    std::filesystem::create_directory(detail::new_store_directory(order, 2).in(directory_of(0)));
+  continue_with(2, 3);
 }
 
 // A process that was killed in its first commit left nothing, for any number of ranks.

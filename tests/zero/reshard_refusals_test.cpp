@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of a store are missing, damaged or another process's: what cannot be continued is refused, and stays.
+// Files of a store are missing, damaged or another process's: the engine refuses to continue, and changes nothing.
 #include <filesystem>
 
 #include <gmock/gmock.h>

@@ -216,7 +216,7 @@ std::string placement_names(const testing::TestParamInfo<std::pair<Placement, Pl
 }  // namespace
 }  // namespace hoist::test::reshard_test
 
-// Of the tests in all these files.
+// Instantiates the tests of all three reshard_*_test.cpp files.
 namespace hoist::test {
 
 using reshard_test::placement_names;
