@@ -115,20 +115,24 @@ def run(python: str, engine: str, ranks: int, *arguments: str) -> list[float]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes, outputs, errors = [], [], []
-    for rank in range(ranks):
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                       "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        outputs.append(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads would stop the rank
-        errors.append(tempfile.TemporaryFile("w+"))
-        processes.append(subprocess.Popen([python, __file__, "--run", engine, *arguments], env=environment,
-                                          stdout=outputs[-1], stderr=errors[-1]))
-    # After one rank's failure the others would wait for it until gloo's time-out.
-    while None in (codes := [process.poll() for process in processes]) and not any(codes):
-        time.sleep(0.1)
+    try:
+        for rank in range(ranks):
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                           "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            outputs.append(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads would stop the rank
+            errors.append(tempfile.TemporaryFile("w+"))
+            processes.append(subprocess.Popen([python, __file__, "--run", engine, *arguments], env=environment,
+                                              stdout=outputs[-1], stderr=errors[-1]))
+        # After one rank's failure the others would wait for it until gloo's time-out.
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
     failed = [error for code, error in zip(codes, errors, strict=True) if code]
-    for process in processes:
-        process.kill()
     for file in (outputs[0], *failed):
         file.seek(0)
     if failed:
