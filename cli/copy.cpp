@@ -46,9 +46,9 @@ Json make_copy(const CopyArguments& arguments) {
 
   const StoreCopyReport report =
       model.copy({.directories = directories, .bytes_per_second = rate, .progress = reported_as("copying")});
-  say("step {} of {}, {}: {} of {} ranks copied to {}{}\n", report.step, job.groups.front().directory,
-      format_bytes(report.data_bytes), report.ranks_copied, model.world_size(), directories.front(),
-      report.ranks_compared > 0 ? fmt::format("; {} were there, and are the same", report.ranks_compared) : "");
+  say("step {} of {}, {}: {} of {} copied to {}{}\n", report.step, job.groups.front().directory,
+      format_bytes(report.data_bytes), report.ranks_copied, counted(model.world_size(), "rank"), directories.front(),
+      report.ranks_compared > 0 ? fmt::format("; {} already there, and the same", report.ranks_compared) : "");
   return {{"store", job.groups.front().directory},
           {"to", directories},
           {"step", report.step},

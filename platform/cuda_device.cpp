@@ -59,7 +59,7 @@ void expect_gpu(int ordinal) {
   std::string why;
   const int count = cuda_device_count(&why);
   if (ordinal >= 0 && ordinal < count) return;
-  if (count > 0) why = fmt::format("there are {} GPUs, numbered from 0", count);
+  if (count > 0) why = fmt::format("this process sees {}, numbered from 0", counted(count, "GPU"));
   throw DeviceError(fmt::format("opening CUDA device {}", ordinal), 0, why,
                     "check that nvidia-smi lists the GPU and CUDA_VISIBLE_DEVICES does not hide it, or choose the host "
                     "device");

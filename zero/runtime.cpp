@@ -13,6 +13,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/machine.hpp>
 #include <hoist/zero/runtime.hpp>
@@ -152,8 +153,8 @@ Runtime::Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone)
   comm.scratch = {};
   parts.norm_group = made_by(groups.norm);
   if (parts.norm_group->size() < world_size()) {
-    throw UsageError(fmt::format("the norm group has {} ranks, the sharding group {}: it must hold that one whole",
-                                 parts.norm_group->size(), world_size()));
+    throw UsageError(fmt::format("the norm group has {}, the sharding group {}: it must hold that one whole",
+                                 counted(parts.norm_group->size(), "rank"), world_size()));
   }
 }
 

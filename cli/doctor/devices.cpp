@@ -138,7 +138,7 @@ Finding mpi() {
   Finding finding{.subject = "MPI",
                   .found = fmt::format("{}; {}", comm::have_mpi() ? "in this build" : "not in this build",
                                        launcher.empty() ? "no mpirun on the PATH" : launcher)};
-  if (launched > 0) finding.found += fmt::format("; started as one of {}", counted(launched, "rank"));
+  if (launched > 0) finding.found += fmt::format("; started with {}", counted(launched, "rank"));
   if (!launch_problem.empty()) finding.found += "; " + launch_problem;
   finding.data = {{"built", comm::have_mpi()}, {"mpirun", launcher}, {"ranks_launched", launched}};
   if (comm::have_mpi() && !launcher.empty()) return finding;

@@ -359,7 +359,7 @@ TEST_P(GroupCommit, GroupsThatCommitByOtherRulesAreRefused) {
   on_engines([](int, int, ToyModel& model) {
     EXPECT_THAT([&] { model.initialize(); },
                 testing::ThrowsMessage<CommError>(
-                    AllOf(HasSubstr("a commit every 1 steps"), HasSubstr("a commit every 2 steps"))));
+                    AllOf(HasSubstr("a commit every 1 step,"), HasSubstr("a commit every 2 steps"))));
   });
 }
 

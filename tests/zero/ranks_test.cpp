@@ -374,7 +374,7 @@ TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
               says("offload_optimizer.device = cpu", "offload_optimizer.device = nvme"));
   EXPECT_THAT(with([](EngineOptions& options) { options.optimizer_offload_ratio = 0.5; }),
               says("offload_optimizer.ratio = 0.5", "offload_optimizer.ratio = 1"));
-  EXPECT_THAT(with([](EngineOptions& options) { options.commit_every = 3; }), says("every 3 steps", "every 1 steps"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.commit_every = 3; }), says("every 3 steps", "every 1 step"));
   EXPECT_THAT(with([](EngineOptions& options) { options.loss_scale.scale = 8; }),
               says("fp16.loss_scale = 8", "fp16.loss_scale = 1"));
   EXPECT_THAT(with([](EngineOptions& options) { options.loss_scale.window = 10; }), "nobody noticed");

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/comm/agreement.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/ranks/common_options.hpp>
 #include <hoist/zero/ranks/rank_agreement.hpp>
@@ -57,7 +58,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
           {"zero_optimization.offload_optimizer.ratio", fmt::to_string(optimizer_offload_ratio)},
           {"zero_optimization.offload_optimizer.nvme_path", store_directory.empty() ? "no store" : "a store"},
           {"hoist.durability",
-           durability == tiers::Durability::none ? "none" : fmt::format("a commit every {} steps", commit_every)},
+           durability == tiers::Durability::none ? "none" : "a commit every " + counted(commit_every, "step")},
           {"hoist.keep_steps", fmt::to_string(keep_steps)},
           {"hoist.mirror.every", mirror.directory.empty() ? "no mirror" : fmt::to_string(mirror.every)},
           {"gradient_accumulation_steps", fmt::to_string(micro_batches_max)},

@@ -12,6 +12,7 @@
 #include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/zero/ranks/common_options.hpp>
 #include <hoist/zero/ranks/rank_agreement.hpp>
 
@@ -104,12 +105,12 @@ void RankAgreement::compare_groups(const EngineOptions& options, const std::func
   run_in_job("lay out its model", check_model);
   const bool has_store = !options.store_directory.empty();
   const std::string mirror =
-      options.mirror.directory.empty() ? "" : fmt::format(", a mirror every {} steps", options.mirror.every);
+      options.mirror.directory.empty() ? "" : fmt::format(", a mirror every {}", counted(options.mirror.every, "step"));
   const std::string rules = !has_store ? "no store"
-                                       : fmt::format("{}, durability {}, a commit every {} steps, room to keep {}{}",
+                                       : fmt::format("{}, durability {}, a commit every {}, room to keep {}{}",
                                                      options.uses_nvme() ? "a store of steps" : "a store of saves",
                                                      options.durability == tiers::Durability::step ? "step" : "none",
-                                                     options.commit_every, options.keep_steps, mirror);
+                                                     counted(options.commit_every, "step"), options.keep_steps, mirror);
   comm::agree(job(), text_hash(rules), rules);
 }
 

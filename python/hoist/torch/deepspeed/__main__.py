@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
 def _lines(checkpoint: Checkpoint) -> list[str]:
     trained = sum(shape.numel() for shape in checkpoint.parameters.values())
     frozen = sum(shape.numel() for shape in checkpoint.frozen.values())
-    by = f"written by {checkpoint.ranks} ranks" if checkpoint.ranks else "universal"
+    by = f"written by {checkpoint.ranks} rank{'s' if checkpoint.ranks > 1 else ''}" if checkpoint.ranks else "universal"
     lines = [
         f"{checkpoint.path}: ZeRO stage {checkpoint.stage}, {by}",
         f"{checkpoint.step} optimizer steps ({checkpoint.global_steps} with skipped ones)",
