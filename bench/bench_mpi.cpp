@@ -219,7 +219,8 @@ void report(const Arguments& arguments, int ranks, const std::vector<Figure>& fi
 
 int run(const Arguments& arguments) {
   Bench bench(arguments);
-  if (bench.size() < 2) throw UsageError("one rank has nobody to wait for: start bench_mpi with mpirun -np 2 or more");
+  if (bench.size() < 2)
+    throw UsageError("bench_mpi measures waits between ranks and needs at least 2: start it with mpirun -np 2 or more");
   const std::vector<Figure> figures = bench.measure();
   const double cores = bench.cores_while_waiting();
   if (bench.rank() == 0) report(arguments, bench.size(), figures, cores);

@@ -180,10 +180,10 @@ class Planner {
     return !has_own_memory(plan_.trace[use].item) && evicted_at_[use] != kNever && evicted_at_[use] >= now;
   }
 
-  // Fetches what comes next in the order of use, so that no fetch delays an earlier one. The search stops at the first
-  // gather that cannot be fetched yet: a limit is reached, its place is in use, or its item will be evicted before it.
-  // The next search continues at that gather: every one before it will find its item, which nothing evicts or moves
-  // until then.
+  // Fetches what comes next in the order of use, so that no fetch delays one that is needed sooner. The search stops at
+  // the first gather that cannot be fetched yet: a limit is reached, its place is in use, or its item will be evicted
+  // before it. The next search continues at that gather: every one before it will find its item, which nothing evicts
+  // or moves until then.
   void prefetch(std::size_t from) {
     for (searched_ = std::max(searched_, from); searched_ < plan_.trace.size(); ++searched_) {
       const std::uint64_t ahead = gathered_before_[searched_] - gathered_before_[from];

@@ -16,7 +16,7 @@ namespace hoist::detail {
 
 using tiers::CommitHeader;
 
-// --- refusals, of what was found -------------------------------------------------------------------------------------
+// --- errors ----------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -67,14 +67,14 @@ CommonStoreError nothing_to_restore(const RankAgreement& ranks, const EngineOpti
     return CommonStoreError(fmt::format("{} has no named checkpoint '{}'{}", options.store_directory, from,
                                         others.empty() ? ", nor any other" : "; " + others));
   std::string why;
-  bool has_files = false;
+  bool has_manifest = false;
   for (const StoreDirectory& where : survey.directories()) {
     const RestoreSource source = survey.look(where);
-    has_files = has_files || source.has_files;
+    has_manifest = has_manifest || source.has_manifest;
     const std::string made_by = made_by_other_ranks(source, where.in(options.store_directory), ranks.group().size());
     if (!made_by.empty()) why += "; " + made_by;
   }
-  if (!has_files)
+  if (!has_manifest)
     return CommonStoreError(
         fmt::format("there is no run in {}: begin one with Engine::create(), or name the directory of the run "
                     "(nvme_path or hoist.checkpoint_path)",
@@ -84,7 +84,7 @@ CommonStoreError nothing_to_restore(const RankAgreement& ranks, const EngineOpti
                                       others.empty() ? "" : "; " + others, why));
 }
 
-// --- what is continued from ------------------------------------------------------------------------------------------
+// --- choosing a store and a commit -----------------------------------------------------------------------------------
 
 std::optional<RestoreSource> find_store(const RankAgreement& ranks, const EngineOptions& options,
                                         const std::optional<std::string>& from, Incomplete incomplete) {

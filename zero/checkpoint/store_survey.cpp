@@ -55,7 +55,7 @@ std::uint64_t run_of(std::uint64_t store_number, const RankAgreement& ranks) {
 
 }  // namespace
 
-// First within the sharding group, whose stores are of one run, then of what its groups have the whole job.
+// First within the sharding group, whose stores are of one run; then all groups compare what each has in common.
 std::vector<CommonCommit> StoreSurvey::common(std::span<const CommitHeader> commits, std::uint64_t store_number) const {
   std::vector<CommonCommit> listed;
   for (const CommitHeader& c : commits)
@@ -135,9 +135,9 @@ struct RankView {
     bool other_ranks = false;                 // another number of ranks made the store
     bool no_room = false;                     // the store has no room for the checkpoints that the configuration keeps
     bool has_more_than_first_commit = false;  // a commit beside the one that a new store begins with
-    bool finds_none = false;                  // no file of this rank; if other_ranks: no file at all
-    int finds_rank = -1;                      // a rank whose files are here instead; -1: none
-    bool finds_files() const { return !finds_none || finds_rank >= 0; }
+    bool finds_none = false;                  // no manifest of this rank; if other_ranks: no manifest at all
+    int finds_rank = -1;                      // a rank whose manifest is here instead; -1: none
+    bool finds_manifest() const { return !finds_none || finds_rank >= 0; }
   };
   std::vector<CommitHeader> commits, abandoned, checkpoints;
   std::uint64_t store_number = 0;
@@ -158,7 +158,7 @@ RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t 
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
   int finds_rank = -1;
-  if (!own.exists) {  // other ranks' files may be here: the hosts were swapped
+  if (!own.exists) {  // other ranks' manifests may be here: the hosts were swapped
     for (const int other : tiers::Store::ranks_in(directory)) {
       if (finds_rank < 0) finds_rank = other;
       has_more_than_first_commit =
@@ -219,7 +219,7 @@ RestoreSource StoreSurvey::look(const StoreDirectory& where, const std::optional
   const std::vector<Answers> all = comm::values_of_all(ranks_.job(), mine.answers);
   source.same_ranks = std::ranges::none_of(all, &Answers::other_ranks);
   source.has_room = std::ranges::none_of(all, &Answers::no_room);
-  source.has_files = std::ranges::any_of(all, &Answers::finds_files);
+  source.has_manifest = std::ranges::any_of(all, &Answers::finds_manifest);
   source.has_more_than_first_commit = std::ranges::any_of(all, &Answers::has_more_than_first_commit);
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (!all[rank].finds_none) continue;

@@ -44,8 +44,8 @@ struct RestoreSource {
   bool same_ranks = false;                  // every group has as many ranks as made its store
   bool has_room = false;                    // every store has room for the checkpoints that are to stay
   bool has_more_than_first_commit = false;  // some rank holds more than the commit that a new store begins with
-  bool has_files = false;                   // some rank finds a manifest, if only another rank's
-  std::vector<std::string> lacking;         // which ranks find no files of theirs, as a part of a sentence each
+  bool has_manifest = false;                // some rank finds a manifest, if only another rank's
+  std::vector<std::string> lacking;         // which ranks find no manifest of theirs, as a part of a sentence each
   // An attempt that ended before all ranks had the store's first commit; it cannot be resumed.
   bool is_unfinished() const { return commits.empty() && !has_more_than_first_commit; }
 };
