@@ -127,8 +127,8 @@ int check(const CheckArguments& arguments) {
     complain("{}\n{} in {}\n", error.what(), counted(count, "problem"), arguments.config);
     write_json(arguments.json, refused_json(arguments.config, error));
     return kBadInput;
-  } catch (...) {
-    return arguments.bad_input("check");
+  } catch (const IoError& error) {
+    return arguments.refuse_unreadable_file("check", error);
   }
 }
 

@@ -105,20 +105,10 @@ RuntimeOptions ModelQuestion::runtime(const Config& with) const {
   return runtime;
 }
 
-int ModelQuestion::bad_input(const char* command) const {
-  std::string sentence;
-  try {
-    throw;
-  } catch (const ConfigProblems& error) {
-    sentence = error.what();
-  } catch (const interchange::SafetensorsError& error) {
-    sentence = error.what();
-  } catch (const IoError& error) {
-    const std::string& path = error.where.path;
-    if (path != config && path != machine && !model.is_about(path)) throw;
-    sentence = error.what();
-  }
-  complain("hoist {}: {}\n", command, sentence);
+int ModelQuestion::refuse_unreadable_file(const char* command, const IoError& error) const {
+  const std::string& path = error.where.path;
+  if (path != config && path != machine && !model.is_about(path)) throw;
+  complain("hoist {}: {}\n", command, error.what());
   return kBadInput;
 }
 

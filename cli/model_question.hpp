@@ -47,9 +47,9 @@ struct ModelQuestion {
   ModelArguments model;
 
   RuntimeOptions runtime(const Config& config) const;  // of the configuration, with these budgets
-  // Called in a catch block. If the error is about an input file, prints it after the command's name and returns the
-  // exit code; rethrows others.
-  int bad_input(const char* command) const;
+  // Called in the error's catch block. If the error is about an input file, prints it after the command's name and
+  // returns kBadInput; rethrows others.
+  int refuse_unreadable_file(const char* command, const IoError& error) const;
 };
 
 // Weights are of the type that the configuration names, unless a units file says otherwise: check() then says whether

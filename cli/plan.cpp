@@ -122,8 +122,8 @@ int plan(const PlanArguments& arguments) {
     say("{}", plan_text(report));
     write_json(arguments.json, plan_json(report));
     return arguments.write.empty() ? kOk : write_config(arguments, question, report);
-  } catch (...) {
-    return arguments.bad_input("plan");
+  } catch (const IoError& error) {
+    return arguments.refuse_unreadable_file("plan", error);
   }
 }
 
