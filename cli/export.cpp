@@ -94,8 +94,9 @@ Json write_weights(const ExportArguments& arguments) {
                                                                                 .dtype = *parse_dtype(arguments.dtype),
                                                                                 .shard_bytes_max = shard_bytes_max,
                                                                                 .progress = reported_as("exporting")});
-  say("step {} of {}: {} tensors, {} parameters as {}, {}\n", borrowed.front()->step(), names_of(job),
-      report.tensor_count, report.element_count, arguments.dtype, format_bytes(report.data_bytes));
+  say("step {} of {}: {}, {} as {}, {}\n", borrowed.front()->step(), names_of(job),
+      counted(report.tensor_count, "tensor"), counted(report.element_count, "parameter"), arguments.dtype,
+      format_bytes(report.data_bytes));
   for (const std::string& file : report.files) say("  {}\n", file);
   return report_json(arguments, borrowed.front()->step(), report);
 }
@@ -122,12 +123,12 @@ int export_store(const ExportArguments& arguments) {
   } catch (const measure::Interrupted&) {
     throw;
   } catch (const Error& error) {
-    if (is_bad_input(error) && !lacks_room(error)) throw;
+    if (dynamic_cast<const UsageError*>(&error) != nullptr) throw;
     complain("hoist export: {}\nNo file of this export remains in {}.\n", error.what(), arguments.to);
     if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
       complain("The blocks of an earlier step are reused by the next one; try without --step.\n");
     }
-    return lacks_room(error) ? kBadInput : kFailure;
+    return is_bad_input(error) ? kBadInput : kFailure;
   }
   write_json(arguments.json, report);
   return kOk;

@@ -9,6 +9,7 @@
 #include <hoist/core/printable.hpp>
 #include <hoist/interchange/safetensors.hpp>
 #include <hoist/measure/statistics.hpp>
+#include <hoist/tiers/store_changed_error.hpp>
 
 #include "commands.hpp"
 
@@ -24,6 +25,11 @@ void print(const std::string& text) {
   errno = 0;
   const bool arrived = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   if (!arrived && lost_output_code == 0) lost_output_code = errno == 0 ? EIO : errno;
+}
+
+template <typename... Kinds>
+bool is_any(const Error& error) {
+  return (... || (dynamic_cast<const Kinds*>(&error) != nullptr));
 }
 
 }  // namespace
@@ -55,9 +61,9 @@ bool lacks_room(const Error& error) {
 }
 
 bool is_bad_input(const Error& error) {
-  const auto is = [&]<typename... Kinds>() { return (... || (dynamic_cast<const Kinds*>(&error) != nullptr)); };
+  if (is_any<tiers::StoreChangedError>(error)) return false;
   return lacks_room(error) ||
-         is.operator()<UsageError, ConfigError, BudgetError, StoreError, interchange::SafetensorsError>();
+         is_any<UsageError, ConfigError, BudgetError, StoreError, interchange::SafetensorsError>(error);
 }
 
 void write_output(const std::string& path, const std::string& text) {

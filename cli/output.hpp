@@ -40,7 +40,7 @@ int end_of_output(int code);
 bool lacks_room(const Error& error);
 
 // True for an error that ends a command with kBadInput: an option, the configuration, a budget, a file of weights or a
-// store that cannot be used, or a lack of room.
+// store that cannot be used, or a lack of room. False for a store that somebody changed while the command used it.
 bool is_bad_input(const Error& error);
 
 // From now on print_text() prints to standard error: standard output is for the JSON of `--json -`.

@@ -11,6 +11,7 @@
 #include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
+#include <hoist/tiers/store_changed_error.hpp>
 #include <hoist/tiers/store_reader.hpp>
 
 namespace hoist::tiers {
@@ -145,7 +146,7 @@ class StoreReader::Impl {
       caller_state_.assign(state.begin(), state.end());
       return;
     }
-    throw StoreError(
+    throw StoreChangedError(
         fmt::format("the store in {} holds no commit of step {} any more: another process has trained here since this "
                     "one looked; start again",
                     paths_.directory, commit.step));

@@ -6,8 +6,8 @@
 //
 // Threading  One thread at a time per object.
 // Memory     The record tables and one commit's image; kept as long as the object.
-// Errors     StoreError (no such store or commit, other records, or a trainer holds the lock), IoError, CorruptionError
-//            naming unit, file and offset.
+// Errors     StoreError (no such store or commit, other records, or a trainer holds the lock), StoreChangedError (the
+//            commit was replaced since the caller looked), IoError, CorruptionError naming unit, file and offset.
 #pragma once
 
 #include <cstdint>

@@ -22,6 +22,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors.hpp>
+#include <hoist/tiers/store_changed_error.hpp>
 
 #include "model.hpp"
 #include "progress.hpp"
@@ -442,6 +443,7 @@ void Training::close() {
 // Errors that a person can correct at the command line, in the file, by another device, or with a directory's
 // permissions and space.
 bool is_bad_input(const std::exception& error) {
+  if (dynamic_cast<const tiers::StoreChangedError*>(&error) != nullptr) return false;
   if (dynamic_cast<const BadInputError*>(&error) != nullptr || dynamic_cast<const UsageError*>(&error) != nullptr ||
       dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const BudgetError*>(&error) != nullptr ||
       dynamic_cast<const DeviceError*>(&error) != nullptr || dynamic_cast<const StoreError*>(&error) != nullptr ||

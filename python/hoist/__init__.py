@@ -37,13 +37,15 @@ from hoist._hoist import (  # noqa: E402
     State,
     StepBytes,
     StepReport,
+    StoreChangedError,
     StoreError,
     UsageError,
 )
 
 __all__ = [
     "BudgetError", "CommError", "Completion", "Config", "ConfigError", "CorruptionError", "DeviceError", "DType",
-    "Error", "IoError", "OptimizerOptions", "SafetensorsError", "State", "StepBytes", "StepReport", "StoreError", "UsageError",
+    "Error", "IoError", "OptimizerOptions", "SafetensorsError", "State", "StepBytes", "StepReport", "StoreChangedError",
+    "StoreError", "UsageError",
 ]
 
 __version__ = _hoist.version

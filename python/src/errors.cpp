@@ -12,6 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/printable.hpp>
 #include <hoist/interchange/safetensors.hpp>
+#include <hoist/tiers/store_changed_error.hpp>
 
 #include "bindings.hpp"
 #include "interruption.hpp"
@@ -24,7 +25,7 @@ using namespace nb::literals;
 namespace {
 
 struct Types {
-  nb::object error, usage, config, budget, io, corruption, store, device, comm, safetensors;
+  nb::object error, usage, config, budget, io, corruption, store, store_changed, device, comm, safetensors;
 };
 // Lives as long as the interpreter, like the module it belongs to.
 Types* types = nullptr;
@@ -84,6 +85,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     raise(types->safetensors, e);
   } catch (const UsageError& e) {
     raise(types->usage, e);
+  } catch (const tiers::StoreChangedError& e) {
+    raise(types->store_changed, e);
   } catch (const StoreError& e) {
     raise(types->store, e);
   } catch (const DeviceError& e) {
@@ -121,6 +124,8 @@ void bind_errors(nb::module_& module) {
   types->corruption =
       make_type(module, "CorruptionError", "Bytes came back from NVMe other than they were written.", error);
   types->store = make_type(module, "StoreError", "A store that cannot be used.", error);
+  types->store_changed =
+      make_type(module, "StoreChangedError", "A store that somebody changed while this program used it.", types->store);
   types->device = make_type(module, "DeviceError", "A device call failed.", error);
   types->comm = make_type(module, "CommError", "A collective failed, or ranks disagree.", error);
   types->safetensors = make_type(module, "SafetensorsError", "Files that are not weights of this model.", error);

@@ -3,6 +3,7 @@
 // leaves nothing; an interrupted copy is finished by the same command.
 #include <chrono>
 #include <map>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <unistd.h>
@@ -123,6 +124,25 @@ TEST_F(Copy, AKilledOneIsFinishedByTheSameCommand) {
   EXPECT_EQ(continued(setup_of("copy/hoist"), 3, 2), continued(setup_of("store"), 3, 2));
 }
 
+// Not bad input: the command was right when it began.
+TEST_F(Copy, FilesThatAreRemovedMeanwhileAreAFailure) {
+  test::make_store(path("store"), 1, 2);
+  ASSERT_EQ(run("copy store --to whole --json report.json").exit_code, 0);
+  const auto rate = std::to_string(json_of("report.json")["data_bytes"].get<std::uint64_t>() / 3);
+  const std::string data = path("copy/hoist/rank-00000.data");
+  std::thread removes([&] {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!fs::exists(data) && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // of the three seconds that the copy takes
+    fs::remove(data);
+  });
+  const auto result = run("copy store --to copy --bytes-per-second " + rate);
+  removes.join();
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.errors, HasSubstr("was removed or renamed while this process wrote to it"));
+}
+
 TEST_F(Copy, AnotherStoreIsNeverOverwritten) {
   test::make_store(path("store"), 1, 2);
   test::make_store(path("other/hoist"), 1, 2);  // of another run
@@ -207,7 +227,7 @@ TEST_F(Copy, ACopyThatIsThereKeepsItsDrives) {
   fs::rename(path("d"), path("e"));  // mounted elsewhere now
   const auto moved = run("copy store --to c --to e");
   EXPECT_EQ(moved.exit_code, 0) << moved.errors;
-  EXPECT_THAT(moved.output, HasSubstr("are the same"));
+  EXPECT_THAT(moved.output, HasSubstr("already there, and the same"));
 }
 
 TEST_F(Copy, AnotherRunsStoreIsNoCopyWhateverItsDrives) {

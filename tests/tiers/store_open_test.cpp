@@ -23,7 +23,9 @@
 #include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/tiers/store_open_fixture.hpp>
 #include <hoist/tiers/detail/manifest_view.hpp>
+#include <hoist/tiers/store_changed_error.hpp>
 #include <hoist/tiers/store_format.hpp>
+#include <hoist/tiers/store_reader.hpp>
 
 namespace {
 std::function<void()> before_the_read;  // at this offset; once
@@ -234,6 +236,13 @@ TEST_F(StoreOpenTest, BelowADirectoryThatCannotBeListed) {
               return 0;
             }),
             0);
+}
+
+TEST_F(StoreOpenTest, ACommitThatWasReplacedSinceItWasListedIsAChangeOfTheStore) {
+  make_committed();
+  CommitHeader gone = Store::look(options_.directory, 0).commits.front();
+  gone.step = 9;
+  EXPECT_THROW(StoreReader(options_.directory, 0, options_.records, gone, *queue_), StoreChangedError);
 }
 
 // Files of a store that are removed or replaced during training: the next commit fails, instead of being lost.

@@ -20,6 +20,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/store_changed_error.hpp>
 
 namespace hoist::tiers::detail {
 
@@ -358,13 +359,14 @@ void FileNames::check() const {
       const int code = errno;
       if (code != ENOENT && code != ENOTDIR) throw IoError({"lstat", file.path, 0, 0, code});
       if (device_of_nearest(file.path) != file.directory_device) continue;  // its mount is gone, not the file
-      throw StoreError(fmt::format("{} was removed or renamed {}", file.path, kRemedy));
+      throw StoreChangedError(fmt::format("{} was removed or renamed {}", file.path, kRemedy));
     }
     if (status.st_dev != file.device || status.st_ino != file.inode)
-      throw StoreError(fmt::format("{} was replaced by another file {}", file.path, kRemedy));
+      throw StoreChangedError(fmt::format("{} was replaced by another file {}", file.path, kRemedy));
     const auto bytes = static_cast<std::uint64_t>(status.st_size);
     if (bytes < file.bytes)
-      throw StoreError(fmt::format("{} was cut off, to {} of {} bytes, {}", file.path, bytes, file.bytes, kRemedy));
+      throw StoreChangedError(
+          fmt::format("{} was cut off, to {} of {} bytes, {}", file.path, bytes, file.bytes, kRemedy));
   }
 }
 

@@ -126,8 +126,8 @@ void check_length(const aio::File& file, std::uint64_t expected_bytes);
 class FileNames {
  public:
   void add(const aio::File& file);
-  // StoreError, naming the file that was removed, renamed, replaced or cut off since. A file whose mount was taken away
-  // (umount --lazy) is whole where it is, and stays in use.
+  // StoreChangedError, naming the file that was removed, renamed, replaced or cut off since. A file whose mount was
+  // taken away (umount --lazy) is whole where it is, and stays in use.
   void check() const;
   // Removes the names that still lead to these files.
   void remove() const noexcept;
