@@ -68,8 +68,8 @@ std::string ranks_text(const StoreSummary& store) {
 
 std::string model_text(const Findings& findings) {
   const std::uint64_t frozen = findings.elements(false);
-  return fmt::format("{} parameters in {} tensors of {} units{}", findings.elements(true) + frozen,
-                     findings.store.parameters.size(), findings.store.unit_count,
+  return fmt::format("{} in {} of {}{}", counted(findings.elements(true) + frozen, "parameter"),
+                     counted(findings.store.parameters.size(), "tensor"), counted(findings.store.unit_count, "unit"),
                      frozen == 0 ? "" : fmt::format(", {} of them frozen", frozen));
 }
 
@@ -256,9 +256,9 @@ Command add_inspect(CLI::App& app) {
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
       "Example: hoist inspect /local_nvme/hoist\n"
-      "Exit code 1: a rank's manifest cannot be used, or a data file is missing or has another length. `hoist verify`\n"
-      "reads and checks everything.");
-  return {command, [arguments] { return inspect(*arguments); }};
+      "Exit code 1: a rank's manifest cannot be used, a data file is missing or has another length, or the files are\n"
+      "not those of one run. `hoist verify` reads and checks everything.");
+  return {command, [arguments] { return report_unreadable_store("inspect", [&] { return inspect(*arguments); }); }};
 }
 
 }  // namespace hoist::cli

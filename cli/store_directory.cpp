@@ -13,6 +13,7 @@
 
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
+#include "commands.hpp"
 #include "output.hpp"
 #include "storage.hpp"
 
@@ -145,6 +146,15 @@ StoredJob find_settled_job(const std::vector<std::string>& paths) {
   for (StoredJob& older : job.older)
     for (StoreSummary& group : older.groups) group = without_passing_damage(std::move(group));
   return job;
+}
+
+int report_unreadable_store(const char* command, const std::function<int()>& work) {
+  try {
+    return work();
+  } catch (const StoreError& error) {
+    complain("hoist {}: {}\n", command, error.what());
+    return kFailure;
+  }
 }
 
 std::vector<std::string> damage_lines(const StoreSummary& store) {

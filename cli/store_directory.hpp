@@ -4,6 +4,7 @@
 // Errors     UsageError for a path that holds no store.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -35,6 +36,10 @@ StoredJob find_job(const std::vector<std::string>& paths, const std::string& fro
 
 // The same, for a command that reports damage: see without_passing_damage().
 StoredJob find_settled_job(const std::vector<std::string>& paths);
+
+// Returns what `work` returns. For a command that reports damage, a store that cannot be read is a finding: prints a
+// StoreError after the command's name, and returns kFailure. To other commands such a store is bad input.
+int report_unreadable_store(const char* command, const std::function<int()>& work);
 
 // The unusable parts of a store's manifests, a line each: "rank 0: commit slot 1 of ... cannot be used: ...".
 std::vector<std::string> damage_lines(const StoreSummary& store);

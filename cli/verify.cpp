@@ -119,15 +119,7 @@ Command add_verify(CLI::App& app) {
       "Reads the newest commit and every named checkpoint, also while a training uses the store. Run it on the host\n"
       "that has the drives: ranks with files on other hosts are not read.\n"
       "Exit code 1: something is damaged, or could not be verified.");
-  const auto run = [arguments]() -> int {
-    try {
-      return verify(*arguments);
-    } catch (const StoreError& error) {  // damage; to other commands it is bad input
-      complain("hoist verify: {}\n", error.what());
-      return kFailure;
-    }
-  };
-  return {command, run};
+  return {command, [arguments] { return report_unreadable_store("verify", [&] { return verify(*arguments); }); }};
 }
 
 }  // namespace hoist::cli

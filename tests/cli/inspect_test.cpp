@@ -46,6 +46,18 @@ TEST_F(Inspect, SaysWhatTheModelIsAndWhereItResumes) {
   }
 }
 
+// inspect and verify look for such stores; to other commands they are bad input.
+TEST_F(Inspect, AStoreThatCannotBeReadIsAFindingAsInVerify) {
+  test::make_store(path("store"), 2, 1);
+  fs::rename(path("store/rank-00001.manifest"), path("store/rank-00000.manifest"));
+  for (const auto& [command, code] : {std::pair("inspect", 1), {"verify", 1}, {"export --to weights", 2}}) {
+    const auto result = run(std::string(command) + " store");
+    EXPECT_EQ(result.exit_code, code) << command;
+    EXPECT_THAT(result.errors, HasSubstr("a file of rank 0 in store was written by rank 1: restore its own name"));
+    EXPECT_EQ(result.errors.find("No file of this export remains in weights") != std::string::npos, code == 2);
+  }
+}
+
 TEST_F(Inspect, AMirrorUsesOneOfTheCheckpointsPlaces) {
   test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
   setup.engine.keep_steps = 2;
