@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m hoist.torch.finetune` with a file that is no recipe: a sentence and exit status 2, as for every bad input."""
 
+import errno
 import runpy
 import unittest.mock
 
@@ -48,7 +49,9 @@ def test_wrong_changes_and_plugins_are_said_in_a_sentence(tmp_path, capsys):
 
 @pytest.mark.parametrize(("error", "expected"), [
     (hoist.ConfigError("zero_optimization.stage is wrong"), 2), (hoist.UsageError("wrong"), 2), (hoist.StoreError("in use"), 2),
-    (hoist.BudgetError("too little"), 2), (hoist.IoError("EIO"), 1), (PermissionError("not yours"), 1)])
+    (hoist.StoreChangedError("was removed"), 1), (hoist.BudgetError("too little"), 2), (hoist.SafetensorsError("cut off"), 2),
+    (hoist.IoError("EIO"), 1), (hoist.IoError(errno.ENOSPC, "no room"), 2), (OSError(errno.EDQUOT, "no room"), 2),
+    (hoist.DeviceError("no GPU"), 1), (PermissionError("not yours"), 1)])
 def test_errors_of_the_run_are_said_in_a_sentence(tmp_path, capsys, monkeypatch, error, expected):
     monkeypatch.setattr("sys.last_value", None, raising=False)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 
@@ -10,12 +11,22 @@ from hoist import _hoist
 from hoist.torch.deepspeed.files import shown
 
 
+def _is_bad_input(error: Exception) -> bool:
+    """As is_bad_input() in cli/output.cpp; of OSErrors, only a lack of room."""
+    if isinstance(error, _hoist.StoreChangedError):
+        return False
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return isinstance(error, (_hoist.UsageError, _hoist.ConfigError, _hoist.BudgetError, _hoist.StoreError,
+                              _hoist.SafetensorsError))
+
+
 def run_command(name: str, work: Callable[[], object]) -> int:
-    """The exit status: 0, or 2 for input that is refused and 1 for what fails otherwise, with the error on stderr."""
+    """The exit status: 0, or 2 for bad input and 1 for another failure, with the error on stderr."""
     try:
         work()
     except (_hoist.Error, OSError) as error:
         sys.last_value = error  # as of an exception that ends a program: other ranks are told of it
         print(shown(f"{name}: {error}"), file=sys.stderr)
-        return 2 if isinstance(error, (_hoist.UsageError, _hoist.ConfigError, _hoist.BudgetError, _hoist.StoreError)) else 1
+        return 2 if _is_bad_input(error) else 1
     return 0

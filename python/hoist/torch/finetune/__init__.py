@@ -485,6 +485,5 @@ def main(words: list[str] | None = None) -> int:
         try:
             run(recipe, command)
         except _hoist.StoreError as error:  # above all: an earlier run is there
-            raise _hoist.StoreError(f"{error}\n--set resume_from_checkpoint=true continues an earlier run of this "
-                                    "recipe") from error
+            raise type(error)(f"{error}\n--set resume_from_checkpoint=true continues an earlier run of this recipe") from error
     return run_command("hoist", work)
