@@ -89,7 +89,7 @@ std::vector<StoreDirectory> aligned(std::span<const StoreDirectory> own,
   std::vector<StoreDirectory> stores;
   for (const auto& [order, count] : most) {
     const std::size_t first = stores.size();
-    const auto is_of_order = [&](const StoreDirectory& store) { return store.order == order; };
+    const auto is_of_order = [wanted = order](const StoreDirectory& store) { return store.order == wanted; };
     std::ranges::copy_if(own, std::back_inserter(stores), is_of_order);
     if (stores.size() == first) stores.push_back(directory_of(order, world_size));
     stores.resize(first + static_cast<std::size_t>(count), directory_of(order, 0));  // a name that no store has
