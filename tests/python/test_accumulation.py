@@ -172,3 +172,24 @@ def test_backward_passes_of_another_models_loss(settings, remedy):
                 losses()
         else:
             assert losses() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("configured, sizes", [(1, [2]), (2, [2, 3])])
+def test_a_step_that_the_program_holds_back_is_not_taken_early(settings, configured, sizes):
+    """set_gradient_accumulation_boundary(False) before a micro-batch that would make a step by the configuration."""
+    config = settings(gradient_accumulation_steps=configured)
+    with hoist.torch.initialize(model=model_of(), config=config)[0] as engine:
+        data = iter(batches())
+        for number, size in enumerate(sizes):
+            for index in range(size):
+                engine.set_gradient_accumulation_boundary(index == size - 1)
+                inputs, targets = next(data)
+                engine.backward(F.mse_loss(engine(inputs), targets))
+                if number == len(sizes) - 1 and index == configured - 1:
+                    break
+                engine.step()
+        with pytest.raises(hoist.UsageError, match=rf"boundary\(False\).*gradient_accumulation_steps \(now {configured}\)"):
+            engine.step()
+        assert engine.step_count == number and not engine.was_step_applied()
+        engine.set_gradient_accumulation_boundary(True)
+        assert engine.step().step == number + 1
