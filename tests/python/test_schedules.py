@@ -287,6 +287,46 @@ def test_mode_backward_updates_with_the_rates_of_the_programs_schedule(settings,
     assert states[0] == states[1]
 
 
+@pytest.mark.parametrize("when", ["before backward()", "after a pass that is not used", "in loss_of()"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_mode_backward_takes_rates_that_are_set_after_the_forward_pass(settings, when, micro_batches):
+    states = []
+    for mode in ("forward", "backward"):
+        order = {"micro_batch_order": "vertical"} if when == "in loss_of()" else {}
+        config = settings(mode, gradient_accumulation_steps=micro_batches, hoist={
+            "device_memory": "1MiB", "pinned_memory": "32MiB", "update_mode": mode} | order)
+        with hoist.torch.wrap(model_of(), config) as engine:
+            def loss_of(batch, engine=engine):
+                loss = F.mse_loss(engine(batch[0]), batch[1])
+                if when != "after a pass that is not used":
+                    engine.set_lr(0.9 * engine.get_lr()[0])
+                return loss
+
+            for _ in range(3):
+                if order:
+                    engine.train_batch(batches(micro_batches), loss_of)
+                    continue
+                for inputs, targets in batches(micro_batches):
+                    if when == "after a pass that is not used":
+                        loss_of((inputs, targets))
+                        engine.set_lr(0.9 * engine.get_lr()[0])
+                    loss_of((inputs, targets)).backward() if micro_batches == 1 else engine.backward(loss_of((inputs, targets)))
+                    engine.step()
+            states.append(engine.digest())
+    assert states[0] == states[1]
+
+
+def test_mode_backward_takes_the_rate_of_a_step_of_fewer_micro_batches(settings):
+    config = settings(gradient_accumulation_steps=2, hoist={
+        "device_memory": "1MiB", "pinned_memory": "32MiB", "update_mode": "backward"})
+    with hoist.torch.wrap(model_of(), config) as engine:
+        inputs, targets = batches(1)[0]
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(F.mse_loss(engine(inputs), targets))
+        engine.set_lr(0.25)  # nothing is updated yet
+        assert engine.step().applied
+
+
 @pytest.mark.parametrize("how", ["engine.lr_scheduler", "by itself"])
 def test_a_schedule_that_changes_beta1_is_told_to_leave_it(wrapped, how):
     with wrapped() as engine:

@@ -125,7 +125,8 @@ class Engine(StandsForModel, DeepSpeedNames):
             self._steps = StepRecord(ordinary_skips=16 if self.fp16_enabled() and self.dynamic_loss_scale() else 0)
             self._passes = Passes(self._unit_manager, cut, self._parameters,
                                   int(config.training.gradient_accumulation_steps or 1), config.scales_losses,
-                                  config.is_vertical, self._require_run, self._begin_training_pass, self._add_hook)
+                                  config.is_vertical, self._require_run, self._begin_training_pass, self._before_backward,
+                                  self._add_hook)
             for group in grouping.param_groups:
                 group["params"] = [self._parameters.replaced.get(p, p) for p in group["params"]]
             self._run_rates = RunRates(grouping.param_groups, "engine.lr_scheduler")
@@ -346,7 +347,9 @@ class Engine(StandsForModel, DeepSpeedNames):
     def _begin_training_pass(self) -> None:
         if self._came_before_ranks and self.world_size == 1:
             distributed.refuse_ranks_that_train_alone()
-        if self._updates_in_backward:
+
+    def _before_backward(self) -> None:
+        if self._updates_in_backward and not self._unit_manager.has_begun_step:
             self.optimizer.push_rates()
 
     @property

@@ -52,17 +52,19 @@ def _is_divided(loss: torch.Tensor, by: int) -> bool:
 
 
 class Passes:
-    """`require_run` raises where the engine has no state yet; called before a pass begins, and `begin_training_pass` before one
-    with gradients does."""
+    """`require_run` raises where the engine has no state yet; called before a pass begins, `begin_training_pass` before one with
+    gradients does, and `before_backward` before a backward pass changes anything."""
 
     def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int,
                  scales_losses: bool, is_vertical: bool, require_run: Callable[[], None],
-                 begin_training_pass: Callable[[], None], add_hook: Callable[[nn.Module, int], ModuleHook]):
+                 begin_training_pass: Callable[[], None], before_backward: Callable[[], None],
+                 add_hook: Callable[[nn.Module, int], ModuleHook]):
         self._unit_manager = unit_manager
         self._cut = cut
         self.parameters = parameters
         self._require_run = require_run
         self._begin_training_pass = begin_training_pass
+        self._before_backward = before_backward
         self._scales_losses = scales_losses
         self._is_vertical = is_vertical
         self._is_scaled = False  # the loss whose backward pass comes next
@@ -281,6 +283,7 @@ class Passes:
                          "takes the sum", self.micro_batches)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        self._before_backward()
         scaled = self.scale(loss)
         self._is_called = True
         try:
@@ -305,6 +308,7 @@ class Passes:
             self._drop_pass()
             raise _hoist.UsageError("a loss that the loss scale of fp16 is missing from: use engine.backward(loss), or "
                                     "engine.scale(loss).backward()")
+        self._before_backward()
         self._backward_seen = True
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
@@ -345,6 +349,7 @@ class Passes:
     @contextlib.contextmanager
     def backward_of_all(self, without_history: set[int]) -> Iterator[None]:
         with self.turns.of(BACKWARD), self.uses.of_backward():
+            self._before_backward()
             self._backward_seen = True
             self.without_history = without_history
             try:
@@ -381,6 +386,7 @@ class Passes:
         elif unit_manager.current_pass is not None:
             unit_manager.end()
         if at_boundary and 0 < self.micro_batch < self.micro_batches:
+            self._before_backward()
             while self.micro_batch < self.micro_batches:
                 unit_manager.begin(_hoist.Pass.train, self.micro_batch, self.micro_batches)
                 unit_manager.end_backward()
