@@ -4,6 +4,7 @@ Nothing goes untrained, and no state is lost, without an error."""
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -410,6 +411,55 @@ def test_a_change_of_gathered_weights_is_refused_at_once(wrapped):
             with engine.gathered(["2.weight"]), torch.no_grad():
                 engine.module[2].weight.clamp_(-0.01, 0.01)
         run(engine, 1)
+
+
+@pytest.mark.parametrize("call", ["save", "digest", "settle", "sleep", "read", "save_checkpoint", "model.state_dict", "export"])
+def test_state_is_saved_after_a_backward_pass_that_failed(settings, tmp_path, call):
+    """As loops do in an `except` block, also where PyTorch's own backward() was called."""
+    def fail(_):
+        raise LookupError("no such token")
+
+    config = settings(hoist={"device_memory": "1MiB", "pinned_memory": "32MiB", "keep_steps": 1})
+    with hoist.torch.wrap(model_of(), config) as engine:
+        run(engine, 1)
+        before = engine.digest()
+        inputs, targets = batches(1)[0]
+        handle = engine.module[0].up.weight.register_hook(fail)
+        with pytest.raises(LookupError):
+            F.mse_loss(engine(inputs), targets).backward()
+        handle.remove()
+        arguments = {"read": ["0.up.weight"], "save_checkpoint": [tmp_path / "saved"], "export": [tmp_path / "exported"]}
+        {"model.state_dict": engine.module.state_dict}.get(call, getattr(engine, call, None))(*arguments.get(call, []))
+        if call == "sleep":
+            engine.wake()
+        assert engine.digest() == before
+        run(engine, 1)
+        assert engine.step_count == 2
+
+
+@pytest.mark.parametrize("whose", ["its own thread", "another thread"])
+def test_state_is_not_read_in_the_middle_of_a_backward_pass(wrapped, whose):
+    with wrapped() as engine:
+        inputs, targets = batches(1)[0]
+        refusals = []
+
+        def read():
+            with pytest.raises(hoist.UsageError) as error:
+                engine.digest()
+            refusals.append(str(error.value))
+
+        def read_here(_):
+            thread = threading.Thread(target=read) if whose == "another thread" else None
+            if thread is None:
+                return read()
+            thread.start()
+            thread.join()
+
+        handle = engine.module[0].up.weight.register_hook(read_here)
+        F.mse_loss(engine(inputs), targets).backward()
+        handle.remove()
+        assert len(refusals) == 1 and "call it when the backward pass has ended" in refusals[0]
+        assert engine.step().applied
 
 
 def test_the_second_backward_pass_of_one_forward_pass_says_what_to_do(wrapped):

@@ -13,6 +13,8 @@ import itertools
 import logging
 import math
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -69,6 +71,7 @@ class Passes:
         self._is_vertical = is_vertical
         self._is_scaled = False  # the loss whose backward pass comes next
         self._backward_seen = False
+        self._backward_callback: weakref.ref[Callable[[], None]] | None = None  # autograd has it until the pass ends or fails
         self.micro_batches = micro_batches
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
@@ -310,7 +313,9 @@ class Passes:
                                     "engine.scale(loss).backward()")
         self._before_backward()
         self._backward_seen = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        callback = self._backward_ends
+        self._backward_callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _backward_ends(self) -> None:
         if not self._backward_seen or self._unit_manager.current_pass != _hoist.Pass.train:
@@ -321,6 +326,18 @@ class Passes:
             return
         self._may_be_divided |= not self._is_called
         self._end_backward()
+
+    def _is_backward_under_way(self) -> bool:
+        """Pre: a backward pass has begun, and its end was not seen. In this thread or another one: autograd gives its callback
+        back when the pass has ended or failed; for an accelerator a thread of its own does so, a moment after the error."""
+        if torch._C._current_graph_task_id() != -1:
+            return True
+        callback, deadline = self._backward_callback, time.monotonic() + 1
+        while callback is not None and callback() is not None:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.001)
+        return False
 
     def _end_backward(self, micro_batches: int = 1) -> None:
         self._refuse_edits_of_pass()
@@ -400,7 +417,10 @@ class Passes:
     def end_for_state(self) -> None:
         """Errors: UsageError in the middle of a backward pass."""
         if self._backward_seen:
-            raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
+            if self._is_backward_under_way():
+                raise _hoist.UsageError("state is read and written between passes, not in the middle of one: call it when the "
+                                        "backward pass has ended")
+            self._drop_pass()  # its backward pass failed
         self.end_gathered()
         if self._unit_manager.current_pass == _hoist.Pass.train:
             self._drop_pass()
