@@ -183,6 +183,53 @@ def test_state_of_several_ranks(settings, tmp_path, caplog):
         train_share(engine, 0, 1, 1)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_client_states_of_ranks(settings, tmp_path, caplog, stage):
+    """As DeepSpeed does: each rank has its own in stage 3, and rank 0's counts in the others. Then one process loads them, and two
+    ranks load what one process has saved, which is the form of a single file."""
+    config = with_room(settings)
+    config["hoist"]["keep_steps"] = 1
+    config["zero_optimization"]["stage"] = stage
+    if stage == 2:
+        config["zero_optimization"].pop("offload_param")
+    program = """
+        import logging
+        join()
+        engine, *_ = hoist.torch.initialize(model=make(), config=config)
+        saved, said = directory + "/../saved", []
+        class Said(logging.Handler):
+            def emit(self, record):
+                said.append(record.getMessage())
+        logging.getLogger("hoist").addHandler(Said())
+        train_share(engine, rank, size, 1)
+        engine.save_checkpoint(saved, client_state={"rank": rank})
+        first = sorted(os.listdir(saved + "/global_step1"))
+        dist.barrier()
+        train_share(engine, rank, size, 1, first=1)
+        engine.save_checkpoint(saved, client_state={"rank": rank}, tag="own")
+        client = engine.load_checkpoint(saved)[1]
+        print(json.dumps([first, client, sorted(os.listdir(saved)), [text for text in said if "client states" in text]]))
+        engine.close()
+    """
+    files = ["client_state-1-rank-1.pt", "client_state-1.pt"][stage == 2:]
+    for rank, found in enumerate(results(start(program, tmp_path / "meet", config))):
+        assert found == [files, {"rank": rank if stage == 3 else 0}, ["latest", "own"], []]
+    assert sorted(os.listdir(tmp_path / "saved" / "own")) == [name.replace("-1", "-2", 1) for name in files]
+
+    with hoist.torch.initialize(model=make(), config=config)[0] as engine:
+        assert engine.load_checkpoint(tmp_path / "saved")[1] == {"rank": 0}
+        assert ("client states in" in caplog.text) == (stage == 3)
+        engine.save_checkpoint(tmp_path / "saved", tag="own", client_state={"rank": "alone"})
+        assert os.listdir(tmp_path / "saved" / "own") == ["client_state-2.pt"]
+    ranks = results(start("""
+        join()
+        engine, *_ = hoist.torch.initialize(model=make(), config=config)
+        print(json.dumps(engine.load_checkpoint(directory + "/../saved")[1]))
+        engine.close()
+    """, tmp_path / "meet again", config))
+    assert ranks == [{"rank": "alone"}] * 2
+
+
 def test_torchrun_and_initialize(settings, tmp_path):
     """As DeepSpeed's programs are started: nobody calls init_process_group, and the data is dealt out."""
     script = tmp_path / "train.py"

@@ -126,7 +126,7 @@ files = engine.export(directory + "/exported")
 weights = {name: value.tolist() for name, value in engine.state_dict().items()}
 engine.close()
 engine = wrap(resume=True)
-assert engine.step_count == 4 and engine.load_checkpoint(directory + "/checkpoints")[1] == {"by": 0}
+assert engine.step_count == 4 and engine.load_checkpoint(directory + "/checkpoints")[1] == {"by": rank}
 more = train(engine, dp, 2, first=4, steps=1)
 print(json.dumps([tp, ends, weights, files, more]))
 engine.close()

@@ -2,12 +2,13 @@
 """save_checkpoint() and load_checkpoint() as DeepSpeed's engine has them, over steps that the store keeps by name.
 
 The model and its optimizer's states stay in the store: a tag is the name of a named checkpoint. The directory that the program
-names gets what is the program's own, its client state, one file for each step that had the tag:
+names gets what is the program's own, its client state, for each step that had the tag:
 
-    DIRECTORY/latest                    the newest tag
-    DIRECTORY/TAG/client_state-12.pt    of step 12, by torch.save
+    DIRECTORY/latest                           the newest tag
+    DIRECTORY/TAG/client_state-12.pt           rank 0's of step 12, by torch.save
+    DIRECTORY/TAG/client_state-12-rank-1.pt    rank 1's, where each rank has its own: in stage 3, and with mesh=...
 
-When the store gives up a step for a newer one, its file goes too. The file is durable before the checkpoint is, and
+When the store gives up a step for a newer one, its files go too. The files are durable before the checkpoint is, and
 `latest` is written after. A program that is killed between the two leaves a `latest` that names the step before, which the
 store may have given up for the new one (with keep_steps 1 it has): then loading takes the newest step that the store keeps
 and the directory has a client state of.
@@ -56,10 +57,11 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
         raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): the store cannot keep a step of this name: {wrong}")
     folder = os.path.join(directory, tag)
     is_first = engine._is_first_of_job
+    writers = _writers(engine)
     with distributed.work_of_one_rank(engine._unit_manager):
-        if is_first:
+        if (rank := _rank_of_job(engine)) in writers:
             os.makedirs(folder, exist_ok=True)
-            write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
+            write_durably(_client_file(folder, step, rank), lambda file: torch.save(client_state, file))
     before = engine.checkpoints()
     engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()
@@ -75,9 +77,10 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
                          engine.config.keep_steps)
         for evicted in evictions:
             _forget(os.path.join(directory, evicted), before[evicted])
+        present = {_client_file(folder, step, writer) for writer in writers}
         for other in glob.glob(_client_file(glob.escape(folder), "*")):
-            if other != _client_file(folder, step):
-                os.unlink(other)  # of a step that had this tag before
+            if other not in present:
+                os.unlink(other)  # of a step that had this tag before, or of more ranks
         if save_latest:
             write_durably(os.path.join(directory, _LATEST), lambda file: file.write(tag.encode()))
 
@@ -88,9 +91,21 @@ def _is_below(tag: str) -> bool:
     return parts[0] not in ("", _LATEST) and {os.curdir, os.pardir}.isdisjoint(parts)
 
 
+def _writers(engine: Engine) -> range:
+    """The ranks of the job that write and load client states of their own, as with DeepSpeed."""
+    each = engine.zero_optimization_stage() == 3 or engine._is_part_of_job
+    return range((engine.world_size if engine._sharding is None else engine._sharding.job_size) if each else 1)
+
+
+def _rank_of_job(engine: Engine) -> int:
+    return engine.rank if engine._sharding is None else torch.distributed.get_rank()
+
+
 def _forget(folder: str, step: int) -> None:
-    """Removes the client state of a step that the store has given up, and the folder if nothing else is in it."""
+    """Removes the client states of a step that the store has given up, and the folder if nothing else is in it."""
     try:
+        for of_rank in glob.glob(_client_file(glob.escape(folder), f"{step}-rank-*")):
+            os.unlink(of_rank)
         os.unlink(_client_file(folder, step))
         os.rmdir(folder)
     except OSError as error:
@@ -124,7 +139,7 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     engine._unit_manager.require_commit(tag)
     step = dict(engine._unit_manager.find_checkpoints())[tag]  # it may have been under way before
     with distributed.work_of_one_rank(engine._unit_manager):
-        client_state = _client_state_in(folder, tag, step, engine.config.store_directory)
+        client_state = _client_state_in(folder, tag, step, engine)
     engine.restore(tag)
     return folder, client_state
 
@@ -151,13 +166,20 @@ def _latest_in(directory: str) -> str | None:
     return tag
 
 
-def _client_state_in(folder: str, tag: str, step: int, store: str) -> dict[str, Any]:
-    client_file = _client_file(folder, step)
+def _client_state_in(folder: str, tag: str, step: int, engine: Engine) -> dict[str, Any]:
+    """This rank's own, or rank 0's if it has none."""
+    first, rank, writers = _client_file(folder, step), _rank_of_job(engine), _writers(engine)
+    own = _client_file(folder, step, rank)
+    client_file = own if rank in writers and os.path.isfile(own) else first
     without = f"restore('{tag}') continues from that step without the program's state"
+    of_step = [first, *glob.glob(_client_file(glob.escape(folder), f"{step}-rank-*"))]
     if not os.path.isfile(client_file):
-        others = glob.glob(_client_file(glob.escape(folder), "*"))
-        refuse(f"the step that {store} keeps as '{tag}' is number {step}, and "
+        others = set(glob.glob(_client_file(glob.escape(folder), "*"))).difference(of_step)
+        refuse(f"the step that {engine.config.store_directory} keeps as '{tag}' is number {step}, and "
                + (f"{folder} is of another one" if others else f"{client_file} is missing") + f"; {without}")
+    if len(of_step) != len(writers) and engine._is_first_of_job:
+        _log.warning("client states in %s: %d; ranks of this run that load one of their own: %d. A rank without one has rank 0's",
+                     folder, len(of_step), len(writers))
     try:
         client_state: dict[str, Any] = torch.load(client_file, map_location="cpu", weights_only=False)
         return client_state
@@ -184,8 +206,8 @@ def _newest_saved(engine: Engine, known: dict[str, int], directory: str, latest:
     return latest
 
 
-def _client_file(folder: str, step: int | str) -> str:
-    return os.path.join(folder, f"client_state-{step}.pt")
+def _client_file(folder: str, step: int | str, rank: int = 0) -> str:
+    return os.path.join(folder, f"client_state-{step}-rank-{rank}.pt" if rank else f"client_state-{step}.pt")
 
 
 class _File(io.FileIO):
