@@ -149,6 +149,26 @@ def test_arguments_that_are_not_known_are_errors(settings, tmp_path):
             engine.export(tmp_path / "exported", shard_bytes_max=-1)
 
 
+@pytest.mark.parametrize("how", ["all of it", "frozen", "an optimizer", "parameters", "the configuration's"])
+def test_a_model_that_would_be_trained_without_an_optimizer_is_said(settings, caplog, how):
+    """A program for DeepSpeed passes no optimizer for a reference model, and its engine then has parameters alone."""
+    model = nn.Linear(WIDTH, WIDTH)
+    if how == "frozen":
+        model.requires_grad_(False)
+    config = settings(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}, hoist={
+        "device_memory": "8MiB", "pinned_memory": "32MiB"})
+    if how != "the configuration's":
+        config.pop("optimizer")
+    passed = {"an optimizer": {"optimizer": torch.optim.SGD(model.parameters(), 0.1)},
+              "parameters": {"model_parameters": model.parameters()}}.get(how, {})
+    with hoist.torch.initialize(model=model, config=config, **passed)[0]:
+        said = [text for text in caplog.messages if "without an optimizer" in text]
+        assert len(said) == (how == "all of it")
+        for text in said:
+            assert f"AdamW with lr 0.001 will train {WIDTH * (WIDTH + 1)} parameters" in text and "requires_grad_(False)" in text
+        assert ("optimizer states are offloaded" in caplog.text) == (how != "frozen")
+
+
 class Adapted(nn.Module):
     """A base whose values come from elsewhere, and an adapter that was built with its own."""
 

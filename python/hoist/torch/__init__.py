@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,7 @@ from hoist.torch.model.wrapped import engine_of
 from hoist.torch.optimizer import Optimizer, refuse_schedule, without_names
 from hoist.torch.ranks import channels, distributed
 
+_log = logging.getLogger("hoist")
 ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 
 __all__ = ["Engine", "Estimate", "Optimizer", "add_config_arguments", "engine_of", "estimate",
@@ -193,6 +195,8 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         groups: list[Any] | None = None
         kind: str | None = None
         ranks = distributed.ranks_at_start(loaded)
+    if optimizer is None and model_parameters is None and loaded.setting("optimizer.type") is None:
+        _warn_of_training(model, loaded.optimizer)
     with channels.start(ranks):
         if training_data is not None:  # what a loader refuses is refused before there is an engine
             data: Any = training_data
@@ -222,6 +226,15 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
             training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn,
             sampler=sampler, shuffle=sampler is None, drop_last=bool(loaded.setting("dataloader_drop_last")))
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _warn_of_training(model: torch.nn.Module, default: _hoist.OptimizerOptions) -> None:
+    """For a program that names no optimizer: DeepSpeed's engine then trains nothing, as for a reference model."""
+    if trained := sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad):
+        _log.warning("initialize() without an optimizer, in the configuration or as an argument: %s with lr %g will train %d "
+                     "parameters, and has memory for their masters, moments and gradients. For a model that is only evaluated, "
+                     "such as a reference or reward model, call model.requires_grad_(False) before", default.kind,
+                     default.learning_rate, trained)
 
 
 def _refuse_others(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:

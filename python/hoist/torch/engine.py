@@ -63,9 +63,10 @@ def _doing_of(engine: Engine) -> Callable[[], str]:
     return doing
 
 
-def _log_warnings(config: _hoist.Config) -> None:
+def _log_warnings(config: _hoist.Config, trains: bool) -> None:
     for warning in config.warnings:
-        _log.warning("%s", warning)
+        if trains or not warning.startswith("optimizer states are offloaded"):  # there are none
+            _log.warning("%s", warning)
     if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         _log.warning("PyTorch's threads spin while they wait, and take the processors from the optimizer and from "
                      "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
@@ -105,7 +106,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self._schedule_lags = False  # while step() has taken the step, and its schedule is not stepped yet
         self._boundary: bool | None = None
         self._met = distributed.MetRanks(first_state.arguments(has_mesh=mesh is not None))
-        _log_warnings(config)
+        _log_warnings(config, any(parameter.requires_grad for parameter in model.parameters()))
         remove_hooks(model)
 
         self._cut = cut
