@@ -56,6 +56,16 @@ def release_dropped(store: str, opener: _hoist.UnitManager | None = None) -> Non
         gc.collect()
 
 
+def refuse_second_use(store: str) -> None:
+    """Errors: StoreError if another engine of this process works on the store. Call release_dropped() before."""
+    if any(held and manager.is_alive and os.path.realpath(held) == os.path.realpath(store)
+           for manager, held in list(_store_of.items())):
+        raise _hoist.StoreError(
+            f"the store in {store} is in use by another engine of this process, which has not been closed: give each engine an "
+            "nvme_path (or hoist.checkpoint_path) of its own, as for an actor and a critic that have one configuration; or call "
+            "close() of the first one before")
+
+
 def _no_turn(call: str) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 

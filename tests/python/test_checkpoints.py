@@ -307,6 +307,24 @@ def test_saved_and_loaded_as_by_deepspeeds_programs(settings, tmp_path):
     engine.close()
 
 
+def test_a_second_engine_of_one_store_is_told_so_when_it_is_made(settings):
+    """An actor and a critic that have one configuration. What the store holds is the first one's run."""
+    engine, *_ = initialize(settings())
+    with pytest.raises(hoist.StoreError, match="in use by another engine of this process.*nvme_path .*of its own"):
+        initialize(settings())
+    train(engine, 1)
+    with pytest.raises(hoist.StoreError, match="in use by another engine of this process"):
+        hoist.torch.wrap(make(), settings(), load_later=True)
+    engine.sleep()  # gives the store back
+    other, *_ = initialize(settings())
+    other.restore()
+    assert other.step_count == 1
+    other.close()
+    engine.wake()
+    train(engine, 1, first=1)
+    engine.close()
+
+
 def test_loading_without_the_schedule(settings, tmp_path):
     engine, optimizer, _, _ = initialize(settings())
     train(engine, 3)

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hoist import _hoist
+from hoist import _hoist, program_end
 from hoist.torch.checkpoint import program_state
 from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
@@ -83,6 +83,8 @@ class FirstState:
                 distributed.refuse_stores_of_others(store, is_of_group=engine._is_part_of_job)
                 _log.info("%s holds no commit: beginning at step 0", store)
             return False
+        if self.load_later:
+            program_end.refuse_second_use(store)
         if self.resume:
             step, state = engine._unit_manager.restore()
             engine._load_commit_state(step, bytes(state))
