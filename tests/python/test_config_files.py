@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations as Python programs have them: DeepSpeed's JSON, and the YAML that `accelerate config` writes."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -65,6 +66,24 @@ def test_files_are_read_as_the_command_line_reads_them(tmp_path):
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
     with pytest.raises(hoist.UsageError, match="UTF-8"):
         read_config(tmp_path / "latin.json")
+
+
+def test_base64_text_is_a_configuration_as_for_deepspeed(tmp_path, monkeypatch):
+    def encoded(text):
+        return base64.urlsafe_b64encode(text.encode()).decode()
+
+    content = {"train_batch_size": 8, "hoist": {"metrics": "é" * 200}}
+    assert read_config(encoded(json.dumps(content))) == content
+    assert hoist.torch.load_config(encoded(json.dumps(content))).training.train_batch_size == 8
+    for read in (read_config, hoist.torch.load_config):
+        with pytest.raises(hoist.ConfigError, match="train_batch_size"):
+            read(encoded('{"train_batch_size": 8, "train_batch_size": 16}'))
+    monkeypatch.chdir(tmp_path)
+    name = encoded('{"a":1}')
+    written(tmp_path, '{"train_batch_size": 4}', name)  # a file of that name is the file
+    assert hoist.torch.load_config(name).training.train_batch_size == 4
+    with pytest.raises(hoist.IoError, match="other.json"):
+        hoist.torch.load_config("other.json")
 
 
 def test_a_model_is_wrapped_by_accelerates_file(tmp_path, settings):

@@ -29,7 +29,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
-from hoist.torch.config_files import as_json, is_yaml, read_config
+from hoist.torch.config_files import as_json, base64_text, is_yaml, read_config
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.devices import outside_of_inference_mode
 from hoist.torch.engine import Engine
@@ -73,7 +73,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def load_config(config: ConfigSource, *, trains: bool = True) -> _hoist.Config:
-    """A configuration from a file (DeepSpeed's JSON, or the YAML of `accelerate config`), a dictionary in its form, or itself.
+    """A configuration from a file (DeepSpeed's JSON, or the YAML of `accelerate config`), a dictionary in its form, its text as
+    base64 (as DeepSpeed takes it), or itself.
 
     `trains` False: a run length of "auto" is left to the trainer that will read the file.
     """
@@ -82,6 +83,8 @@ def load_config(config: ConfigSource, *, trains: bool = True) -> _hoist.Config:
     if not isinstance(config, (str, os.PathLike)) or is_yaml(config):
         origin = "config" if isinstance(config, dict) else str(config)
         return _hoist.Config.parse(as_json(read_config(config), origin), origin, trains=trains)
+    if (text := base64_text(config)) is not None:
+        return _hoist.Config.parse(text, "config", trains=trains)
     return _hoist.Config.load(os.fspath(config), trains=trains)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from typing import Any
@@ -62,6 +63,17 @@ def is_yaml(source: Any) -> bool:
     return isinstance(source, (str, os.PathLike)) and os.fspath(source).endswith((".yaml", ".yml"))
 
 
+def base64_text(source: Any) -> str | None:
+    """The JSON of a configuration that is passed as base64 text instead of a file's name, as DeepSpeed takes it; None for others."""
+    if not isinstance(source, str) or os.path.exists(source):
+        return None
+    try:
+        text = base64.urlsafe_b64decode(source).decode()
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
 def read_config(source: Any) -> dict[str, Any]:
     """A configuration as a dictionary in DeepSpeed's form. Errors: ConfigError for broken JSON, UsageError for anything else."""
     if isinstance(source, dict):
@@ -69,11 +81,10 @@ def read_config(source: Any) -> dict[str, Any]:
     if not isinstance(source, (str, os.PathLike)):
         raise _hoist.UsageError(f"the configuration is {source!r}: pass {_FORMS}")
     name = os.fspath(source)
-    try:
-        with open(name, encoding="utf-8-sig") as file:
-            text = file.read()
-    except UnicodeDecodeError as error:
-        raise _hoist.UsageError(f"{name} is not UTF-8 text: pass {_FORMS}") from error
+    if (text := base64_text(source)) is not None:
+        name = "config"
+    else:
+        text = _text_of(name)
     if is_yaml(name):
         return _of_accelerate(_yaml(text, name), name)
 
@@ -91,6 +102,14 @@ def read_config(source: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _hoist.UsageError(f"{name} has no keys: it is to be {_FORMS}")
     return read_config(content)
+
+
+def _text_of(name: str) -> str:
+    try:
+        with open(name, encoding="utf-8-sig") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise _hoist.UsageError(f"{name} is not UTF-8 text: pass {_FORMS}") from error
 
 
 def _yaml(text: str, name: str) -> dict[str, Any]:
