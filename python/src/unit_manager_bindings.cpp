@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <ranges>
 #include <set>
 #include <span>
 #include <tuple>
@@ -122,10 +123,11 @@ void initialize_from(UnitManager& unit_manager, const std::string& path,
 using ProgramTensor = std::tuple<std::string, std::string, std::vector<std::uint64_t>, std::uintptr_t>;
 
 // [C] The engine's present masters and tensors of the program's as safetensors; rank 0 writes. Files begin with the
-// widest types, so that every tensor is aligned; `buffers` come in that order. Errors: UsageError for fp16 where a
-// parameter has a larger range; those of rank 0's files, on every rank.
+// widest types, so that every tensor is aligned; `buffers` come in that order. `trained_only`: without frozen weights.
+// Errors: UsageError for fp16 where a parameter has a larger range; those of rank 0's files, on every rank.
 std::vector<std::string> export_model(UnitManager& unit_manager, const std::string& directory, DType dtype,
-                                      std::uint64_t shard_bytes_max, const std::vector<ProgramTensor>& buffers) {
+                                      std::uint64_t shard_bytes_max, const std::vector<ProgramTensor>& buffers,
+                                      bool trained_only) {
   using interchange::SafetensorsWriter;
   const EngineTurn turn(unit_manager.engine_mutex());
   Engine& engine = unit_manager.engine();
@@ -142,7 +144,8 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
   }
   const auto first_parameter = tensors.begin() + static_cast<std::ptrdiff_t>(wider.size());
   std::vector<interchange::TensorSpec> of_parameters;
-  for (const ParameterSpec& spec : parameters) {
+  const auto is_written = [&](const ParameterSpec& spec) { return spec.trainable || !trained_only; };
+  for (const ParameterSpec& spec : parameters | std::views::filter(is_written)) {
     interchange::refuse_lost_range(spec.name, spec.dtype, dtype);
     of_parameters.push_back(
         {.name = spec.name, .type = interchange::tensor_type(dtype), .shape = {spec.shape.begin(), spec.shape.end()}});
@@ -174,6 +177,7 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
   const auto write = [&](std::span<const std::byte> bytes) { on_first_rank([&] { writer->write(bytes); }); };
   std::ranges::for_each(wider, write);
   for (std::uint32_t p = 0; p < parameters.size(); ++p) {
+    if (!is_written(parameters[p])) continue;
     const std::uint64_t count = element_count(parameters[p]);
     for (std::uint64_t first = 0; first < count; first += values.size()) {
       const std::span part(values.data(), std::min<std::uint64_t>(values.size(), count - first));
@@ -505,7 +509,7 @@ void bind_unit_manager(nb::module_& module) {
             return unit_manager.engine().save(name, bytes, {.mirror = mirror});
           },
           "name"_a, "caller_state"_a, "mirror"_a = false)
-      .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a, "buffers"_a)
+      .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a, "buffers"_a, "trained_only"_a)
       .def_prop_ro(
           "device_ordinal", [](UnitManager& unit_manager) { return unit_manager.runtime().options().device_ordinal; },
           "Which GPU.")

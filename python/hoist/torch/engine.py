@@ -539,9 +539,9 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @takes_turn
     def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,
-               shard_bytes_max: int = 5_000_000_000) -> list[str]:
+               shard_bytes_max: int = 5_000_000_000, exclude_frozen: bool = False) -> list[str]:
         """[C] Writes the weights as safetensors, without holding them in memory, and persistent buffers in their own types.
-        Returns the files. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
+        Returns the files. `exclude_frozen`: only weights that are trained. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
         if shard_bytes_max < 1:
             raise _hoist.UsageError(f"shard_bytes_max={shard_bytes_max}: choose a number of bytes from 1")
         directory = os.fspath(directory)
@@ -549,7 +549,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             assert self._sharding is not None
             directory = os.path.join(directory, self._sharding.name)
         self._between_passes()
-        return self._parameters.export(directory, dtype, shard_bytes_max)
+        return self._parameters.export(directory, dtype, shard_bytes_max, exclude_frozen)
 
     @contextlib.contextmanager
     def gathered(self, names: str | Iterable[str] | None = None, modify: bool = False) -> Iterator[None]:

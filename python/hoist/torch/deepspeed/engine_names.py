@@ -133,16 +133,21 @@ class DeepSpeedNames:
     def destroy(self) -> None:
         cast("Engine", self).close()
 
-    def module_state_dict(self) -> dict[str, torch.Tensor]:
-        return cast("Engine", self).state_dict()
+    @takes_turn
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """As state_dict()."""
+        engine = cast("Engine", self)
+        engine._between_passes()
+        return engine._parameters.state_dict(exclude_frozen=exclude_frozen_parameters)
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
+                         exclude_frozen_parameters: bool = False) -> bool:
         """[C] As export() in the weights' type: writes model.safetensors, or shards and an index."""
         if save_filename != "model.safetensors":
             raise _hoist.UsageError(f"save_16bit_model() writes model.safetensors, not {save_filename}: leave the name out")
         engine = cast("Engine", self)
         dtype = next(iter(engine._parameters.by_name.values())).dtype
-        engine.export(save_dir, dtype)
+        engine.export(save_dir, dtype, exclude_frozen=exclude_frozen_parameters)
         return True
 
     @property

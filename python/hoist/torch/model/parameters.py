@@ -493,13 +493,15 @@ class Parameters:
                 if not (part.isfinite().all() and as_type(part, dtype).isfinite().all()):
                     raise _hoist.UsageError(f"'{declared.name}' is given a value that is not finite, or too large for {dtype}")
 
-    def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    def state_dict(self, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
         self.names_in_model()
         result: dict[str, torch.Tensor] = {}
-        for name in self.by_name:
-            result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
+        for name, declared in self.by_name.items():
+            if declared.trains or not exclude_frozen:
+                result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
         for alias, name in self._cut.aliases.items():
-            result[alias] = result[name]
+            if name in result:
+                result[alias] = result[name]
         result.update({n: p.detach().clone() for n, p in self.empty()})
         result.update({n: b.detach().clone() for n, b in self.persistent_buffers(remove_duplicate=False)})
         result.update({name: module.get_extra_state() for name, module in self._with_extra_state()})
@@ -544,12 +546,12 @@ class Parameters:
             others[name].set_extra_state(state[name])
         return missing, unknown
 
-    def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
+    def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int, exclude_frozen: bool) -> list[str]:
         self.names_in_model()
         if dtype not in DTYPES:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
         buffers, _alive = weight_files.file_tensors(self.others_in_files().items())
-        return self._unit_manager.export(directory, DTYPES[dtype], shard_bytes_max, buffers)
+        return self._unit_manager.export(directory, DTYPES[dtype], shard_bytes_max, buffers, exclude_frozen)
 
 
 def _as_masters(declared: Declared, values: torch.Tensor) -> torch.Tensor:
