@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import hoist
 import hoist.optim
 import hoist.torch
+from hoist._hoist import read_tensor, tensors_in
 from models import Gpt, batches, loss_of
 
 # As in DeepSpeed's and Hugging Face's documentation for ZeRO-Infinity, down to the performance hints; nothing of hoist's
@@ -249,12 +250,72 @@ def test_names_of_deepspeeds_engine(settings, tmp_path):
         assert engine.get_lr() == [0.25]
         assert engine.save_16bit_model(tmp_path / "saved") and (tmp_path / "saved" / "model.safetensors").exists()
         assert engine.module_state_dict().keys() == engine.state_dict().keys()
-        with pytest.raises(AttributeError, match=r"no offload_states\(\): engine\.sleep\(\)"):
+        with pytest.raises(AttributeError, match=r"no offload_states: engine\.sleep\(\)"):
             engine.offload_states()
-        with pytest.raises(AttributeError, match=r"zero: engine\.gathered"):
-            hoist.torch.zero.Init  # noqa: B018
+        for name in ("zero_offload_optimizer", "training_dataloader", "_zero3_consolidated_16bit_state_dict", "get_mom"):
+            with pytest.raises(AttributeError, match=f"hoist's engine has no {name}: .*(engine|initialize)"):
+                getattr(engine, name)
+        for name in ("zero", "utils", "ops", "runtime", "get_accelerator", "PipelineModule", "checkpointing"):
+            with pytest.raises(AttributeError, match=f"hoist.torch has no {name}: "):
+                getattr(hoist.torch, name)
         assert not hasattr(engine, "deepspeed_io") and not hasattr(hoist.torch, "other")
         engine.destroy()
+
+
+def test_a_loop_that_steps_the_optimizer_that_it_passed_is_told_what_to_call(settings):
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hoist.torch.initialize(model=model, optimizer=optimizer, config=settings())[0] as engine:
+        inputs, targets = next(batches(1))
+        loss_of(engine(inputs), targets).backward()
+        optimizer.step()
+        with pytest.raises(hoist.UsageError, match=r"call engine\.step\(\)"):
+            engine(inputs)
+
+
+def test_an_engine_in_the_place_of_a_child_module(settings):
+    """DeepSpeed's engine is a module, and programs set it where the model was. The error says how both are kept here."""
+    class Actor(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Gpt()
+
+        def forward(self, tokens):
+            return self.model(tokens)
+
+    actor = Actor()
+    with hoist.torch.initialize(model=actor.model, config=settings())[0] as engine:
+        with pytest.raises(TypeError, match=r"changed the model in place.*object\.__setattr__\(parent, 'model', engine\)"):
+            actor.model = engine
+        with pytest.raises(TypeError, match="changed the model in place"):
+            torch.nn.ModuleDict({"actor": engine})
+        object.__setattr__(actor, "model", engine)
+        inputs, targets = next(batches(1))
+        actor.train()
+        actor.model.backward(loss_of(actor(inputs), targets))
+        assert actor.model.step().applied
+        assert not actor.eval().model.module.training
+        assert actor.state_dict().keys() == {f"model.{name}" for name in engine.state_dict()}
+        assert [p.shape for p in actor.parameters()] == [p.shape for p in engine.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_parameters_are_left_out_where_the_program_says_so(settings, tmp_path, dtype):
+    model = Gpt().to(dtype)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if name.startswith("blocks.0.")}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    with hoist.torch.initialize(model=model, config=settings(bf16={"enabled": dtype == torch.bfloat16}))[0] as engine:
+        every = engine.module_state_dict()
+        trained = engine.module_state_dict(exclude_frozen_parameters=True)
+        assert frozen and trained.keys() == every.keys() - frozen
+        assert engine.save_16bit_model(tmp_path / "saved", exclude_frozen_parameters=True)
+        assert all(torch.equal(values, every[name]) for name, values in trained.items())
+    saved = str(tmp_path / "saved")
+    assert {name: shape for name, (_, shape) in tensors_in(saved).items()} == {
+        name: list(values.shape) for name, values in trained.items() if name != "head.weight"}  # tied
+    for name in tensors_in(saved):
+        assert read_tensor(saved, name) == trained[name].view(torch.uint8).numpy().tobytes()
 
 
 def test_a_last_step_of_fewer_micro_batches(settings):
@@ -270,6 +331,7 @@ def test_a_last_step_of_fewer_micro_batches(settings):
             engine.backward(loss_of(engine(inputs), targets))
             report = engine.step()
             (loss_of(reference(inputs), targets) / 4).backward()
+            assert engine.micro_steps == index + 1
         assert report is not None and report.step == 1
         optimizer.step()
         for name, value in engine.state_dict().items():

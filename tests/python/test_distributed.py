@@ -185,8 +185,8 @@ def test_state_of_several_ranks(settings, tmp_path, caplog):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_client_states_of_ranks(settings, tmp_path, caplog, stage):
-    """As DeepSpeed does: each rank has its own in stage 3, and rank 0's counts in the others. Then one process loads them, and two
-    ranks load what one process has saved, which is the form of a single file."""
+    """As DeepSpeed does: each rank has its own in stage 3, and rank 0's counts in the others. Then one process loads them, and
+    two ranks load what one process has saved, which is the form of a single file."""
     config = with_room(settings)
     config["hoist"]["keep_steps"] = 1
     config["zero_optimization"]["stage"] = stage

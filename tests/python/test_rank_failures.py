@@ -545,7 +545,7 @@ def test_a_restore_that_fails_on_one_rank_is_told_to_ranks_that_wait_in_theirs(s
     assert texts[1].startswith("CommError") and "rank 0 failed: hoist.StoreError" in texts[1], texts
 
 
-@pytest.mark.parametrize("damage, reason", [("[os.unlink(file) for file in glob.glob(mine + '/one/client_state-*')]", "is missing"),
+@pytest.mark.parametrize("damage, reason", [("[os.unlink(path) for path in glob.glob(mine + '/one/client_*')]", "is missing"),
                                             ("open(mine + '/latest', 'w').write('..')", "which is not the name of a checkpoint")])
 def test_a_load_checkpoint_that_fails_on_one_rank_is_told_to_the_others(settings, tmp_path, damage, reason):
     """Its copy of the directory is damaged, or incomplete. All of them train on."""

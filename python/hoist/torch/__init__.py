@@ -47,6 +47,8 @@ __all__ = ["Engine", "Estimate", "Optimizer", "add_config_arguments", "engine_of
            "initialize", "load_config", "units_of", "wrap", "write_units"]
 
 
+_NO_PIPELINES = "hoist has no pipeline parallelism: pass the whole model, whose state all ranks divide"
+
 # What the package deepspeed has besides, and what a program does here.
 _ELSEWHERE = {
     "zero": "engine.gathered(names, modify=True) replaces zero.GatheredParameters. A model that zero.Init would divide is built "
@@ -54,6 +56,23 @@ _ELSEWHERE = {
     "init_distributed": "initialize() joins the ranks that torchrun started, and torch.distributed.init_process_group() does so "
                         "earlier",
     "comm": "torch.distributed has these functions",
+    "checkpointing": "torch.utils.checkpoint recomputes activations",
+    "utils": "engine.read(name, state) and engine.write(name, values, state) replace safe_get_full_fp32_param(), "
+             "safe_set_full_fp32_param() and the like; `hoist export` replaces zero_to_fp32",
+    "ops": "the configuration names the optimizer; or pass one of torch.optim's to initialize(), such as AdamW instead of "
+           "DeepSpeedCPUAdam or FusedAdam",
+    "runtime": "the configuration's scheduler, or one of torch.optim.lr_scheduler, replaces runtime.lr_schedules, and "
+               "engine.gathered(names, modify=True) replaces runtime.zero's GatheredParameters",
+    "get_accelerator": "engine.device is where the model computes, and torch.accelerator has these functions",
+    "accelerator": "engine.device is where the model computes, and torch.accelerator has these functions",
+    "DeepSpeedEngine": "hoist.torch.Engine is the class of engines",
+    "DeepSpeedConfig": "hoist.torch.load_config() reads a configuration",
+    "OnDevice": "build the model under torch.device('meta'), and pass wrap(..., weights=DIR) or wrap(..., initialize=...)",
+    "PipelineModule": _NO_PIPELINES,
+    "pipe": _NO_PIPELINES,
+    "moe": "hoist trains the experts of a model as its other weights, and has no layers of its own",
+    "tp_model_init": "a model that is sliced by the program is passed with mesh=... and tensor_parallel=... of wrap(), or with "
+                     "mpu=... of initialize()",
     "init_inference": "wrap() takes a model of which nothing is trained (requires_grad_(False)); call it, or its generate()",
 }
 

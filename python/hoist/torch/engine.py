@@ -310,6 +310,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         else:
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True), self._passes.gradient_norm_max)
+        self._steps.left_out += self._passes.left_out
         self._passes.forget()
         self.optimizer.note_step()
         self._steps.note(report)
@@ -541,7 +542,8 @@ class Engine(StandsForModel, DeepSpeedNames):
     def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,
                shard_bytes_max: int = 5_000_000_000, exclude_frozen: bool = False) -> list[str]:
         """[C] Writes the weights as safetensors, without holding them in memory, and persistent buffers in their own types.
-        Returns the files. `exclude_frozen`: only weights that are trained. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
+        Returns the files. In a job of several sharding groups (mesh=...) each writes a directory of its own, group-N, below.
+        `exclude_frozen`: without the weights that are not trained."""
         if shard_bytes_max < 1:
             raise _hoist.UsageError(f"shard_bytes_max={shard_bytes_max}: choose a number of bytes from 1")
         directory = os.fspath(directory)

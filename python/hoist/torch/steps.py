@@ -19,12 +19,13 @@ class StepRecord:
         self.last_report: _hoist.StepReport | None = None  # of a step that counts: restore() gives later ones up
         self.was_applied = False  # whether the last call of step() changed the model
         self.step = 0  # steps applied, also when the engine cannot be asked
+        self.left_out = 0  # micro-batches of steps that the program ended early, since this engine began or went back
         self.skipped = 0  # since the first step of the run, also where it was resumed
 
     def restored(self, step: int, skipped: int) -> None:
         """The run continues from a commit after so many steps."""
         self.last_report, self.was_applied, self._skipped_in_a_row = None, False, 0
-        self.step, self.skipped = step, skipped
+        self.step, self.skipped, self.left_out = step, skipped, 0
 
     def note(self, report: _hoist.StepReport) -> None:
         """Warns of a skipped step, unless it is ordinary; of many in a row, at the first, the second, the fourth and so on."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hoist.torch.steps import StepRecord
 
 
+_SETTING = "engine.config.setting(key) says what the configuration has, such as {}"
+
 # What DeepSpeed's engine has besides, and what a program does here.
 ELSEWHERE = {
     "set_gradient_accumulation_steps": "gradient_accumulation_steps of the configuration is settled when the engine is made",
@@ -33,6 +35,38 @@ ELSEWHERE = {
     "offload_states": "engine.sleep() gives all memory back",
     "reload_states": "engine.wake() takes memory again after engine.sleep()",
     "allreduce_gradients": "gradients of all ranks are averaged in the backward pass",
+    "all_reduce_gradients": "gradients of all ranks are averaged in the backward pass",
+    "enable_backward_allreduce": "gradients of all ranks are always averaged in the backward pass",
+    "load_module_state_dict": "engine.load_state_dict(state_dict) replaces weights and buffers",
+    "save_fp16_model": "save_16bit_model(DIR) writes the weights in their type",
+    "_zero3_consolidated_16bit_state_dict": "engine.state_dict() collects the weights on each rank; save_16bit_model(DIR) writes "
+                                            "them in pieces",
+    "get_16bit_model": "engine.module is the model, and engine.state_dict() has its weights",
+    "get_mom": "engine.optimizer.param_groups has betas or the momentum",
+    "get_type": "engine.config.optimizer.kind names the optimizer",
+    "optimizer_name": "engine.config.optimizer.kind names the optimizer",
+    "optimizer_params": "engine.optimizer.param_groups has the optimizer's settings",
+    "scheduler_name": _SETTING.format("scheduler.type"),
+    "scheduler_params": _SETTING.format("scheduler.params.warmup_num_steps"),
+    "steps_per_print": _SETTING.format("steps_per_print"),
+    "zero_optimization": "engine.zero_optimization_stage() is the stage",
+    "zero_offload_optimizer": _SETTING.format("zero_optimization.offload_optimizer.device"),
+    "zero_offload_param": _SETTING.format("zero_optimization.offload_param.device"),
+    "zero_cpu_offload": _SETTING.format("zero_optimization.offload_optimizer.device"),
+    "client_optimizer": "engine.optimizer follows the groups of the optimizer that was passed",
+    "basic_optimizer": "engine.optimizer is the optimizer",
+    "client_lr_scheduler": "engine.lr_scheduler is the schedule",
+    "training_dataloader": "initialize(training_data=...) returns the loader",
+    "set_dataloader": "engine.train_batch(micro_batches, loss_of) takes the micro-batches of one step",
+    "eval_batch": "call the engine under torch.no_grad()",
+    "dp_world_size": "engine.world_size counts the ranks that divide the state",
+    "mp_world_size": "engine.world_size counts the ranks that divide the state, and torch.distributed.get_world_size() all",
+    "data_parallel_group": "wrap(mesh=...) was passed these ranks; without it they are all of torch.distributed's",
+    "get_data_parallel_group": "wrap(mesh=...) was passed these ranks; without it they are all of torch.distributed's",
+    "get_sequence_parallel_group": "hoist has no sequence parallelism",
+    "timers": "engine.statistics() has waits and bytes",
+    "tput_timer": "engine.statistics() has waits and bytes",
+    "monitor": "hoist.metrics in the configuration names a file that each step adds a line to",
     "load_universal_checkpoint": "initialize(..., deepspeed=DIR) begins with a universal checkpoint",
 }
 
@@ -155,7 +189,8 @@ class DeepSpeedNames:
         """Micro-batches, as DeepSpeed counts them: each when its step() has been called."""
         passes = self._passes
         waits = passes.micro_batch > 0 and not passes._step_was_called
-        return self.global_steps * passes.micro_batches + passes.micro_batch - waits
+        left_out = self._steps.left_out + passes.left_out
+        return self.global_steps * passes.micro_batches + passes.micro_batch - left_out - waits
 
     @property
     def global_samples(self) -> int:

@@ -14,6 +14,9 @@ from hoist.torch.deepspeed.engine_names import ELSEWHERE
 if TYPE_CHECKING:
     from hoist.torch.passes.passes import Passes
 
+# PyTorch's error names the object by its __qualname__ where a program makes it a child of a module, as DeepSpeed's engine can be.
+_NO_CHILD = ("Engine (wrap() has changed the model in place: leave the model where it is, and keep the engine beside it, or as "
+             "object.__setattr__(parent, 'model', engine))")
 _Self = TypeVar("_Self", bound="StandsForModel")
 
 
@@ -39,11 +42,13 @@ class StandsForModel:
         return self(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "module" not in self.__dict__:
-            raise AttributeError(name)
-        module = self.__dict__["module"]
+        module = self.__dict__.get("module")
         if name in ELSEWHERE and not hasattr(module, name):
-            raise AttributeError(f"hoist's engine has no {name}(): {ELSEWHERE[name]}")
+            raise AttributeError(f"hoist's engine has no {name}: {ELSEWHERE[name]}")
+        if name == "__qualname__":
+            return _NO_CHILD
+        if name.startswith("_") or module is None:
+            raise AttributeError(name)
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

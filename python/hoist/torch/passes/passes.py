@@ -74,6 +74,7 @@ class Passes:
         self._backward_callback: weakref.ref[Callable[[], None]] | None = None  # autograd has it until the pass ends or fails
         self.micro_batches = micro_batches
         self.micro_batch = 0
+        self.left_out = 0  # micro-batches of this step that the program has left out, before its end
         self.due = False  # as many backward passes are done as make a step
         self.gradient_norm_max = math.inf  # of the step that is due
         self._block: WatchedBlock | None = None  # of gathered(), while its weights are there
@@ -163,7 +164,7 @@ class Passes:
                 raise _hoist.UsageError(
                     ("1 backward pass makes a step, and it is done" if self.micro_batches == 1 else
                      f"{self.micro_batches} backward passes make a step, and they are done") +
-                    ": call step()" + ("" if self._unit_manager.has_begun_step else ", or engine.drop_gradients()") +
+                    ": call engine.step()" + ("" if self._unit_manager.has_begun_step else ", or engine.drop_gradients()") +
                     " (gradient_accumulation_steps in the configuration asks for more passes)" +
                     (f". {_NO_DROP}" if self._unit_manager.has_begun_step else ""))
             if self._may_be_divided and self.micro_batch > 0 and not self._step_was_called:
@@ -408,6 +409,7 @@ class Passes:
                 unit_manager.begin(_hoist.Pass.train, self.micro_batch, self.micro_batches)
                 unit_manager.end_backward()
                 self.micro_batch += 1
+                self.left_out += 1
             self.due = True
         if not self.due and self.micro_batch == 0:
             self.parameters.refuse_gradients()
@@ -486,4 +488,4 @@ class Passes:
         """The next pass is the first one of a step."""
         self.due = self._backward_seen = self._is_scaled = self._may_be_divided = False
         self.gradient_norm_max = math.inf
-        self.micro_batch = 0
+        self.micro_batch = self.left_out = 0
