@@ -64,7 +64,7 @@ def is_yaml(source: Any) -> bool:
 
 
 def base64_text(source: Any) -> str | None:
-    """The JSON of a configuration that is passed as base64 text instead of a file's name, as DeepSpeed takes it; None for others."""
+    """The JSON of a configuration that is base64 text instead of a file's name, as DeepSpeed takes it; None for others."""
     if not isinstance(source, str) or os.path.exists(source):
         return None
     try:

@@ -281,10 +281,10 @@ class Engine(StandsForModel, DeepSpeedNames):
             return None
         if self._boundary is False:
             raise _hoist.UsageError(
-                "step() after set_gradient_accumulation_boundary(False), and as many backward passes are done as make a step: set "
-                f"gradient_accumulation_steps (now {self._passes.micro_batches}) to the most micro-batches that a step has, and "
-                "call set_gradient_accumulation_boundary(True) before the last one of a step. The gradients stay for the next "
-                "step()")
+                "step() after set_gradient_accumulation_boundary(False), and as many backward passes are done as make a step: "
+                f"set gradient_accumulation_steps (now {self._passes.micro_batches}) to the most micro-batches that a step has, "
+                "and call set_gradient_accumulation_boundary(True) before the last one of a step. The gradients stay for the "
+                "next step()")
         if not lr_kwargs and schedules.needs_arguments(self.lr_scheduler):
             raise _hoist.UsageError(f"the step() of {type(self.lr_scheduler).__name__} needs more than the step, such as its "
                                     'metrics: call engine.step(lr_kwargs={"metrics": ...})')
