@@ -351,6 +351,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             distributed.refuse_ranks_that_train_alone()
 
     def _before_backward(self) -> None:
+        """The pass may have begun long before, and the program may have set rates since."""
         if self._updates_in_backward and not self._unit_manager.has_begun_step:
             self.optimizer.push_rates()
 
