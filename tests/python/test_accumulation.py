@@ -193,3 +193,27 @@ def test_a_step_that_the_program_holds_back_is_not_taken_early(settings, configu
         assert engine.step_count == number and not engine.was_step_applied()
         engine.set_gradient_accumulation_boundary(True)
         assert engine.step().step == number + 1
+
+
+def test_a_step_that_the_program_holds_back_is_not_begun_by_a_backward_pass(wrapped):
+    """In update mode "backward" the weights would have changed already when step() refuses."""
+    with wrapped(hoist={"device_memory": "1MiB", "pinned_memory": "32MiB", "update_mode": "backward"}) as engine:
+        before = engine.state_dict()
+        engine.set_gradient_accumulation_boundary(False)
+        for inputs, targets in batches()[:COUNT - 1]:
+            engine.backward(F.mse_loss(engine(inputs), targets))
+            engine.step()
+        inputs, targets = batches()[COUNT - 1]
+        loss = F.mse_loss(engine(inputs), targets)
+        with pytest.raises(hoist.UsageError, match="a backward pass after set_gradient_accumulation_boundary"):
+            engine.backward(loss)
+        engine.drop_gradients()
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_train_batch_makes_a_whole_step_whatever_a_loop_before_held_back(wrapped, order):
+    with wrapped(hoist={"device_memory": "1MiB", "pinned_memory": "32MiB", "micro_batch_order": order}) as engine:
+        engine.set_gradient_accumulation_boundary(False)
+        engine.train_batch(batches(), lambda pair: F.mse_loss(engine(pair[0]), pair[1]))
+        assert engine.step_count == 1

@@ -345,7 +345,30 @@ class Depth(Chain):
         return hidden
 
 
-@pytest.mark.parametrize("kind, name", [(SetLate, "is_late"), (Depth, "depth")])
+class Average(Chain):
+    """Changes after each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = 0.0
+
+    def forward(self, x):
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            self.average = 0.9 * self.average + 0.1 * hidden.detach().mean()
+        return self.head(hidden) * (1 + self.average)
+
+
+class AverageInABuffer(Average):
+    def __init__(self):
+        super().__init__()
+        del self.average
+        self.register_buffer("average", torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind, name", [(SetLate, "is_late"), (Depth, "depth"), (Average, "average"),
+                                        (AverageInABuffer, "average")])
 def test_what_may_differ_is_said_once(settings, tmp_path, caplog, monkeypatch, kind, name):
     monkeypatch.setattr("hoist.torch.passes.attributes._warned", set())
     trained(settings, tmp_path, "vertical", kind())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -45,7 +46,7 @@ class StandsForModel:
         module = self.__dict__.get("module")
         if name in ELSEWHERE and not hasattr(module, name):
             raise AttributeError(f"hoist's engine has no {name}: {ELSEWHERE[name]}")
-        if name == "__qualname__":
+        if name == "__qualname__" and sys._getframe(1).f_code.co_name == "typename":  # PyTorch makes its error
             return _NO_CHILD
         if name.startswith("_") or module is None:
             raise AttributeError(name)

@@ -54,8 +54,9 @@ class Attributes:
 
     def __init__(self, module: nn.Module, count: int):
         self._views: list[dict[_At, Any]] = [{} for _ in range(count)]  # where micro-batches may differ
-        self._inherited: list[dict[_At, Any]] = [{} for _ in range(count)]  # and have not set themselves in the same turn
+        self._inherited: list[dict[_At, Any]] = [{} for _ in range(count)]
         self._inherited_now: set[_At] = set()  # in this turn
+        self._set_at_once: set[_At] = set()  # by a micro-batch in the turn in which it has inherited them
         self._places: list[_Place] = []
         self._names: list[str] = []  # of places, with a dot at the end
         self._private: set[int] = set()  # containers that _is_shared() held for no longer
@@ -109,8 +110,8 @@ class Attributes:
         for other in self._views if for_all else self._views[:micro_batch]:
             other.setdefault(at, former)
         self._views[micro_batch][at] = value
-        if at in self._inherited_now and type(value) is not int:
-            self._inherited[micro_batch].pop(at, None)
+        if at in self._inherited_now:
+            self._set_at_once.add(at)
 
     def begin_turn(self, micro_batch: int) -> None:
         """Gives modules what the micro-batch finds in its turn of the forward pass."""
@@ -152,16 +153,16 @@ class Attributes:
 
     def require_final(self) -> None:
         """After the forward passes: what a micro-batch has inherited must be what the one before it has left at its end.
-        Otherwise that one has set it for a part of its forward(), and set it again later. Errors: UsageError. Warns of
-        values that cannot be told apart: nobody sees whether a flag is set to what it was, or what a count is for."""
+        Otherwise that one has set it for a part of its forward(), and set it again later. Errors: UsageError. Warns where
+        nobody sees whether a flag was set to what it was, and whether a new value goes on from the former one."""
         doubts = {at: "is another one after forward(), and each micro-batch began with that from before the step"
                   for at, value in self._views[0].items() if isinstance(value, (bool, str)) and value is not self._at_first(at)}
         for earlier, inherited in zip(self._views, self._inherited[1:], strict=False):
             for at, value in inherited.items():
                 if _are_alike(earlier[at], value) or type(earlier[at]) in _CONTAINERS:
                     continue
-                if type(value) is int:
-                    doubts[at] = "changes several times within forward(): if it counts, some counts are lost"
+                if at in self._set_at_once:
+                    doubts[at] = "changes several times within forward(): if it goes on from its former value, changes are lost"
                     continue
                 raise _hoist.UsageError(
                     f"'{self._name(at)}' is set for a part of forward() and set again after it (a flag, or a cache that is "

@@ -137,8 +137,9 @@ def refuse_ranks_that_train_alone() -> None:
     """For an engine that was made before the program joined PyTorch's ranks, if it has."""
     if is_joined() and dist.get_world_size() > 1:
         raise _hoist.UsageError(
-            f"torch.distributed.init_process_group() came after wrap(), and each of the {dist.get_world_size()} ranks would "
-            'train alone: call it before wrap(), or set "hoist": {"communicator": "self"} and give each rank a store of its own')
+            f"torch.distributed.init_process_group() came after wrap(), and this engine would share no gradients with the "
+            f"{dist.get_world_size() - 1} other ranks: call it before wrap(), or, if this rank is to train alone, set "
+            '"hoist": {"communicator": "self"} and give it a store of its own')
 
 
 @dataclasses.dataclass(frozen=True)
