@@ -219,10 +219,10 @@ def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
         train(engine, 2)
         engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 2}})
         write = checkpoints.write_durably
-        def killed(path, content):
+        def killed(path, content, **how):
             if path.endswith("latest"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            write(path, content)
+            write(path, content, **how)
         checkpoints.write_durably = killed
         train(engine, 1, first=2)
         engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 3}})

@@ -131,6 +131,22 @@ def test_a_checkpoint_that_is_not_kept_any_more_leaves_nothing_behind(settings, 
         assert engine.load_checkpoint(saved, "global_step3")[1] == {"epoch": 2}
 
 
+def test_files_of_ranks_that_were_killed_do_not_stay(settings, tmp_path):
+    """Neither beside a newer step of their tag, nor when their step is given up."""
+    saved = tmp_path / "saved"
+    with initialize(keeping(settings, 1))[0] as engine:
+        for step in range(3):
+            train(engine, 1, first=step)
+            if step == 1:
+                for name in ("client_state-2-rank-1.pt.partial", "client_state-1.pt.partial"):
+                    (saved / "a" / name).touch()
+            engine.save_checkpoint(saved, tag="ab"[step == 2])
+            if step == 1:
+                assert os.listdir(saved / "a") == ["client_state-2.pt"]
+                (saved / "a" / "client_state-2-rank-1.pt.partial").touch()
+        assert sorted(os.listdir(saved)) == ["b", "latest"]
+
+
 def test_a_later_program_goes_back_too(settings):
     config = keeping(settings, 1)
     with hoist.torch.wrap(make(), config) as engine:

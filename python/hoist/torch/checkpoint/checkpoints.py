@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hoist")
 
 _LATEST = "latest"  # the file with the newest tag
+_PARTIAL = ".partial"  # ends the name of a file that is being written
 _told_of_eviction: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -57,11 +58,22 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
         raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): the store cannot keep a step of this name: {wrong}")
     folder = os.path.join(directory, tag)
     is_first = engine._is_first_of_job
-    writers = _writers(engine)
+    writers, rank = _writers(engine), _rank_of_job(engine)
+    own = _client_file(folder, step, rank)
+    # All write before one replaces its file: if a rank cannot, a step that had this tag before keeps all of its files.
+    try:
+        with distributed.work_of_one_rank(engine._unit_manager):
+            if rank in writers:
+                os.makedirs(folder, exist_ok=True)
+                write_durably(own, lambda file: torch.save(client_state, file), replaces=False)
+    except BaseException:
+        if rank in writers:
+            with signal_handlers.suppressing(OSError):
+                os.unlink(own + _PARTIAL)
+        raise
     with distributed.work_of_one_rank(engine._unit_manager):
-        if (rank := _rank_of_job(engine)) in writers:
-            os.makedirs(folder, exist_ok=True)
-            write_durably(_client_file(folder, step, rank), lambda file: torch.save(client_state, file))
+        if rank in writers:
+            replace_durably(own)
     before = engine.checkpoints()
     engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()
@@ -78,9 +90,10 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
         for evicted in evictions:
             _forget(os.path.join(directory, evicted), before[evicted])
         present = {_client_file(folder, step, writer) for writer in writers}
-        for other in glob.glob(_client_file(glob.escape(folder), "*")):
+        files = _client_file(glob.escape(folder), "*")
+        for other in (*glob.glob(files), *glob.glob(files + _PARTIAL)):
             if other not in present:
-                os.unlink(other)  # of a step that had this tag before, or of more ranks
+                os.unlink(other)  # of a step that had this tag before, of more ranks, or of a program that was killed
         if save_latest:
             write_durably(os.path.join(directory, _LATEST), lambda file: file.write(tag.encode()))
 
@@ -104,9 +117,12 @@ def _rank_of_job(engine: Engine) -> int:
 def _forget(folder: str, step: int) -> None:
     """Removes the client states of a step that the store has given up, and the folder if nothing else is in it."""
     try:
-        for of_rank in glob.glob(_client_file(glob.escape(folder), f"{step}-rank-*")):
-            os.unlink(of_rank)
-        os.unlink(_client_file(folder, step))
+        own = _client_file(glob.escape(folder), f"{step}-rank-*")
+        partial = _client_file(glob.escape(folder), "*") + _PARTIAL  # of ranks that were killed
+        for other in (*glob.glob(own), *glob.glob(partial)):
+            os.unlink(other)
+        with signal_handlers.suppressing(FileNotFoundError):
+            os.unlink(_client_file(folder, step))
         os.rmdir(folder)
     except OSError as error:
         if signal_handlers.raised(error):
@@ -178,8 +194,9 @@ def _client_state_in(folder: str, tag: str, step: int, engine: Engine) -> dict[s
         refuse(f"the step that {engine.config.store_directory} keeps as '{tag}' is number {step}, and "
                + (f"{folder} is of another one" if others else f"{client_file} is missing") + f"; {without}")
     if len(of_step) != len(writers) and engine._is_first_of_job:
-        _log.warning("client states in %s: %d; ranks of this run that load one of their own: %d. A rank without one has rank 0's",
-                     folder, len(of_step), len(writers))
+        _log.warning("%s has client states of %d rank(s), and %s", folder, len(of_step),
+                     f"{len(writers)} ranks of this run load their own: a rank without one loads rank 0's" if len(writers) > 1
+                     else "all ranks of this run load rank 0's")
     try:
         client_state: dict[str, Any] = torch.load(client_file, map_location="cpu", weights_only=False)
         return client_state
@@ -223,9 +240,22 @@ class _File(io.FileIO):
             raise
 
 
-def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
-    """Errors: IoError for the file's, also where `write` hides it; those of `write`, and what a signal's handler raises."""
-    partial, raw = path + ".partial", None
+def replace_durably(path: str) -> None:
+    """Gives what write_durably(replaces=False) has written its name. Errors: IoError, and what a signal's handler raises."""
+    try:
+        os.replace(path + _PARTIAL, path)
+        sync(os.path.dirname(path) or ".")
+    except OSError as error:
+        if signal_handlers.raised(error):
+            raise
+        raise io_error(error.errno or errno.EIO, path, f"writing {path} failed: {error.strerror or error}") from error
+
+
+def write_durably(path: str, write: Callable[[IO[bytes]], object], replaces: bool = True) -> None:
+    """`replaces`: or else the file stays beside `path`, which replace_durably() replaces with it.
+
+    Errors: IoError for the file's, also where `write` hides it; those of `write`, and what a signal's handler raises."""
+    partial, raw = path + _PARTIAL, None
     own: Exception | None = None  # an error of `write` that is not the file's
     failure: BaseException | None = None
     try:
@@ -237,8 +267,9 @@ def write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
                 raise
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync(os.path.dirname(path) or ".")
+        if replaces:
+            os.replace(partial, path)
+            sync(os.path.dirname(path) or ".")
     except BaseException as error:
         with signal_handlers.suppressing(OSError):
             os.unlink(partial)
