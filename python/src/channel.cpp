@@ -195,6 +195,7 @@ MakeChannel channel_maker(nb::callable make) {
     const nb::gil_scoped_acquire acquire;
     nb::object channel = make();
     GroupChannel made{.local_ranks = nb::cast<int>(channel.attr("local_ranks")),
+                      .local_index = nb::cast<int>(channel.attr("local_index")),
                       .local_rank = nb::cast<int>(channel.attr("local_rank"))};
     made.transport = std::make_shared<PythonChannel>(std::move(channel));
     return made;

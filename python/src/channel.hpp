@@ -2,9 +2,10 @@
 // python/src/channel.hpp - ranks that are PyTorch's: a Transport whose calls are made by Python
 // (hoist.torch.ranks.distributed).
 //
-// The object has rank, size, local_ranks, local_rank, exchange(what, sends, receives), broadcast(what, tensor, root),
-// barrier(what), duplicate(), split(ranks), abort(why), why() and close(). Sends and receives are lists of (rank,
-// tensor of bytes). `what` describes the call; ranks that come together with different ones get an error.
+// The object has rank, size, local_ranks, local_index, local_rank, exchange(what, sends, receives),
+// broadcast(what, tensor, root), barrier(what), duplicate(), split(ranks), abort(why), why() and close(). Sends and
+// receives are lists of (rank, tensor of bytes). `what` describes the call; ranks that come together with different
+// ones get an error.
 //
 // Threading  One thread at a time; abort() and why() on any. Each call takes the GIL, and PyTorch releases it while it
 //            waits. A thread that waits for a collective in C++ must not hold the GIL.
@@ -26,8 +27,10 @@ namespace hoist::python {
 
 struct GroupChannel {
   std::shared_ptr<comm::Transport> transport;
-  // Where it is over the whole job: ranks on this machine, and which of them this one is. Else 0 and -1.
+  // Where it is over the whole job: ranks that divide this machine's memory, and which of them this one is; and the
+  // local rank, which chooses the GPU. Else 0, -1 and -1.
   int local_ranks = 0;
+  int local_index = -1;
   int local_rank = -1;
 };
 

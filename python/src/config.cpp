@@ -134,14 +134,6 @@ void bind_config(nb::module_& module) {
           "device_ordinal", [](const Config& c) { return c.runtime.device_ordinal; },
           [](Config& c, int ordinal) { c.runtime.device_ordinal = ordinal; }, "Which GPU; -1: by the local rank.")
       .def_prop_rw(
-          "local_ranks", [](const Config& c) { return c.runtime.local_ranks; },
-          [](Config& c, int count) { c.runtime.local_ranks = count; },
-          "Ranks on this machine; 0: as many as the launcher says.")
-      .def_prop_rw(
-          "local_rank", [](const Config& c) { return c.runtime.local_rank; },
-          [](Config& c, int rank) { c.runtime.local_rank = rank; },
-          "Which of them this is; -1: the one that the launcher says.")
-      .def_prop_rw(
           "keep_steps", [](const Config& c) { return c.engine.keep_steps; },
           [](Config& c, unsigned count) { c.engine.keep_steps = count; }, "Steps that stay under a name.")
       .def_prop_rw(

@@ -168,6 +168,8 @@ class UnitManager {
     require_awake();
     return *runtime_;
   }
+  // The launcher's if it is known, else which of the processes on this machine this is.
+  int local_rank();
   Engine& engine() {
     if (!runtime_ || !engine_) refuse();
     return *engine_;
@@ -344,6 +346,7 @@ class UnitManager {
 
   const OwningProcess process_;
   UnitManagerOptions options_;
+  int local_rank_ = -1;  // known once the job's ranks have met; -1: they have not
   Model model_;
   std::vector<ParameterPlace> places_;  // by parameter
   EngineMutex mutex_;                   // taken without the GIL

@@ -292,14 +292,17 @@ void bind_unit_manager(nb::module_& module) {
           "__init__",
           [](UnitManager* self, const Config& config, const std::vector<GroupOptions>& groups,
              const std::vector<ManagedUnit>& units, const std::optional<nb::callable>& make, int world_size,
-             const std::optional<nb::callable>& make_job) {
+             const std::pair<int, int>& local_place, const std::optional<nb::callable>& make_job) {
             UnitManagerOptions options{.config = config, .groups = groups, .units = units, .world_size = world_size};
+            std::tie(options.config.runtime.local_ranks, options.config.runtime.local_rank) = local_place;
             if (make) options.make_channel = channel_maker(*make);
             if (make_job) options.make_job_channel = channel_maker(*make_job);
             new (self) UnitManager(std::move(options));
           },
           "config"_a, "groups"_a, "units"_a, "make_channel"_a = nb::none(), "world_size"_a = 0,
-          "make_job_channel"_a = nb::none())
+          "local_place"_a = std::pair(0, -1), "make_job_channel"_a = nb::none(),
+          "local_place: ranks on this machine and which of them this is, if no channel says; (0, -1): ask the "
+          "launcher.")
       .def(
           "connect",
           [](UnitManager& unit_manager, nb::object bind, nb::object open, nb::object close, nb::object unbind,
@@ -514,9 +517,8 @@ void bind_unit_manager(nb::module_& module) {
           "device_ordinal", [](UnitManager& unit_manager) { return unit_manager.runtime().options().device_ordinal; },
           "Which GPU.")
       .def_prop_ro(
-          "local_rank",
-          [](UnitManager& unit_manager) { return std::max(unit_manager.runtime().options().local_rank, 0); },
-          "Of the processes on this machine.")
+          "local_rank", [](UnitManager& unit_manager) { return unit_manager.local_rank(); },
+          "The launcher's if it is known, else which of the processes on this machine this is.")
       .def_prop_ro("rank", [](UnitManager& unit_manager) { return unit_manager.runtime().rank(); })
       .def_prop_ro("world_size", [](UnitManager& unit_manager) { return unit_manager.runtime().world_size(); })
       .def_prop_ro("step_count", [](UnitManager& unit_manager) { return unit_manager.engine().step_count(); })

@@ -329,6 +329,8 @@ void UnitManager::take_memory() {
   runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
 }
 
+int UnitManager::local_rank() { return std::max(local_rank_ >= 0 ? local_rank_ : runtime().options().local_rank, 0); }
+
 // The channels come first, and all ranks of the job meet: they divide the memory of each machine, and a rank that lacks
 // memory can tell the others.
 void UnitManager::open_runtime() {
@@ -337,8 +339,12 @@ void UnitManager::open_runtime() {
   const auto met = [&](const MakeChannel& make) {
     const GroupChannel channel = make ? make() : GroupChannel{};
     if (channel.local_ranks > 0) {
-      options_.config.runtime.local_ranks = channel.local_ranks;
-      options_.config.runtime.local_rank = channel.local_rank;
+      RuntimeOptions& runtime = options_.config.runtime;
+      runtime.local_ranks = channel.local_ranks;
+      runtime.local_rank = channel.local_index;
+      local_rank_ = channel.local_rank;
+      const int gpus = device == platform::DeviceKind::cuda ? platform::cuda_device_count() : 0;
+      if (runtime.device_ordinal < 0 && gpus > 0) runtime.device_ordinal = local_rank_ % gpus;
     }
     return channel.transport;
   };

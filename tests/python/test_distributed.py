@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hoist
 import hoist.torch
+from hoist.torch.ranks import distributed
 from models import batches, loss_of
 from ranks import results, start, texts_of
 from training import digests, make
@@ -218,7 +219,7 @@ def test_client_states_of_ranks(settings, tmp_path, caplog, stage):
 
     with hoist.torch.initialize(model=make(), config=config)[0] as engine:
         assert engine.load_checkpoint(tmp_path / "saved")[1] == {"rank": 0}
-        assert ("client states in" in caplog.text) == (stage == 3)
+        assert ("has client states of 2 rank(s), and all ranks of this run load rank 0's" in caplog.text) == (stage == 3)
         engine.save_checkpoint(tmp_path / "saved", tag="own", client_state={"rank": "alone"})
         assert os.listdir(tmp_path / "saved" / "own") == ["client_state-2.pt"]
     ranks = results(start("""
@@ -228,6 +229,27 @@ def test_client_states_of_ranks(settings, tmp_path, caplog, stage):
         engine.close()
     """, tmp_path / "meet again", config))
     assert ranks == [{"rank": "alone"}] * 2
+
+
+def test_a_client_state_that_one_rank_cannot_write_replaces_none(settings, tmp_path):
+    """Saved again under its tag, at the same step: no rank's file is replaced unless every rank has written its own."""
+    config = with_room(settings)
+    config["hoist"]["keep_steps"] = 1
+    ranks = results(start("""
+        join()
+        engine, *_ = hoist.torch.initialize(model=make(), config=config)
+        saved = directory + "/../saved"
+        train_share(engine, rank, size, 1)
+        engine.save_checkpoint(saved, "tag", {"save": 1})
+        try:
+            engine.save_checkpoint(saved, "tag", {"save": 2, "of rank 1": (lambda: 0) if rank else None})
+            failed = False
+        except Exception:
+            failed = True
+        print(json.dumps([failed, engine.load_checkpoint(saved)[1], sorted(os.listdir(saved + "/tag"))]))
+        engine.close()
+    """, tmp_path / "meet", config))
+    assert ranks == [[True, {"save": 1}, ["client_state-1-rank-1.pt", "client_state-1.pt"]]] * 2
 
 
 def test_torchrun_and_initialize(settings, tmp_path):
@@ -488,6 +510,7 @@ def test_ranks_divide_the_machine_that_they_are_on(settings, tmp_path, launcher)
     del config["hoist"]["pinned_memory"]
     ranks = results(start("""
         hoist._hoist.memory_id = lambda: f"machine {rank % 2}"
+        os.environ["LOCAL_RANK"] = str(rank // 2)
         join()
         with hoist.torch.wrap(make(), config) as engine:
             budget = engine.statistics()["tiers"]["pinned"]["budget_bytes"]
@@ -495,6 +518,23 @@ def test_ranks_divide_the_machine_that_they_are_on(settings, tmp_path, launcher)
     """, tmp_path / "meet", config, size=3, **launcher))
     assert [ranks[rank][:2] for rank in range(3)] == [[0, 0], [1, 0], [2, 1]]
     assert all(1.5 * ranks[rank][2] < ranks[1][2] for rank in (0, 2)), ranks
+
+
+@pytest.mark.parametrize("memories, launched, places", [
+    (["b"] * 4, [0, 1, 2, 3], [(4, 0, 0), (4, 1, 1), (4, 2, 2), (4, 3, 3)]),
+    (["b"] * 2, [1, 0], [(2, 1, 1), (2, 0, 0)]),
+    (["b"] * 2, [-1, -1], [(2, 0, 0), (2, 1, 1)]),
+    # Two launchers on one machine, each with half of the GPUs.
+    (["b"] * 4, [0, 1, 0, 1], [(4, 0, 0), (4, 1, 1), (4, 2, 0), (4, 3, 1)]),
+    # A container with a memory limit for each rank, which sees all GPUs.
+    (["b:1", "b:2", "b:3"], [0, 1, 2], [(1, 0, 0), (1, 0, 1), (1, 0, 2)]),
+    (["b:1", "b:2", "c:3"], [-1, -1, -1], [(1, 0, 0), (1, 0, 1), (1, 0, 0)]),
+    (["b:1", "b:1", "b:2"], [0, 1, -1], [(2, 0, 0), (2, 1, 1), (1, 0, 2)]),
+    (["b", "c", "b", "c"], [0, 0, 1, 1], [(2, 0, 0), (2, 0, 0), (2, 1, 1), (2, 1, 1)]),
+])
+def test_gpus_are_by_local_rank_and_budgets_by_memory(memories, launched, places):
+    words = [{"memory": memory, "local_rank": rank} for memory, rank in zip(memories, launched, strict=True)]
+    assert [distributed._local_place(rank, words) for rank in range(len(words))] == places
 
 
 def test_ranks_that_are_joined_after_wrap_are_refused(settings):

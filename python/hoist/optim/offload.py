@@ -199,13 +199,15 @@ class Offloaded:
             return getattr(offloaded_ref(), "call", "")
 
         self._met = distributed.MetRanks((["resume=True"] if resume else []) + ([distributed.SHARD_OVER] if is_sharded else []))
-        make, size = distributed.channels_over(members, config, self._met, doing)
-        make_job, job_size = distributed.channels_over(job, config, self._met, doing) if len(job) > len(members) else (None, 0)
+        make, size, local_place = distributed.channels_over(members, config, self._met, doing)
+        make_job, job_size = None, 0
+        if len(job) > len(members):
+            make_job, job_size, _ = distributed.channels_over(job, config, self._met, doing)
         self._config = config
         self._is_divided = size > 1
         self._has_others = max(size, job_size) > 1
         program_end.release_dropped(config.store_directory)
-        self.unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job)
+        self.unit_manager = _hoist.UnitManager(config, options, units, make, size, local_place, make_job)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
         self.unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self._cut.device),
                                   *dlpack_device_of(self._cut.device))

@@ -313,7 +313,8 @@ class Channel:
         self._ranks = ranks
         self._name = name
         self._members = members
-        self.local_ranks, self.local_rank = 0, -1  # on this machine, where that is known
+        # Where it is known: ranks that divide this machine, which of them this is, and the local rank, which chooses the GPU.
+        self.local_ranks, self.local_index, self.local_rank = 0, -1, -1
         self._made = 0  # channels out of this one
         self._heads = [torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in members]  # of the others
         self.rank, self.size = ranks.rank - members.start, len(members)

@@ -119,17 +119,22 @@ class MetRanks:
         self._of.clear()
 
 
-def channels_of(config: _hoist.Config, met: MetRanks, doing: Callable[[], str]) -> tuple[Callable[[], Channel] | None, int]:
-    """How to make a channel over all ranks, and how many there are; (None, 0) where PyTorch has no group."""
+# How to make a channel over some ranks, how many they are, and (local_ranks, local_rank) where they cannot be counted.
+Channels = tuple[Callable[[], Channel] | None, int, tuple[int, int]]
+_UNKNOWN = (0, -1)
+
+
+def channels_of(config: _hoist.Config, met: MetRanks, doing: Callable[[], str]) -> Channels:
+    """Over all ranks; (None, 0) where PyTorch has no group."""
     if not config.joins_launched_ranks:
-        return None, 0
+        return None, 0, _UNKNOWN
     if not is_joined():
         if launched_size() > 1:
             raise _hoist.UsageError(
                 f"{launched_size()} processes were launched, and each would train alone: call "
                 'torch.distributed.init_process_group() first, or set "hoist": {"communicator": "self"} and give each '
                 "a store of its own")
-        return None, 0
+        return None, 0, _UNKNOWN
     return channels_over(range(dist.get_world_size()), config, met, doing)
 
 
@@ -210,33 +215,39 @@ def sharding_group_of(mesh: Any, tensor_parallel: Any, config: _hoist.Config) ->
 
 def channels_of_job(group: ShardingGroup | None, config: _hoist.Config, met: MetRanks,
                     doing: Callable[[], str]) -> tuple[Any, ...]:
-    """(maker, size) of the channel over the ranks that divide the state, and the maker of that over the whole job if that is
-    more."""
+    """Channels over the ranks that divide the state, and the maker of the one over the whole job if that is more."""
     if group is None or group.is_whole_job:
         return channels_of(config, met, doing)
     return (*channels_over(group.members, config, met, doing), channels_over(range(group.job_size), config, met, doing)[0])
 
 
-def _local_place(rank: int, words: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """How many ranks divide this one's machine, and which of them it is: in the launcher's order, or else that of the ranks."""
-    here = [other for other, word in enumerate(words) if word["memory"] == words[rank]["memory"]]
-    here.sort(key=lambda other: words[other]["local_rank"])
-    return len(here), here.index(rank)
+def _local_place(rank: int, words: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+    """(how many ranks divide this one's memory and processors, which of them it is, its local rank). The local rank chooses the
+    GPU: it is the launcher's if every rank has one, else which of the ranks of one boot id this is."""
+    def those_with(same: Callable[[str], str]) -> list[int]:
+        return [other for other, word in enumerate(words) if same(word["memory"]) == same(words[rank]["memory"])]
+
+    launched = [word["local_rank"] for word in words]
+    here = those_with(lambda memory: memory)
+    if len({launched[other] for other in here}) == len(here):  # else several launchers run here: in the order of the ranks
+        here.sort(key=launched.__getitem__)
+    of_host = those_with(lambda memory: memory.partition(":")[0])  # the boot id, without a container's limit
+    return len(here), here.index(rank), launched[rank] if min(launched) >= 0 else of_host.index(rank)
 
 
 def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
-                  doing: Callable[[], str]) -> tuple[Callable[[], Channel] | None, int]:
-    """The same over some ranks of the job, this one among them; (None, 0) where it is the only one."""
+                  doing: Callable[[], str]) -> Channels:
+    """Over some ranks of the job, this one among them; (None, 0) where it is the only one."""
     if not is_joined():
-        return None, 0
+        return None, 0, _UNKNOWN
     size, job_size = len(members), dist.get_world_size()
     launched_size, local_rank = _hoist.launched_ranks()
     if launched_size != job_size:  # the launcher started processes that started these ranks, if there is one
         local_rank = -1
-        if size < job_size:  # not all meet: they may all be on this machine
-            config.local_ranks, config.local_rank = job_size, dist.get_rank()
+    # Where not all meet, they may all be on this machine.
+    place = (job_size, dist.get_rank()) if launched_size != job_size and size < job_size else _UNKNOWN
     if size == 1:
-        return None, 0
+        return None, 0, place
     timeout = timedelta(seconds=config.comm_timeout_seconds)
 
     def make() -> Channel:
@@ -250,14 +261,14 @@ def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
             met.refuse_other_arguments(ranks, [word["arguments"] for word in words])
             channel = Channel(ranks, "ranks", range(size))
             if size == job_size:
-                channel.local_ranks, channel.local_rank = _local_place(ranks.rank, words)
+                channel.local_ranks, channel.local_index, channel.local_rank = _local_place(ranks.rank, words)
             met.add(ranks)
             return channel
         except RuntimeError as error:
             if signal_handlers.raised(error):
                 raise
             raise _hoist.CommError(f"torch.distributed: on rank {ranks.rank} of {size}: {error}") from None
-    return make, size
+    return make, size, place
 
 
 def refuse_stores_of_others(store: str, is_of_group: bool) -> None:
