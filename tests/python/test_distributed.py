@@ -545,7 +545,7 @@ def test_ranks_that_are_joined_after_wrap_are_refused(settings):
     inputs, targets = next(batches(1))
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(hoist.UsageError, match=r"init_process_group\(\) came after wrap\(\), and each of the 2 ranks"):
+        with pytest.raises(hoist.UsageError, match=r"init_process_group\(\) came after wrap\(\), .* other ranks \(2 in all\)"):
             engines[0](inputs)
         engines[1].backward(loss_of(engines[1](inputs), targets))
         assert engines[1].step().applied

@@ -143,7 +143,7 @@ def refuse_ranks_that_train_alone() -> None:
     if is_joined() and dist.get_world_size() > 1:
         raise _hoist.UsageError(
             f"torch.distributed.init_process_group() came after wrap(), and this engine would share no gradients with the "
-            f"{dist.get_world_size() - 1} other ranks: call it before wrap(), or, if this rank is to train alone, set "
+            f"other ranks ({dist.get_world_size()} in all): call it before wrap(), or, if this rank is to train alone, set "
             '"hoist": {"communicator": "self"} and give it a store of its own')
 
 
