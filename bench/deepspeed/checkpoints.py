@@ -120,7 +120,7 @@ def run(python: str, engine: str, ranks: int, *arguments: str) -> list[float]:
             environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank),
                            "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
                            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-            outputs.append(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads would stop the rank
+            outputs.append(tempfile.TemporaryFile("w+"))  # a rank that fills a pipe would wait for a reader
             errors.append(tempfile.TemporaryFile("w+"))
             processes.append(subprocess.Popen([python, __file__, "--run", engine, *arguments], env=environment,
                                               stdout=outputs[-1], stderr=errors[-1]))

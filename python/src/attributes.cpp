@@ -50,9 +50,8 @@ void bind_attributes(nb::module_& module) {
         return changed;
       },
       "now"_a, "before"_a,
-      "The indices at which a list or dictionary of `now` does not hold the same objects, in the same order, as the "
-      "one "
-      "of `before`. Pre: both have the same type.");
+      "The indices at which the two lists or dictionaries do not hold the same objects in the same order. Pre: both "
+      "have the same type.");
 }
 
 }  // namespace hoist::python

@@ -113,7 +113,7 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
     ranks_before_ = 2;
   }
 
-  // Resumes with so many ranks, expects what was there, trains on and saves.
+  // Resumes with so many ranks, expects the state that the last ones left, trains to `last_step` and saves.
   void continue_with(int ranks, std::uint64_t last_step, const std::string& from = "") {
     Digests after;
     on_engines(ranks, [&](int rank, ToyModel& model) {

@@ -20,7 +20,7 @@ TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   std::ofstream(half + "/rank-00000.data").close();
   std::filesystem::resize_file(half + "/rank-00000.data", kMiB);
   continue_with(3, 4);
-  continue_with(3, 5);  // without NVMe, what is left goes only now that the new store has a commit
+  continue_with(3, 5);  // without NVMe, the old store is removed only now that the new one has a commit
   ASSERT_EQ(stores().size(), 1u);
   EXPECT_EQ(stores()[0].name, "reshard-0001-ranks-3");
 }

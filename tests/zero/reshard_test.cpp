@@ -94,7 +94,7 @@ TEST_P(ReshardTest, MoreRoomIsMadeOnDrivesOfTheRanksOwn) {
   begin_with(2, 2);
   setup_.engine.keep_steps = 2;
   continue_with(2, 3);
-  continue_with(2, 4);  // without NVMe, what was taken over from goes only now that the new store has a commit
+  continue_with(2, 4);  // without NVMe, the old store is removed only now that the new one has a commit
   setup_.engine.mirror.directory = directory_ / "mirror";
   continue_with(2, 5);
   continue_with(2, 6);

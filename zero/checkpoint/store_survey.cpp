@@ -144,8 +144,8 @@ struct RankView {
   Answers answers;
 };
 
-// The named checkpoints that a run goes on with. A process that was killed while it saved one leaves one more, beside
-// that which it was to replace.
+// How many named checkpoints a resumed run keeps. A process that was killed while it saved one leaves the new one
+// beside the one that it was to replace.
 std::size_t count_kept(const tiers::Store::Found& own) {
   std::set<std::string> names;
   for (const CommitHeader& checkpoint : own.checkpoints) names.insert(checkpoint.name);

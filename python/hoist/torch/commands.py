@@ -26,7 +26,7 @@ def run_command(name: str, work: Callable[[], object]) -> int:
     try:
         work()
     except (_hoist.Error, OSError) as error:
-        sys.last_value = error  # as of an exception that ends a program: other ranks are told of it
+        sys.last_value = error  # as Python does if an exception ends a program: the other ranks are told this one
         print(shown(f"{name}: {error}"), file=sys.stderr)
         return 2 if _is_bad_input(error) else 1
     return 0

@@ -14,7 +14,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,6 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.state: dict[str, Any] = {}
         self.restored = False
         self._schedule_lags = False  # while step() has taken the step, and its schedule is not stepped yet
-        self._boundary: bool | None = None
         self._met = distributed.MetRanks(first_state.arguments(has_mesh=mesh is not None))
         _log_warnings(config, any(parameter.requires_grad for parameter in model.parameters()))
         remove_hooks(model)
@@ -235,7 +234,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if self._passes.micro_batch > 0:
             raise _hoist.UsageError("train_batch() takes all micro-batches of a step: call it before backward(), or call "
                                     "drop_gradients() first")
-        self._boundary = None  # a whole step is made
+        self._passes.boundary = None  # a whole step is made
         if self.config.is_vertical:
             losses = vertical.train(self._passes, self._unit_manager, self.module, self.device, taken, loss_of)
         else:
@@ -264,7 +263,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         if not float(max_norm) > 0:
             raise _hoist.UsageError(f"clip_grad_norm_() to a norm of {max_norm}, which leaves no gradient: for no limit, do not "
                                     "call it")
-        if not self._has_whole_step("clip_grad_norm_()"):
+        if not self._passes.end_for_step("clip_grad_norm_()"):
             raise _hoist.UsageError(f"clip_grad_norm_() after micro-batch {self._passes.micro_batch} of "
                                     f"{self._passes.micro_batches}: the gradients are complete after the last one")
         norm = self._unit_manager.gradient_norm()
@@ -278,7 +277,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         """One optimizer step when all its micro-batches are done; None, and nothing, before that. `lr_kwargs` go to the
         step() of the scheduler."""
         self._steps.was_applied = False
-        if not self._has_whole_step("step()"):
+        if not self._passes.end_for_step("step()"):
             return None
         if not lr_kwargs and schedules.needs_arguments(self.lr_scheduler):
             raise _hoist.UsageError(f"the step() of {type(self.lr_scheduler).__name__} needs more than the step, such as its "
@@ -291,20 +290,6 @@ class Engine(StandsForModel, DeepSpeedNames):
         finally:
             self._schedule_lags = False
         return report
-
-    def _has_whole_step(self, call: str) -> bool:
-        if not self._passes.end_for_step(at_boundary=bool(self._boundary), call=call):
-            return False
-        if self._boundary is False:
-            self._refuse_held_back(call, f"and the {self._passes.micro_batches} backward passes of a step are done",
-                                   ". The gradients stay for the next step()")
-        return True
-
-    def _refuse_held_back(self, call: str, when: str, then: str = "") -> NoReturn:
-        raise _hoist.UsageError(
-            f"{call} after set_gradient_accumulation_boundary(False), {when}: set gradient_accumulation_steps (now "
-            f"{self._passes.micro_batches}) to the most micro-batches that a step has, and call "
-            f"set_gradient_accumulation_boundary(True) before the last one of a step{then}")
 
     def _update(self) -> _hoist.StepReport:
         """The step itself, around which the optimizer calls the program's hooks."""
@@ -362,8 +347,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def _before_backward(self) -> None:
         """The pass may have begun long before, and the program may have set rates since."""
         if self._updates_in_backward and not self._unit_manager.has_begun_step:
-            if self._boundary is False and self._passes.micro_batch + 1 == self._passes.micro_batches:
-                self._refuse_held_back("a backward pass", 'and in update mode "backward" it would begin the update')
+            self._passes.refuse_held_back_update()
             self.optimizer.push_rates()
 
     @property

@@ -2,7 +2,7 @@
 """save_checkpoint() and load_checkpoint() as DeepSpeed's engine has them, over steps that the store keeps by name.
 
 The model and its optimizer's states stay in the store: a tag is the name of a named checkpoint. The directory that the program
-names gets what is the program's own, its client state, for each step that had the tag:
+names gets the client state of the program, for each step that had the tag:
 
     DIRECTORY/latest                           the newest tag
     DIRECTORY/TAG/client_state-12.pt           rank 0's of step 12, by torch.save

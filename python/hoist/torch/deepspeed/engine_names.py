@@ -79,16 +79,15 @@ class DeepSpeedNames:
     _unit_manager: _hoist.UnitManager
     _passes: Passes
     _training: _hoist.TrainingOptions
-    _boundary: bool | None
     _steps: StepRecord
     _optimizer_groups_offset: int
     _run_rates: RunRates
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        self._boundary = is_boundary
+        self._passes.boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return self._passes.at_boundary if self._boundary is None else self._boundary
+        return self._passes.at_boundary
 
     def get_lr(self) -> list[float]:
         """The rates of the next step."""

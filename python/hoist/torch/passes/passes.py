@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -74,6 +74,7 @@ class Passes:
         self._backward_callback: weakref.ref[Callable[[], None]] | None = None  # autograd has it until the pass ends or fails
         self.micro_batches = micro_batches
         self.micro_batch = 0
+        self.boundary: bool | None = None  # whether the program calls this micro-batch the last one of a step; None: it does not
         self.left_out = 0  # micro-batches of this step that the program has left out, before its end
         self.due = False  # as many backward passes are done as make a step
         self.gradient_norm_max = math.inf  # of the step that is due
@@ -263,8 +264,10 @@ class Passes:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the micro-batch that is under way, or comes next, is the last one of a step: as DeepSpeed counts, until its
-        step() is called."""
+        """Whether the micro-batch that is under way, or comes next, is the last one of a step: as the program says, or else as
+        DeepSpeed counts, until its step() is called."""
+        if self.boundary is not None:
+            return self.boundary
         called = self.micro_batch == 0 or self._step_was_called or self._unit_manager.current_pass == _hoist.Pass.train
         return self.micro_batch + (1 if called else 0) == self.micro_batches
 
@@ -386,10 +389,10 @@ class Passes:
 
     # --- between passes ----------------------------------------------------------------------------------------------
 
-    def end_for_step(self, at_boundary: bool, call: str = "step()") -> bool:
-        """Whether a step is to be made, by `call` or after it. `at_boundary`: also of fewer micro-batches than usual, as at the
-        end of the data; the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did
-        not end, or inside of gathered()."""
+    def end_for_step(self, call: str) -> bool:
+        """Whether a step is to be made, by `call` or after it; if the program says that this is its end, also of fewer
+        micro-batches than usual: the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one
+        that did not end, inside of gathered(), or if all are done and the program holds the step back."""
         unit_manager = self._unit_manager
         unit_manager.require_awake()
         if self.gathered_blocks:
@@ -403,7 +406,7 @@ class Passes:
             self._drop_pass()  # a forward pass whose result was not used
         elif unit_manager.current_pass is not None:
             unit_manager.end()
-        if at_boundary and 0 < self.micro_batch < self.micro_batches:
+        if self.boundary and 0 < self.micro_batch < self.micro_batches:
             self._before_backward()
             while self.micro_batch < self.micro_batches:
                 unit_manager.begin(_hoist.Pass.train, self.micro_batch, self.micro_batches)
@@ -414,7 +417,22 @@ class Passes:
         if not self.due and self.micro_batch == 0:
             self.parameters.refuse_gradients()
             raise _hoist.UsageError(f"{call} needs a backward pass before it")
+        if self.due and self.boundary is False:
+            self._refuse_held_back(call, f"and the {self.micro_batches} backward passes of a step are done",
+                                   ". The gradients stay for the next step()")
         return self.due
+
+    def refuse_held_back_update(self) -> None:
+        """For update mode "backward". Errors: UsageError if the next backward pass completes a step that the program holds
+        back."""
+        if self.boundary is False and self.micro_batch + 1 == self.micro_batches:
+            self._refuse_held_back("a backward pass", 'and in update mode "backward" it would begin the update')
+
+    def _refuse_held_back(self, call: str, when: str, then: str = "") -> NoReturn:
+        raise _hoist.UsageError(
+            f"{call} after set_gradient_accumulation_boundary(False), {when}: set gradient_accumulation_steps (now "
+            f"{self.micro_batches}) to the most micro-batches that a step has, and call "
+            f"set_gradient_accumulation_boundary(True) before the last one of a step{then}")
 
     def end_for_state(self) -> None:
         """Errors: UsageError in the middle of a backward pass."""
