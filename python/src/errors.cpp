@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every error of core/error.hpp as a Python exception with the same text, and its parts as attributes.
-#include <array>
-#include <map>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -50,6 +48,16 @@ std::pair<const char*, Value> part(const char* name, Value value) {
   return {name, std::move(value)};
 }
 
+// Python's own conversion of text throws for what is not UTF-8.
+std::pair<const char*, std::string> text(const char* name, const std::string& value) {
+  return {name, printable(value)};
+}
+
+// The file can be opened by it, whatever its name is.
+std::pair<const char*, nb::object> filename(const std::string& path) {
+  return {"filename", nb::steal(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())))};
+}
+
 nb::list problems_of(const ConfigProblems& error) {
   nb::list problems;
   for (const ConfigProblem& problem : error.problems) {
@@ -73,14 +81,14 @@ void translate(const std::exception_ptr& pointer, void*) {
     raise(types->config, e, part("key", e.key), part("problems", nb::list()));
   } catch (const BudgetError& e) {
     raise(types->budget, e, part("tier", e.need.tier), part("have_bytes", e.need.have_bytes),
-          part("need_bytes", e.need.need_bytes), part("key", e.need.key), part("detail", e.need.detail));
+          part("need_bytes", e.need.need_bytes), text("key", e.need.key), text("detail", e.need.detail));
   } catch (const IoError& e) {
-    raise(types->io, e, part("operation", e.where.operation), part("filename", e.where.path),
+    raise(types->io, e, part("operation", e.where.operation), filename(e.where.path),
           part("offset_bytes", e.where.offset_bytes), part("length_bytes", e.where.length_bytes),
           part("errno", e.where.code));
   } catch (const CorruptionError& e) {
-    raise(types->corruption, e, part("unit", e.where.unit), part("region", e.where.region),
-          part("filename", e.where.path), part("offset_bytes", e.where.offset_bytes));
+    raise(types->corruption, e, text("unit", e.where.unit), part("region", e.where.region), filename(e.where.path),
+          part("offset_bytes", e.where.offset_bytes));
   } catch (const interchange::SafetensorsError& e) {
     raise(types->safetensors, e);
   } catch (const UsageError& e) {

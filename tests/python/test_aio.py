@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import signal
 import subprocess
 import sys
@@ -141,6 +142,14 @@ def test_errors_say_what_and_where(tmp_path):
         engine.read(torch.empty(5000), tmp_path / "short").wait()
     with pytest.raises(hoist.UsageError, match="dense"):
         engine.write(torch.zeros(10, 10).t()[1:], tmp_path / "t")
+
+
+def test_an_error_names_a_file_whose_name_is_not_utf8(tmp_path):
+    link = os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.safetensors")
+    os.symlink("nowhere", link)
+    with pytest.raises(hoist.IoError, match=r"a\\xff.safetensors failed: No such file") as missing:
+        hoist._hoist.tensors_in(str(tmp_path))
+    assert missing.value.errno == 2 and missing.value.filename == link
 
 
 def test_what_is_no_tensor_of_its_own_memory_is_refused(tmp_path):
