@@ -12,8 +12,10 @@ namespace hoist::tiers {
 ActivationOffload::ActivationOffload(platform::Device& device, Budget& pinned, const ActivationOffloadOptions& options)
     : device_(device),
       options_(options),
-      pool_(std::make_unique<PinnedPool>(
-          pinned, platform::HostMemoryOptions{.bytes = bytes(options), .huge_pages = options.huge_pages})),
+      pool_(std::make_unique<PinnedPool>(pinned, platform::HostMemoryOptions{.bytes = bytes(options),
+                                                                             .huge_pages = options.huge_pages,
+                                                                             .numa_nodes = options.numa_nodes,
+                                                                             .touch_cpus = options.touch_cpus})),
       offloaded_(options.items),
       down_(device.create_stream("offload")),
       up_(device.create_stream("reload")) {
@@ -45,6 +47,7 @@ std::byte* ActivationOffload::place(std::size_t item) const {
 platform::StreamEvent ActivationOffload::offload(std::size_t item, const std::byte* source,
                                                  platform::StreamRef compute) {
   std::byte* const target = place(item);
+  down_->wait(last_reloaded_, WaitCause::none);
   down_->wait(compute->record(), WaitCause::none);
   down_->copy(target, source, options_.item_bytes, platform::CopyKind::device_to_host);
   offloaded_[item] = true;
@@ -58,7 +61,8 @@ platform::StreamEvent ActivationOffload::reload(std::size_t item, std::byte* tar
   up_->wait(last_offloaded_, WaitCause::none);
   up_->wait(compute->record(), WaitCause::none);
   up_->copy(target, source, options_.item_bytes, platform::CopyKind::host_to_device);
-  return up_->record();
+  last_reloaded_ = up_->record();
+  return last_reloaded_;
 }
 
 }  // namespace hoist::tiers

@@ -30,6 +30,7 @@ struct ActivationOffloadOptions {
   std::size_t items = 0;
   std::uint64_t item_bytes = 0;
   bool huge_pages = true;
+  std::vector<int> numa_nodes{}, touch_cpus{};  // of the pinned memory, as HostMemoryOptions has them
 };
 
 class ActivationOffload {
@@ -39,7 +40,8 @@ class ActivationOffload {
   ActivationOffload(const ActivationOffload&) = delete;
   ActivationOffload& operator=(const ActivationOffload&) = delete;
 
-  // Copies item_bytes down. Work enqueued on `compute` so far has filled `source`.
+  // Copies item_bytes down. Work enqueued on `compute` so far has filled `source`. Earlier copies up may still read the
+  // item; this copy waits for them.
   platform::StreamEvent offload(std::size_t item, const std::byte* source, platform::StreamRef compute);
   // Copies the item's last content up. Work enqueued on `compute` later must wait for the event before it uses
   // `target`. Earlier copies down may still read it; this copy waits for them.
@@ -54,7 +56,7 @@ class ActivationOffload {
   const ActivationOffloadOptions options_;
   std::unique_ptr<PinnedPool> pool_;
   std::vector<bool> offloaded_;  // by item
-  platform::StreamEvent last_offloaded_;
+  platform::StreamEvent last_offloaded_, last_reloaded_;
   std::unique_ptr<platform::Stream> down_;
   std::unique_ptr<platform::Stream> up_;
 };

@@ -22,7 +22,9 @@ BlockInputs::BlockInputs(Runtime& runtime, const BlockInputsOptions& options)
   offload_.emplace(runtime.device(), runtime.pinned_budget(),
                    tiers::ActivationOffloadOptions{.items = options.layers * options.held_micro_batches,
                                                    .item_bytes = options.item_bytes,
-                                                   .huge_pages = runtime.options().huge_pages});
+                                                   .huge_pages = runtime.options().huge_pages,
+                                                   .numa_nodes = runtime.options().memory_nodes,
+                                                   .touch_cpus = runtime.options().update_cpus});
 }
 
 std::size_t BlockInputs::buffer_count(const BlockInputsOptions& options) {

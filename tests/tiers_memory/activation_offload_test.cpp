@@ -78,6 +78,29 @@ TEST_P(ActivationOffloadTest, TwoBuffersAreEnoughForAnyNumberOfLayers) {
   EXPECT_EQ(ledger_.totals(Link::device_to_host).bytes, 3 * kItems * (kItemBytes + 1));
 }
 
+// A program that leaves its backward pass by an exception has not waited for the last reload.
+TEST_P(ActivationOffloadTest, AnItemIsNotOverwrittenBeforeItHasComeUp) {
+  Budget budget("pinned", "hoist.pinned_memory", kMiB);
+  ActivationOffload offload(*device_, budget, {.items = 1, .item_bytes = kItemBytes, .huge_pages = false});
+  std::byte* const source = device_->memory().data();
+  std::byte* const target = source + 32 * kKiB;
+  for (std::uint8_t pass = 1; pass <= 20; ++pass) {
+    compute_->fill(source, pass, kItemBytes);
+    compute_->wait(offload.offload(0, source, *compute_), WaitCause::host_to_device);
+    const platform::StreamEvent reloaded = offload.reload(0, target, *compute_);
+    compute_->fill(source, 0, kItemBytes);
+    compute_->wait(offload.offload(0, source, *compute_), WaitCause::host_to_device);
+    compute_->wait(reloaded, WaitCause::host_to_device);
+    std::byte found{};
+    const std::span found_bytes(&found, 1);
+    device_->register_host(found_bytes);
+    compute_->copy(&found, target, 1, CopyKind::device_to_host);
+    compute_->synchronize();
+    device_->unregister_host(found_bytes);
+    ASSERT_EQ(found, std::byte{pass});
+  }
+}
+
 TEST_P(ActivationOffloadTest, WhatDoesNotFitTheBudgetIsRefused) {
   Budget budget("pinned", "hoist.pinned_memory", 16 * kKiB);
   try {
