@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "arguments.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <map>
@@ -8,17 +9,24 @@
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include <hoist/config/setting.hpp>
 #include <hoist/core/printable.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::gpt {
+
+namespace {
+
+constexpr int kExtentMax = 1 << 16;
+
+}  // namespace
 
 std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) {
   Arguments a;
   CLI::App app{"Trains a byte-level GPT whose state lives on NVMe, in pinned memory or on the device, as FILE says."};
   app.option_defaults()->always_capture_default();
   app.set_help_flag("-h,--help", "Print this and exit");
-  const CLI::Range extent(1, 1 << 16);
+  const CLI::Range extent(1, kExtentMax);
   // CLI11 would wrap "-1" around to the largest count.
   const CLI::Validator count([](std::string& text) { return text.starts_with('-') ? "is negative" : std::string(); },
                              "");
@@ -49,7 +57,7 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
       ->type_name("B");
   app.add_option("--micro-batches", a.micro_batches,
                  "Micro-batches a step, their gradients added up [gradient_accumulation_steps of FILE, else 1]")
-      ->check(CLI::Range(1, 1 << 16))
+      ->check(extent)
       ->type_name("M");
   app.add_flag("--vertical", a.vertical,
                "Vertical order: each layer works through all micro-batches before the next layer does; weights and "
@@ -62,14 +70,20 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")
       ->check(count)
       ->type_name("N");
-  app.add_option("--activations", a.activations,
-                 "How backward gets a block's activations: recompute (from its input, which stays in memory), keep "
-                 "(all stay in "
-                 "memory), offload (from its input, which waits in pinned memory)")
-      ->transform(CLI::Transformer(std::map<std::string, ActivationPolicy>{{"recompute", ActivationPolicy::recompute},
-                                                                           {"keep", ActivationPolicy::keep},
-                                                                           {"offload", ActivationPolicy::offload}})
-                      .description(""))
+  // CLI::Transformer would take "7", too.
+  const auto take_activations = [&a](const std::string& name) {
+    const std::map<std::string, ActivationPolicy> policies{{"recompute", ActivationPolicy::recompute},
+                                                           {"keep", ActivationPolicy::keep},
+                                                           {"offload", ActivationPolicy::offload}};
+    const auto policy = policies.find(name);
+    if (policy == policies.end())
+      throw CLI::ValidationError("--activations", name + " is not recompute, keep or offload");
+    a.activations = policy->second;
+  };
+  app.add_option_function<std::string>(
+         "--activations", take_activations,
+         "How backward gets a block's activations: recompute (from its input, which stays in memory), keep (all stay "
+         "in memory), offload (from its input, which waits in pinned memory)")
       ->default_str("recompute")
       ->type_name("A");
   app.add_option("--threads", a.threads, "Threads of the model's kernels; 0: every CPU")
@@ -122,8 +136,6 @@ RuntimeOptions runtime_options(const Config& config) {
 
 namespace {
 
-constexpr std::uint64_t kBatchMax = 1 << 16;
-
 // The file's batch sizes, with those of the command line in their place.
 TrainingOptions batch_sizes(const Arguments& a, const Config& config, int world_size) {
   if (!a.batch && !a.micro_batches) return config.check_world_size(world_size);
@@ -138,10 +150,10 @@ TrainingOptions batch_sizes(const Arguments& a, const Config& config, int world_
   return asked.check_world_size(world_size);
 }
 
-int at_most_batch_max(std::uint64_t value, const char* what, const Config& config) {
-  if (value > kBatchMax) {
+int at_most_extent_max(std::uint64_t value, const char* what, const Config& config) {
+  if (value > kExtentMax) {
     throw BadInputError(
-        fmt::format("{}: {} {} are more than hoist-gpt takes: at most {}", config.origin(), value, what, kBatchMax));
+        fmt::format("{}: {} {} are more than hoist-gpt takes: at most {}", config.origin(), value, what, kExtentMax));
   }
   return static_cast<int>(value);
 }
@@ -171,9 +183,15 @@ void note_batch_sizes(const Arguments& a, const Config& config, int world_size, 
 void settle_batch(const Arguments& a, const Config& config, int world_size, Settled& settled) {
   const TrainingOptions sizes = batch_sizes(a, config, world_size);
   const std::optional<std::uint64_t> batch = sizes.train_micro_batch_size_per_gpu;
-  settled.micro_batches = at_most_batch_max(*sizes.gradient_accumulation_steps, "micro-batches a step", config);
-  if (batch) settled.batch = at_most_batch_max(*batch, "samples per rank and micro-batch", config);
+  settled.micro_batches = at_most_extent_max(*sizes.gradient_accumulation_steps, "micro-batches a step", config);
+  if (batch) settled.batch = at_most_extent_max(*batch, "samples per rank and micro-batch", config);
   note_batch_sizes(a, config, world_size, settled);
+}
+
+bool has_learning_rate(const Config& config) {
+  return std::ranges::any_of(config.settings(), [](const ConfigSetting& setting) {
+    return setting.row->path == "optimizer.params.lr" && setting.source == ConfigSetting::Source::file;
+  });
 }
 
 void settle_learning_rate(const Arguments& a, const Config& config, Settled& settled) {
@@ -186,8 +204,9 @@ void settle_learning_rate(const Arguments& a, const Config& config, Settled& set
   }
   settled.learning_rate = config.engine.optimizer_defaults.learning_rate;
   if (!a.learning_rate || *a.learning_rate == settled.learning_rate) return;
-  settled.notes.push_back(fmt::format("--learning-rate {} wins over optimizer.params.lr {} of {}", *a.learning_rate,
-                                      settled.learning_rate, config.origin()));
+  if (has_learning_rate(config))
+    settled.notes.push_back(fmt::format("--learning-rate {} wins over optimizer.params.lr {} of {}", *a.learning_rate,
+                                        settled.learning_rate, config.origin()));
   settled.learning_rate = *a.learning_rate;
 }
 

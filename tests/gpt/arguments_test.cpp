@@ -91,6 +91,9 @@ TEST(Arguments, RefusesInOneLine) {
   EXPECT_THAT(with({"--learning-rate", "inf"}), HasSubstr("inf is not a finite number of at least 0"));
   EXPECT_THAT(with({"--seed", "-1"}), HasSubstr("--seed"));
   EXPECT_THAT(with({"--warmup", "-1"}), HasSubstr("--warmup"));
+  for (const char* no_policy : {"7", "foo", "Keep"})
+    EXPECT_THAT(with({"--activations", no_policy}),
+                HasSubstr(std::string("--activations: ") + no_policy + " is not recompute, keep or offload"));
   EXPECT_THAT(with({"--report"}), HasSubstr("--report"));
   EXPECT_THAT(with({"extra"}), HasSubstr("extra"));
   EXPECT_THAT(refusal({"--config", "c", "--text", "t", "--steps", "-3"}), HasSubstr("--steps"));
@@ -129,6 +132,13 @@ TEST(Settle, TheCommandLineWinsAndSaysSoOnce) {
   EXPECT_THAT(settled.notes, ElementsAre("--batch 3 wins over train_micro_batch_size_per_gpu 6 of f.json",
                                          "--learning-rate 0.5 wins over optimizer.params.lr 0.25 of f.json"));
   EXPECT_THAT(settle({.batch = 6, .learning_rate = 0.25}, config, 1).notes, IsEmpty());
+}
+
+TEST(Settle, ARateThatTheFileDoesNotHaveWinsOverNothing) {
+  const Config config = Config::parse(R"({"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}})", "f.json");
+  const Settled settled = settle({.learning_rate = 0.5}, config, 1);
+  EXPECT_EQ(settled.learning_rate, 0.5);
+  EXPECT_THAT(settled.notes, IsEmpty());
 }
 
 TEST(Settle, ItComputesOnTheHostDeviceAndRefusesAnother) {
