@@ -111,7 +111,7 @@ Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   Arguments arguments;
   arguments.smoke = options.flag("--smoke");
-  arguments.limit_ns = static_cast<double>(options.number("--limit-ns", 1000));
+  arguments.limit_ns = options.number("--limit-ns", 1000);
   arguments.json = options.text("--json");
   options.end();
   return arguments;

@@ -45,8 +45,8 @@ Arguments parse(int argc, char** argv) {
   const bool smoke = options.flag("--smoke");
   Arguments arguments;
   arguments.bytes = options.bytes("--bytes", smoke ? 8 * kMiB : arguments.bytes);
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : arguments.pairs));
-  arguments.threads = static_cast<unsigned>(options.number("--threads", arguments.threads, 0));
+  arguments.pairs = options.number("--pairs", smoke ? 2 : arguments.pairs);
+  arguments.threads = options.number("--threads", arguments.threads, 0);
   arguments.json = options.text("--json");
   options.end();
   return arguments;

@@ -50,8 +50,8 @@ Arguments parse(int argc, char** argv) {
   arguments.piece = round_up(options.bytes("--piece", smoke ? 8 * kMiB : arguments.piece), kBlockAlignment);
   arguments.bytes = std::max(arguments.piece,
                              round_up(options.bytes("--bytes", smoke ? 64 * kMiB : arguments.bytes), arguments.piece));
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : arguments.pairs));
-  arguments.ordinal = static_cast<int>(options.number("--ordinal", 0, 0));
+  arguments.pairs = options.number("--pairs", smoke ? 3 : arguments.pairs);
+  arguments.ordinal = options.number("--ordinal", 0, 0);
   arguments.json = options.text("--json");
   options.end();
   return arguments;

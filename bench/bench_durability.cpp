@@ -264,19 +264,15 @@ int run(const Arguments& arguments) {
 Arguments parse(int argc, char** argv) {
   bench::Options options(argc, argv);
   const bool smoke = options.flag("--smoke");
-  const auto number = [&](std::string_view name, unsigned otherwise, unsigned least = 1) {
-    return static_cast<unsigned>(options.number(name, otherwise, least));
-  };
   Arguments arguments;
   arguments.path = options.text("--path", arguments.path);
   arguments.json = options.text("--json");
-  arguments.pairs = number("--pairs", smoke ? 2 : arguments.pairs);
-  arguments.layers = number("--layers", arguments.layers);
-  const auto elements = static_cast<std::uint64_t>(smoke ? 1 << 17 : arguments.elements);
-  arguments.elements = static_cast<std::int64_t>(options.number("--elements", elements));
-  arguments.steps_per_turn = number("--steps-per-turn", arguments.steps_per_turn);
-  arguments.compute_ms = number("--compute-ms", arguments.compute_ms, 0);
-  arguments.flush_ms = number("--flush-ms", arguments.flush_ms, 0);
+  arguments.pairs = options.number("--pairs", smoke ? 2 : arguments.pairs);
+  arguments.layers = options.number("--layers", arguments.layers);
+  arguments.elements = options.number("--elements", smoke ? 1 << 17 : arguments.elements);
+  arguments.steps_per_turn = options.number("--steps-per-turn", arguments.steps_per_turn);
+  arguments.compute_ms = options.number("--compute-ms", arguments.compute_ms, 0);
+  arguments.flush_ms = options.number("--flush-ms", arguments.flush_ms, 0);
   options.end();
   return arguments;
 }

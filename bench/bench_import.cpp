@@ -59,7 +59,7 @@ Arguments parse(int argc, char** argv) {
   Arguments arguments;
   arguments.path = options.text("--path", arguments.path);
   arguments.parameters = options.number("--parameters", smoke ? 1'600'000 : arguments.parameters);
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 2 : arguments.pairs));
+  arguments.pairs = options.number("--pairs", smoke ? 2 : arguments.pairs);
   arguments.json = options.text("--json");
   options.end();
   return arguments;

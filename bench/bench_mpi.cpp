@@ -53,7 +53,7 @@ Arguments parse(int argc, char** argv) {
   Arguments arguments;
   if (smoke) arguments = {{1 * kMiB}, 3, std::chrono::milliseconds(200), 8 * kMiB, {}};
   arguments.units = options.byte_counts("--units", arguments.units);
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", arguments.pairs));
+  arguments.pairs = options.number("--pairs", arguments.pairs);
   arguments.json = options.text("--json");
   options.end();
   return arguments;

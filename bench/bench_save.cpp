@@ -49,7 +49,7 @@ Arguments parse(int argc, char** argv) {
   Arguments arguments;
   arguments.path = options.text("--path", arguments.path);
   arguments.parameters = options.number("--parameters", smoke ? 400'000 : arguments.parameters);
-  arguments.saves = static_cast<unsigned>(options.number("--saves", smoke ? 6 : arguments.saves));
+  arguments.saves = options.number("--saves", smoke ? 6 : arguments.saves);
   arguments.json = options.text("--json");
   options.end();
   return arguments;

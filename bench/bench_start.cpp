@@ -55,8 +55,8 @@ Arguments parse(int argc, char** argv) {
   Arguments arguments;
   arguments.smoke = smoke;
   arguments.bytes = round_up(options.bytes("--bytes", smoke ? 64 * kMiB : arguments.bytes), kBlockAlignment);
-  arguments.pairs = static_cast<unsigned>(options.number("--pairs", smoke ? 3 : arguments.pairs));
-  arguments.drives = static_cast<unsigned>(options.number("--drives", arguments.drives, 0));
+  arguments.pairs = options.number("--pairs", smoke ? 3 : arguments.pairs);
+  arguments.drives = options.number("--drives", arguments.drives, 0);
   arguments.json = options.text("--json");
   options.end();
   return arguments;

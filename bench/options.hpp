@@ -3,17 +3,19 @@
 //
 //   Options options(argc, argv);
 //   const bool smoke = options.flag("--smoke");
-//   const std::uint64_t pairs = options.number("--pairs", smoke ? 2 : 31);
+//   const unsigned pairs = options.number("--pairs", smoke ? 2u : 31u);
 //   options.end();
 //
 // end() lists the options and ends the program if --help is among the words.
 //
-// Errors     UsageError for an option without its value, for a value that is no number or too small, and, in end(), for
-//            a word that nothing has asked for. IoError for a file that cannot be written.
+// Errors     UsageError for an option without its value, for a value that is no number, too small or too large for
+//            its type, for an option that is given twice, and, in end(), for a word that nothing has asked for. IoError
+//            for a file that cannot be written.
 #pragma once
 
 #include <algorithm>
 #include <cerrno>
+#include <concepts>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -21,12 +23,12 @@
 #include <fstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 
@@ -48,16 +50,18 @@ class Options {
       if (word + 1 == words_.end()) throw UsageError(fmt::format("{} has no value", name));
       std::string value = *(word + 1);
       words_.erase(word, word + 2);
+      if (std::ranges::find(words_, name) != words_.end()) throw UsageError(fmt::format("{} is given twice", name));
       return value;
     }
     return otherwise;
   }
 
-  std::uint64_t number(std::string_view name, std::uint64_t otherwise, std::uint64_t least = 1) {
+  template <std::integral Number>
+  Number number(std::string_view name, Number otherwise, std::type_identity_t<Number> least = 1) {
     const std::string value = text(name);
     if (value.empty()) return otherwise;
-    const auto number = parse_number<std::uint64_t>(value);
-    if (!number) throw UsageError(fmt::format("{} {}: this is not a number", name, value));
+    const auto number = parse_number<Number>(value);
+    if (!number) throw UsageError(fmt::format("{} {}: this is not a number, or too large a one", name, value));
     if (*number < least) throw UsageError(fmt::format("{} {}: must be at least {}", name, value, least));
     return *number;
   }
