@@ -8,7 +8,7 @@ namespace hoist::tiers {
 
 namespace {
 
-// A crash before the name is gone leaves an empty file behind, which the next start removes.
+// A crash before the name is gone leaves an empty file behind, which the next start that spills gradients removes.
 aio::File make_file(const std::string& path, std::uint64_t bytes) {
   detail::remove_file(path);
   aio::File file(path, {.mode = aio::OpenMode::create});

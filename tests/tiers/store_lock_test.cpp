@@ -2,6 +2,7 @@
 // Who has a store when several processes or threads want it, and until when.
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -9,8 +10,10 @@
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,6 +21,18 @@
 #include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/tiers/store_open_fixture.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
+
+namespace {
+int lock_error = 0;
+}  // namespace
+
+// The program's own definition comes before that of the C library.
+extern "C" int flock(int descriptor, int operation) noexcept {
+  static auto* const next = reinterpret_cast<decltype(&flock)>(::dlsym(RTLD_NEXT, "flock"));
+  if (lock_error == 0) return next(descriptor, operation);
+  errno = lock_error;
+  return -1;
+}
 
 namespace hoist::tiers::test::store_lock_test {
 namespace {
@@ -79,6 +94,20 @@ TEST_F(StoreLockTest, AReaderIsNotTakenForTheLastTrainer) {
   make_committed();
   const auto reader = detail::open_shared(detail::StorePaths(options_.directory, 0), {});
   EXPECT_THAT(refusal_to_open(), HasSubstr("is being read, by `hoist export`"));
+}
+
+TEST_F(StoreLockTest, AFileSystemWithoutLocksIsNotTakenForAStoreInUse) {
+  make_committed();
+  const detail::StorePaths paths(options_.directory, 0);
+  lock_error = EOPNOTSUPP;
+  EXPECT_EQ(Store::holder(options_.directory, 0), std::nullopt);
+  try {
+    detail::open_shared(paths, {});
+    ADD_FAILURE() << "opened without a lock";
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("must support locks; copy the store to a local one"));
+  }
+  lock_error = 0;
 }
 
 TEST_F(StoreLockTest, AStoreBeingFilledIsNotReplaced) {
@@ -218,6 +247,7 @@ TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
   const std::array mine{"notes", "rank-00000-backup.data", "rank-0.manifest", "rank-00000.old.label", "rank-.data"};
   for (const char* name : mine) std::ofstream(options_.directory + "/" + name) << "mine";
   std::ofstream(options_.directory + "/rank-00000.label-new") << "what a crash leaves of a drive's label";
+  std::ofstream(options_.directory + "/rank-00000.scratch") << "what a crash leaves of spilled gradients";
   EXPECT_TRUE(Store::remove(directories, {}));
   EXPECT_EQ(contents().size(), mine.size());
   EXPECT_TRUE(Store::remove(directories, {})) << "nothing is nobody's";

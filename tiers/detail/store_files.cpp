@@ -26,6 +26,8 @@ namespace hoist::tiers::detail {
 
 namespace {
 
+constexpr auto kPollInterval = std::chrono::milliseconds(20);
+
 // Whether `path` still names the open file.
 bool same_file(const std::string& path, std::uint64_t device, std::uint64_t inode) {
   struct stat named {};
@@ -174,9 +176,11 @@ std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds time
   auto file = std::make_unique<aio::File>(paths.data, aio::FileOptions{.mode = aio::OpenMode::read_only});
   while (::flock(file->descriptor(), LOCK_SH | LOCK_NB) != 0) {
     const int code = errno;
-    if (code != EWOULDBLOCK && code != EINTR) throw IoError({"flock", paths.data, 0, 0, code});
+    if (code != EWOULDBLOCK && code != EINTR)
+      throw IoError({"flock", paths.data, 0, 0, code},
+                    "the file system must support locks; copy the store to a local one");
     if (Clock::now() - start >= timeout) throw_in_use(paths, timeout);
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    std::this_thread::sleep_for(kPollInterval);
   }
   if (!still_named(*file)) throw StoreError(fmt::format("{} was replaced while it was being opened", paths.data));
   return file;
@@ -218,7 +222,7 @@ bool is_being_read(const StorePaths& paths) {
 
 std::optional<std::string> holder(const StorePaths& paths) {
   const Descriptor data(open_regular_file(paths.data, O_RDONLY | O_NOFOLLOW));
-  if (data.number < 0 || ::flock(data.number, LOCK_SH | LOCK_NB) == 0) return std::nullopt;
+  if (data.number < 0 || ::flock(data.number, LOCK_SH | LOCK_NB) == 0 || errno != EWOULDBLOCK) return std::nullopt;
   const std::string name = said_by_holder(paths);
   return name.empty() ? "a process that left no name" : name;
 }
@@ -306,7 +310,8 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
     manifests.push_back(std::make_unique<Descriptor>(::open(paths.manifest_new.c_str(), O_PATH | O_CLOEXEC)));
   }
   for (const StorePaths& paths : of_ranks)
-    for (const std::string& path : {paths.label, paths.label + "-new", paths.lock_info}) remove_file(path);
+    for (const std::string& path : {paths.label, paths.label + "-new", paths.lock_info, scratch_path(paths.data)})
+      remove_file(path);
   for (const StorePaths& paths : of_ranks) remove_file(paths.data);
   // Durably before the manifest's other name is gone: data without it count as a store that has lost its manifest.
   for (const std::string& directory : directories) {
@@ -398,7 +403,10 @@ void Creation::claim(Nanoseconds timeout) {
     const Descriptor directory(::open(paths_.directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
     auto file = open_if_there(paths_.data, aio::OpenMode::open_or_create);
     if (!file) {  // another process made the directory, failed, and has removed it again
-      if (Clock::now() - start <= timeout) continue;
+      if (Clock::now() - start <= timeout) {
+        std::this_thread::sleep_for(kPollInterval);
+        continue;
+      }
       if (is_at(paths_.directory, directory))
         throw IoError({"create", paths_.data, 0, 0, ENOENT}, "this file system takes no files; use another directory");
       throw_in_use(paths_, timeout);
