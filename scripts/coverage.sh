@@ -13,9 +13,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/install-deps.sh
 export PATH=$PWD/build/gcovr/bin:$PATH
-if ! command -v gcovr >/dev/null; then
+if ! gcovr --version 2>/dev/null | grep -q '^gcovr 8\.'; then
   python3 -c 'import ensurepip' 2>/dev/null ||
-    { echo "gcovr and Python's module venv are MISSING: apt-get install python3-venv" >&2; exit 1; }
+    { echo "gcovr 8 and Python's module venv are MISSING: apt-get install python3-venv" >&2; exit 1; }
   python3 -m venv build/gcovr
   build/gcovr/bin/pip install --quiet --disable-pip-version-check 'gcovr>=8,<9'
 fi

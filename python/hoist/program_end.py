@@ -75,9 +75,15 @@ class AtExit:
     started may end without the handlers of atexit, and only its finalizers see the exception that ends it."""
 
     def __init__(self, call: Callable[[], None]):
-        self.call = call
-        self._finalizer = multiprocessing.util.Finalize(None, call, exitpriority=100)  # torch has imported that module
-        atexit.register(call)
+        process = os.getpid()
+
+        def call_here() -> None:
+            if os.getpid() == process:
+                call()
+
+        self.call = call_here
+        self._finalizer = multiprocessing.util.Finalize(None, call_here, exitpriority=100)  # torch has imported that module
+        atexit.register(call_here)
 
     def cancel(self) -> None:
         atexit.unregister(self.call)

@@ -94,6 +94,21 @@ def test_a_forked_process_ends_normally_and_the_parent_continues(settings):
     assert result.returncode == 0, result.stderr
 
 
+def test_what_a_program_does_at_its_end_a_forked_process_does_not():
+    result = run_program("""
+    import os, sys
+    import torch
+    from hoist.program_end import AtExit
+
+    AtExit(lambda: print(os.getpid(), flush=True))
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)
+    os.waitpid(pid, 0)
+    """)
+    assert result.returncode == 0 and len(set(result.stdout.split())) == 1, (result.stdout, result.stderr)
+
+
 @pytest.mark.host_device("a forked process cannot use CUDA, and PyTorch says so")
 def test_calls_in_a_forked_process_are_usage_errors(settings):
     program = PROGRAM + """
