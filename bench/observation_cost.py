@@ -4,8 +4,8 @@
 
     bench/observation_cost.py [--gpt build/release/bin/hoist-gpt] [--rounds N] [--steps N] [--json FILE]
 
-The model is tiny, so that the cost is not lost in the step. The cost does not grow with the model. Only a trace's grows,
-with the number of transfers.
+The model is tiny, so that the cost is not lost in the step. The cost of metrics does not depend on the model; that of a
+trace grows with the number of transfers.
 """
 import os
 import resource

@@ -4,8 +4,9 @@
 // A drive's speed changes from second to second, so nothing follows from one long run of each. Short legs alternate
 // (A B, B A, A B ...), each pair on the same part of the same files, and the result is the ratio of each pair: the
 // median, and the interval that holds the true median with 95 % confidence (of fewer than six pairs, their range).
-// Between the pairs A runs against itself: that control shows what a ratio of equals looks like on this drive. "A is at
-// least as fast as B" is contradicted only when the whole interval lies below what the control explains.
+// After every second pair A runs against itself: that control shows what a ratio of equals looks like on this drive. "A
+// is at least as fast as B" is contradicted only when the whole interval lies below what the control explains. Before
+// each of its legs A rests as long as B needs to start, because some drives reward a rest.
 //
 // Threading  Blocks its caller; progress is called there.
 // Errors     Those of the contenders; Interrupted.

@@ -208,8 +208,9 @@ void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& 
     hand_over(&spans);
   };
   hand_over(&spans);
-  // oneTBB may start a worker from the calling thread or from another worker: in any run, and whenever its limit of
-  // threads changes (above) while an earlier run's workers are still wanted. An arena of one has none.
+  // A new thread inherits the signal mask of the thread that starts it. oneTBB starts workers from the calling thread
+  // or from another worker, in any run, also when its limit of threads changes (above). So signals are blocked for the
+  // whole run. An arena of one thread has no workers.
   std::optional<OtherSignalsBlocked> blocked;
   if (arena_->threads > 1) blocked.emplace();
   arena_->arena.execute([&] {

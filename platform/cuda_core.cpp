@@ -281,12 +281,12 @@ void CudaCore::count(const Measure& measure) const {
     milliseconds = 0;  // bytes count even if the time is unknown
   }
   const Nanoseconds elapsed(static_cast<std::int64_t>(static_cast<double>(milliseconds) * 1e6));
-  if (const auto* transfer = std::get_if<Measure::Transfer>(&measure.what)) {
+  if (const auto* transfer = std::get_if<Measure::Transfer>(&measure.meaning)) {
     ledger_->count(transfer->link, transfer->bytes, elapsed);
-  } else if (const auto* cause = std::get_if<WaitCause>(&measure.what)) {
+  } else if (const auto* cause = std::get_if<WaitCause>(&measure.meaning)) {
     ledger_->waited(*cause, elapsed);
   } else {
-    std::get<std::function<void(Nanoseconds)>>(measure.what)(elapsed);
+    std::get<std::function<void(Nanoseconds)>>(measure.meaning)(elapsed);
   }
 }
 

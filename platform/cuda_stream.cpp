@@ -80,12 +80,12 @@ PooledEvent CudaStream::mark(PooledEvent::Timing timing) {
 }
 
 template <typename Enqueue>
-void CudaStream::measured(Measure::What what, Enqueue enqueue) {
+void CudaStream::measured(Measure::Meaning meaning, Enqueue enqueue) {
   const CurrentGpu gpu(options_.core->ordinal());
   if (options_.core->ledger() == nullptr) return enqueue();
   PooledEvent start = mark(PooledEvent::Timing::on);
   enqueue();
-  options_.core->measure(options_.stream, {std::move(start), mark(PooledEvent::Timing::on), std::move(what)});
+  options_.core->measure(options_.stream, {std::move(start), mark(PooledEvent::Timing::on), std::move(meaning)});
 }
 
 // An event is reached when the work before it is done: the time between two that follow each other is the time in which

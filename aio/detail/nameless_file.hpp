@@ -12,10 +12,11 @@
 
 namespace hoist::aio::detail {
 
-// Its name is removed before it has any space, so that closing the file, or a kill at any moment, frees all of it.
+// Its name is removed before it has any space, so that closing the file, or a kill at any moment, frees all of its
+// space.
 // Errors: IoError.
 inline File nameless_file(const std::string& directory, std::uint64_t bytes) {
-  std::random_device random;  // processes of several containers can have one number
+  std::random_device random;  // processes in different containers may have the same process id
   const std::string path = fmt::format("{}/.hoist-probe-{}-{:08x}{:08x}", directory, ::getpid(), random(), random());
   File file(path, {.mode = OpenMode::create});
   ::unlink(path.c_str());

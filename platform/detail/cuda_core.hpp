@@ -40,7 +40,7 @@ void with_gpu(int ordinal, const Calls& calls) noexcept {
     const CurrentGpu gpu(ordinal);
     calls();
   } catch (const std::exception& error) {
-    log_error("GPU {} cannot be selected any more: {}", ordinal, error.what());
+    log_error("an object of GPU {} was not released: {}", ordinal, error.what());
   }
 }
 
@@ -64,7 +64,7 @@ class PooledEvent {
   Timing timing_;
 };
 
-// The meaning of the time between two events: a copy over a link, a wait, or what a function is told.
+// What the time between two events is: that of a copy over a link, that of a wait, or a time that a function gets.
 struct Measure {
   struct Transfer {
     Link link;
@@ -72,8 +72,8 @@ struct Measure {
   };
   PooledEvent start;
   PooledEvent end;
-  using What = std::variant<Transfer, WaitCause, std::function<void(Nanoseconds)>>;
-  What what;
+  using Meaning = std::variant<Transfer, WaitCause, std::function<void(Nanoseconds)>>;
+  Meaning meaning;
 };
 
 class CudaCore {
@@ -92,7 +92,7 @@ class CudaCore {
   void measure(cudaStream_t stream, Measure measure);
   // Counts the measures whose end has been reached; returns the number of the others. Pre: the GPU is current.
   std::size_t collect();
-  // Ends the thread once all requested events have happened.
+  // Ends the thread once all requested events and the ends of all measures have been reached.
   void stop() noexcept;
 
  private:

@@ -64,7 +64,7 @@ class CudaStream final : public Stream {
   void run_kernel(const Arguments& arguments, const char* name);
   // Runs `enqueue` between two timing events, whose distance the core then counts.
   template <typename Enqueue>
-  void measured(Measure::What what, Enqueue enqueue);
+  void measured(Measure::Meaning meaning, Enqueue enqueue);
 
   const OwningProcess process_;
   const CudaStreamOptions options_;

@@ -200,7 +200,7 @@ TEST(HostStream, AnErrorReachesWhoeverWaitsForIt) {
 // --- time
 // -------------------------------------------------------------------------------------------------------------
 
-TEST(HostStream, BooksOnlyTheTimeItStoodWaiting) {
+TEST(HostStream, CountsOnlyTheTimeThatItWaited) {
   Ledger ledger;
   const auto device = host_device(4096, 0, &ledger);
   const auto slow = device->create_stream("slow");

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that compute on several streams of an accelerator: with the bits that they end in on one.
+"""A program that computes on several streams of an accelerator ends in the same bits as on one stream.
 
 Each program orders its own streams, as it must for PyTorch's sake; hoist's copies have to follow. hoist's streams are delayed at
 random, and the program's where a missing wait would show.
@@ -71,7 +71,7 @@ class Twin(nn.Module):
 
 
 class Late(torch.autograd.Function):
-    """The same, in its own time."""
+    """The identity, after a delay."""
 
     @staticmethod
     def forward(ctx, value):
@@ -292,7 +292,7 @@ def test_a_program_that_leaves_the_default_device_alone(settings, default_device
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
 def test_autocast(settings, order):
-    """Of fp32 weights, which come and go while operators' bf16 copies of them are in use."""
+    """The weights are fp32, and come and go while operators use bf16 copies of them."""
     ends, types = [], set()
     for memory in ("140KiB" if order == "horizontal" else "400KiB", "8MiB"):
         config = settings(memory, gradient_accumulation_steps=2, hoist={

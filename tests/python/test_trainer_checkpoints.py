@@ -248,7 +248,7 @@ def test_the_newest_complete_checkpoint(tmp_path):
 
 
 def test_an_alarm_makes_no_checkpoint_incomplete(tmp_path, monkeypatch):
-    """Of a handler that replaces itself as it runs."""
+    """The handler replaces itself while it runs."""
     def handler(*_):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         raise TimeoutError("alarm")

@@ -94,8 +94,8 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
   });
 }
 
-void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
-                         std::span<const StoreDirectory> spared) {
+void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
+                            std::span<const StoreDirectory> spared) {
   constexpr Nanoseconds kNow{0};
   const StoreSurvey survey(ranks, options);
   NewerCheckpoints newer{survey.checkpoints_in(present), options.keep_steps};

@@ -20,16 +20,16 @@ struct StoreOrders {
   std::uint64_t first = 0, last = std::numeric_limits<std::uint64_t>::max();
 };
 
-// [J] Removes stores of these orders that an earlier attempt did not finish: no commit of theirs is on all ranks, and
-// no rank has more than the first one. Nothing of them was promised; a store of any number of ranks may take their
-// place, and none may be made beside their files, which would be taken for parts of it. Errors: StoreError when another
-// process uses one of them, or somebody may still want a file (tiers::Store::check_unfinished).
+// [J] Removes unfinished stores of these orders: no commit of such a store is on all ranks, and no rank has more than
+// its first commit, so no caller was told of one. They must go before a new store is made there, because their files
+// would be taken for parts of it. Errors: StoreError when another process uses one of them, or somebody may still want
+// a file (tiers::Store::check_unfinished).
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders = {});
 
-// [J] Removes stores that `present` has taken over from, but those that are `spared`. A store stays if it keeps named
-// steps that newer ones do not have, and those have fewer than EngineOptions::keep_steps; if it is not whole; and,
-// until the next start, if somebody reads it.
-void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
-                         std::span<const StoreDirectory> spared);
+// [J] Removes the stores that `present` has replaced, and unfinished ones of any order, except those in `spared`. An
+// older store stays if it is not whole; until the next start, while somebody reads it; and if it has named checkpoints
+// whose names no newer store has, and the newer stores have fewer than EngineOptions::keep_steps.
+void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
+                            std::span<const StoreDirectory> spared);
 
 }  // namespace hoist::detail

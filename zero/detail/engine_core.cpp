@@ -166,7 +166,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     if (has_commit || !plan.from_mirror) {
       std::vector<StoreDirectory> spared{directory};
       if (!restore_options.from.empty()) spared.push_back(plan.source.directory);  // to go back once more
-      remove_older_stores(ranks, options, has_commit ? directory : plan.source.directory, spared);
+      remove_replaced_stores(ranks, options, has_commit ? directory : plan.source.directory, spared);
     }
     stepper->count_io();
     restored = report_of(plan, settings.step_count, checkpoints->state());

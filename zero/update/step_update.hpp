@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/update/step_update.hpp - what every tile's update of one decided step needs: formulas and coefficients by group.
+// zero/update/step_update.hpp - carries out one decided step on tiles, on the CPU or on the device.
 //
 // Threading  apply() from any thread, on different tiles; check() when all of them are done.
-// Errors     check() throws Error when a state came out that cannot be committed.
+// Errors     Those of check().
 #pragma once
 
 #include <atomic>
@@ -24,6 +24,7 @@ class StepUpdate {
   void apply(const TileAccess& tile, const std::byte* gradient);
   // Has the device update the device-only units, and waits for it. Pre: nothing uses their weights.
   void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
+  // Errors: Error naming a unit whose new state cannot be committed. Pre: all updates of the step are done.
   void check(const UnitTable& table, bool has_store) const;
 
  private:
