@@ -105,7 +105,7 @@ template <DType dtype>
 void norm(benchmark::State& state) {
   const auto bytes = static_cast<std::int64_t>(dtype_bytes(dtype));
   const std::vector<bf16> gradient = halves(state.range(0) * bytes / 2);
-  std::vector<double> partial(divide_up(static_cast<std::size_t>(state.range(0)), optim::kNormChunkElements));
+  std::vector<double> partial(divide_up(static_cast<std::size_t>(state.range(0)), kNormChunkElements));
   for (auto _ : state) {
     optim::sums_of_squares(gradient.data(), dtype, static_cast<std::size_t>(state.range(0)), partial);
     benchmark::DoNotOptimize(partial.data());

@@ -12,8 +12,6 @@
 
 namespace hoist::optim {
 
-using hoist::kNormChunkElements;
-
 // Sum of squares of one chunk (count <= kNormChunkElements); NaN or infinity if an element is.
 double sum_of_squares_chunk(const void* gradient, DType dtype, std::size_t count);
 

@@ -63,17 +63,19 @@ GroupOptions of_kind(const GroupOptions& settings, const std::string& name) {
   return options;
 }
 
-// Returns whether all new values are finite, and fit in bf16 where weights are.
-bool update(const optim::UpdateCoefficients& c, const Arrays& a, std::uint64_t first, std::uint64_t count) {
+// Values that are not finite are stored, as in PyTorch.
+void update(const optim::UpdateCoefficients& c, const Arrays& a, std::uint64_t first, std::uint64_t count) {
   const optim::TileState state{
       .moment1 = at<float>(a.moment1, first),
       .moment2 = at<float>(a.moment2, first),
       .gradient = reinterpret_cast<const void*>(a.gradient + first * dtype_bytes(a.gradient_dtype)),
       .gradient_dtype = a.gradient_dtype,
       .count = count};
-  if (a.weight_dtype == DType::fp32) return optim::update_tile(c, optim::WholeTile{state, at<float>(a.weight, first)});
-  return optim::update_tile(c,
-                            optim::SplitTile{state, at<bf16>(a.weight, first), at<std::int16_t>(a.remainder, first)});
+  if (a.weight_dtype == DType::fp32)
+    static_cast<void>(optim::update_tile(c, optim::WholeTile{state, at<float>(a.weight, first)}));
+  else
+    static_cast<void>(optim::update_tile(
+        c, optim::SplitTile{state, at<bf16>(a.weight, first), at<std::int16_t>(a.remainder, first)}));
 }
 
 struct Piece {
@@ -142,7 +144,7 @@ void bind_optim(nb::module_& module) {
             }
             pool.run(pieces.size(), [&](std::size_t i) {
               const auto& [arrays, first] = pieces[i];
-              static_cast<void>(update(coefficients, *arrays, first, std::min(kTile, arrays->count - first)));
+              update(coefficients, *arrays, first, std::min(kTile, arrays->count - first));
             });
           },
           "options"_a, "step"_a, "parameters"_a, "One step over all of them.");

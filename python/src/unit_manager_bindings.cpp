@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <array>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <ranges>
 #include <set>

@@ -16,10 +16,10 @@ GradientNorm::GradientNorm(Runtime& runtime, const UnitTable& table, const Memor
     first_chunk_.push_back(chunks_.size());
     for (const Segment& segment : unit.trainable_segments()) {
       const std::uint64_t element_bytes = dtype_bytes(segment.gradient_shard_dtype);
-      for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
+      for (std::uint64_t first = 0; first < segment.shard_elements; first += kNormChunkElements) {
         chunks_.push_back({.offset_bytes = segment.gradient_shard_offset + first * element_bytes,
                            .dtype = segment.gradient_shard_dtype,
-                           .count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first),
+                           .count = std::min<std::uint64_t>(kNormChunkElements, segment.shard_elements - first),
                            .in_norm = segment.counts_in_norm});
       }
     }
@@ -56,7 +56,7 @@ void GradientNorm::sum_on_device(platform::Stream& stream) {
     for (const Segment& segment : table_.units()[u].trainable_segments()) {
       stream.sums_of_squares(sums + count, memory_.unit(UnitId{u}).gradient + segment.gradient_shard_offset,
                              segment.gradient_shard_dtype, segment.shard_elements);
-      count += divide_up(segment.shard_elements, optim::kNormChunkElements);
+      count += divide_up(segment.shard_elements, kNormChunkElements);
     }
   }
   const std::span<std::byte> here = memory_.results_copy().first(count * sizeof(double));
