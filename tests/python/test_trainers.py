@@ -245,6 +245,19 @@ def test_a_reference_that_follows_the_trained_weights(tmp_path, kind):
     assert any(not torch.equal(begun[name].cpu(), value.cpu()) for name, value in runs[1][1].items())
 
 
+@pytest.mark.parametrize("first", ["sft", "dpo"])
+def test_evaluated_before_it_is_trained_in_16_bits(tmp_path, monkeypatch, first):
+    """accelerate then puts autocast around a forward() that is TRL's."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(hoist_transformers, "from_pretrained", lambda kind, *at, **named: kind.from_pretrained(*at, **named))
+    changes = {"precompute_ref_log_probs": True} if first == "dpo" else {}
+    trainer = make(first, tmp_path, tmp_path / "hub", False, True, max_steps=1, bf16=True, save_strategy="no", **changes)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    trainer.engine.close()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(before, rel=0.02)
+
+
 def test_a_head_that_is_trained_beside_adapters_has_its_original_as_the_reference(tmp_path):
     """TRL reads the weights of the one or of the other without a call of their modules."""
     torch.manual_seed(0)

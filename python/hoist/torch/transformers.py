@@ -35,7 +35,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hoist.torch
 from hoist import _hoist, signal_handlers
 from hoist.torch.config_files import as_json, read_config, with_first_names
-from hoist.torch.model.casts import cast_inputs
+from hoist.torch.model.casts import cast_inputs, restore_forward
 from hoist.torch.model.parameters import dtype_of
 from hoist.torch.pretrained.export import refuse_adapters, save_pretrained, write_model, write_weights
 from hoist.torch.pretrained.loading import from_pretrained
@@ -284,8 +284,7 @@ class Trainer(transformers.Trainer):
         own_groups = self.optimizer is None and "optimizer" not in filled
         config = self._config_of_run(filled, own_groups)
         refuse_adapters(self.model)
-        # evaluate() has put autocast, and results in fp32, around forward().
-        self.accelerator.unwrap_model(cast(torch.nn.Module, self.model), keep_fp32_wrapper=False)
+        restore_forward(cast(torch.nn.Module, self.model))  # evaluate() may have been called before
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
         if own_groups:

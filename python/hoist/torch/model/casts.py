@@ -10,6 +10,14 @@ import torch
 from hoist.torch.model.wrapped import keep_hooks
 
 
+def restore_forward(model: torch.nn.Module) -> None:
+    """Takes away what accelerate has put around forward(): autocast, and results in fp32. Its unwrap_model() would also take
+    away a forward() that the program has given the model, as TRL does."""
+    own = vars(model).pop("_original_forward", None)
+    if own is not None:
+        vars(model)["forward"] = own
+
+
 def cast_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
     def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(cast(value, dtype) for value in args), {name: cast(value, dtype) for name, value in kwargs.items()}
