@@ -245,9 +245,38 @@ def test_a_reference_that_follows_the_trained_weights(tmp_path, kind):
     assert any(not torch.equal(begun[name].cpu(), value.cpu()) for name, value in runs[1][1].items())
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_reference_is_the_trained_model_at_the_first_step(tmp_path, caplog, monkeypatch, kind, dtype):
+    """With the rounding of hoist's weights, and without autocast: TRL's loss begins where that of equal models does. If the
+    reference then takes all of the trained weights (DPO), it has their bits."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it, for all that follow in the process
+    caplog.set_level("INFO", "hoist")
+    # Small differences of weights show. Moving the reference to the test accelerator would untie them.
+    shape = transformers.LlamaConfig(**LLAMA[1].to_dict() | {"initializer_range": 0.2, "tie_word_embeddings": ON_CPU})
+    monkeypatch.setitem(KINDS, kind, (*KINDS[kind][:2], (LLAMA[0], shape), *KINDS[kind][3:]))
+    changes = {"beta": 0.2, "max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "bf16": dtype == "bf16",
+               "fp16": dtype == "fp16", "warmup_steps": 1}
+    if kind != "kto":  # whose callback TRL does not have in each release
+        changes |= {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0 if kind == "dpo" else 0.05}
+    trainer = make(kind, tmp_path, tmp_path / "hub", False, True, **changes)
+    trainer.train()
+    weights = trainer.engine.state_dict()
+    trainer.engine.close()
+    first = next(row for row in trainer.state.log_history if "loss" in row)
+    for key in {"dpo": ["rewards/chosen", "rewards/rejected"], "kto": ["kl", "rewards/chosen"], "grpo": ["kl"]}[kind]:
+        assert first[key] == pytest.approx(0, abs=1e-7), key
+    reference = trainer.ref_model.state_dict()
+    assert caplog.text.count("ref_model gets weights of") == 1
+    assert {value.dtype for value in reference.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
+    assert ("ref_model_mixup_alpha=0.05 is small" in caplog.text) == (kind == "grpo")
+    if kind == "dpo":
+        assert all(torch.equal(reference[name].cpu(), value.cpu()) for name, value in weights.items())
+
+
 @pytest.mark.parametrize("first", ["sft", "dpo"])
-def test_evaluated_before_it_is_trained_in_16_bits(tmp_path, monkeypatch, first):
-    """accelerate then puts autocast around a forward() that is TRL's."""
+def test_evaluated_before_it_is_trained_in_16_bits(tmp_path, caplog, monkeypatch, first):
+    """accelerate then puts autocast around a forward() that is TRL's. What DPO computes before, it computes in fp32."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr(hoist_transformers, "from_pretrained", lambda kind, *at, **named: kind.from_pretrained(*at, **named))
     changes = {"precompute_ref_log_probs": True} if first == "dpo" else {}
@@ -256,6 +285,7 @@ def test_evaluated_before_it_is_trained_in_16_bits(tmp_path, monkeypatch, first)
     trainer.train()
     trainer.engine.close()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(before, rel=0.02)
+    assert ("uses the reference's weights in torch.float32" in caplog.text) == (first == "dpo")
 
 
 def test_a_head_that_is_trained_beside_adapters_has_its_original_as_the_reference(tmp_path):
@@ -274,7 +304,7 @@ def test_a_head_that_is_trained_beside_adapters_has_its_original_as_the_referenc
     assert len(losses[0]) == (4 if is_older else 5)
 
 
-def test_precomputed_reference_log_probabilities_are_not_rounded(tmp_path, monkeypatch):
+def test_precomputed_reference_log_probabilities_are_not_rounded(tmp_path, caplog, monkeypatch):
     """They are sums over a whole text: rounded to bf16 they would be off by up to 1. An untrained model is its own reference."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it to bf16, for all that follow in the process
     torch.manual_seed(0)
@@ -292,7 +322,7 @@ def test_precomputed_reference_log_probabilities_are_not_rounded(tmp_path, monke
     trainer.train()
     trainer.engine.close()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert losses == [pytest.approx(math.log(2), abs=1e-4)]
+    assert losses == [pytest.approx(math.log(2), abs=1e-4)] and "precompute_ref_log_probs" not in caplog.text
 
 
 class Dies(transformers.TrainerCallback):

@@ -36,7 +36,7 @@ from hoist.torch.checkpoint.schedules import RunRates
 from hoist.torch.config_files import as_json
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.model import initial
-from hoist.torch.model.parameters import as_type
+from hoist.torch.model.casts import as_type
 from hoist.torch.ranks import channels, distributed
 
 _log = logging.getLogger("hoist")

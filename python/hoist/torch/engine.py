@@ -31,7 +31,7 @@ from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.engine_names import DeepSpeedNames
 from hoist.torch.devices import device_of
 from hoist.torch.first_state import FirstState
-from hoist.torch.model.casts import cast_inputs
+from hoist.torch.model.casts import cast_inputs, place_buffers
 from hoist.torch.model.graphs import refuse_graphs
 from hoist.torch.model.initial import Initialize
 from hoist.torch.model.model_names import StandsForModel
@@ -132,7 +132,7 @@ class Engine(StandsForModel, DeepSpeedNames):
             self._run_rates = RunRates(grouping.param_groups, "engine.lr_scheduler")
             self._waits_for_load = first_state.begin(self, sources, grouping)
             del sources
-            self._parameters.place_buffers()
+            place_buffers(model, self.device, dtype_of(config))
             self._parameters.note_versions()
             self._install_hooks()
             self.optimizer = Optimizer(self, grouping.param_groups, grouping.defaults)

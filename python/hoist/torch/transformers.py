@@ -35,8 +35,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hoist.torch
 from hoist import _hoist, signal_handlers
 from hoist.torch.config_files import as_json, read_config, with_first_names
-from hoist.torch.model.casts import cast_inputs, restore_forward
+from hoist.torch.model.casts import as_type, cast_inputs, cast_weights, place_buffers, restore_forward
 from hoist.torch.model.parameters import dtype_of
+from hoist.torch.model.wrapped import engine_of
 from hoist.torch.pretrained.export import refuse_adapters, save_pretrained, write_model, write_weights
 from hoist.torch.pretrained.loading import from_pretrained
 from hoist.torch.ranks.channels import is_joined
@@ -186,14 +187,27 @@ class Trainer(transformers.Trainer):
                 (self.args.fp16_full_eval, "fp16_full_eval", types)):
             if given:
                 raise _hoist.UsageError(f"{name} of TrainingArguments is not supported here: {why}")
+        self._warn_of_precomputed_reference()
         for callback in self.callback_handler.callbacks:
             if hasattr(callback, "sync_target_model"):  # TRL's, for sync_ref_model; it would read parameters
                 cast(Any, callback).sync_target_model = self._move_reference
 
+    def _warn_of_precomputed_reference(self) -> None:
+        """TRL computes before the engine is made, with the weights as they were loaded."""
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        if dtype is None or not getattr(self.args, "precompute_ref_log_probs", False):
+            return
+        reference = cast(torch.nn.Module, getattr(self, "ref_model", None) or self.model)
+        loaded = next((p.dtype for p in reference.parameters() if p.is_floating_point()), dtype)
+        if loaded != dtype:
+            _log.warning("precompute_ref_log_probs uses the reference's weights in %s, and the trained ones are rounded to %s: "
+                         "they differ from the first step on. Load the model with dtype=%s", loaded, dtype, dtype)
+
     def _move_reference(self, model: torch.nn.Module, reference: torch.nn.Module, alpha: float) -> None:
         """Mixes the trained weights into a reference model's, one parameter after the other."""
         for (name, _), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            theirs.data.mul_(1.0 - alpha).add_(self._made.read(name).to(theirs), alpha=alpha)
+            mixed = theirs.data.float().mul_(1.0 - alpha).add_(self._made.read(name).to(theirs.device), alpha=alpha)
+            theirs.data.copy_(as_type(mixed, theirs.dtype))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As transformers' own, but True takes the newest checkpoint that is complete: one whose saving was interrupted has
@@ -308,6 +322,7 @@ class Trainer(transformers.Trainer):
                 kept = engine.checkpoints()
             raise _hoist.StoreError(f"{config.store_directory} holds a run{self._how_to_use_run(kept)}")
         self._cast_inputs_of(cast(Any, self.model))
+        self._treat_reference_alike()
         if config.has_schedule:
             self.lr_scheduler = schedule
         if self.args.torch_compile:  # only now: graphs end at the hooks
@@ -356,6 +371,23 @@ class Trainer(transformers.Trainer):
             cast_inputs(model, dtype)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
             cast_inputs(model.get_encoder(), dtype)  # generate() calls it without the model's forward()
+
+    def _treat_reference_alike(self) -> None:
+        """The model that TRL compares the trained one with is the same at first, and computes in the same types."""
+        dtype, reference = dtype_of(self._made.config), getattr(self, "ref_model", None)
+        if dtype is None or not isinstance(reference, torch.nn.Module):
+            return
+        reference = self.accelerator.unwrap_model(reference, keep_torch_compile=False)
+        if any(engine_of(module) is not None for module in reference.modules()):
+            return
+        restore_forward(reference)
+        place_buffers(reference, self._made.device, dtype)
+        cast_inputs(reference, dtype)
+        if cast_weights(reference, dtype) > 0:
+            _log.info("ref_model gets weights of %s, rounded as the trained model's, so that both begin alike", dtype)
+        if getattr(self.args, "sync_ref_model", False) and cast(Any, self.args).ref_model_mixup_alpha < 0.1:
+            _log.warning("ref_model_mixup_alpha=%g is small for a reference of %s: changes that are less than half a step of its "
+                         "weights are lost, so choose 0.1 or more", cast(Any, self.args).ref_model_mixup_alpha, dtype)
 
     def _groups_in_an_optimizer(self, *model: Any) -> torch.optim.Optimizer:
         optim = self.args.optim

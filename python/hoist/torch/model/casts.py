@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating arguments of a model's forward() become its 16-bit type: for fp16.auto_cast of DeepSpeed's file, and for Trainer."""
+"""What becomes a model's 16-bit type: buffers, floating arguments of its forward() (for fp16.auto_cast of DeepSpeed's file, and
+for Trainer), and the weights of a model that is compared with an engine's."""
 
 from __future__ import annotations
 
@@ -8,6 +9,37 @@ from typing import Any
 import torch
 
 from hoist.torch.model.wrapped import keep_hooks
+
+
+def as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    # The engine's rule, halves away from zero: what the forward pass computes with.
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Gives a model without an engine the weights that an engine would compute with. Quantized ones stay. Returns how many had
+    another type."""
+    others = [p for p in model.parameters() if type(p.data) is torch.Tensor and p.is_floating_point() and p.dtype.itemsize > 1
+              and p.dtype != dtype and not hasattr(p, "initial_values")]
+    for parameter in others:
+        parameter.data = as_type(parameter.data.float(), dtype)
+    return len(others)
+
+
+def place_buffers(model: torch.nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Moves buffers to where the weights are, in their type if the configuration says one. Rotary frequencies keep theirs:
+    rounded to 16 bits they would be other positions. So do those that a model of transformers names."""
+    kept = {"inv_freq", "original_inv_freq"}
+    for module in model.modules():
+        kept |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                keeps_type = dtype is None or not buffer.is_floating_point() or name in kept
+                module._buffers[name] = buffer.to(device, buffer.dtype if keeps_type else dtype)
 
 
 def restore_forward(model: torch.nn.Module) -> None:

@@ -21,6 +21,7 @@ from hoist import _hoist, program_end
 from hoist.optim.values import DTYPES
 from hoist.shared_memory import refuse_shared_memory
 from hoist.torch.model import initial, weight_files
+from hoist.torch.model.casts import as_type
 from hoist.torch.model.state_dicts import StandIn
 from hoist.torch.model.unit_tensors import UnitTensors, lost_its_values, showing
 from hoist.torch.model.units import Model, Unit
@@ -416,18 +417,6 @@ class Parameters:
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
-    def place_buffers(self) -> None:
-        """Moves buffers to where the weights are, in their type if the configuration says one. Rotary frequencies keep theirs:
-        rounded to 16 bits they would be other positions. So do those that a model of transformers names."""
-        kept = {"inv_freq", "original_inv_freq"}
-        for module in self._module.modules():
-            kept |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        for module in self._module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    keeps_type = self._dtype is None or not buffer.is_floating_point() or name in kept
-                    module._buffers[name] = buffer.to(self._device, buffer.dtype if keeps_type else self._dtype)
-
     def persistent_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self._module.named_modules(remove_duplicate=remove_duplicate):
             for name, buffer in module._buffers.items():
@@ -578,11 +567,3 @@ def _fingerprint(parameter: nn.Parameter) -> int:
             mixed.bitwise_xor_(mixed >> shift).mul_(factor)
         total += mixed.bitwise_xor_(mixed >> 31).sum()
     return int(total)
-
-
-def as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype != torch.bfloat16:
-        return values.to(dtype)
-    # The engine's rule, halves away from zero: what the forward pass computes with.
-    bits = values.contiguous().view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
