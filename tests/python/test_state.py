@@ -533,7 +533,7 @@ def test_a_model_whose_engine_was_closed_is_not_wrapped_without_values(settings,
     model = make()
     with hoist.torch.wrap(model, settings(store="first")) as engine:
         train(engine, 1)
-    closed = r"token.weight' has no values: the engine.* was closed.*weights=DIR.*resume=True"
+    closed = r"token.weight' has no values: the engine.* was closed.*weights=DIR.*engine.export.*resume=True"
     for store in ("empty", "empty too"):
         with pytest.raises(hoist.UsageError, match=closed):
             hoist.torch.wrap(model, settings(store=store), resume=resume)

@@ -288,6 +288,22 @@ def test_evaluated_before_it_is_trained_in_16_bits(tmp_path, caplog, monkeypatch
     assert ("uses the reference's weights in torch.float32" in caplog.text) == (first == "dpo")
 
 
+def test_trained_adapters_are_merged_and_are_no_weights_of_a_whole_model(tmp_path):
+    trainer = make("sft", tmp_path, tmp_path / "hub", True, True, max_steps=2, save_strategy="no")
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    with trainer.engine.gathered(modify=True):
+        merged = trainer.model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    trainer.engine.close()
+    model = peft.PeftModel.from_pretrained(LLAMA[0].from_pretrained(tmp_path / "hub"), tmp_path / "saved")
+    found = LLAMA[0].from_pretrained(tmp_path / "merged").state_dict()
+    with pytest.raises(hoist.SafetensorsError, match="adapters alone.*is_trainable=True"):
+        hoist.torch.wrap(model, {"optimizer": {"type": "AdamW"}}, weights=tmp_path / "saved")
+    for name, value in model.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=0, atol=1e-6)
+
+
 def test_a_head_that_is_trained_beside_adapters_has_its_original_as_the_reference(tmp_path):
     """TRL reads the weights of the one or of the other without a call of their modules."""
     torch.manual_seed(0)

@@ -34,7 +34,8 @@ def refuse_lost(name: str) -> NoReturn:
     """Errors: UsageError, for a parameter whose values were in the memory of a closed engine."""
     raise _hoist.UsageError(f"parameter '{name}' has no values: the engine that had this model was closed, and the weights were "
                             "in its memory. Build the model anew, or pass weights=DIR (for a Trainer hoist_options={\"weights\": "
-                            "DIR}), or resume=True with a store that holds a commit")
+                            "DIR}), which engine.export(DIR) wrote before close(), or resume=True with a store that holds a "
+                            "commit")
 
 
 def _origin(source: Source | None) -> str:

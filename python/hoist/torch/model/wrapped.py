@@ -60,7 +60,8 @@ def refuse_model(model: object) -> None:
         if engine_of(module) is not None:
             raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() that one "
                                     "first (hoist.torch.engine_of(model), or trainer.engine), and give the next one values: "
-                                    "resume=True or weights=DIR, for a Trainer hoist_options={\"weights\": DIR}")
+                                    "resume=True or weights=DIR, for a Trainer hoist_options={\"weights\": DIR}, where "
+                                    "engine.export(DIR) of the first engine wrote them")
     owners = {engine for of in _engine_of.values() if (engine := of()) is not None and engine._unit_manager.is_open}
     for name, parameter in model.named_parameters():
         if any(id(parameter) in engine._parameters.by_id for engine in owners):
