@@ -96,7 +96,12 @@ StepReport step_tensors(UnitManager& unit_manager, const std::vector<std::uintpt
   {
     EndOfWork read(unit_manager, in);
     accumulate_all(engine, gradients, dtypes, in);
-    report = engine.step({.caller_state = caller_state});
+    try {
+      report = engine.step({.caller_state = caller_state});
+    } catch (const UsageError&) {
+      engine.discard();  // the program calls step() again with the same gradients, or save()
+      throw;
+    }
     read.wait();
   }
   if (!report.applied) return report;

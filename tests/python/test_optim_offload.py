@@ -190,6 +190,26 @@ def test_steps_are_kept_by_name(tmp_path, offload):
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_a_step_that_was_refused_can_be_taken_again(tmp_path, offload):
+    """Its commit_state was too large. Until then the states can be saved."""
+    expected = Program("AdamW", torch.bfloat16).train(0, 4).bits()
+    arguments = place(offload, tmp_path) | {"directory": str(tmp_path / "store")}
+    program = Program("AdamW", torch.bfloat16, torch.get_default_device(), **arguments).train(0, 2)
+    program.optimizer.commit_state["seen"] = list(range(20000))
+    for _ in range(2):
+        with pytest.raises(hoist.UsageError, match="raise hoist.caller_state_max"):
+            program.optimizer.step() if program.parameters[0].grad is not None else program.train(2, 3)
+    program.optimizer.commit_state.clear()
+    program.optimizer.save().wait()
+    assert program.optimizer.step_count == 2
+    program.optimizer.step()
+    program.scheduler.step()
+    program.optimizer.zero_grad()
+    assert_equal(program.train(3, 4).bits(), expected)
+    program.optimizer.close()
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
 def test_a_change_of_directory_leads_to_no_other_runs_store(tmp_path, monkeypatch, offload):
     """Two runs in directories of their own, with the same relative path."""
     def begin(name):

@@ -253,7 +253,8 @@ os._exit(0)
 
 @pytest.mark.parametrize("divided", [True, False])
 def test_a_step_is_one_of_all_ranks_or_of_none(tmp_path, divided):
-    """A rank without gradients, while others have some: its next step would be taken for their present one."""
+    """A rank without gradients, while others have some: its next step would be taken for their present one. What is too large on
+    one rank is refused on all, and each can go on."""
     ranks = on_two_ranks(tmp_path, "store", divided, "nvme", program=RANKS + """
 train_with_ddp(ddp, optimizer, rank, size, 0, 2)
 optimizer.step()  # of no gradients, on all ranks: nothing
@@ -262,7 +263,14 @@ for parameter in model.parameters() if rank == 0 else ():
 with pytest.raises(hoist.UsageError, match="step.. of no gradients on some ranks"):
     optimizer.step()
 optimizer.zero_grad()
-train_with_ddp(ddp, optimizer, rank, size, 2, config["last"])
+optimizer.commit_state["seen"] = list(range(20000 * rank))
+with pytest.raises(hoist.UsageError, match="raise hoist.caller_state_max"):
+    train_with_ddp(ddp, optimizer, rank, size, 2, 3)
+optimizer.commit_state.clear()
+optimizer.save().wait()
+optimizer.step()
+optimizer.zero_grad()
+train_with_ddp(ddp, optimizer, rank, size, 3, config["last"])
 print(json.dumps(ends(model, optimizer)))
 optimizer.close()
 dist.destroy_process_group()
