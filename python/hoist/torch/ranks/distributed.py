@@ -286,9 +286,9 @@ def refuse_stores_of_others(store: str, is_of_group: bool) -> None:
         step = max((step for step, _ in _hoist.steps_in_store(directory)[0]), default=0)
         if step > 0:
             raise _hoist.StoreError(
-                f"resume=True finds no run in {own.parent}, but {place} holds one of step {step}, whose ranks were divided "
-                "otherwise: resume it with as many ranks, and with the same shard_over=... or mesh=..., as that run had, or "
-                "choose another directory to begin anew")
+                f"resume=True finds no run in {own.parent}, but {place} holds one of step {step}: its ranks were divided "
+                "otherwise, or had other numbers on these machines. Resume it with as many ranks, each on the machine with its "
+                "drive, and with the same shard_over=... or mesh=..., or choose another directory to begin anew")
 
 
 def warn_of_other_world_size(saved: dict[str, Any], size: int, what: str) -> None:
