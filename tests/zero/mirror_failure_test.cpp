@@ -92,6 +92,46 @@ TEST(MirrorTimeOut, ACopyMayTakeLongerThanRanksWaitForEachOther) {
   on_ranks(2, copies_take_long);
 }
 
+// The mirror's drive of one rank does not answer for longer than ranks wait for each other, and then does. Meanwhile
+// the other rank's copy is at its end, or has failed.
+TEST(MirrorTimeOut, ItsDriveMayHangForLongerThanRanksWaitForEachOther) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.runtime.comm_timeout = std::chrono::seconds(3);
+  setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
+  const auto faults = std::make_shared<Faults>(1);
+  setup.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults); };
+  on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
+    for (const bool fails : {false, true}) {
+      model.train(1, 1);
+      if (rank == 1)
+        faults->add({.kind = Fault::Kind::delay,
+                     .operation = aio::Operation::write,
+                     .path_contains = setup.engine.mirror.directory + "/rank-00001.data",
+                     .delay = setup.runtime.comm_timeout * 2});
+      if (rank == 0 && fails)
+        faults->add({.operation = aio::Operation::write,
+                     .path_contains = setup.engine.mirror.directory + "/rank-00000.data",
+                     .code = ENOSPC});
+      const TimePoint begun = Clock::now();
+      const Completion copied = model.engine().save("", {}, {.mirror = true});
+      if (fails) {
+        EXPECT_THAT([&] { copied.wait(); }, testing::ThrowsMessage<Error>(HasSubstr("No space left on device")));
+      } else {
+        EXPECT_NO_THROW(copied.wait());
+      }
+      EXPECT_TRUE((rank == 0 && fails) || Clock::now() - begun > setup.runtime.comm_timeout) << "too short to tell";
+    }
+    model.train(1, 1);
+    EXPECT_NO_THROW(model.engine().save("", {}, {.mirror = true}).wait());
+    EXPECT_EQ(model.engine().mirror().step, 3u);
+  });
+  EXPECT_EQ(faults->hits(Fault::Kind::delay), 2u);
+}
+
 // A rank whose copy cannot even begin tells the others where their copies end. No step waits for that.
 TEST_P(MirrorFailureTest, ACopyThatCannotBeginHoldsNoStepUp) {
   setup_.engine.mirror.bytes_per_second = 300 * kKiB;  // two seconds and more

@@ -184,6 +184,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
   const auto count_read = [&] { bytes_read_ += commit.bytes_read() - std::exchange(counted, commit.bytes_read()); };
   try {
     barrier_.begin();
+    Meetings meetings(barrier_, ranks_);  // until the store's thread, after its last flush, agrees with the other ranks
     reopen();
     store_->begin_step(claimed_step_);
     std::uint64_t bytes = 0;
@@ -195,31 +196,17 @@ void Mirror::copy(tiers::StoreReader& commit) {
       bytes += more;
       copied_bytes_ += more;
       count_read();
-      if (keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second))) return;
+      if (keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second), meetings)) return;
+      meetings.end();
       barrier_ahead = false;
       barrier_.agree(nullptr);
       throw Error("the copy of another rank failed");  // agree() says which
     });
-    // This thread meets the other ranks until the store's thread, after its last flush, agrees with them. That thread
-    // uses these two until `landed`.
-    Mutex meetings;
-    bool meets = true;
     const Completion landed = store_->commit(commit.caller_state(), [&](const std::exception_ptr& problem) {
-      {
-        const MutexLock lock(meetings);
-        meets = false;
-      }
+      meetings.end();
       barrier_.agree(problem);
     });
     barrier_ahead = false;
-    while (!landed.wait_for(std::chrono::milliseconds(100))) {
-      const MutexLock lock(meetings);
-      try {
-        if (meets) static_cast<void>(barrier_.meet_when_due());
-      } catch (...) {  // agree() hears of it as well
-        meets = false;
-      }
-    }
     landed.wait();
     for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
     const bool again = newest_ && newest_->step == claimed_step_;
@@ -234,15 +221,15 @@ void Mirror::copy(tiers::StoreReader& commit) {
   }
 }
 
-bool Mirror::keep_pace(TimePoint not_before) {
+bool Mirror::keep_pace(TimePoint not_before, const Meetings& meetings) {
   while (true) {
     {
       MutexLock lock(mutex_);
-      wake_.wait_until(lock, std::min(not_before, barrier_.next_meeting()),
+      wake_.wait_until(lock, std::min<TimePoint>(not_before, Clock::now() + std::chrono::milliseconds(100)),
                        [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
       if (abandoned_) throw Error("the engine has failed");
     }
-    if (!barrier_.meet_when_due()) return false;
+    if (!meetings.others_are_well()) return false;
     if (Clock::now() >= not_before) return true;
   }
 }

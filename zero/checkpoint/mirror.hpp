@@ -6,8 +6,8 @@
 // Records that have not changed since the last copy are not copied again.
 //
 // Threading  The program's thread makes it, asks it and claims it; start() and drop() are called by the thread that
-//            made the commit. The copy runs on a thread of its own, which meets the other ranks; at its end the thread
-//            of the mirror's store does.
+//            made the commit. The copy runs on a thread of its own. Beside it a thread meets the other ranks, because
+//            the drive may hang for longer than they wait; at the copy's end the thread of the mirror's store does.
 // Memory     Two buffers of a few MiB and the tables of the mirror's store; those of the commit are the store's
 //            (Store::hold). store_cost() counts all of it.
 // Errors     An error of a copy, on any rank, fails that copy everywhere and is logged; training goes on, and the next
@@ -77,7 +77,8 @@ class Mirror {
   void open(std::uint64_t store_number, std::uint64_t step);  // [J]
   void reopen();
   void copy(tiers::StoreReader& commit);
-  bool keep_pace(TimePoint not_before);  // returns false if the copy of another rank has failed
+  // Returns false if the copy of another rank has failed.
+  bool keep_pace(TimePoint not_before, const Meetings& meetings);
   void remove_others() noexcept;
   void conclude(const std::exception_ptr& error);
   std::unique_ptr<Promise> take_promise();

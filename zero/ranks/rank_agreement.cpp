@@ -12,6 +12,7 @@
 #include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/zero/ranks/common_options.hpp>
 #include <hoist/zero/ranks/rank_agreement.hpp>
@@ -207,6 +208,46 @@ void JobBarrier::tell(const std::exception_ptr& problem) noexcept {
   try {
     agree(problem);
   } catch (...) {  // the error that counts is this rank's own
+  }
+}
+
+Meetings::Meetings(JobBarrier& barrier, const RankAgreement& ranks) : barrier_(barrier) {
+  if (ranks.job().size() > 1) thread_ = start_thread("hoist-meetings", [this] { meet(); });
+}
+
+void Meetings::end() noexcept {
+  {
+    const MutexLock lock(mutex_);
+    ended_ = true;
+    wake_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+bool Meetings::others_are_well() const {
+  const MutexLock lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+  return others_are_well_;
+}
+
+// It goes on after another rank has failed, which waits until this one's work has ended.
+void Meetings::meet() {
+  while (true) {
+    {
+      MutexLock lock(mutex_);
+      if (wake_.wait_until(lock, barrier_.next_meeting(), [&]() HOIST_REQUIRES(mutex_) { return ended_; })) return;
+    }
+    bool well = false;
+    std::exception_ptr error;
+    try {
+      well = barrier_.meet_when_due();
+    } catch (...) {  // agree() hears of it as well
+      error = std::current_exception();
+    }
+    const MutexLock lock(mutex_);
+    others_are_well_ = others_are_well_ && well;
+    error_ = error;
+    if (error) return;
   }
 }
 

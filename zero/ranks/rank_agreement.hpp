@@ -18,11 +18,13 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/clock.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/ranks/abort_notifier.hpp>
@@ -96,7 +98,7 @@ class JobBarrier {
  public:
   // `channel`: over all ranks of the job, for this object alone. `what` completes "rank 3 could not ...". `interval`:
   // for work that may take longer than one rank waits for another. While it goes on, every rank calls meet_when_due()
-  // at least once in each interval, until agree() or tell().
+  // at least once in each interval, by itself or by Meetings, until agree() or tell().
   JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what,
              Nanoseconds interval = {})
       : channel_(std::move(channel)), ranks_(ranks), what_(what), interval_(interval) {}
@@ -124,6 +126,32 @@ class JobBarrier {
   const Nanoseconds interval_{0};  // 0: no rank waits long
   TimePoint next_meeting_;
   std::atomic<bool> closed_{false};
+};
+
+// While it lives, a thread meets the other ranks at their barrier, for work that may wait for a drive longer than the
+// other ranks wait for this one. No other thread uses the barrier meanwhile.
+class Meetings {
+ public:
+  // After JobBarrier::begin(). Nothing to do with one rank.
+  Meetings(JobBarrier& barrier, const RankAgreement& ranks);
+  ~Meetings() { end(); }
+  Meetings(const Meetings&) = delete;
+  Meetings& operator=(const Meetings&) = delete;
+  // Waits for the meeting under way. From here on the caller uses the barrier. Any thread may call it, one at a time.
+  void end() noexcept;
+  // False if the work of another rank has failed: agree() says why. Errors: CommError of a meeting.
+  bool others_are_well() const;
+
+ private:
+  void meet();
+
+  JobBarrier& barrier_;
+  mutable Mutex mutex_;
+  ConditionVariable wake_;
+  bool ended_ HOIST_GUARDED_BY(mutex_) = false;
+  bool others_are_well_ HOIST_GUARDED_BY(mutex_) = true;
+  std::exception_ptr error_ HOIST_GUARDED_BY(mutex_);
+  std::thread thread_;
 };
 
 // A hash by which ranks compare names and rules.
