@@ -8,6 +8,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <hoist/aio/given_up.hpp>
 #include <hoist/core/error.hpp>
@@ -246,6 +247,120 @@ TEST_P(MirrorFailureTest, ItsFilesMayDisappearAndAreMadeAnew) {
     model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
   });
   EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 3u);
+}
+
+tiers::CommitHeader newest_in(const std::string& directory, int rank) {
+  const auto found = tiers::Store::look(directory, rank);
+  EXPECT_FALSE(found.commits.empty()) << directory;
+  return found.commits.empty() ? tiers::CommitHeader() : found.commits.front();
+}
+
+dev_t file_system_of(const std::string& path) {
+  struct stat status {};
+  EXPECT_EQ(::stat(path.c_str(), &status), 0) << path;
+  return status.st_dev;
+}
+
+// Mirrors are behind links to other file systems, as if these were mounted there. A drive fails, and is not mounted for
+// a while: nothing is copied to the file system below. The copy that all ranks had stays, and with the drive back the
+// next one is whole.
+TEST_P(MirrorFailureTest, NothingIsCopiedToTheFileSystemBelowADriveThatIsNotMounted) {
+  const TempDirectory drives("/dev/shm");
+  own_mirrors_ = true;
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 1;
+  const std::string mounted = drive_of_mirror(1), aside = directory_ / "aside";
+  for (const int rank : {0, 1}) {
+    const std::string drive = drives / std::to_string(rank);
+    fs::create_directory(drive);
+    fs::create_directory_symlink(drive, drive_of_mirror(rank));
+    if (file_system_of(drive) == file_system_of(directory_.path()))
+      GTEST_SKIP() << "/dev/shm is on the file system of the tests";
+  }
+  const LogCapture log;
+  on_engines(2, [&](int rank, ToyModel& model) {
+    model.initialize();
+    for (std::uint64_t step = 1; step <= 6; ++step) {
+      take_step(model, step);
+      if (rank == 1 && step == 2)
+        faults_->add({.operation = aio::Operation::write, .path_contains = mounted, .count = 1, .code = EIO});
+      if (rank == 1 && step == 3) fs::rename(mounted, aside);
+      if (rank == 1 && step == 5) fs::rename(aside, mounted);
+      const Completion copied = model.engine().save("", bytes_of("step " + std::to_string(step)), {.mirror = true});
+      if (step == 1 || step >= 5) {
+        EXPECT_NO_THROW(copied.wait());
+      } else if (step == 2) {
+        EXPECT_THROW(copied.wait(), Error);
+      } else {
+        EXPECT_THAT([&] { copied.wait(); }, testing::ThrowsMessage<Error>(HasSubstr("is not mounted at " + mounted)));
+      }
+      EXPECT_EQ(model.engine().mirror().step, step >= 5 ? step : 1);
+    }
+  });
+  EXPECT_EQ(log.count("has lost its copy"), 0);
+  for (const int rank : {0, 1}) EXPECT_EQ(newest_in(of_rank(rank).engine.mirror.directory, rank).step, 6u);
+}
+
+// One rank's part of the newest copy is lost: its files are gone, or older ones are in their place. That is said once,
+// and the next copy is whole on all ranks.
+TEST_P(MirrorFailureTest, ARankThatHasLostItsPartCopiesAllOfItAnew) {
+  own_mirrors_ = true;
+  const auto& states = undisturbed(8);
+  const std::string lossy = drive_of_mirror(1), older = directory_ / "older";
+  for (const bool older_is_back : {false, true}) {
+    SCOPED_TRACE(older_is_back ? "older files" : "no files");
+    const LogCapture log;
+    on_engines(2, [&](int rank, ToyModel& model) {
+      model.initialize();
+      for (std::uint64_t step = 1; step <= 8; ++step) {
+        take_step(model, step);
+        if (rank == 1 && step == 4) {
+          fs::remove_all(lossy);
+          if (older_is_back) fs::rename(older, lossy);
+        }
+        const auto copy = [&] {
+          model.engine().save("", bytes_of("step " + std::to_string(step)), {.mirror = true}).wait();
+        };
+        if (step == 4) {
+          EXPECT_THROW(copy(), Error);
+        } else {
+          EXPECT_NO_THROW(copy());
+        }
+        if (rank == 1 && step == 2) fs::copy(lossy, older, fs::copy_options::recursive);
+        EXPECT_EQ(model.engine().mirror().step, step == 4 ? 3 : step);
+      }
+    });
+    EXPECT_EQ(log.count("has lost its copy of step 3"), 1);
+    std::vector<tiers::CommitHeader> newest;
+    for (const int rank : {0, 1}) newest.push_back(newest_in(of_rank(rank).engine.mirror.directory, rank));
+    EXPECT_EQ(newest[0].step, 8u);
+    EXPECT_EQ(newest[0].revision, newest[1].revision);
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, 8u);
+      EXPECT_EQ(state_digests(model), states.at(8));
+    });
+    for (const auto& entry : fs::directory_iterator(directory_ / "")) fs::remove_all(entry);
+  }
+}
+
+// The copy is lost on one rank, and the same step is to be copied again. The other rank would make it another revision
+// of its own: no copy of it would be whole.
+TEST_P(MirrorFailureTest, ACopyOfTheStepThatOneRankLostWaitsForAnotherStep) {
+  own_mirrors_ = true;
+  on_engines(2, [&](int rank, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    const auto copy = [&](const char* state) { model.engine().save("", bytes_of(state), {.mirror = true}).wait(); };
+    copy("step 1");
+    if (rank == 1) fs::remove_all(drive_of_mirror(1));
+    EXPECT_THROW(copy("step 1"), Error);
+    EXPECT_THAT([&] { copy("step 1"); }, testing::ThrowsMessage<Error>(HasSubstr("copy a later step")));
+    take_step(model, 2);
+    EXPECT_NO_THROW(copy("step 2"));
+  });
+  fs::remove_all(setup_.engine.store_directory);
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 2u); });
 }
 
 INSTANTIATE_TEST_SUITE_P(, MirrorFailureTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });

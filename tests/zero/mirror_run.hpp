@@ -43,9 +43,11 @@ class MirrorRun : public testing::TestWithParam<MirrorCell> {
   }
 
   bool on_nvme() const { return GetParam().parameters == Placement::nvme || GetParam().optimizer == Placement::nvme; }
+  std::string drive_of_mirror(int rank) const { return setup_.engine.mirror.directory + std::to_string(rank); }
   // Directories of one rank alone, so that each has drives of its own.
   ToySetup of_rank(int rank) const {
     ToySetup setup = setup_;
+    if (own_mirrors_) setup.engine.mirror.directory = drive_of_mirror(rank) + "/copies";
     if (!own_drives_) return setup;
     setup.engine.store_directory += std::to_string(rank);
     for (std::string& further : setup.engine.stripe_directories) further += std::to_string(rank);
@@ -119,7 +121,7 @@ class MirrorRun : public testing::TestWithParam<MirrorCell> {
 
   TempDirectory directory_;
   ToySetup setup_ = toy_setup(GetParam().parameters, GetParam().optimizer);
-  bool own_drives_ = false;
+  bool own_drives_ = false, own_mirrors_ = false;
   std::shared_ptr<Faults> faults_;     // of the engines of on_engines()
   std::optional<int> rank_of_faults_;  // or of every rank
 };

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <filesystem>
 #include <utility>
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/pace.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_reader.hpp>
@@ -62,6 +67,33 @@ std::optional<std::uint64_t> Mirror::step() const {
   return step_;
 }
 
+namespace {
+
+// The one that a directory is on, or would be made on.
+std::uint64_t file_system_of(std::filesystem::path directory) {
+  struct stat status {};
+  while (::stat(directory.c_str(), &status) != 0) {
+    if ((errno != ENOENT && errno != ENOTDIR) || !directory.has_relative_path())
+      throw IoError({"stat", directory.string(), 0, 0, errno});
+    directory = directory.parent_path();
+  }
+  return status.st_dev;
+}
+
+// The file systems of the directories above this one, without its own. While its drive is not mounted, the directory
+// would be on one of them.
+std::vector<std::uint64_t> file_systems_below(const std::string& directory) {
+  const std::uint64_t own = file_system_of(directory);
+  std::vector<std::uint64_t> below;
+  for (std::filesystem::path path = absolute_path(directory); path.has_relative_path();) {
+    path = path.parent_path();
+    if (const std::uint64_t other = file_system_of(path); other != own) below.push_back(other);
+  }
+  return below;
+}
+
+}  // namespace
+
 // --- its store -------------------------------------------------------------------------------------------------------
 
 // A store that holds a copy is of this training (refuse_unfit_mirror). One of this very run is continued. Otherwise,
@@ -85,6 +117,8 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
     store_options_.directory_key = "hoist.mirror.path";
     store_options_.store_number = store_number;
     store_ = same_run ? tiers::Store::open(store_options_, drives_) : tiers::Store::create(store_options_, drives_);
+    store_options_.store_number = store_->store_number();
+    file_systems_below_ = file_systems_below(store_options_.directory);
   });
   if (!same_run) return;
   adopt_commit(ranks_, options_, *store_, choose_commit(ranks_, options_, *store_, ""));
@@ -93,25 +127,44 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   step_ = newest_->step;
 }
 
-// After a copy that failed, on this rank alone: back to the last copy that is whole on all.
+// After a copy that failed, on this rank alone: back to the last copy that is whole on all ranks. A rank that has lost
+// its part of that copies all records anew, on top of an older commit or in new files; the other ranks keep their parts
+// until the new copy is whole.
 void Mirror::reopen() {
   if (io_->gave_up())
     throw Error("the mirror's drive has stopped answering; nothing is copied until the program is started again");
   if (store_) return;
   std::ranges::fill(fingerprints_, 0);
-  const tiers::Store::Found found = tiers::Store::look(store_options_.directory, store_options_.identity.rank);
-  if (!found.exists || (!found.ever_committed && !newest_)) {
-    store_ = tiers::Store::create(store_options_, drives_);
-    return;
+  const std::string& directory = store_options_.directory;
+  if (std::ranges::count(file_systems_below_, file_system_of(absolute_path(directory))) > 0)
+    throw Error(fmt::format("the mirror's drive is not mounted at {}: nothing is copied until it is", directory));
+  const tiers::Store::Found found = tiers::Store::look(directory, store_options_.identity.rank);
+  std::unique_ptr<tiers::Store> store;
+  std::vector<tiers::CommitHeader> commits;
+  if (found.exists && found.ever_committed) {
+    store = tiers::Store::open(store_options_, drives_);
+    if (store->store_number() != store_options_.store_number)
+      throw StoreError(fmt::format("the files in {} are another store's: move them away", directory));
+    commits = store->commits_and_abandoned();
   }
-  std::unique_ptr<tiers::Store> store = tiers::Store::open(store_options_, drives_);
-  const std::vector<tiers::CommitHeader> commits = store->commits_and_abandoned();
-  const auto wanted =
-      std::ranges::find_if(commits, [&](const auto& commit) { return !newest_ || newest_->is(commit); });
-  if (wanted == commits.end())
-    throw StoreError(fmt::format("the mirror in {} has lost its copy of step {}", store_options_.directory,
-                                 newest_ ? newest_->step : 0));
-  store->adopt(*wanted);
+  auto wanted = std::ranges::find_if(commits, [&](const auto& commit) { return newest_ && newest_->is(commit); });
+  if (wanted == commits.end()) {
+    if (newest_ && !std::exchange(has_lost_newest_, true))
+      log_warning("the mirror in {} has lost its copy of step {}: there is no whole copy until the next one", directory,
+                  newest_->step);
+    // Ranks with and without a commit of the same step would make two revisions of it.
+    const bool alone = ranks_.job().size() == 1;
+    const auto may_precede = [&](std::uint64_t step) { return step < claimed_step_ + (alone ? 1 : 0); };
+    wanted = std::ranges::find_if(commits, [&](const auto& commit) { return may_precede(commit.step); });
+    if ((store && wanted == commits.end()) || (newest_ && !may_precede(newest_->step)))
+      throw StoreError(fmt::format(
+          "the mirror in {} has, or had, a copy of this step that some ranks lack: copy a later step", directory));
+    if (alone) newest_ = store ? std::optional(Copied{wanted->step, wanted->revision}) : std::nullopt;
+  }
+  if (store)
+    store->adopt(*wanted);
+  else
+    store = tiers::Store::create(store_options_, drives_);
   store_ = std::move(store);
 }
 
@@ -211,6 +264,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
     for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
     const bool again = newest_ && newest_->step == claimed_step_;
     newest_ = Copied{claimed_step_, again ? newest_->revision + 1 : 0};
+    has_lost_newest_ = false;
     if (std::exchange(says_next_, false))
       log_info("the mirror in {} holds step {}; {} bytes were copied in {:.1f} s", store_options_.directory,
                claimed_step_, bytes, to_seconds(Clock::now() - begun));

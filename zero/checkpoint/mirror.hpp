@@ -92,13 +92,15 @@ class Mirror {
   JobBarrier barrier_;  // of copies
   StoreDirectory directory_;
   tiers::StoreOptions store_options_;
-  std::uint64_t claimed_step_ = 0;  // the last that was claimed
+  std::vector<std::uint64_t> file_systems_below_;  // where the mirror's directory is while its drive is not mounted
+  std::uint64_t claimed_step_ = 0;                 // the last that was claimed
 
   // The copy's thread uses these alone.
   const std::unique_ptr<aio::DriveQueue> io_;
   const std::array<aio::DriveQueue*, 1> drives_{io_.get()};
   std::unique_ptr<tiers::Store> store_;      // null after a copy has failed
-  std::optional<Copied> newest_;             // the newest commit in it that all ranks have
+  std::optional<Copied> newest_;             // the newest commit in it that all ranks have, or had
+  bool has_lost_newest_ = false;             // on this rank: it is in the log
   std::vector<std::uint64_t> fingerprints_;  // of the records that the mirror holds; 0 where that is unknown
   bool says_next_ = true;                    // the first copy, and the first one after a failure, are in the log
   bool has_others_ = false;                  // other stores lie beside this one
