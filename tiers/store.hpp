@@ -112,6 +112,7 @@ class Store {
     std::uint64_t tile_count = 0;                   // of all records
     std::vector<std::string> stripe_directories{};  // further drives, at their locations when the store was made
     std::uint32_t checkpoints_max = 0;
+    std::uint64_t caller_state_bytes_max = 0;
     std::vector<ManifestDamage> damage;
   };
   static Found look(const std::string& directory, int rank);

@@ -53,6 +53,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
     }
     found.store_number = view.superblock->store_number;
     found.checkpoints_max = view.superblock->checkpoints_max;
+    found.caller_state_bytes_max = view.superblock->caller_state_bytes_max;
   }
   std::ranges::move(detail::damaged_slots(view.slots, paths.manifest), std::back_inserter(found.damage));
   return found;

@@ -87,6 +87,16 @@ TEST_P(ReshardTest, MoreNamedCheckpointsNeedANewStore) {
   EXPECT_EQ(stores()[0].name, "reshard-0001-ranks-2");
 }
 
+TEST_P(ReshardTest, LongerCallerStateNeedsANewStore) {
+  begin_with(2, 2);
+  setup_.engine.caller_state_bytes_max += 1;
+  continue_with(2, 4);
+  EXPECT_EQ(stores()[0].name, "reshard-0001-ranks-2");
+  setup_.engine.caller_state_bytes_max -= 1;
+  continue_with(2, 6);
+  EXPECT_EQ(stores()[0].name, "reshard-0001-ranks-2");
+}
+
 // Each rank then takes over its own part, because it can read only its own files.
 TEST_P(ReshardTest, MoreRoomIsMadeOnDrivesOfTheRanksOwn) {
   own_drives_ = true;

@@ -12,6 +12,7 @@
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/zero/checkpoint/commit_state.hpp>
 #include <hoist/zero/checkpoint/store_survey.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
@@ -133,7 +134,7 @@ namespace {
 struct RankView {
   struct Answers {
     bool other_ranks = false;                 // another number of ranks made the store
-    bool no_room = false;                     // the store has no room for the checkpoints that the configuration keeps
+    bool no_room = false;                     // the store has no room for what the configuration keeps (Room)
     bool has_more_than_first_commit = false;  // a commit beside the one that a new store begins with
     bool finds_none = false;                  // no manifest of this rank; if other_ranks: no manifest at all
     int finds_rank = -1;                      // a rank whose manifest is here instead; -1: none
@@ -152,9 +153,18 @@ std::size_t count_kept(const tiers::Store::Found& own) {
   return std::min<std::size_t>(names.size(), own.checkpoints_max);
 }
 
-// `wanted`, `held`: the named checkpoints and held commits that the configuration asks room for.
-RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t wanted, std::uint32_t held,
-                          bool took_over) {
+// What the configuration asks room for in a store.
+struct Room {
+  std::uint32_t named_checkpoints = 0, held_commits = 0;
+  std::uint64_t caller_state_bytes = 0;
+
+  bool is_in(const tiers::Store::Found& own) const {
+    return own.checkpoints_max >= std::max<std::size_t>(named_checkpoints, count_kept(own)) + held_commits &&
+           own.caller_state_bytes_max >= caller_state_bytes;
+  }
+};
+
+RankView look_at_own_rank(const std::string& directory, int rank, const Room& wanted, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
   int finds_rank = -1;
@@ -165,7 +175,7 @@ RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t 
           has_more_than_first_commit || tiers::Store::look(directory, other).has_more_than_first_commit(took_over);
     }
   }
-  const bool no_room = own.checkpoints_max < std::max<std::size_t>(wanted, count_kept(own)) + held;
+  const bool no_room = !wanted.is_in(own);
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
           .checkpoints = std::move(own.checkpoints),
@@ -209,10 +219,12 @@ RestoreSource StoreSurvey::look(const StoreDirectory& where, const std::optional
   RestoreSource source{.directory = where, .world_size = agree_on_world_size(directory)};
   RankView mine;
   ranks_.run_in_job("look at its store", [&] {
-    const std::uint32_t held = options_.mirror.directory.empty() ? 0 : 1;
+    const Room wanted{.named_checkpoints = options_.keep_steps,
+                      .held_commits = options_.mirror.directory.empty() ? 0u : 1u,
+                      .caller_state_bytes = options_.caller_state_bytes_max + kCommitHeadBytes};
     const bool took_over = where.order > 0;
     mine = source.world_size == ranks_.group().size()
-               ? look_at_own_rank(directory, ranks_.group().rank(), options_.keep_steps, held, took_over)
+               ? look_at_own_rank(directory, ranks_.group().rank(), wanted, took_over)
                : look_at_all_ranks(directory, ranks_.group().rank(), took_over);
   });
   using Answers = RankView::Answers;

@@ -42,7 +42,7 @@ struct RestoreSource {
   std::vector<tiers::CommitHeader> headers;  // of those, in no order, as this rank sees them
   // For the whole job, however its groups differ:
   bool same_ranks = false;                  // every group has as many ranks as made its store
-  bool has_room = false;                    // every store has room for the checkpoints that are to stay
+  bool has_room = false;                    // every store has room for the checkpoints and the caller state to come
   bool has_more_than_first_commit = false;  // some rank holds more than the commit that a new store begins with
   bool has_manifest = false;                // some rank finds a manifest, if only another rank's
   std::vector<std::string> lacking;         // which ranks find no manifest of theirs, as a part of a sentence each
