@@ -196,6 +196,42 @@ TEST_P(MirrorRestoreTest, AStoreThatTheRunHasLeftBehindIsRefused) {
   expect_restored(2, 4, states);
 }
 
+// The same with the drive of one rank: the newer store has no files of it then. The mirror and both steps are named,
+// and each advice leads there.
+TEST_P(MirrorRestoreTest, OneRanksDriveThatIsBackIsRefusedWithBothWaysOn) {
+  own_drives_ = true;
+  const auto& states = undisturbed(5);
+  train_and_mirror(2, 2);
+  const std::string store = of_rank(1).engine.store_directory, drive = store + "-drive", below = store + "-below";
+  fs::rename(store, drive);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 2u);
+    for (const std::uint64_t step : {3u, 4u, 5u}) {
+      take_step(model, step);
+      if (step == 4) model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+    }
+    if (!on_nvme()) model.engine().save("", bytes_of("step 5")).wait();
+  });
+  fs::rename(store, below);
+  fs::rename(drive, store);
+  const std::string mirror = setup_.engine.mirror.directory;
+  on_engines(2, [&](int rank, ToyModel& model) {
+    EXPECT_THAT([&] { model.restore(); },
+                testing::ThrowsMessage<StoreError>(testing::AllOf(
+                    HasSubstr("rank 1 finds no files"), HasSubstr("The newest step of any rank there is 5"),
+                    HasSubstr("The mirror in " + mirror + " has step 4: to continue from it, move " +
+                              of_rank(rank).engine.store_directory + " away, on all ranks"))));
+  });
+  fs::rename(store, drive);
+  fs::rename(below, store);
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 5u); });
+  for (const int rank : {0, 1}) fs::remove_all(of_rank(rank).engine.store_directory);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 4u);
+    EXPECT_EQ(state_digests(model), states.at(4));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(, MirrorRestoreTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });
 
 }  // namespace

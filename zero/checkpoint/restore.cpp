@@ -33,6 +33,17 @@ std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const Engi
   return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
 }
 
+// How to go on from the mirror when the newest store cannot be used, as the end of an error; "" if there is no copy.
+std::string way_to_mirror(const RankAgreement& ranks, const EngineOptions& options) {
+  const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
+  const auto newest = StoreSurvey(ranks, options).newest_step_of_any();
+  if (!found || !newest) return "";
+  return fmt::format(
+      ". The newest step of any rank there is {}. The mirror in {} has step {}: to continue from it, move {} away, on "
+      "all ranks",
+      *newest, options.mirror.directory, found->source.commits.front().step, options.store_directory);
+}
+
 // A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
 void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store) {
   const std::vector<CommitHeader> checkpoints = store.checkpoints();
@@ -78,8 +89,14 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   if (mirrored && survey.has_lost_drives()) {
     if (auto plan = find_in_mirror(ranks, options)) return plan;
   }
-  const auto newest =
-      find_store(ranks, options, std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
+  std::optional<RestoreSource> newest;
+  std::string refusal;
+  try {
+    newest = find_store(ranks, options, std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
+  } catch (const CommonStoreError& error) {
+    refusal = error.what();
+  }
+  if (!refusal.empty()) throw CommonStoreError(refusal + (mirrored ? way_to_mirror(ranks, options) : ""));
   auto source = from.empty() ? newest : find_store(ranks, options, from, Incomplete::pass_over);
   if (!source) return mirrored && !survey.has_more_than_first_commit() ? find_in_mirror(ranks, options) : std::nullopt;
   RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
