@@ -111,13 +111,19 @@ std::string with_new_member(const std::string& text, const Walker& walker, std::
   const auto members = walker.members(object);
   const std::string key = Json(name).dump() + ": ";
   if (!members.empty()) {
+    const std::size_t end = members.back().value.end, closing = walker.skip_space(end);
     const std::string gap = gap_before(text, members.back().name.begin);
+    const std::string member = (gap.empty() ? " " : gap) + key + indented(value, gap);
     std::string result = text;
-    return result.insert(members.back().value.end, "," + (gap.empty() ? " " : gap) + key + indented(value, gap));
+    if (gap.find('\n') == std::string::npos) return result.insert(end, "," + member);
+    // Below the comments of the last member.
+    result.insert(closing - gap_before(text, closing).size(), member);
+    const std::string more = config::plain_json(text.substr(0, closing) + "0");  // has a comma that `text` ends with
+    return more[Walker(more).skip_space(end)] == ',' ? result : result.insert(end, ",");
   }
   // An empty object: one step further in than its line.
   const std::size_t line = text.rfind('\n', object) + 1;  // 0 when there is none
-  const std::string indent = text.substr(line, walker.skip_space(line) - line);
+  const std::string indent = text.substr(line, Walker(text).skip_space(line) - line);
   const std::string gap = "\n" + indent + "  ";
   return text.substr(0, object + 1) + gap + key + indented(value, gap) + "\n" + indent +
          text.substr(Walker(text).skip_space(object + 1));  // a comment stays

@@ -68,10 +68,11 @@ std::string read_config(const std::string& path) {
   if (path.empty()) return {};
   try {
     const std::string text = read_file(path, "name the configuration to change");
+    std::string edited = text;
     for (const std::string_view section : {"aio", "hoist"})
-      static_cast<void>(with_member(text, std::array{section, std::string_view("probe")}, 0));
+      edited = with_member(edited, std::array{section, std::string_view("probe")}, 0);
     const std::array<std::string_view, 3> measured{"hoist", "measured", "probe"};
-    static_cast<void>(with_member(text, measured, 0));
+    static_cast<void>(with_member(edited, measured, 0));
     return text;
   } catch (const IoError& error) {
     throw UsageError(fmt::format("--merge: {}", error.what()));

@@ -5,6 +5,8 @@
 
 #include <gmock/gmock.h>
 
+#include <hoist/config/plain_json.hpp>
+
 namespace hoist::cli::json_edit_test {
 namespace {
 
@@ -50,8 +52,22 @@ TEST(JsonEdit, KeepsByteOrderMarkAndLineEndings) {
 
 TEST(JsonEdit, CommentsAndLastCommasStay) {
   EXPECT_EQ(set("{\n  // \"a\": 0\n  \"a\": 1, # one\n}", {"a"}, 2), "{\n  // \"a\": 0\n  \"a\": 2, # one\n}");
-  EXPECT_EQ(set("{\n  \"a\": 1 // one\n}", {"b"}, 2), "{\n  \"a\": 1,\n  \"b\": 2 // one\n}");
+  EXPECT_EQ(set("{\n  \"a\": 1 // one\n}", {"b"}, 2), "{\n  \"a\": 1, // one\n  \"b\": 2\n}");
+  EXPECT_EQ(set("{\n  \"a\": 1, /* o,\n ne */\n}", {"b"}, 2), "{\n  \"a\": 1, /* o,\n ne */\n  \"b\": 2\n}");
+  EXPECT_EQ(set("{\n  \"a\": 1 # o,ne\r\n  // two\r\n}", {"b"}, 2),
+            "{\n  \"a\": 1, # o,ne\r\n  // two\n  \"b\": 2\r\n}");
+  EXPECT_EQ(set("{\"a\": 1,}", {"b"}, 2), "{\"a\": 1, \"b\": 2,}");
   EXPECT_EQ(set("{ /* none */ }", {"a"}, 1), "{\n  \"a\": 1\n/* none */ }");
+}
+
+// Only white space before an empty object is its indentation. A second edit reads the result of the first.
+TEST(JsonEdit, ACommentBeforeAnEmptyObjectIsNotCopied) {
+  const auto twice = [](const std::string& text) { return set(set(text, {"hoist", "b"}, 2), {"aio", "c"}, 3); };
+  EXPECT_EQ(twice("/* run 3 */ {}"),
+            "/* run 3 */ {\n  \"hoist\": {\n    \"b\": 2\n  },\n  \"aio\": {\n    \"c\": 3\n  }\n}");
+  EXPECT_EQ(twice("{\n  \"hoist\": /* filled by\n    tune */ {}\n}"),
+            "{\n  \"hoist\": /* filled by\n    tune */ {\n      \"b\": 2\n    },\n"
+            "  \"aio\": {\n    \"c\": 3\n  }\n}");
 }
 
 TEST(JsonEdit, RefusesWhatItCannotEdit) {
@@ -59,6 +75,13 @@ TEST(JsonEdit, RefusesWhatItCannotEdit) {
   EXPECT_THROW(set("{\"a\": 1,,}", {"a"}, 1), JsonEditError);
   EXPECT_THROW(set("[1]", {"a"}, 1), JsonEditError);
   EXPECT_THROW(set("{\"a\": 1}", {"a", "b"}, 1), JsonEditError);
+}
+
+// A comment before every value of an object, and at the end of every line.
+std::string with_comments(const std::string& text) {
+  std::string result;
+  for (const char c : text) result += c == '\n' ? " // ,}\n" : c == ':' ? ":/* x\n y */" : std::string(1, c);
+  return result;
 }
 
 // Whatever the layout, the result parses to the same document with one member changed.
@@ -72,7 +95,10 @@ TEST(JsonEdit, AgreesWithTheParserOnEveryLayout) {
       Json* at = &expected;
       for (const std::string_view step : path) at = &(*at)[std::string(step)];
       *at = 42;
-      EXPECT_EQ(Json::parse(set(document.dump(indent), path, 42)), expected) << indent << " " << path.back();
+      const std::string text = document.dump(indent);
+      EXPECT_EQ(Json::parse(set(text, path, 42)), expected) << indent << " " << path.back();
+      const std::string edited = set(with_comments(text), path, 42);
+      EXPECT_EQ(Json::parse(config::plain_json(edited)), expected) << edited;
     }
   }
 }
