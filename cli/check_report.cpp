@@ -127,13 +127,34 @@ std::optional<double> least_nvme_seconds(const Prediction& prediction, const Mea
                                    static_cast<double>(prediction.step.nvme_write), speeds);
 }
 
-// `most`: empty if the share has no use.
-std::string share_text(const char* key, const std::optional<double>& configured, double share,
+// The shares of state on NVMe that pinned memory has. Both are of one budget.
+std::string shares_text(const CheckReport& report) {
+  const EngineOptions& engine = report.config.engine;
+  const Prediction& p = *report.prediction;
+  std::string text;
+  std::vector<std::string> larger;
+  // `most`: empty if the share has no use.
+  const auto add = [&](const char* key, const std::optional<double>& configured, double share,
                        const std::optional<double>& most) {
-  if (!most) return "";
-  if (!configured) return fmt::format("  {} \"auto\" is {:.2f}\n", key, share);
-  if (*most <= share) return "";
-  return fmt::format("  the pinned budget allows more: {} may be {:.2f}\n", key, *most);
+    if (!most) return;
+    if (!configured) {
+      text += fmt::format("  {} \"auto\" is {:.2f}\n", key, share);
+    } else if (*most > share) {
+      larger.push_back(fmt::format("{} up to {:.2f}", key, *most));
+    }
+  };
+  if (has_weights_limit(engine) && !engine.parameters_pinned_fraction) {
+    text += fmt::format("  zero_optimization.offload_param.max_in_cpu: {:.2f} of the weights are in pinned memory\n",
+                        p.pinned_weight_share);
+  } else {
+    add("hoist.parameters_pinned_fraction", engine.parameters_pinned_fraction, p.parameters_pinned_fraction,
+        report.parameters_pinned_fraction_max);
+  }
+  add("hoist.optimizer_pinned_fraction", engine.optimizer_pinned_fraction, p.pinned_fraction,
+      report.pinned_fraction_max);
+  if (larger.empty()) return text;
+  return text + fmt::format("  the pinned budget allows more{}: {}\n", larger.size() > 1 ? ", of one of these two" : "",
+                            fmt::join(larger, ", or "));
 }
 
 std::string prediction_text(const CheckReport& report) {
@@ -163,20 +184,12 @@ std::string prediction_text(const CheckReport& report) {
         "  gradients of {} of {} units are on NVMe until their update (hoist.gradient_spill), in {} of "
         "scratch space\n",
         p.spilled_units, p.units.size(), format_bytes(p.scratch_bytes));
-  const EngineOptions& engine = report.config.engine;
-  if (has_weights_limit(engine) && !engine.parameters_pinned_fraction) {
-    text += fmt::format("  zero_optimization.offload_param.max_in_cpu: {:.2f} of the weights are in pinned memory\n",
-                        p.pinned_weight_share);
-  } else {
-    text += share_text("hoist.parameters_pinned_fraction", engine.parameters_pinned_fraction,
-                       p.parameters_pinned_fraction, report.parameters_pinned_fraction_max);
-  }
-  text += share_text("hoist.optimizer_pinned_fraction", engine.optimizer_pinned_fraction, p.pinned_fraction,
-                     report.pinned_fraction_max);
+  text += shares_text(report);
   if (report.pinned_bytes_by_default)
     text += fmt::format(
         "  zero_optimization.sub_group_size {} takes pinned memory: {} would be held without the key, instead of {}\n",
-        engine.sub_group_elements, format_bytes(*report.pinned_bytes_by_default), format_bytes(p.pinned.bytes));
+        report.config.engine.sub_group_elements, format_bytes(*report.pinned_bytes_by_default),
+        format_bytes(p.pinned.bytes));
   if (const auto seconds = least_nvme_seconds(p, report.config.measured); seconds && *seconds > 0) {
     text += fmt::format(
         "  at least {:.3g} s a step for the drives at their measured speed, if this rank has them alone\n", *seconds);

@@ -117,7 +117,7 @@ TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   EXPECT_GT(most, 0.5);
   EXPECT_LT(most, 0.68);
   std::ostringstream sentence;
-  sentence << "hoist.optimizer_pinned_fraction may be " << most;
+  sentence << "hoist.optimizer_pinned_fraction up to " << most;
   EXPECT_THAT(result.output, HasSubstr(sentence.str()));
 
   write("open.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
@@ -140,7 +140,7 @@ TEST_F(Check, NamesTheShareOfWeightsThatTheBudgetHasRoomFor) {
   EXPECT_GT(most, 0.3);
   EXPECT_LT(most, 0.99);
   std::ostringstream sentence;
-  sentence << "hoist.parameters_pinned_fraction may be " << most;
+  sentence << "hoist.parameters_pinned_fraction up to " << most;
   EXPECT_THAT(result.output, HasSubstr(sentence.str()));
 
   write("limited.json",
@@ -154,6 +154,28 @@ TEST_F(Check, NamesTheShareOfWeightsThatTheBudgetHasRoomFor) {
   EXPECT_THAT(limited.output, Not(HasSubstr("\"auto\"")));
   EXPECT_EQ(json_of("limited-report.json")["placement"]["parameters_pinned_fraction"], "auto");
   EXPECT_NEAR(json_of("limited-report.json")["prediction"]["pinned_weight_share"].get<double>(), 0.5, 0.01);
+}
+
+TEST_F(Check, TheSharesThatTheBudgetHasRoomForFitWhenTheyAreSet) {
+  const auto check = [&](const std::string& shares) {
+    write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "nvme"},
+                           "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
+                           "hoist": {"pinned_memory": "400MiB")" +
+                           shares + "}}");
+    return run("check nvme.json --parameters 100M");
+  };
+  const std::string output = check("").output;
+  const std::regex share(R"(hoist\.(\w+_pinned_fraction) (may be|up to) ([0-9.]+))");
+  std::string together;
+  std::size_t count = 0;
+  for (std::sregex_iterator found(output.begin(), output.end(), share), end; found != end; ++found, ++count) {
+    const std::string setting = fmt::format(", \"{}\": {}", found->str(1), found->str(3));
+    EXPECT_EQ(check(setting).exit_code, 0) << setting;
+    together += setting;
+  }
+  EXPECT_EQ(count, 2u) << output;
+  const bool is_choice = output.find("the pinned budget allows more, of one of these two: ") != std::string::npos;
+  EXPECT_TRUE(is_choice || check(together).exit_code == 0) << output;
 }
 
 TEST_F(Check, SaysWhatOfTheStateIsOnTheDeviceAndWhichShareFits) {
@@ -341,11 +363,14 @@ TEST_F(Check, BudgetsOfTheCommandLineWin) {
 
 TEST_F(Check, WithoutAGpuACudaConfigurationDoesNotFit) {
   if (platform::cuda_device_count() > 0) GTEST_SKIP() << "there is a GPU";
-  write("gpu.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-                        "hoist": {"device": "cuda"}})");
-  const auto result = run("check gpu.json --parameters 1e6 --json report.json");
-  EXPECT_EQ(result.exit_code, 2);
-  EXPECT_THAT(result.output, HasSubstr("there is no GPU"));
+  for (const char* const place : {R"("cpu")", R"("nvme", "nvme_path": "nvme")"}) {
+    write("gpu.json", fmt::format(R"({{"zero_optimization": {{"stage": 3, "offload_optimizer": {{"device": {}}}}},
+                                      "hoist": {{"device": "cuda", "device_memory": "1GiB"}}}})",
+                                  place));
+    const auto result = run("check gpu.json --parameters 1e6 --json report.json");
+    EXPECT_EQ(result.exit_code, 2) << place;
+    EXPECT_THAT(result.output, HasSubstr("there is no GPU"));
+  }
 }
 
 TEST_F(Check, RefusesWhatEveryEngineWould) {

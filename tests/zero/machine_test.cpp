@@ -208,6 +208,16 @@ TEST(MachineFit, EachDriveMustHaveRoomForItsShare) {
   EXPECT_THAT(fit.problems, ::testing::ElementsAre(HasSubstr(small->name)));
 }
 
+TEST(MachineFit, ADriveThatIsTooSmallHidesNoBudgetThatIs) {
+  const TempDirectory directory;
+  const EngineOptions engine{.optimizer = Placement::nvme, .store_directory = directory / "hoist"};
+  Prediction prediction;
+  prediction.nvme_bytes = std::uint64_t{1} << 60;
+  prediction.pinned = {.budget_bytes = kGiB, .least_bytes = 2 * kGiB, .bytes = 2 * kGiB};
+  EXPECT_THAT(machine_fit(prediction, {}, engine, workstation()).problems,
+              ::testing::ElementsAre(HasSubstr("name a larger drive"), HasSubstr("hoist.pinned_memory is 1.0 GiB")));
+}
+
 TEST(MachineFit, AStoreNeedsADirectoryThatCanBeWrittenTo) {
   const TempDirectory directory;
   std::ofstream(directory / "file") << "no directory";

@@ -92,7 +92,7 @@ void add_store(const std::vector<std::string>& directories, std::uint64_t bytes,
 }
 
 void add_drives(const EngineOptions& engine, std::uint64_t bytes, std::uint64_t mirror_bytes, MachineFit& fit) {
-  fit.problems = directory_problems(engine);
+  for (std::string& problem : directory_problems(engine)) fit.problems.push_back(std::move(problem));
   std::vector<StoreFileSystem> all;
   add_store(engine.drive_directories(), bytes, "NVMe", drive_remedy(engine), all);
   add_store({engine.mirror.directory}, mirror_bytes, "mirror", "name another drive in hoist.mirror.path", all);
@@ -216,6 +216,7 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           remedy_beside(on_host, ranks, machine.host.free_bytes, host_remedy)});
   const MachineFit::Memory device_memory = fit.memories.front(), host_memory = fit.memories.back();
+  const bool memory_fits = fit.problems.empty() && device_memory.fits() && host_memory.fits();
   if (p.nvme_bytes > 0) {
     const std::uint64_t bytes = ranks * p.nvme_bytes;
     if (drive_bytes) {
@@ -230,13 +231,14 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
     fit.problems.push_back(fmt::format("{}: {} needed, {} free; {}", memory.name, format_bytes(memory.least_bytes),
                                        format_bytes(memory.free_bytes), memory.remedy));
   }
-  if (!fit.problems.empty()) return fit;
+  if (!memory_fits) return fit;  // no budget helps
+  const std::size_t of_drives = fit.problems.size();
   if (!has_own_memory || machine.gpu.total_bytes > 0)
     add_start_problem(runtime, has_own_memory ? per_gpu : ranks, device_memory, fit);
   add_budget_problem("hoist.device_memory", p.device, fit);
   add_budget_problem("hoist.pinned_memory", p.pinned, fit);
   add_held_problem(p, runtime, machine, !has_own_memory, host_memory, fit);
-  if (fit.problems.empty() && !p.fits()) {
+  if (fit.problems.size() == of_drives && !p.fits()) {
     fit.problems.push_back(fmt::format("host memory: {} needed by a rank, {} left beside the reserve; {}",
                                        format_bytes(p.device.least_bytes + p.pinned.least_bytes),
                                        format_bytes(p.host_budget_bytes),
