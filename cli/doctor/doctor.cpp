@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist doctor: reports what this machine and this build offer, what each gap costs, and how to close it.
 #include <array>
-#include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <system_error>
@@ -81,10 +80,11 @@ int doctor(const DoctorArguments& arguments) {
   const std::size_t missing = count(sections, Verdict::missing);
   const std::size_t lacking = count(sections, Verdict::lacking);
   if (missing > 0) {
-    say("\n{} that training needs {} missing (!), {} would make it faster (-).\n", counted(missing, "thing"),
-        missing == 1 ? "is" : "are", lacking);
+    say("\n{} that training needs {} missing (!), {} could be better (-): see what each costs.\n",
+        counted(missing, "thing"), missing == 1 ? "is" : "are", lacking);
   } else {
-    say("\nNothing that training needs is missing; {} would make it faster (-).\n", counted(lacking, "thing"));
+    say("\nNothing that training needs is missing; {} could be better (-): see what each costs.\n",
+        counted(lacking, "thing"));
   }
   write_json(arguments.json, report_json(sections));
   return missing == 0 ? kOk : kFailure;

@@ -19,7 +19,7 @@
 namespace hoist::cli {
 
 enum class Verdict : std::uint8_t {
-  well,
+  ok,
   lacking,  // training works without it, at the stated cost
   missing,  // training needs it
 };
@@ -27,7 +27,7 @@ enum class Verdict : std::uint8_t {
 struct Finding {
   std::string subject;  // "huge pages"
   std::string found;    // "none reserved; transparent: madvise"
-  Verdict verdict = Verdict::well;
+  Verdict verdict = Verdict::ok;
   std::string cost{};    // the cost of lacking it; empty if nothing is missing
   std::string remedy{};  // the command that fixes it, or what to change
   nlohmann::ordered_json data = nlohmann::ordered_json::object();  // the same in numbers, for programs

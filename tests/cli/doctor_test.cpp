@@ -184,8 +184,8 @@ TEST_F(DoctorMachine, HugePagesAreMissedOnlyWhereThereAreNone) {
     return cli::Verdict::missing;
   };
   EXPECT_EQ(verdict("0", "always madvise [never]"), cli::Verdict::lacking);
-  EXPECT_EQ(verdict("0", "always [madvise] never"), cli::Verdict::well);
-  EXPECT_EQ(verdict("16", "always madvise [never]"), cli::Verdict::well);
+  EXPECT_EQ(verdict("0", "always [madvise] never"), cli::Verdict::ok);
+  EXPECT_EQ(verdict("16", "always madvise [never]"), cli::Verdict::ok);
 }
 
 TEST_F(DoctorMachine, APartitionHasTheQueueOfItsDrive) {
