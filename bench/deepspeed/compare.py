@@ -11,9 +11,9 @@ learnt. PyTorch with the same model in memory is the measure of both:
     practicality   a step in memory, with torch.optim.AdamW over fp32 masters, divided by a step with offloading; 1 is ideal
 
 OpenMP's threads sleep while they wait, in both (OMP_WAIT_POLICY=PASSIVE, unless the caller has set it). If they spun, they
-would take the processors from the threads that move data. Each pair also runs hoist a second time: the control is the first
-run's time divided by the second's. And it runs drive.py, which moves the bytes of hoist's step and computes nothing. At the
-end a run of each is killed after a step, and started again.
+would take the processors from the threads that move data. Each pair also runs hoist a second time, as `control`;
+hoist / control shows the noise. And it runs drive.py, which moves the bytes of hoist's step and computes nothing. At the end a
+run of each is killed after a step, and started again.
 
     --keep-activations      without torch.utils.checkpoint
     --bf16-products         for processors that have them (train.py)
@@ -71,8 +71,8 @@ def run(engine: str, arguments, directory: str, *extra: str, kill_after: int | N
         process.wait()
         log.seek(0)
         said = log.read().strip().splitlines()[-1:]
-    failed = process.returncode not in (0, -signal.SIGKILL)
-    return head, steps, (" ".join(said) if failed else "")
+    failed = process.returncode not in ((0,) if kill_after is None else (0, -signal.SIGKILL))
+    return head, steps, (" ".join([f"ended with {process.returncode}", *said]) if failed else "")
 
 
 def fresh(directory: str) -> str:
@@ -106,15 +106,17 @@ def main() -> None:
     parser.add_argument("--hoist", default="{}")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if arguments.steps < WARM_UP + 1:
+        parser.error(f"--steps: at least {WARM_UP + 1}")
     os.makedirs(arguments.directory, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hoist-compare-", dir=arguments.directory) as arguments.directory:
         result = measure(arguments)
-    print_table(result)
     write_json(arguments.json, result)
+    print_table(result)
 
 
 def measure(arguments) -> dict:
-    result: dict = {"engines": {}, "losses": {}, "ratios": {"deepspeed": [], "control": []}, "drive": [],
+    result: dict = {"engines": {}, "errors": [], "losses": {}, "ratios": {"deepspeed": [], "control": []}, "drive": [],
                     "overhead": [], "practicality": {"hoist": [], "deepspeed": []}}
     seen: dict[str, dict[str, list[float]]] = {}
     parameters = 0
@@ -126,7 +128,7 @@ def measure(arguments) -> dict:
             directory = fresh(os.path.join(arguments.directory, engine))
             head, steps, error = run(engine, arguments, directory)
             if error:
-                result["engines"].setdefault(engine, {})["error"] = error
+                result["errors"].append({"pair": pair + 1, "run": name, "error": error})
                 continue
             seconds[name] = statistics.median(step["seconds"] for step in steps[WARM_UP:])
             if name == "control":
@@ -156,7 +158,7 @@ def measure(arguments) -> dict:
         _, before, _ = run(engine, arguments, directory, kill_after=arguments.steps - 2)
         head, after, error = run(engine, arguments, directory, *(["--resume"] if engine == "hoist" else []))
         result["engines"][engine]["killed"] = {
-            "after": before[-1]["step"], "continues_from": head.get("first"), "error": error,
+            "after": before[-1]["step"] if before else None, "continues_from": head.get("first"), "error": error,
             "loss_at_end": after[-1]["loss"] if after else None}
     result["parameters"] = parameters
     return result
@@ -165,10 +167,9 @@ def measure(arguments) -> dict:
 def print_table(result: dict) -> None:
     engines = result["engines"]
     print(f"{result['parameters'] / 1e6:.1f} M parameters, weights and optimizer state on NVMe, one process")
-    for engine, values in engines.items():
-        if "error" in values and "seconds" not in values:
-            print(f"{engine} did not run: {values['error']}")
-    if not all(e in engines and "seconds" in engines[e] for e in ("hoist", "deepspeed")):
+    for failure in result["errors"]:
+        print(f"{failure['run']} failed in pair {failure['pair']}: {failure['error']}")
+    if not {"hoist", "deepspeed"} <= set(engines):
         return
     ours, theirs = engines["hoist"], engines["deepspeed"]
 
@@ -198,9 +199,8 @@ def print_table(result: dict) -> None:
         killed = values["killed"]
         print(f"{engine}: killed after step {killed['after']}, goes on from step {killed['continues_from']}"
               + (f" ({killed['error']})" if killed["error"] else ""))
-    print("loss, step by step: hoist, DeepSpeed, PyTorch in memory with fp32 masters")
-    losses = result["losses"]
-    for step, row_ in enumerate(zip(losses["hoist"], losses["deepspeed"], losses["reference"], strict=True), start=1):
+    print("loss, step by step: " + ", ".join(result["losses"]) + " (reference: PyTorch in memory with fp32 masters)")
+    for step, row_ in enumerate(zip(*result["losses"].values(), strict=True), start=1):
         print(f"  {step:3}  " + "  ".join(f"{loss:.4f}" for loss in row_))
 
 
