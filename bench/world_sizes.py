@@ -5,11 +5,11 @@
     bench/world_sizes.py --gpt build/release/bin/hoist-gpt --path DIR [--worlds 1,2,4] [--steps N] [--json FILE]
 
 The same model and the same global batch, dealt out over the ranks (mpirun), everything on NVMe. Per world size: tokens a
-second of all ranks together over steps 3 to N (the first records the pass), and for each link bytes per parameter and step
-on rank 0, the formula's ratio is in the program's own table, and the share of the time the link was busy. Links work at the
-same time, so shares do not add up; `between ranks` contains waiting for slower ranks. communication/computation is defined in
-examples/gpt/README.md. Ranks share the machine's processors and drive, on the host device: this shows what partitioning
-costs, not what more machines would gain, and no time is a GPU's.
+second of all ranks together over steps 3 to N (the first records the pass). For each link: bytes per parameter and step on
+rank 0, and the share of the time in which the link was busy. (hoist-gpt's own table compares the bytes with the formula.)
+Links work at the same time, so shares do not add up; `between ranks` contains waiting for slower ranks.
+communication/computation is defined in examples/gpt/README.md. Ranks share the machine's processors and drive, on the host
+device: this shows what partitioning costs, not what more machines would gain, and no time is a GPU's.
 """
 import os
 import shutil
@@ -40,14 +40,14 @@ def figures(args, world, report):
         sys.exit(f"asked for {world} ranks, got {report['world_size']}")
     seconds = sum(step["seconds"] for step in report["steps"])
     later = report["steps"][2:]
-    per_step = report["parameters"] * len(report["steps"])
+    parameter_steps = report["parameters"] * len(report["steps"])
     return {
         "world_size": world,
         "tokens_per_second": args.batch * args.context * len(later) / sum(step["seconds"] for step in later),
         "last_loss": statistics.fmean(step["loss"] for step in later[-3:]),
         "communication_to_computation": report["communication_to_computation"],
         "compute_share": report["compute_seconds"] / seconds,
-        "links": {name: {"bytes_per_parameter": report["links"][name]["bytes"] / per_step,
+        "links": {name: {"bytes_per_parameter": report["links"][name]["bytes"] / parameter_steps,
                          "busy_share": report["links"][name]["busy_seconds"] / seconds} for name in LINKS},
     }
 
@@ -83,10 +83,10 @@ def main():
         for world in worlds:
             results.append(figures(args, world, run(args, world, directory)))
     table(results)
+    write_json(args.json, results)
     losses = [r["last_loss"] for r in results]
     if max(losses) - min(losses) > 0.05 * losses[0]:
         sys.exit(f"the losses of the last steps differ by more than 5 %: {losses}")
-    write_json(args.json, results)
 
 
 if __name__ == "__main__":
