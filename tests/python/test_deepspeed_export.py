@@ -177,6 +177,17 @@ def test_a_lock_that_cannot_be_opened_is_said_with_its_path(tmp_path, monkeypatc
     assert f"opening {lock} failed: Permission denied (it is another user's: if no export runs, remove it); choose" in said
 
 
+def test_a_lock_that_fails_is_said_with_its_path(tmp_path, monkeypatch):
+    """As on a network mount that has gone."""
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = trained_store(tmp_path / "store")
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(hoist.IoError, match="locking .*/out/latest_universal.lock failed: Input/output error"):
+        hoist.torch.deepspeed.export(store, tmp_path / "out", ADAMW)
+
+
 def test_a_file_system_without_locks_takes_exports(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))  # as of NFS whose server runs no lockd

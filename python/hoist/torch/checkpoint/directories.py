@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories that one program at a time writes into, and that are not there afterwards where it fails."""
+"""Makes a directory that one program at a time writes into, and removes it again if that program fails."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def _locked(directory: str, lock: str, call: str, advice: str) -> Iterator[None]
                 raise _hoist.UsageError(f"another {call} writes into {directory}: {advice}, or choose another "
                                         "directory") from None
             except OSError as error:  # a file system without locks, as Lustre and NFS may be mounted
-                if signal_handlers.raised(error) or error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                if signal_handlers.raised(error):
                     raise
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):  # the file stays: another may hold it
+                    raise io_error(error.errno or errno.EIO, path, f"locking {path} failed: {error.strerror}") from error
             try:
                 is_there = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
             except FileNotFoundError:
