@@ -31,9 +31,12 @@ Matrix transposed(const Matrix& m) {
   return result;
 }
 
-Matrix samples(std::uint64_t seed) {
+// Their seeds are not those of initial_values().
+Matrix samples(std::uint64_t number) {
+  constexpr std::uint64_t kFirstSeed = 1000;
   Matrix m{kSamples, kInput};
-  for (std::size_t i = 0; i < m.values.size(); ++i) m.values[i] = static_cast<float>(random_normal(seed, i));
+  for (std::size_t i = 0; i < m.values.size(); ++i)
+    m.values[i] = static_cast<float>(random_normal(kFirstSeed + number, i));
   return m;
 }
 
