@@ -147,7 +147,7 @@ void free_later(void* context) {
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
-    const c10::Device device(kType, 0);
+    const c10::Device device(kDeviceType, 0);
     if (bytes == 0) return {nullptr, device};
     void* data = std::malloc(bytes);
     std::memset(data, 0xFF, bytes);
@@ -159,21 +159,21 @@ struct Allocator final : c10::Allocator {
   }
 };
 Allocator allocator;
-REGISTER_ALLOCATOR(kType, &allocator);
+REGISTER_ALLOCATOR(kDeviceType, &allocator);
 
 // --- the device ------------------------------------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kType; }
+  c10::DeviceType type() const override { return kDeviceType; }
   c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
-  c10::Device getDevice() const override { return {kType, 0}; }
+  c10::Device getDevice() const override { return {kDeviceType, 0}; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_all(); }
 
   static c10::Stream of(c10::StreamId number) {
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, 0), number);
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kDeviceType, 0), number);
   }
   c10::Stream getStream(c10::Device) const override { return of(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
@@ -265,7 +265,7 @@ void give_generator(const c10::OperatorHandle& op, torch::jit::Stack& work) {
     const std::lock_guard lock(generators_mutex);
     TORCH_CHECK(work[a].toGenerator() == generator() ||
                     std::ranges::find(generators, work[a].toGenerator()) != generators.end(),
-                "Expected a '", kType, "' device type for generator but found 'cpu'");
+                "Expected a '", kDeviceType, "' device type for generator but found 'cpu'");
   }
 }
 
@@ -275,7 +275,7 @@ void refuse_cpu_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& 
   bool some_here = false, some_on_cpu = false;
   const auto look = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
-    some_here = some_here || is_here(tensor);
+    some_here = some_here || is_on_device(tensor);
     some_on_cpu = some_on_cpu || (tensor.device().is_cpu() && tensor.dim() > 0);
   };
   for (const c10::IValue& value : arguments) {
@@ -283,7 +283,7 @@ void refuse_cpu_tensors(const c10::OperatorHandle& op, const torch::jit::Stack& 
     if (value.isTensorList()) std::ranges::for_each(value.toTensorVector(), look);
   }
   TORCH_CHECK(!some_here || !some_on_cpu, "Expected all tensors to be on the same device, but ", op.schema().name(),
-              " has some on the CPU and some on '", kType, "'");
+              " has some on the CPU and some on '", kDeviceType, "'");
 }
 
 void replace_outs(const c10::OperatorHandle& op, torch::jit::Stack& work, std::vector<int>& aliases) {
@@ -417,13 +417,13 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
-  if (!is_here(target)) {
+  if (!is_on_device(target)) {
     synchronize(current);
     target.copy_(on_cpu(source));
     return target;
   }
   // Pageable memory may change after the call.
-  const at::Tensor from = is_here(source) ? on_cpu(source) : source.clone();
+  const at::Tensor from = is_on_device(source) ? on_cpu(source) : source.clone();
   enqueue(current, [from, to = on_cpu(target)] {
     const at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);

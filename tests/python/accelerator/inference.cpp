@@ -13,7 +13,7 @@
 namespace accelerator {
 
 at::Tensor on_cpu(const at::Tensor& tensor) {
-  if (!is_here(tensor)) return tensor;
+  if (!is_on_device(tensor)) return tensor;
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   return at::from_blob(
@@ -26,7 +26,7 @@ at::Tensor on_meta(const at::Tensor& tensor) {
 }
 
 at::Tensor like_meta(const at::Tensor& meta) {
-  return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(c10::Device(kType, 0)));
+  return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(c10::Device(kDeviceType, 0)));
 }
 
 namespace {

@@ -9,9 +9,9 @@
 
 namespace accelerator {
 
-constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
 
-inline bool is_here(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
+inline bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kDeviceType; }
 // A CPU tensor over the same memory, which it keeps.
 at::Tensor on_cpu(const at::Tensor& tensor);
 at::Tensor on_meta(const at::Tensor& tensor);
@@ -33,7 +33,7 @@ c10::IValue with_tensors(const c10::IValue& value, const Change& change) {
       list.push_back(tensor ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
     return list;
   }
-  if (value.isDevice() && value.toDevice().type() == kType) return change.device();
+  if (value.isDevice() && value.toDevice().type() == kDeviceType) return change.device();
   return value;
 }
 

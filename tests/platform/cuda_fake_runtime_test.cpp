@@ -14,7 +14,7 @@
 
 #include "fake_cuda_runtime.hpp"
 
-namespace hoist::platform::cuda_manners_test {
+namespace hoist::platform::cuda_fake_runtime_test {
 namespace {
 
 namespace cuda = test::fake_cuda;
@@ -26,9 +26,9 @@ constexpr int kGpu = 1;
 // A thread that has never heard of CUDA.
 void on_new_thread(const std::function<void()>& work) { std::thread(work).join(); }
 
-class CudaManners : public testing::Test {
+class CudaFakeRuntime : public testing::Test {
  protected:
-  CudaManners() {
+  CudaFakeRuntime() {
     cuda::reset();
     on_new_thread([&] {
       device_ = detail::create_cuda_device(
@@ -36,7 +36,7 @@ class CudaManners : public testing::Test {
       stream_ = device_->create_stream("stream");
     });
   }
-  ~CudaManners() override {
+  ~CudaFakeRuntime() override {
     cuda::let_go();
     on_new_thread([&] { stream_.reset(); });
     on_new_thread([&] { device_.reset(); });
@@ -50,8 +50,9 @@ class CudaManners : public testing::Test {
   std::unique_ptr<Stream> stream_;
 };
 
-// A context is some 500 MiB; on GPU 0, one of every rank of the machine.
-TEST_F(CudaManners, NoThreadMakesAContextOnAnotherGpu) {
+// A CUDA context takes some 500 MiB. A thread that does not choose its GPU makes one on GPU 0, so every rank would take
+// them there.
+TEST_F(CudaFakeRuntime, NoThreadMakesAContextOnAnotherGpu) {
   StreamEvent event;
   on_new_thread([&] { device_->register_host(host_); });
   on_new_thread([&] { copy(); });
@@ -70,17 +71,18 @@ TEST_F(CudaManners, NoThreadMakesAContextOnAnotherGpu) {
   EXPECT_THAT(cuda::contexts(), ElementsAre(kGpu));
 }
 
-TEST_F(CudaManners, AnEventMayOutliveItsDevice) {
+TEST_F(CudaFakeRuntime, AnEventMayOutliveItsDevice) {
   StreamEvent event = stream_->record();
   on_new_thread([&] { stream_.reset(); });
   on_new_thread([&] { device_.reset(); });
   on_new_thread([&] { event.completion().wait(); });
-  on_new_thread([&] { event = {}; });  // and with it the last of the GPU
+  on_new_thread([&] { event = {}; });  // this releases the last object that needs the GPU
   EXPECT_THAT(cuda::contexts(), ElementsAre(kGpu));
 }
 
-// In the usual, global mode, whoever asks an event breaks the capture of another thread and gets an error.
-TEST_F(CudaManners, AGraphCanBeCapturedWhileCopiesAreUnderWay) {
+// In the default (global) capture mode, cudaEventQuery on any thread invalidates another thread's capture and returns
+// an error.
+TEST_F(CudaFakeRuntime, AGraphCanBeCapturedWhileCopiesAreUnderWay) {
   cuda::hold();
   StreamEvent event;
   Completion completion;
@@ -115,7 +117,7 @@ TEST(CudaMemoryFacts, AreTheRuntimes) {
   EXPECT_TRUE(cuda::contexts().empty());
 }
 
-TEST_F(CudaManners, WaitsWithoutACauseAreNotMeasured) {
+TEST_F(CudaFakeRuntime, WaitsWithoutACauseAreNotMeasured) {
   cuda::hold();
   const StreamEvent event = stream_->record();
   for (int i = 0; i < 4; ++i) stream_->wait(event, WaitCause::none);
@@ -160,7 +162,7 @@ TEST(CudaDevices, ThatCannotBeUsedHaveTheirReason) {
   cuda::reset();
 }
 
-TEST_F(CudaManners, AThreadKeepsItsGpuItsModeAndItsErrors) {
+TEST_F(CudaFakeRuntime, AThreadKeepsItsGpuItsModeAndItsErrors) {
   on_new_thread([&] {
     ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -180,4 +182,4 @@ TEST_F(CudaManners, AThreadKeepsItsGpuItsModeAndItsErrors) {
 }
 
 }  // namespace
-}  // namespace hoist::platform::cuda_manners_test
+}  // namespace hoist::platform::cuda_fake_runtime_test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How NCCL's communicators are used, over an NCCL without a GPU that knows the rules of those that do not block.
+// How hoist calls NCCL, tested with a fake NCCL that needs no GPU and checks the rules for non-blocking communicators.
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -18,7 +18,7 @@
 #include "../platform/fake_cuda_runtime.hpp"
 #include "fake_nccl.hpp"
 
-namespace hoist::comm::nccl_manners_test {
+namespace hoist::comm::nccl_fake_test {
 namespace {
 
 namespace cuda = test::fake_cuda;
@@ -28,9 +28,9 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-class NcclManners : public testing::Test {
+class NcclFake : public testing::Test {
  protected:
-  NcclManners() {
+  NcclFake() {
     cuda::reset();
     nccl::reset();
   }
@@ -58,7 +58,7 @@ class NcclManners : public testing::Test {
   }
 };
 
-TEST_F(NcclManners, EveryCallWaitsForTheOneBefore) {
+TEST_F(NcclFake, EveryCallWaitsForTheOneBefore) {
   run(1, [](const Rank& rank) {
     const std::array gathered{GatherPiece{rank.memory, 4096}, GatherPiece{rank.memory, 0},
                               GatherPiece{rank.memory + 4096, 512}};
@@ -84,23 +84,23 @@ void use_all_kinds(Communicator& communicator, platform::Stream& stream, std::by
   copy->barrier();
 }
 
-TEST_F(NcclManners, CommunicatorsEndInOrder) {
+TEST_F(NcclFake, CommunicatorsEndInOrder) {
   run(1, [](const Rank& rank) { use_all_kinds(rank.communicator, rank.stream, rank.memory, 1); });
   EXPECT_THAT(nccl::violations(), IsEmpty());
   EXPECT_EQ(nccl::counts().made, 2);  // a duplicate needs none
   EXPECT_EQ(nccl::counts().destroyed, 2);
 }
 
-TEST_F(NcclManners, EachRankUsesItsOwnGpu) {
+TEST_F(NcclFake, EachRankUsesItsOwnGpu) {
   run(4, [](const Rank& rank) { use_all_kinds(rank.communicator, rank.stream, rank.memory, 2); });
   EXPECT_THAT(nccl::violations(), IsEmpty());
   EXPECT_EQ(nccl::counts().made, 8);
-  // Who ends last may find that the others have gone.
+  // The rank that ends last may find that the others have ended; it then aborts.
   EXPECT_EQ(nccl::counts().destroyed + nccl::counts().aborted, 8);
   EXPECT_FALSE(cuda::contexts().contains(0));
 }
 
-TEST_F(NcclManners, ARankThatGivesUpEndsACallThatWaits) {
+TEST_F(NcclFake, ARankThatGivesUpEndsACallThatWaits) {
   run(2, [](const Rank& rank) {
     rank.communicator.barrier();
     if (rank.communicator.rank() == 1) {
@@ -125,7 +125,7 @@ TEST_F(NcclManners, ARankThatGivesUpEndsACallThatWaits) {
 }
 
 // A failed call that only one rank sees: the others, whose kernels wait for that rank, learn of it.
-TEST_F(NcclManners, AnErrorOfOneRankReachesTheOthers) {
+TEST_F(NcclFake, AnErrorOfOneRankReachesTheOthers) {
   nccl::fail(1);
   run(2, [](const Rank& rank) {
     const GatherPiece piece{rank.memory, 4096};
@@ -146,7 +146,7 @@ TEST_F(NcclManners, AnErrorOfOneRankReachesTheOthers) {
 }
 
 // A killed rank tells nobody. The host waits for the GPU, and makes no call that would notice.
-TEST_F(NcclManners, AKernelThatWaitsForARankThatIsGoneIsEndedByTheTimeOut) {
+TEST_F(NcclFake, AKernelThatWaitsForARankThatIsGoneIsEndedByTheTimeOut) {
   cuda::hold();
   std::atomic<bool> is_over = false;
   run(
@@ -179,7 +179,7 @@ TEST_F(NcclManners, AKernelThatWaitsForARankThatIsGoneIsEndedByTheTimeOut) {
 }
 
 // NCCL knows of a connection that broke before any call is made again.
-TEST_F(NcclManners, AnErrorOfTheNetworkEndsTheKernelsThatWait) {
+TEST_F(NcclFake, AnErrorOfTheNetworkEndsTheKernelsThatWait) {
   run(2, [](const Rank& rank) {
     const GatherPiece piece{rank.memory, 4096};
     rank.communicator.all_gather({&piece, 1}, rank.stream);
@@ -194,7 +194,7 @@ TEST_F(NcclManners, AnErrorOfTheNetworkEndsTheKernelsThatWait) {
 }
 
 // A rank that nobody hears of stays away while others end: over NCCL alone only the time-out tells.
-TEST_F(NcclManners, AnEndThatNeverComesIsGivenUp) {
+TEST_F(NcclFake, AnEndThatNeverComesIsGivenUp) {
   {
     const auto communicator = make_nccl_at("127.0.0.1:29513", 0, 1, {.timeout = milliseconds(50), .device_ordinal = 1});
     nccl::stall();
@@ -204,7 +204,7 @@ TEST_F(NcclManners, AnEndThatNeverComesIsGivenUp) {
 }
 
 // The communicator that NCCL makes meanwhile is not left behind.
-TEST_F(NcclManners, ASplitThatNeverComesIsGivenUp) {
+TEST_F(NcclFake, ASplitThatNeverComesIsGivenUp) {
   {
     const auto communicator = make_nccl_at("127.0.0.1:29513", 0, 1, {.timeout = milliseconds(50), .device_ordinal = 1});
     nccl::stall();
@@ -215,7 +215,7 @@ TEST_F(NcclManners, ASplitThatNeverComesIsGivenUp) {
   EXPECT_EQ(nccl::counts().made, nccl::counts().destroyed + nccl::counts().aborted);
 }
 
-TEST_F(NcclManners, TheControlPlaneWorksOnAnyThread) {
+TEST_F(NcclFake, TheControlPlaneWorksOnAnyThread) {
   const auto communicator =
       make_nccl_at("127.0.0.1:29513", 0, 1, {.timeout = std::chrono::minutes(1), .device_ordinal = 1});
   const auto copy = communicator->duplicate();
@@ -237,7 +237,7 @@ TEST_F(NcclManners, TheControlPlaneWorksOnAnyThread) {
   EXPECT_FALSE(cuda::contexts().contains(0));
 }
 
-TEST_F(NcclManners, WithoutAnOrdinalItIsTheCardOfTheThreadThatMadeIt) {
+TEST_F(NcclFake, WithoutAnOrdinalItIsTheGpuOfTheThreadThatMadeIt) {
   std::unique_ptr<Communicator> communicator;
   std::thread([&] {
     ASSERT_EQ(cudaSetDevice(3), cudaSuccess);
@@ -248,4 +248,4 @@ TEST_F(NcclManners, WithoutAnOrdinalItIsTheCardOfTheThreadThatMadeIt) {
 }
 
 }  // namespace
-}  // namespace hoist::comm::nccl_manners_test
+}  // namespace hoist::comm::nccl_fake_test
