@@ -99,6 +99,7 @@ TEST_F(FaultInjection, PathsSelect) {
 TEST_F(FaultInjection, TheSameSeedHitsTheSameBlocks) {
   const auto hits_of = [&](std::uint64_t seed) {
     reset(seed);
+    write(0, kFileBytes);
     faults_->add({.kind = Fault::Kind::error, .count = Faults::kForever, .probability = 0.5});
     std::vector<bool> failed;
     for (int i = 0; i < 64; ++i)
@@ -131,13 +132,21 @@ TEST_F(FaultInjection, ADroppedWriteChangesNothing) {
 }
 
 TEST_F(FaultInjection, ATornWriteStopsEarly) {
-  faults_->add({.kind = Fault::Kind::torn_write});
-  write(128 * kKiB, 64 * kKiB, kFileBytes);
-  const auto changed = changed_sectors();
-  EXPECT_LT(changed.size(), 16u);
-  std::uint64_t expected = 32;
-  for (const std::uint64_t sector : changed) EXPECT_EQ(sector, expected++) << "the first part, and only that";
-  EXPECT_TRUE(holds_new(128 * kKiB, changed.size() * kSector));
+  bool wrote_a_part = false;
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    reset(seed);
+    write(0, kFileBytes);
+    faults_->add({.kind = Fault::Kind::torn_write});
+    write(128 * kKiB, 64 * kKiB, kFileBytes);
+    EXPECT_EQ(faults_->hits(Fault::Kind::torn_write), 1u);
+    const auto changed = changed_sectors();
+    wrote_a_part = wrote_a_part || !changed.empty();
+    EXPECT_LT(changed.size(), 16u);
+    std::uint64_t expected = 32;
+    for (const std::uint64_t sector : changed) EXPECT_EQ(sector, expected++) << "the first part, and only that";
+    EXPECT_TRUE(holds_new(128 * kKiB, changed.size() * kSector));
+  }
+  EXPECT_TRUE(wrote_a_part);
 }
 
 TEST_F(FaultInjection, AMisdirectedWriteLandsElsewhere) {
@@ -167,6 +176,7 @@ TEST_F(FaultInjection, APowerCutLosesOnlyWhatWasNotFlushed) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     reset(seed);
+    write(0, kFileBytes);
     write(0, kFileBytes);
     queue_->sync(file_).wait();
     faults_->track_unflushed();
@@ -198,6 +208,7 @@ TEST_F(FaultInjection, APowerCutUnderAnOverwriteShowsOneOfThreeVersions) {
   std::set<int> versions;
   for (std::uint64_t seed = 1; seed <= 30; ++seed) {
     reset(seed);
+    write(0, kFileBytes);
     write(0, kFileBytes);
     queue_->sync(file_).wait();
     faults_->track_unflushed();
