@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist check: explains what a configuration will do, and what each tier must hold for a model, before a run.
-#include <cstdio>
+#include <algorithm>
 #include <memory>
 
 #include <fmt/format.h>

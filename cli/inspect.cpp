@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist inspect: shows what a store holds.
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <memory>
 
 #include <fmt/format.h>
@@ -27,7 +25,7 @@ struct InspectArguments {
   std::string json;
 };
 
-// The findings that need no records.
+// What inspect finds without reading any record.
 struct Findings {
   StoreSummary store;
   std::optional<std::string> owner;

@@ -2,6 +2,7 @@
 #include "model_question.hpp"
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <map>

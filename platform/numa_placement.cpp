@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cstdlib>
 #include <iterator>
 #include <utility>
 
@@ -29,7 +28,7 @@ std::vector<std::size_t> homes_of(const Nodes& nodes, std::span<const std::optio
     if (gpu_nodes.empty()) continue;
     const std::optional<int> wanted = gpu_nodes[p % gpu_nodes.size()];
     const auto node = std::ranges::find_if(nodes, [&](const auto* one) { return one->os_index == wanted; });
-    if (wanted && node != nodes.end()) homes[p] = static_cast<std::size_t>(node - nodes.begin());
+    if (node != nodes.end()) homes[p] = static_cast<std::size_t>(node - nodes.begin());
   }
   return homes;
 }

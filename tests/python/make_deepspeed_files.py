@@ -97,7 +97,7 @@ def train_cell(cell: str, to: str) -> None:
             json.dump({"losses": losses, "scale": getattr(engine.optimizer, "cur_scale", 1.0), "skipped": engine.skipped_steps},
                       file)
     torch.distributed.barrier()
-    os._exit(0)
+    os._exit(0)  # the interpreter's end may wait for gloo's threads
 
 
 def run_ranks(arguments: list[str], ranks: int, port: int) -> None:
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--to", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
-        train_cell(arguments.cell, arguments.to)
+        return train_cell(arguments.cell, arguments.to)
     archive = os.path.join(HERE, "deepspeed_files.tar.xz")
     with tempfile.TemporaryDirectory() as directory:
         for index, cell in enumerate(CELLS):
