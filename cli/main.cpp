@@ -22,8 +22,8 @@ namespace hoist::cli {
 namespace {
 
 // An empty value is usually an unset variable of a script: --step "$STEP" must not mean the newest step. Without
-// quotes, the variable leaves no word at all, and the option takes the next one for its value: in one word, as
-// --to=--universal, it is meant.
+// quotes an unset variable leaves no word, and CLI11 takes the next option for the value. So a value that begins with
+// -- must be joined to its option: --to=--universal.
 void refuse_missing_values(const CLI::App& app, std::span<const char* const> words) {
   for (const CLI::Option* option : app.get_options()) {
     for (const std::string& value : option->results()) {

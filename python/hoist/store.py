@@ -41,9 +41,10 @@ def steps(directory: str | os.PathLike[str]) -> Steps:
 
 
 def verify(directory: str | os.PathLike[str], bytes_per_second: int = 0) -> list[str]:
-    """Reads the newest commit and every named checkpoint, at `bytes_per_second` at most, and returns what is damaged (also where
-    a named checkpoint can no longer be found), and with damage also what could not be verified. Another process may be using
-    the store, and does not wait. Errors: StoreError if no damage was found, but a commit could not be verified."""
+    """Reads the newest commit and every named checkpoint, at `bytes_per_second` at most. Returns a line for each damage, none
+    if all is sound. A named checkpoint that cannot be found is damage. If there is damage, lines for what could not be
+    verified follow. Another process may use the store meanwhile and is not held up. Errors: StoreError if no damage was found,
+    but a commit could not be verified."""
     return _hoist.verify_store(_find(directory), bytes_per_second)
 
 

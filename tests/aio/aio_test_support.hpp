@@ -89,7 +89,7 @@ inline std::optional<IoError::Where> io_error_of(const Completion& completion) {
 
 using test::LogCapture;
 
-// What a body says on success when it runs in a process of its own, where nothing was ever said before.
+// Ends a death test's process: prints the log, and exits with 0 if `holds`, else with 1.
 [[noreturn]] inline void exit_if(bool holds, const LogCapture& log) {
   std::fprintf(stderr, "%s\n", log.text().c_str());
   std::_Exit(holds ? 0 : 1);

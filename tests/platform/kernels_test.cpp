@@ -101,10 +101,10 @@ TEST(ScaleLaunch, GivesTheHostDevicesBitsWhateverThreadsAndStarts) {
   }
 }
 
-// The parts of a sum over micro-batches, and a cast.
 using DeviceKernels = DeviceTest;
 INSTANTIATE_TEST_SUITE_P(Every, DeviceKernels, all_implementations(), implementation_name);
 
+// Sums over micro-batches: the first overwrites (a cast), later ones add.
 TEST_P(DeviceKernels, ScaleByOneIsTheAccumulationOfGradients) {
   constexpr std::size_t kCount = 10'001;
   constexpr std::uint64_t kSeed = 5;

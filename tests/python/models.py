@@ -100,7 +100,8 @@ def loss_of(logits, targets):
 
 
 def has_values(parameter):
-    """Whether a parameter's unit is up. What PyTorch can refuse to read, it must; else it is NaN."""
+    """Whether the parameter's unit is gathered. Reading one that is not raises ("are not loaded"); memory that PyTorch cannot
+    guard holds NaN."""
     try:
         return not parameter.isnan().all()
     except RuntimeError as error:

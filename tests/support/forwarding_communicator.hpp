@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/support/forwarding_communicator.hpp - a communicator that passes every call on to another one: the base of
-// those that change, or watch, a few of them. What duplicate() and split() return is the inner one's, not wrapped.
+// tests/support/forwarding_communicator.hpp - a communicator that passes every call on to another one. Base of test
+// communicators that change or observe some calls. duplicate() and split() return the inner communicator's, which are
+// not wrapped.
 //
 // Threading  As comm::Communicator.
 #pragma once

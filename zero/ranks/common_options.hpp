@@ -18,7 +18,7 @@ namespace hoist::detail {
 
 struct CommonOption {
   std::string_view key;
-  std::string value;  // equal where the options are
+  std::string value;  // two ranks have the same text here if and only if their options agree
 };
 // All of them, in an order that every rank has. `groups`: the engine's parameter groups.
 std::vector<CommonOption> common_options(const EngineOptions& engine, const RuntimeOptions& runtime,

@@ -52,14 +52,13 @@ class TilePipeline {
  public:
   TilePipeline(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
                RecordIo& record_io, tiers::Store* store, GradientSpill* spill);
-  ~TilePipeline();  // sees reads ahead out
+  ~TilePipeline();  // waits for the reads ahead to end
   TilePipeline(const TilePipeline&) = delete;
   TilePipeline& operator=(const TilePipeline&) = delete;
 
   // Runs work(tile) over every trainable tile of unit `only`, or of all units: in parallel within a sub-group, one
   // sub-group after the other. Returns when everything is computed and all writes are started; the store's commit waits
-  // for them. Returns how many bytes those writes to the store have. Pre: a step of the store is open if anything is
-  // written.
+  // for them. Returns the bytes of those writes. Pre: a step of the store is open if anything is written.
   using Work = std::function<void(const TileAccess&)>;
   std::uint64_t walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
   // The same over the units that `next` names, until it names none. next(wait) may block only if `wait`: then the
@@ -82,7 +81,8 @@ class TilePipeline {
   // Time spent computing in runs in the background, up to now.
   Nanoseconds busy() const { return busy_.total(); }
 
-  // Done when those of the unit's weights that do not stay in memory have reached the store, of the last walk.
+  // Done when the last walk's writes of the unit's weights to the store have ended. Weights that stay in memory do not
+  // count.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
 
  private:

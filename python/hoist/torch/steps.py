@@ -11,7 +11,7 @@ _log = logging.getLogger("hoist")
 
 
 class StepRecord:
-    """`ordinary_skips`: so many skipped steps in a row are no fault. A dynamic loss scale comes down by them."""
+    """`ordinary_skips`: so many skipped steps in a row are expected, because a dynamic loss scale falls with each."""
 
     def __init__(self, ordinary_skips: int):
         self._ordinary_skips = ordinary_skips
@@ -28,7 +28,8 @@ class StepRecord:
         self.step, self.skipped, self.left_out = step, skipped, 0
 
     def note(self, report: _hoist.StepReport) -> None:
-        """Warns of a skipped step, unless it is ordinary; of many in a row, at the first, the second, the fourth and so on."""
+        """Takes a step's report. Warns when more steps in a row were skipped than `ordinary_skips`: at the first of these, the
+        second, the fourth and so on."""
         self.last_report, self.was_applied, self.step = report, report.applied, report.step
         if report.applied:
             self._skipped_in_a_row = 0

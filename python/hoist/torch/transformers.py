@@ -434,7 +434,8 @@ class Trainer(transformers.Trainer):
         return super()._maybe_log_save_evaluate(tr_loss, norm, *positional, **arguments)
 
     def _drop_pending(self, why: str) -> None:
-        """Trainer would add them to the next step, which has as many micro-batches as any here."""
+        """Drops the gradients of an unfinished step. Trainer would add them to the next step, which already has all its
+        micro-batches."""
         if (pending := self._made._passes.micro_batch) > 0:
             _log.warning("%s: the gradients of %d micro-batches are dropped", why, pending)
             self._made.drop_gradients()
@@ -523,7 +524,8 @@ def _of_first_rank(value: _T) -> _T:
 
 
 def newest_complete_checkpoint(folder: str) -> str | None:
-    """The last file that Trainer writes into a checkpoint is its own state."""
+    """Returns the newest checkpoint in `folder` that was saved completely; None without one. Trainer writes trainer_state.json
+    last."""
     signal_handlers.note()
     saved = {}
     for path in glob.glob(os.path.join(glob.escape(folder), f"{PREFIX_CHECKPOINT_DIR}-*")):
