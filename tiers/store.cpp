@@ -228,7 +228,7 @@ void Store::Impl::verify(RecordId record, Region region, std::uint32_t first, st
   if (!damaged.empty()) throw CorruptionError(damaged.front());
 }
 
-void Store::Impl::begin_step(std::uint64_t step) {
+void Store::Impl::begin_step(std::uint64_t step, std::uint32_t revision) {
   MutexLock lock(mutex_);
   idle_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !committing_; });
   if (failed_) std::rethrow_exception(failed_);
@@ -238,7 +238,7 @@ void Store::Impl::begin_step(std::uint64_t step) {
                checkpoints_.size());
   HOIST_ASSERT(!committed_step_ || step >= *committed_step_, "step {} begins after step {} was committed", step,
                *committed_step_);
-  revision_ = committed_step_ == step ? revision_ + 1 : 0;
+  revision_ = std::max(revision, committed_step_ == step ? revision_ + 1 : 0);
   step_ = step;
   table_.begin_step(step);
   step_open_ = true;

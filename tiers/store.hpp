@@ -212,8 +212,9 @@ class Store {
   // written record goes to an extent that no commit uses. Waits for the commit before it and throws its error. A step
   // that will not be committed ends with the store. Durability none: one endless step is enough; commits are optional.
   // While a step is open, goes on to a later one without a commit between them: waits for the writes of the open one;
-  // its records are then rewritten where they are, and the commit to come is of both.
-  virtual void begin_step(std::uint64_t step) = 0;
+  // its records are then rewritten where they are, and the commit to come is of both. `revision`: at least this one.
+  virtual void begin_step(std::uint64_t step, std::uint32_t revision) = 0;
+  void begin_step(std::uint64_t step) { begin_step(step, 0); }
   // The checksum of one tile for write(); compute it while the tile is in cache. It includes the record's next extent,
   // so it is valid for the current step only, and the record counts as touched.
   virtual std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile,

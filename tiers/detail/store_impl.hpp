@@ -54,7 +54,8 @@ class Store::Impl final : public Store {
                   aio::Priority priority) override;
   void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
               std::span<const std::byte> bytes) const override;
-  void begin_step(std::uint64_t step) override;
+  using Store::begin_step;
+  void begin_step(std::uint64_t step, std::uint32_t revision) override;
   std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes) override;
   Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums,

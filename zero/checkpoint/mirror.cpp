@@ -127,13 +127,25 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   step_ = newest_->step;
 }
 
-// After a copy that failed, on this rank alone: back to the last copy that is whole on all ranks. A rank that has lost
-// its part of that copies all records anew, on top of an older commit or in new files; the other ranks keep their parts
-// until the new copy is whole.
-void Mirror::reopen() {
+// After a copy that failed: back to the last copy that is whole on all ranks. A rank that has lost its part of that
+// copies all records anew, on top of an older commit or in new files; the other ranks keep their parts until the new
+// copy is whole. Nobody copies anything before all have opened their stores. Returns a revision of the claimed step
+// that no rank's store has.
+std::uint32_t Mirror::open_anew() {
+  std::uint32_t revision = 0;
+  on_all_ranks([&] { revision = reopen(); });
+  revision = static_cast<std::uint32_t>(barrier_.largest(revision));
+  const bool is_whole = newest_ && barrier_.largest(has_lost_newest_ ? 1 : 0) == 0;
+  const MutexLock lock(mutex_);
+  step_ = is_whole ? std::optional(newest_->step) : std::nullopt;
+  return revision;
+}
+
+// Returns the next revision of the claimed step in this rank's store.
+std::uint32_t Mirror::reopen() {
   if (io_->gave_up())
     throw Error("the mirror's drive has stopped answering; nothing is copied until the program is started again");
-  if (store_) return;
+  store_.reset();
   std::ranges::fill(fingerprints_, 0);
   const std::string& directory = store_options_.directory;
   if (std::ranges::count(file_systems_below_, file_system_of(absolute_path(directory))) > 0)
@@ -149,23 +161,30 @@ void Mirror::reopen() {
   }
   auto wanted = std::ranges::find_if(commits, [&](const auto& commit) { return newest_ && newest_->is(commit); });
   if (wanted == commits.end()) {
-    if (newest_ && !std::exchange(has_lost_newest_, true))
-      log_warning("the mirror in {} has lost its copy of step {}: there is no whole copy until the next one", directory,
-                  newest_->step);
-    // Ranks with and without a commit of the same step would make two revisions of it.
-    const bool alone = ranks_.job().size() == 1;
-    const auto may_precede = [&](std::uint64_t step) { return step < claimed_step_ + (alone ? 1 : 0); };
-    wanted = std::ranges::find_if(commits, [&](const auto& commit) { return may_precede(commit.step); });
-    if ((store && wanted == commits.end()) || (newest_ && !may_precede(newest_->step)))
-      throw StoreError(fmt::format(
-          "the mirror in {} has, or had, a copy of this step that some ranks lack: copy a later step", directory));
-    if (alone) newest_ = store ? std::optional(Copied{wanted->step, wanted->revision}) : std::nullopt;
+    if (newest_) note_loss();
+    wanted = std::ranges::find_if(commits, [&](const auto& commit) { return commit.step <= claimed_step_; });
+    if (store && wanted == commits.end())
+      throw StoreError(fmt::format("the mirror in {} has a later step than this one: move it away", directory));
+  } else {
+    has_lost_newest_ = false;
   }
+  const std::uint32_t revision = store && wanted->step == claimed_step_ ? wanted->revision + 1 : 0;
   if (store)
     store->adopt(*wanted);
   else
     store = tiers::Store::create(store_options_, drives_);
   store_ = std::move(store);
+  return revision;
+}
+
+void Mirror::note_loss() {
+  {
+    const MutexLock lock(mutex_);
+    step_.reset();
+  }
+  if (std::exchange(has_lost_newest_, true)) return;
+  log_warning("the mirror in {} has lost its copy of step {}: there is no whole copy until the next one",
+              store_options_.directory, newest_->step);
 }
 
 // --- copies ----------------------------------------------------------------------------------------------------------
@@ -231,47 +250,78 @@ void Mirror::start(tiers::Store& source) {
   }
 }
 
-void Mirror::copy(tiers::StoreReader& commit) {
-  bool barrier_ahead = true;                    // the other ranks are still to be told
-  std::uint64_t counted = commit.bytes_read();  // by start()
-  const auto count_read = [&] { bytes_read_ += commit.bytes_read() - std::exchange(counted, commit.bytes_read()); };
+// Nothing waits for the drive after the ranks have agreed: the others go on then, and do not meet this one any more.
+void Mirror::on_all_ranks(const std::function<void()>& work) {
+  std::exception_ptr problem;
+  barrier_.begin();
   try {
-    barrier_.begin();
-    Meetings meetings(barrier_, ranks_);  // until the store's thread, after its last flush, agrees with the other ranks
-    reopen();
-    store_->begin_step(claimed_step_);
-    std::uint64_t bytes = 0;
-    const TimePoint begun = Clock::now();
-    const auto changed = [&](tiers::RecordId record) {
-      return fingerprints_[record.index] != commit.fingerprint(record);
-    };
-    copy_records(commit, *store_, store_options_.records, changed, [&](std::uint64_t more) {
-      bytes += more;
-      copied_bytes_ += more;
-      count_read();
-      if (keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second), meetings)) return;
-      meetings.end();
-      barrier_ahead = false;
-      barrier_.agree(nullptr);
-      throw Error("the copy of another rank failed");  // agree() says which
-    });
-    const Completion landed = store_->commit(commit.caller_state(), [&](const std::exception_ptr& problem) {
-      meetings.end();
-      barrier_.agree(problem);
-    });
-    barrier_ahead = false;
-    landed.wait();
-    for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
-    const bool again = newest_ && newest_->step == claimed_step_;
-    newest_ = Copied{claimed_step_, again ? newest_->revision + 1 : 0};
-    has_lost_newest_ = false;
-    if (std::exchange(says_next_, false))
-      log_info("the mirror in {} holds step {}; {} bytes were copied in {:.1f} s", store_options_.directory,
-               claimed_step_, bytes, to_seconds(Clock::now() - begun));
+    const Meetings meetings(barrier_, ranks_);
+    work();
   } catch (...) {
-    count_read();
-    if (barrier_ahead) barrier_.tell(std::current_exception());
-    throw;
+    problem = std::current_exception();
+  }
+  if (!problem) return barrier_.agree(nullptr);
+  barrier_.tell(problem);
+  std::rethrow_exception(problem);
+}
+
+void Mirror::copy(tiers::StoreReader& commit) {
+  const bool again = newest_ && newest_->step == claimed_step_;
+  const std::uint32_t revision = has_failed_ ? open_anew() : again ? newest_->revision + 1 : 0;
+  std::uint64_t bytes = 0;
+  const TimePoint begun = Clock::now();
+  bool agreed = false, another_failed = false;
+  std::exception_ptr problem;
+  barrier_.begin();
+  try {
+    Meetings meetings(barrier_, ranks_);  // until the store's thread, after its last flush, agrees with the other ranks
+    std::uint64_t counted = commit.bytes_read();  // by start()
+    const auto count_read = [&] { bytes_read_ += commit.bytes_read() - std::exchange(counted, commit.bytes_read()); };
+    try {
+      store_->begin_step(claimed_step_, revision);
+      const auto changed = [&](tiers::RecordId record) {
+        return fingerprints_[record.index] != commit.fingerprint(record);
+      };
+      copy_records(commit, *store_, store_options_.records, changed, [&](std::uint64_t more) {
+        bytes += more;
+        copied_bytes_ += more;
+        count_read();
+        if (keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second), meetings)) return;
+        another_failed = true;
+        throw Error("the copy of another rank failed");  // agree() says which
+      });
+      const Completion landed = store_->commit(commit.caller_state(), [&](const std::exception_ptr& own) {
+        if (own) return;  // told below
+        meetings.end();
+        agreed = true;
+        barrier_.agree(nullptr);
+      });
+      landed.wait();
+    } catch (...) {
+      count_read();
+      if (!agreed) store_.reset();  // which may wait for the drive; open_anew() drops it otherwise
+      throw;
+    }
+  } catch (...) {
+    problem = std::current_exception();
+  }
+  if (problem) {
+    if (another_failed)
+      barrier_.agree(nullptr);
+    else if (!agreed)
+      barrier_.tell(problem);
+    std::rethrow_exception(problem);
+  }
+  for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
+  newest_ = Copied{claimed_step_, revision};
+  has_lost_newest_ = false;
+  if (std::exchange(says_next_, false))
+    log_info("the mirror in {} holds step {}; {} bytes were copied in {:.1f} s", store_options_.directory,
+             claimed_step_, bytes, to_seconds(Clock::now() - begun));
+  if (!std::exchange(has_others_, false)) return;
+  try {
+    on_all_ranks([&] { remove_others(); });
+  } catch (...) {  // the copy is whole
   }
 }
 
@@ -311,20 +361,17 @@ void Mirror::remove_others() noexcept {
 
 // Nothing of the mirror is in use by the copy any more, but for what the next one finds.
 void Mirror::conclude(const std::exception_ptr& error) {
+  has_failed_ = error != nullptr;
   if (error) {
     says_next_ = true;
     log_warning("step {} was not copied to the mirror in {}: {}", claimed_step_, store_options_.directory,
                 text_of(error));
-    if (store_ && io_->gave_up())
+    if (io_->gave_up() && !std::exchange(has_said_given_up_, true))
       log_warning("the drive of {} has stopped answering: nothing is copied there until the program is started again",
                   store_options_.directory);
-    store_.reset();  // after the logs: it may wait for the drive
-  } else if (std::exchange(has_others_, false)) {
-    remove_others();
-  }
-  {
+  } else {
     const MutexLock lock(mutex_);
-    if (!error) step_ = claimed_step_;
+    step_ = claimed_step_;
   }
   take_promise()->settle(error);
 }

@@ -20,6 +20,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -59,7 +60,8 @@ class Mirror {
   // There will be no such commit, on any rank.
   void drop(const std::exception_ptr& error);
 
-  std::optional<std::uint64_t> step() const;                      // of the newest whole copy
+  // Of the newest whole copy, as far as this rank knows: the others hear of a loss when all have opened their stores.
+  std::optional<std::uint64_t> step() const;
   std::uint64_t copied_bytes() const { return copied_bytes_; }    // by this rank, of copies that failed as well
   std::uint64_t store_bytes_read() const { return bytes_read_; }  // from the engine's store, to be copied
   // The engine has failed: the copy under way is given up, and the other ranks are told.
@@ -75,7 +77,11 @@ class Mirror {
   };
 
   void open(std::uint64_t store_number, std::uint64_t step);  // [J]
-  void reopen();
+  // Done beside a thread that meets the other ranks. Throws on all of them if it fails on one.
+  void on_all_ranks(const std::function<void()>& work);
+  std::uint32_t open_anew();
+  std::uint32_t reopen();
+  void note_loss();
   void copy(tiers::StoreReader& commit);
   // Returns false if the copy of another rank has failed.
   bool keep_pace(TimePoint not_before, const Meetings& meetings);
@@ -98,9 +104,11 @@ class Mirror {
   // The copy's thread uses these alone.
   const std::unique_ptr<aio::DriveQueue> io_;
   const std::array<aio::DriveQueue*, 1> drives_{io_.get()};
-  std::unique_ptr<tiers::Store> store_;      // null after a copy has failed
+  std::unique_ptr<tiers::Store> store_;      // null, or not to be used, after a copy has failed
+  bool has_failed_ = false;                  // the last copy, on all ranks
   std::optional<Copied> newest_;             // the newest commit in it that all ranks have, or had
   bool has_lost_newest_ = false;             // on this rank: it is in the log
+  bool has_said_given_up_ = false;           // its drive has been given up
   std::vector<std::uint64_t> fingerprints_;  // of the records that the mirror holds; 0 where that is unknown
   bool says_next_ = true;                    // the first copy, and the first one after a failure, are in the log
   bool has_others_ = false;                  // other stores lie beside this one

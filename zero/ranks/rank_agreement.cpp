@@ -211,6 +211,11 @@ void JobBarrier::tell(const std::exception_ptr& problem) noexcept {
   }
 }
 
+std::uint64_t JobBarrier::largest(std::uint64_t mine) {
+  if (channel_->size() == 1) return mine;
+  return std::ranges::max(comm::values_of_all(*channel_, mine));
+}
+
 Meetings::Meetings(JobBarrier& barrier, const RankAgreement& ranks) : barrier_(barrier) {
   if (ranks.job().size() > 1) thread_ = start_thread("hoist-meetings", [this] { meet(); });
 }

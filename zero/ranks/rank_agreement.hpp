@@ -113,6 +113,7 @@ class JobBarrier {
   void agree(const std::exception_ptr& problem);
   // [J] The same for a rank whose error is thrown elsewhere.
   void tell(const std::exception_ptr& problem) noexcept;
+  std::uint64_t largest(std::uint64_t mine);  // [J] of a number that every rank has
   // The other ranks cannot be reached, or have the error in another way: tell() does nothing any more.
   void close() noexcept { closed_ = true; }
 
