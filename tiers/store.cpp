@@ -80,6 +80,13 @@ void Store::Impl::remove_new() noexcept {
   for (const std::string& directory : made_directories_) ::rmdir(directory.c_str());
 }
 
+bool Store::Impl::remove_remains() noexcept {
+  if (drive_gave_up() || !names_.are_some_gone()) return false;
+  names_.remove();
+  ::unlink(paths_.lock_info.c_str());
+  return true;
+}
+
 void Store::Impl::start_existing(Files files) {
   use(std::move(files));
   for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {

@@ -169,6 +169,10 @@ class Store {
   // Removes what create() made of a store that has no commit: files, and the directories unless something else is in
   // them. The store can only be destroyed then.
   virtual void remove_new() noexcept = 0;
+  // Where one of its files has lost its name, and no other has it, removes the others, which are worth nothing without
+  // it, under this store's lock; create() can then make them anew. Returns whether it did. The store can only be
+  // destroyed then.
+  virtual bool remove_remains() noexcept = 0;
 
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().

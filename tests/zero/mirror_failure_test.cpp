@@ -376,6 +376,29 @@ TEST_P(MirrorFailureTest, ARankThatHasLostItsPartCopiesAllOfItAnew) {
   }
 }
 
+// One of the two files of a rank is gone. The other is worth nothing without it, and is this engine's own.
+TEST_P(MirrorFailureTest, ARankThatHasLostOneOfItsFilesMakesBothAnew) {
+  for (const char* const gone : {"data", "manifest"}) {
+    SCOPED_TRACE(gone);
+    const LogCapture log;
+    on_engines(2, [&](int rank, ToyModel& model) {
+      model.initialize();
+      for (std::uint64_t step = 1; step <= 4; ++step) {
+        take_step(model, step);
+        if (rank == 1 && step == 3) fs::remove(setup_.engine.mirror.directory + "/rank-00001." + gone);
+        const Completion copied = model.engine().save("", bytes_of("step " + std::to_string(step)), {.mirror = true});
+        if (step == 3) {
+          EXPECT_THROW(copied.wait(), Error);
+        } else {
+          EXPECT_NO_THROW(copied.wait());
+        }
+      }
+    });
+    EXPECT_EQ(log.count("has lost its copy of step 2"), 1);
+    expect_restored(2, 4, undisturbed(4));
+  }
+}
+
 // The copy is lost on one rank, and the same step is to be copied again: all ranks make the same revision of it.
 TEST_P(MirrorFailureTest, ACopyThatOneRankLostIsMadeAgainOfTheSameStep) {
   own_mirrors_ = true;

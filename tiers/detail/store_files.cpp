@@ -375,6 +375,15 @@ void FileNames::check() const {
   }
 }
 
+bool FileNames::are_some_gone() const noexcept {
+  const auto is_gone = [](const Named& file) {
+    struct stat status {};
+    return ::lstat(file.path.c_str(), &status) != 0 && errno == ENOENT;
+  };
+  const auto is_there = [](const Named& file) { return same_file(file.path, file.device, file.inode); };
+  return std::ranges::any_of(files_, is_gone) && std::ranges::any_of(files_, is_there);
+}
+
 void FileNames::remove() const noexcept {
   for (const Named& file : files_)
     if (same_file(file.path, file.device, file.inode)) ::unlink(file.path.c_str());

@@ -129,6 +129,8 @@ class FileNames {
   // StoreChangedError, naming the file that was removed, renamed, replaced or cut off since. A file whose mount was
   // taken away (umount --lazy) is whole where it is, and stays in use.
   void check() const;
+  // Whether some names are gone, and some still lead to these files.
+  bool are_some_gone() const noexcept;
   // Removes the names that still lead to these files.
   void remove() const noexcept;
 

@@ -47,6 +47,7 @@ class Store::Impl final : public Store {
   void start_existing(Files files);
 
   void remove_new() noexcept override;
+  bool remove_remains() noexcept override;
   void load(const CommitHeader& commit) override;
   void verify_records(std::span<std::byte> buffer, const std::function<bool()>& go_on) override;
   void adopt(const CommitHeader& commit) override;

@@ -14,6 +14,7 @@
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/pace.hpp>
 #include <hoist/core/thread.hpp>
+#include <hoist/tiers/store_changed_error.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/mirror.hpp>
 #include <hoist/zero/checkpoint/reshard.hpp>
@@ -145,9 +146,11 @@ std::uint32_t Mirror::open_anew() {
 std::uint32_t Mirror::reopen() {
   if (io_->gave_up())
     throw Error("the mirror's drive has stopped answering; nothing is copied until the program is started again");
+  const std::string& directory = store_options_.directory;
+  if (store_ && store_->remove_remains())
+    log_warning("the mirror in {} has lost one of its files: what was left of this rank's is removed", directory);
   store_.reset();
   std::ranges::fill(fingerprints_, 0);
-  const std::string& directory = store_options_.directory;
   if (std::ranges::count(file_systems_below_, file_system_of(absolute_path(directory))) > 0)
     throw Error(fmt::format("the mirror's drive is not mounted at {}: nothing is copied until it is", directory));
   const tiers::Store::Found found = tiers::Store::look(directory, store_options_.identity.rank);
@@ -297,6 +300,9 @@ void Mirror::copy(tiers::StoreReader& commit) {
         barrier_.agree(nullptr);
       });
       landed.wait();
+    } catch (const tiers::StoreChangedError&) {
+      count_read();
+      throw;  // a file that is gone may be brought back before the next copy
     } catch (...) {
       count_read();
       if (!agreed) store_.reset();  // which may wait for the drive; open_anew() drops it otherwise
