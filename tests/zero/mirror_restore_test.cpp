@@ -170,7 +170,25 @@ TEST_P(MirrorRestoreTest, AStoreThatLacksAFileIsRefusedAndLeftAsItIs) {
   train_and_mirror(2, 4);
   const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
   fs::rename(manifest, directory_ / "aside");
-  on_engines(2, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), StoreError); });
+  const auto expect_refused = [&](const testing::Matcher<std::string>& way_on) {
+    const auto text = testing::AllOf(HasSubstr("rank 1 finds none of its files"), way_on);
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_THAT([&] { model.restore(); }, testing::ThrowsMessage<StoreError>(text));
+    });
+  };
+  const std::string mirror = setup_.engine.mirror.directory, store = setup_.engine.store_directory;
+  expect_refused(HasSubstr("The mirror in " + mirror + " has step 4: to continue from it, move " + store + " away"));
+  fs::rename(mirror, mirror + "-aside");
+  fs::create_symlink(mirror, mirror);
+  expect_refused(HasSubstr("The mirror in " + mirror + " cannot be read: "));
+  fs::remove(mirror);
+  // A mirror of another training of this model is no way to continue this one.
+  setup_.engine.store_directory = store + "-other";
+  train_and_mirror(2, 4);
+  setup_.engine.store_directory = store;
+  expect_refused(testing::Not(HasSubstr("The mirror in")));
+  fs::remove_all(mirror);
+  fs::rename(mirror + "-aside", mirror);
   fs::rename(directory_ / "aside", manifest);
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
 }

@@ -33,11 +33,29 @@ std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const Engi
   return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
 }
 
-// How to go on from the mirror when the newest store cannot be used, as the end of an error; "" if there is no copy.
+// Whether the ranks' own stores are of the same training as this commit.
+bool is_of_own_training(const RankAgreement& ranks, const EngineOptions& options, const CommonCommit& commit) {
+  bool alike = true;
+  ranks.run_in_job("look at its store", [&] {
+    for (const StoreDirectory& where : store_directories(options.store_directory)) {
+      const auto own = tiers::Store::look(where.in(options.store_directory), ranks.group().rank());
+      alike = alike && (!own.identity || are_of_one_training(own.store_number, commit.run));
+    }
+  });
+  return ranks.all_true_in_job(alike);
+}
+
+// How to go on from the mirror when the newest store cannot be used, as the end of an error; "" if it has no copy of
+// this training. The error of a mirror that cannot be read is part of the text.
 std::string way_to_mirror(const RankAgreement& ranks, const EngineOptions& options) {
-  const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
+  std::optional<RestorePlan> found;
+  try {
+    found = find_in_mirror(ranks, options, Incomplete::pass_over);
+  } catch (const Error& error) {
+    return fmt::format(". The mirror in {} cannot be read: {}", options.mirror.directory, error.what());
+  }
   const auto newest = StoreSurvey(ranks, options).newest_step_of_any();
-  if (!found || !newest) return "";
+  if (!found || !newest || !is_of_own_training(ranks, options, found->source.commits.front())) return "";
   return fmt::format(
       ". The newest step of any rank there is {}. The mirror in {} has step {}: to continue from it, move {} away, on "
       "all ranks",
@@ -92,7 +110,8 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   std::optional<RestoreSource> newest;
   std::string refusal;
   try {
-    newest = find_store(ranks, options, std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
+    const Incomplete incomplete = mirrored ? Incomplete::refuse_first_too : Incomplete::refuse;
+    newest = find_store(ranks, options, std::nullopt, from.empty() ? incomplete : Incomplete::pass_over);
   } catch (const CommonStoreError& error) {
     refusal = error.what();
   }

@@ -94,7 +94,8 @@ std::optional<RestoreSource> find_store(const RankAgreement& ranks, const Engine
     if (!source.commits.empty()) return source;
     // refuse_other_stores() knows as much of the first one. A newer one that was only being made gives way to the one
     // before.
-    if (incomplete == Incomplete::pass_over || !source.has_more_than_first_commit || where.name.empty()) continue;
+    if (incomplete == Incomplete::pass_over || !source.has_more_than_first_commit) continue;
+    if (incomplete == Incomplete::refuse && where.name.empty()) continue;
     throw incomplete_store(source, where.in(options.store_directory), ranks.group().size());
   }
   return std::nullopt;

@@ -24,7 +24,8 @@ class CommonStoreError : public StoreError {
 };
 
 // Whether a store that has come further than its first commit, and has no commit that every rank has, is an error.
-enum class Incomplete : std::uint8_t { refuse, pass_over };
+// `refuse` leaves a run's first store, whose directory has no name of its own, to refuse_other_stores().
+enum class Incomplete : std::uint8_t { refuse, refuse_first_too, pass_over };
 // The newest store that has a commit to continue from. `from`: as in StoreSurvey::look().
 std::optional<RestoreSource> find_store(const RankAgreement& ranks, const EngineOptions& options,
                                         const std::optional<std::string>& from = std::nullopt,
