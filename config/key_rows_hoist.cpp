@@ -102,7 +102,8 @@ std::vector<KeyRow> durability_rows() {
        .range = {.min = 0, .max = 1073741824.0},
        .meaning =
            "Largest number of the program's own bytes in a commit. A run that is resumed with a larger number than "
-           "its store has room for continues in a new store.",
+           "its store has room for continues in a new store, with a new one in its mirror: both drives need room for "
+           "two until these are whole.",
        .apply = [](Draft& d, const Value& v) { d.engine.caller_state_bytes_max = as_count(v); }},
       {.path = "hoist.lock_timeout_seconds",
        .type = ValueType::number,

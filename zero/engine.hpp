@@ -59,10 +59,10 @@ class Engine {
   // made the commit, its state is distributed anew into a store of its own below the offload directory. That needs room
   // there, and every rank must reach all old ranks' files. The old store is removed once the new one is committed (with
   // nothing on NVMe: at the next restore after that), unless it keeps steps. The same happens where the options ask for
-  // more room than the store has (keep_steps, mirror); each rank then reads its own files alone. Where a rank's drives
-  // are new, and there is a mirror (EngineOptions::mirror), its newest commit is continued from in the same way.
-  // restored() tells what was found. Errors: as create(), and StoreError when there is no such commit, or it belongs to
-  // another model.
+  // more room than the store has (keep_steps, mirror, caller_state_bytes_max); each rank then reads its own files
+  // alone. Where a rank's drives are new, and there is a mirror (EngineOptions::mirror), its newest commit is continued
+  // from in the same way. restored() tells what was found. Errors: as create(), and StoreError when there is no such
+  // commit, or it belongs to another model.
   static Engine restore(Runtime& runtime, const EngineOptions& options, Model model,
                         const RestoreOptions& restore_options = {});
   // [J] The commit that restore() would continue from, if there is one. Changes nothing.

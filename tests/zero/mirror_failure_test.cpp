@@ -98,7 +98,7 @@ TEST(MirrorTimeOut, ACopyMayTakeLongerThanRanksWaitForEachOther) {
 TEST(MirrorTimeOut, ItsDriveMayHangForLongerThanRanksWaitForEachOther) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  setup.runtime.comm_timeout = std::chrono::seconds(3);
+  setup.runtime.comm_timeout = std::chrono::seconds(6);
   setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
   const auto faults = std::make_shared<Faults>(1);
   setup.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults); };
@@ -112,7 +112,7 @@ TEST(MirrorTimeOut, ItsDriveMayHangForLongerThanRanksWaitForEachOther) {
         faults->add({.kind = Fault::Kind::delay,
                      .operation = aio::Operation::write,
                      .path_contains = setup.engine.mirror.directory + "/rank-00001.data",
-                     .delay = setup.runtime.comm_timeout * 2});
+                     .delay = setup.runtime.comm_timeout + std::chrono::seconds(3)});
       if (rank == 0 && fails)
         faults->add({.operation = aio::Operation::write,
                      .path_contains = setup.engine.mirror.directory + "/rank-00000.data",
@@ -138,7 +138,7 @@ TEST(MirrorTimeOut, ItsDriveMayHangForLongerThanRanksWaitForEachOther) {
 TEST(MirrorTimeOut, ACopyThatFailsBesideADriveThatHangsEndsTogether) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  setup.runtime.comm_timeout = std::chrono::seconds(3);
+  setup.runtime.comm_timeout = std::chrono::seconds(6);
   setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
   const auto faults = std::make_shared<Faults>(1);
   setup.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults); };
@@ -153,7 +153,7 @@ TEST(MirrorTimeOut, ACopyThatFailsBesideADriveThatHangsEndsTogether) {
       faults->add({.kind = Fault::Kind::delay,
                    .operation = aio::Operation::write,
                    .path_contains = setup.engine.mirror.directory + "/rank-00001.data",
-                   .delay = setup.runtime.comm_timeout * 3});
+                   .delay = setup.runtime.comm_timeout + std::chrono::seconds(4)});
     if (rank == 0)
       faults->add({.operation = aio::Operation::write,
                    .path_contains = setup.engine.mirror.directory + "/rank-00000.data",
@@ -297,7 +297,7 @@ dev_t file_system_of(const std::string& path) {
 // a while: nothing is copied to the file system below. The copy that all ranks had stays, and with the drive back the
 // next one is whole.
 TEST_P(MirrorFailureTest, NothingIsCopiedToTheFileSystemBelowADriveThatIsNotMounted) {
-  const TempDirectory drives("/dev/shm");
+  const TempDirectory drives(scratch_in_memory());
   own_mirrors_ = true;
   faults_ = std::make_shared<Faults>(1);
   rank_of_faults_ = 1;
@@ -307,7 +307,7 @@ TEST_P(MirrorFailureTest, NothingIsCopiedToTheFileSystemBelowADriveThatIsNotMoun
     fs::create_directory(drive);
     fs::create_directory_symlink(drive, drive_of_mirror(rank));
     if (file_system_of(drive) == file_system_of(directory_.path()))
-      GTEST_SKIP() << "/dev/shm is on the file system of the tests";
+      GTEST_SKIP() << drives.path() << " is on the file system of the tests";
   }
   const LogCapture log;
   on_engines(2, [&](int rank, ToyModel& model) {
@@ -482,6 +482,18 @@ TEST_P(MirrorFailureTest, NobodyCopiesBeforeAllHaveOpenedTheirStores) {
     EXPECT_EQ(model.engine().mirror().copied_bytes, before);
     EXPECT_NO_THROW(copy());
   });
+}
+
+// Where the mirror should have a copy at a start and has none, its drive may be missing.
+TEST_P(MirrorFailureTest, AStartThatFindsNoCopyWarns) {
+  const LogCapture log;
+  train_and_mirror(2, 2);
+  EXPECT_EQ(log.count("holds no copy that every rank has"), 0);
+  for (const bool lost : {false, true}) {
+    if (lost) fs::remove_all(setup_.engine.mirror.directory);
+    on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 2u); });
+    EXPECT_EQ(log.count("holds no copy that every rank has"), lost ? 2 : 0);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(, MirrorFailureTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });

@@ -70,27 +70,25 @@ std::optional<std::uint64_t> Mirror::step() const {
 
 namespace {
 
-// The one that a directory is on, or would be made on.
-std::uint64_t file_system_of(std::filesystem::path directory) {
+// The file system of a directory; nullopt if it is absent. The "/" mounts a drive that is mounted when it is used.
+std::optional<std::uint64_t> file_system_of(const std::filesystem::path& directory) {
   struct stat status {};
-  while (::stat(directory.c_str(), &status) != 0) {
-    if ((errno != ENOENT && errno != ENOTDIR) || !directory.has_relative_path())
-      throw IoError({"stat", directory.string(), 0, 0, errno});
-    directory = directory.parent_path();
-  }
-  return status.st_dev;
+  if (::stat((directory / "").c_str(), &status) == 0) return status.st_dev;
+  if (errno == ENOENT || errno == ENOTDIR) return std::nullopt;
+  throw IoError({"stat", directory.string(), 0, 0, errno});
 }
 
-// The file systems of the directories above this one, without its own. While its drive is not mounted, the directory
-// would be on one of them.
-std::vector<std::uint64_t> file_systems_below(const std::string& directory) {
-  const std::uint64_t own = file_system_of(directory);
-  std::vector<std::uint64_t> below;
-  for (std::filesystem::path path = absolute_path(directory); path.has_relative_path();) {
-    path = path.parent_path();
-    if (const std::uint64_t other = file_system_of(path); other != own) below.push_back(other);
-  }
-  return below;
+bool is_on_own_file_system(const std::filesystem::path& directory) {
+  const auto own = file_system_of(directory);
+  return own && own != file_system_of(directory.parent_path());
+}
+
+// The deepest directory on the way to this one that is on another file system than its parent; "" if there is none.
+std::string mount_point_of(const std::string& directory) {
+  auto path = std::filesystem::path(absolute_path(directory)).lexically_normal();
+  for (; path.has_relative_path(); path = path.parent_path())
+    if (is_on_own_file_system(path)) return path.string();
+  return "";
 }
 
 }  // namespace
@@ -119,8 +117,13 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
     store_options_.store_number = store_number;
     store_ = same_run ? tiers::Store::open(store_options_, drives_) : tiers::Store::create(store_options_, drives_);
     store_options_.store_number = store_->store_number();
-    file_systems_below_ = file_systems_below(store_options_.directory);
+    mount_point_ = mount_point_of(store_options_.directory);
   });
+  if (!found && step > 0)
+    log_warning(
+        "the mirror in {} holds no copy that every rank has: if there was one, its drive may not have been mounted "
+        "when the program started",
+        options_.store_directory);
   if (!same_run) return;
   adopt_commit(ranks_, options_, *store_, choose_commit(ranks_, options_, *store_, ""));
   newest_ = Copied{found->commits.front().step, static_cast<std::uint32_t>(found->commits.front().revision)};
@@ -151,8 +154,8 @@ std::uint32_t Mirror::reopen() {
     log_warning("the mirror in {} has lost one of its files: what was left of this rank's is removed", directory);
   store_.reset();
   std::ranges::fill(fingerprints_, 0);
-  if (std::ranges::count(file_systems_below_, file_system_of(absolute_path(directory))) > 0)
-    throw Error(fmt::format("the mirror's drive is not mounted at {}: nothing is copied until it is", directory));
+  if (!mount_point_.empty() && !is_on_own_file_system(mount_point_))
+    throw Error(fmt::format("the mirror's drive is not mounted at {}: nothing is copied until it is", mount_point_));
   const tiers::Store::Found found = tiers::Store::look(directory, store_options_.identity.rank);
   std::unique_ptr<tiers::Store> store;
   std::vector<tiers::CommitHeader> commits;
@@ -258,7 +261,7 @@ void Mirror::on_all_ranks(const std::function<void()>& work) {
   std::exception_ptr problem;
   barrier_.begin();
   try {
-    const Meetings meetings(barrier_, ranks_);
+    const MeetingThread meetings(barrier_, ranks_);
     work();
   } catch (...) {
     problem = std::current_exception();
@@ -277,7 +280,8 @@ void Mirror::copy(tiers::StoreReader& commit) {
   std::exception_ptr problem;
   barrier_.begin();
   try {
-    Meetings meetings(barrier_, ranks_);  // until the store's thread, after its last flush, agrees with the other ranks
+    MeetingThread meetings(barrier_,
+                           ranks_);  // until the store's thread, after its last flush, agrees with the other ranks
     std::uint64_t counted = commit.bytes_read();  // by start()
     const auto count_read = [&] { bytes_read_ += commit.bytes_read() - std::exchange(counted, commit.bytes_read()); };
     try {
@@ -331,10 +335,11 @@ void Mirror::copy(tiers::StoreReader& commit) {
   }
 }
 
-bool Mirror::keep_pace(TimePoint not_before, const Meetings& meetings) {
+bool Mirror::keep_pace(TimePoint not_before, const MeetingThread& meetings) {
   while (true) {
     {
       MutexLock lock(mutex_);
+      // Nobody wakes it for the failure of another rank, which is not urgent.
       wake_.wait_until(lock, std::min<TimePoint>(not_before, Clock::now() + std::chrono::milliseconds(100)),
                        [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
       if (abandoned_) throw Error("the engine has failed");

@@ -23,6 +23,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -84,7 +85,7 @@ class Mirror {
   void note_loss();
   void copy(tiers::StoreReader& commit);
   // Returns false if the copy of another rank has failed.
-  bool keep_pace(TimePoint not_before, const Meetings& meetings);
+  bool keep_pace(TimePoint not_before, const MeetingThread& meetings);
   void remove_others() noexcept;
   void conclude(const std::exception_ptr& error);
   std::unique_ptr<Promise> take_promise();
@@ -98,8 +99,8 @@ class Mirror {
   JobBarrier barrier_;  // of copies
   StoreDirectory directory_;
   tiers::StoreOptions store_options_;
-  std::vector<std::uint64_t> file_systems_below_;  // where the mirror's directory is while its drive is not mounted
-  std::uint64_t claimed_step_ = 0;                 // the last that was claimed
+  std::string mount_point_;         // of the drive that it was opened on; "" on the root's
+  std::uint64_t claimed_step_ = 0;  // the last that was claimed
 
   // The copy's thread uses these alone.
   const std::unique_ptr<aio::DriveQueue> io_;

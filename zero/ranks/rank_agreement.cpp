@@ -216,11 +216,11 @@ std::uint64_t JobBarrier::largest(std::uint64_t mine) {
   return std::ranges::max(comm::values_of_all(*channel_, mine));
 }
 
-Meetings::Meetings(JobBarrier& barrier, const RankAgreement& ranks) : barrier_(barrier) {
+MeetingThread::MeetingThread(JobBarrier& barrier, const RankAgreement& ranks) : barrier_(barrier) {
   if (ranks.job().size() > 1) thread_ = start_thread("hoist-meetings", [this] { meet(); });
 }
 
-void Meetings::end() noexcept {
+void MeetingThread::end() noexcept {
   {
     const MutexLock lock(mutex_);
     ended_ = true;
@@ -229,14 +229,14 @@ void Meetings::end() noexcept {
   if (thread_.joinable()) thread_.join();
 }
 
-bool Meetings::others_are_well() const {
+bool MeetingThread::others_are_well() const {
   const MutexLock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
   return others_are_well_;
 }
 
 // It goes on after another rank has failed, which waits until this one's work has ended.
-void Meetings::meet() {
+void MeetingThread::meet() {
   while (true) {
     {
       MutexLock lock(mutex_);

@@ -98,7 +98,7 @@ class JobBarrier {
  public:
   // `channel`: over all ranks of the job, for this object alone. `what` completes "rank 3 could not ...". `interval`:
   // for work that may take longer than one rank waits for another. While it goes on, every rank calls meet_when_due()
-  // at least once in each interval, by itself or by Meetings, until agree() or tell().
+  // at least once in each interval, by itself or by a MeetingThread, until agree() or tell().
   JobBarrier(std::unique_ptr<comm::Communicator> channel, const RankAgreement& ranks, const char* what,
              Nanoseconds interval = {})
       : channel_(std::move(channel)), ranks_(ranks), what_(what), interval_(interval) {}
@@ -131,13 +131,13 @@ class JobBarrier {
 
 // While it lives, a thread meets the other ranks at their barrier, for work that may wait for a drive longer than the
 // other ranks wait for this one. No other thread uses the barrier meanwhile.
-class Meetings {
+class MeetingThread {
  public:
   // After JobBarrier::begin(). Nothing to do with one rank.
-  Meetings(JobBarrier& barrier, const RankAgreement& ranks);
-  ~Meetings() { end(); }
-  Meetings(const Meetings&) = delete;
-  Meetings& operator=(const Meetings&) = delete;
+  MeetingThread(JobBarrier& barrier, const RankAgreement& ranks);
+  ~MeetingThread() { end(); }
+  MeetingThread(const MeetingThread&) = delete;
+  MeetingThread& operator=(const MeetingThread&) = delete;
   // Waits for the meeting under way. From here on the caller uses the barrier. Any thread may call it, one at a time.
   void end() noexcept;
   // False if the work of another rank has failed: agree() says why. Errors: CommError of a meeting.
