@@ -7,6 +7,7 @@ best, so that the best checkpoint is not the last one.
 """
 
 import copy
+import functools
 import math
 import os
 
@@ -17,11 +18,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
 peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
 trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
+import accelerate  # noqa: E402
 import datasets  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 import hoist  # noqa: E402
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
+from hoist.torch.model import casts  # noqa: E402
 
 WORDS = 300
 pytestmark = pytest.mark.usefixtures("cpu_by_default")
@@ -269,9 +272,120 @@ def test_a_reference_is_the_trained_model_at_the_first_step(tmp_path, caplog, mo
     reference = trainer.ref_model.state_dict()
     assert caplog.text.count("ref_model gets weights of") == 1
     assert {value.dtype for value in reference.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
-    assert ("ref_model_mixup_alpha=0.05 is small" in caplog.text) == (kind == "grpo")
+    assert ("ref_model_mixup_alpha=0.05 is small" in caplog.text) == ("up to 10 steps" in caplog.text) == (kind == "grpo")
     if kind == "dpo":
         assert all(torch.equal(reference[name].cpu(), value.cpu()) for name, value in weights.items())
+
+
+def equal_models(count):
+    """Small differences of weights show in their results."""
+    torch.manual_seed(0)
+    model = LLAMA[0](transformers.LlamaConfig(**LLAMA[1].to_dict() | {"initializer_range": 0.2, "tie_word_embeddings": False}))
+    return [copy.deepcopy(model) for _ in range(count)]
+
+
+def first_rewards(trainer):
+    """Of DPO, which are 0 for equal models."""
+    trainer.train()
+    trainer.engine.close()
+    first = next(row for row in trainer.state.log_history if "loss" in row)
+    return [first["rewards/chosen"], first["rewards/rejected"]]
+
+
+def dpo(monkeypatch, path, model, reference, **changes):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(hoist_transformers, "from_pretrained", lambda *_, **__: model)
+    monkeypatch.setitem(KINDS, "dpo", (*KINDS["dpo"][:4], {"ref_model": reference}, {}))
+    return make("dpo", path, path / "hub", False, True, max_steps=1, eval_strategy="no", save_strategy="no", **changes)
+
+
+def test_one_reference_for_two_trainers(tmp_path, caplog, monkeypatch):
+    """Before accelerate 1.12, the second one puts autocast around the first one's. A third one trains in another type."""
+    *policies, reference = equal_models(4)
+    trainers = [dpo(monkeypatch, tmp_path / str(n), model, reference, bf16=True) for n, model in enumerate(policies[:2])]
+    for trainer in trainers:
+        assert first_rewards(trainer) == pytest.approx([0, 0], abs=1e-7)
+        assert "_original_forward" not in vars(reference) and len(reference._forward_pre_hooks) == 1
+    assert "earlier trainer" not in caplog.text
+    first_rewards(dpo(monkeypatch, tmp_path / "fp32", policies[2], reference))
+    assert "rounded this ref_model to torch.bfloat16, and this one trains in torch.float32" in caplog.text
+
+
+def test_a_second_trainer_trains_what_two_have_evaluated(tmp_path, monkeypatch):
+    [model] = equal_models(1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(hoist_transformers, "from_pretrained", lambda *_, **__: model)
+    trainers = [make("trainer", tmp_path / name, tmp_path / "hub", False, True, max_steps=1, bf16=True, save_strategy="no")
+                for name in ("first", "second")]
+    for trainer in trainers:
+        trainer.evaluate()
+    trainers[1].train()
+    with torch.no_grad():
+        assert model(input_ids=torch.tensor(ROWS[:2], device=trainers[1].engine.device)).logits.dtype == torch.bfloat16
+    trainers[1].engine.close()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_all_that_accelerate_puts_around_a_forward_is_taken_away(monkeypatch, own):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    model = torch.nn.Linear(2, 2)
+    if own:  # as TRL's
+        plain = model.forward
+        model.forward = functools.wraps(plain)(lambda x: plain(x) + 1)
+    before = getattr(model.forward, "__func__", model.forward)
+    for _ in range(2):
+        model.__dict__.pop("_is_accelerate_prepared", None)  # as before accelerate 1.12
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=ON_CPU)
+        accelerator.prepare_model(model, evaluation_mode=True, device_placement=False)
+    casts.restore_forward(model)
+    assert getattr(model.forward, "__func__", model.forward) is before and model.forward(torch.ones(1, 2)).shape == (1, 2)
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.cpu_tensors("the reference shares a module with a model of the host's")
+def test_a_reference_that_shares_a_module_with_the_trained_model(tmp_path, monkeypatch):
+    model, reference = equal_models(2)
+    reference.model.embed_tokens = model.model.embed_tokens
+    trainer = dpo(monkeypatch, tmp_path, model, reference, bf16=True)
+    assert first_rewards(trainer) == pytest.approx([0, 0], abs=1e-7)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+
+
+class PackedInFloats(torch.nn.Parameter):  # as bitsandbytes' Params4bit with bnb_4bit_quant_storage=torch.float32
+    def __new__(cls, data):
+        return torch.Tensor._make_subclass(cls, data, False)
+
+
+def quantized_modules():
+    """Stand-ins for modules of bitsandbytes, of fp8 in blocks, and of GPTQ."""
+    packed, blocks, gptq = (torch.nn.Module() for _ in range(3))
+    packed.weight = PackedInFloats(torch.randint(0, 255, (32, 4), dtype=torch.uint8, device="cpu").view(torch.float32))
+    blocks.weight = torch.nn.Parameter(torch.randn(8, 8, device="cpu").to(torch.float8_e4m3fn), requires_grad=False)
+    blocks.weight_scale_inv = torch.nn.Parameter(torch.rand(1, 1, device="cpu"), requires_grad=False)
+    gptq.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32, device="cpu"))
+    gptq.register_buffer("scales", torch.rand(4, 4, device="cpu").half())
+    return torch.nn.ModuleList([packed, blocks, gptq])
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_quantized_parts_of_a_reference_stay(tmp_path, caplog, monkeypatch, marked):
+    """Of a model that transformers has quantized (marked), all stays."""
+    caplog.set_level("INFO", "hoist")
+    model, reference = equal_models(2)
+    reference.quantized = quantized_modules()
+    if marked:
+        reference.is_quantized = True
+    before = {name: value.clone() for name, value in reference.quantized.state_dict().items()}
+    trainer = dpo(monkeypatch, tmp_path, model, reference, bf16=True)
+    rewards = first_rewards(trainer)
+    assert marked or rewards == pytest.approx([0, 0], abs=1e-7)
+    after = reference.quantized.state_dict()
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype, name
+        assert torch.equal(after[name].cpu().view(torch.uint8), value.view(torch.uint8)), name
+    assert reference.lm_head.weight.dtype == (torch.float32 if marked else torch.bfloat16)
+    assert ("ref_model is quantized" in caplog.text) == marked
 
 
 @pytest.mark.parametrize("first", ["sft", "dpo"])
@@ -283,9 +397,12 @@ def test_evaluated_before_it_is_trained_in_16_bits(tmp_path, caplog, monkeypatch
     trainer = make(first, tmp_path, tmp_path / "hub", False, True, max_steps=1, bf16=True, save_strategy="no", **changes)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
+    assert "_original_forward" not in vars(trainer.model)
+    with torch.no_grad():
+        assert trainer.model(input_ids=torch.tensor(ROWS[:2], device=trainer.engine.device)).logits.dtype == torch.bfloat16
     trainer.engine.close()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(before, rel=0.02)
-    assert ("uses the reference's weights in torch.float32" in caplog.text) == (first == "dpo")
+    assert ("computes with weights in torch.float32" in caplog.text) == (first == "dpo")
 
 
 def test_trained_adapters_are_merged_and_are_no_weights_of_a_whole_model(tmp_path):

@@ -35,7 +35,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hoist.torch
 from hoist import _hoist, signal_handlers
 from hoist.torch.config_files import as_json, read_config, with_first_names
-from hoist.torch.model.casts import as_type, cast_inputs, cast_weights, place_buffers, restore_forward
+from hoist.torch.model.casts import (
+    as_type,
+    cast_inputs,
+    cast_weights,
+    has_own_weights,
+    is_quantized,
+    place_buffers,
+    restore_forward,
+)
 from hoist.torch.model.parameters import dtype_of
 from hoist.torch.model.wrapped import engine_of
 from hoist.torch.pretrained.export import refuse_adapters, save_pretrained, write_model, write_weights
@@ -195,13 +203,16 @@ class Trainer(transformers.Trainer):
     def _warn_of_precomputed_reference(self) -> None:
         """TRL computes before the engine is made, with the weights as they were loaded."""
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        if dtype is None or not getattr(self.args, "precompute_ref_log_probs", False):
+        if dtype is None or not getattr(self.args, "precompute_ref_log_probs", False) or not self.is_world_process_zero():
             return
         reference = cast(torch.nn.Module, getattr(self, "ref_model", None) or self.model)
-        loaded = next((p.dtype for p in reference.parameters() if p.is_floating_point()), dtype)
-        if loaded != dtype:
-            _log.warning("precompute_ref_log_probs uses the reference's weights in %s, and the trained ones are rounded to %s: "
-                         "they differ from the first step on. Load the model with dtype=%s", loaded, dtype, dtype)
+        with_adapters = hasattr(reference, "peft_config")  # which are turned off
+        loaded = {p.dtype for p in reference.parameters() if p.is_floating_point() and p.dtype.itemsize > 1
+                  and not (with_adapters and p.requires_grad)}
+        if loaded - {dtype}:
+            _log.warning("precompute_ref_log_probs computes with weights in %s, and training with weights in %s, so the log "
+                         "probabilities differ from the first step on: load the model with dtype=%s",
+                         " and ".join(sorted(map(str, loaded))), dtype, dtype)
 
     def _move_reference(self, model: torch.nn.Module, reference: torch.nn.Module, alpha: float) -> None:
         """Mixes the trained weights into a reference model's, one parameter after the other."""
@@ -373,21 +384,33 @@ class Trainer(transformers.Trainer):
             cast_inputs(model.get_encoder(), dtype)  # generate() calls it without the model's forward()
 
     def _treat_reference_alike(self) -> None:
-        """The model that TRL compares the trained one with is the same at first, and computes in the same types."""
+        """Casts the model that TRL compares the trained one with, so that two equal models compute the same."""
         dtype, reference = dtype_of(self._made.config), getattr(self, "ref_model", None)
-        if dtype is None or not isinstance(reference, torch.nn.Module):
+        if not isinstance(reference, torch.nn.Module):
             return
-        reference = self.accelerator.unwrap_model(reference, keep_torch_compile=False)
-        if any(engine_of(module) is not None for module in reference.modules()):
+        reference = cast(Any, self.accelerator.unwrap_model(reference, keep_torch_compile=False))
+        before = getattr(reference, "_rounded_by_hoist", None)
+        weights = cast(torch.nn.Module, self.model).parameters()
+        trained = dtype or next((p.dtype for p in weights if p.is_floating_point()), before)
+        if before is not None and before != trained:
+            _log.warning("an earlier trainer rounded this ref_model to %s, and this one trains in %s: equal models no longer "
+                         "begin alike. Give each trainer a ref_model of its own", before, trained)
+        if dtype is None or engine_of(reference) is not None or not has_own_weights(reference):
+            return
+        if getattr(reference, "is_quantized", False) or getattr(reference, "hf_quantizer", None) is not None:
+            _log.info("ref_model is quantized and stays as it was loaded")
             return
         restore_forward(reference)
-        place_buffers(reference, self._made.device, dtype)
+        place_buffers(reference, None, dtype, lambda m: engine_of(m) is not None or is_quantized(m))
         cast_inputs(reference, dtype)
         if cast_weights(reference, dtype) > 0:
+            reference._rounded_by_hoist = dtype
             _log.info("ref_model gets weights of %s, rounded as the trained model's, so that both begin alike", dtype)
-        if getattr(self.args, "sync_ref_model", False) and cast(Any, self.args).ref_model_mixup_alpha < 0.1:
-            _log.warning("ref_model_mixup_alpha=%g is small for a reference of %s: changes that are less than half a step of its "
-                         "weights are lost, so choose 0.1 or more", cast(Any, self.args).ref_model_mixup_alpha, dtype)
+        alpha = getattr(self.args, "ref_model_mixup_alpha", 1.0)
+        if getattr(self.args, "sync_ref_model", False) and 0 < alpha < 0.5:  # a change below half a step is lost
+            _log.warning("ref_model_mixup_alpha=%g is small for a reference of %s: each of its weights may stay up to %.2g steps "
+                         "of that type away from the trained one, because a mix that moves it by less than half a step is lost",
+                         alpha, dtype, 0.5 / alpha)
 
     def _groups_in_an_optimizer(self, *model: Any) -> torch.optim.Optimizer:
         optim = self.args.optim

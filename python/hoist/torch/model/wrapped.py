@@ -39,6 +39,10 @@ def engine_of(model: nn.Module) -> Engine | None:
     return engine if engine is not None and engine._unit_manager.is_open else None
 
 
+def open_engines() -> set[Engine]:
+    return {engine for of in list(_engine_of.values()) if (engine := of()) is not None and engine._unit_manager.is_open}
+
+
 def refuse_model(model: object) -> None:
     """Errors: UsageError for what cannot be wrapped, or is wrapped already."""
     if not isinstance(model, nn.Module):
@@ -62,7 +66,7 @@ def refuse_model(model: object) -> None:
                                     "first (hoist.torch.engine_of(model), or trainer.engine), and give the next one values: "
                                     "resume=True or weights=DIR, for a Trainer hoist_options={\"weights\": DIR}, where "
                                     "engine.export(DIR) of the first engine wrote them")
-    owners = {engine for of in _engine_of.values() if (engine := of()) is not None and engine._unit_manager.is_open}
+    owners = open_engines()
     for name, parameter in model.named_parameters():
         if any(id(parameter) in engine._parameters.by_id for engine in owners):
             raise _hoist.UsageError(f"parameter '{name}' belongs to an engine of another model: an engine trains its parameters "
