@@ -7,7 +7,7 @@
 // Legs alternate, plain and pool, on the same device memory; a control compares the plain leg with itself. Both
 // directions at once are compared with plain copies at once, and with the sum of both plain speeds of the same round:
 // no link need reach that. Ends with 77 where there is no GPU. Aims: 0.97 of plain copies, 0.9 of the sum; an aim is
-// missed if the whole interval, widened by the control's, lies below it.
+// missed if the whole interval, widened by half the width of the control's interval, lies below it.
 #include <algorithm>
 #include <array>
 #include <memory>

@@ -8,7 +8,7 @@
 // call's, of the slowest rank; the control compares the two blocking legs. A late gather counts from the time at which
 // the last rank comes, 100 ms after the others. Afterwards one rank is late for longer, and the others report how much
 // of a core they use while they wait. Aims: a ratio of 1.2 from 8 MiB on, and 0.1 cores while waiting. A ratio's aim is
-// missed if the whole interval, widened by the control's, lies above it.
+// missed if the whole interval, widened by half the width of the control's interval, lies above it.
 #include <algorithm>
 #include <climits>
 #include <memory>

@@ -8,7 +8,7 @@
 // compares the memset with itself. The memset maps its memory with huge pages, and has a thread on each processor.
 // Giving memory back is not timed. The last line is memory that was touched before, for comparison.
 //
-// Exit code 1: the whole interval of a ratio, widened by the control's, is below 0.6.
+// Exit code 1: the whole interval of a ratio, widened by half the width of the control's interval, is below 0.6.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>

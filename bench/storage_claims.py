@@ -6,7 +6,8 @@
 
 Each cell is one call of `hoist bench io --compare`: alternating pairs of legs on the same bytes of the same files, the
 drain included, with hoist against itself as the control. A claim of at least L is contradicted when the whole 95 %
-interval of the median ratio, widened by half of the control's, lies below L; it is shown when the whole interval lies above.
+interval of the median ratio, widened by half the width of the control's interval, lies below L; it is shown when the whole
+interval lies above.
 With two paths the files are half as large. --only runs some cells; results of other cells already in FILE are kept.
 Needs fio, and a hoist that was built with libaio-dev for the last cells. Exit code 1: a claim is contradicted.
 """

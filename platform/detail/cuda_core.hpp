@@ -64,7 +64,7 @@ class PooledEvent {
   Timing timing_;
 };
 
-// What the time between two events is: that of a copy over a link, that of a wait, or a time that a function gets.
+// The use of the time between two events: it counts for a link, for a wait, or goes to a function.
 struct Measure {
   struct Transfer {
     Link link;

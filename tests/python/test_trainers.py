@@ -415,7 +415,8 @@ def test_trained_adapters_are_merged_and_are_no_weights_of_a_whole_model(tmp_pat
     trainer.engine.close()
     model = peft.PeftModel.from_pretrained(LLAMA[0].from_pretrained(tmp_path / "hub"), tmp_path / "saved")
     found = LLAMA[0].from_pretrained(tmp_path / "merged").state_dict()
-    with pytest.raises(hoist.SafetensorsError, match="adapters alone.*is_trainable=True"):
+    (tmp_path / "saved" / "model_card.md").write_text("adapters")
+    with pytest.raises(hoist.SafetensorsError, match="adapters and no weight.*is_trainable=True"):
         hoist.torch.wrap(model, {"optimizer": {"type": "AdamW"}}, weights=tmp_path / "saved")
     for name, value in model.merge_and_unload().state_dict().items():
         torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=0, atol=1e-6)

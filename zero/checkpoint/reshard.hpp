@@ -26,9 +26,9 @@ struct StoreOrders {
 // a file (tiers::Store::check_unfinished).
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders = {});
 
-// [J] Removes the stores that `present` has replaced, and unfinished ones of any order, except those in `spared`. An
-// older store stays if it is not whole; until the next start, while somebody reads it; and if it has named checkpoints
-// whose names no newer store has, and the newer stores have fewer than EngineOptions::keep_steps.
+// [J] Removes the stores that `present` has replaced, and unfinished ones of any order above 0, except those in
+// `spared`. An older store stays if it is not whole, if somebody reads it (then until the next start), or if it has
+// named checkpoints whose names no newer store has, and the newer stores have fewer than EngineOptions::keep_steps.
 void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                             std::span<const StoreDirectory> spared);
 

@@ -103,15 +103,12 @@ def _read_weights(engine: Engine, path: str, unset: list[NewBuffer]) -> None:
     others, fill = weight_files.read_buffers(path, engine.module, dict(parameters.persistent_buffers(False)),
                                              dict(parameters.empty()))
     initial.refuse_unset(each for each in unset if each.name not in others)
-    try:
-        engine._unit_manager.initialize_from(path, engine._cut.aliases, others)
-    except _hoist.SafetensorsError as error:
-        files = os.listdir(path) if os.path.isdir(path) else []
-        if "is missing" in str(error) and "adapter_config.json" in files and not any(f.startswith("model") for f in files):
-            raise _hoist.SafetensorsError(
-                f"{path} has PEFT's adapters alone: load the model below them, then the adapters with PeftModel.from_pretrained("
-                "model, DIR, is_trainable=True), and leave out weights=...") from error
-        raise
+    names = {*parameters.by_name, *engine._cut.aliases}
+    if os.path.exists(os.path.join(path, "adapter_config.json")) and names.isdisjoint(_hoist.tensors_in(path)):
+        raise _hoist.SafetensorsError(
+            f"{path} has PEFT's adapters and no weight of the model: load the model below them, then the adapters with "
+            "PeftModel.from_pretrained(model, DIR, is_trainable=True), and leave out weights=...")
+    engine._unit_manager.initialize_from(path, engine._cut.aliases, others)
     fill()
 
 

@@ -287,8 +287,8 @@ def refuse_stores_of_others(store: str, is_of_group: bool) -> None:
         if step > 0:
             raise _hoist.StoreError(
                 f"resume=True finds no run in {own.parent}, but {place} holds one of step {step}: its ranks were divided "
-                "otherwise, or had other numbers on these machines. Resume it with as many ranks, each on the machine with its "
-                "drive, and with the same shard_over=... or mesh=..., or choose another directory to begin anew")
+                "otherwise, or had other rank numbers on these machines. Resume it with as many ranks, each on the machine with "
+                "its drive, and with the same shard_over=... or mesh=..., or choose another directory to begin anew")
 
 
 def warn_of_other_world_size(saved: dict[str, Any], size: int, what: str) -> None:
