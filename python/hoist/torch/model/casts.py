@@ -71,7 +71,7 @@ def has_own_weights(model: torch.nn.Module) -> bool:
 def restore_forward(model: torch.nn.Module) -> None:
     """Takes away what accelerate has put around forward(): autocast, and results in fp32. Its unwrap_model() would also take
     away a forward() that the program has given the model, as TRL does."""
-    from accelerate.utils.operations import ConvertOutputsToFp32
+    from accelerate.utils.operations import ConvertOutputsToFp32  # type: ignore[import-untyped]
 
     own = vars(model).pop("_original_forward", None)
     if own is None:
