@@ -65,6 +65,28 @@ def test_a_call_of_one_rank_alone_is_named(settings, tmp_path):
         assert "Every rank must make the same calls" in text
 
 
+def test_ranks_meet_again_after_a_restore_on_one_alone(settings, tmp_path):
+    config = with_room(settings)
+    config["hoist"]["comm_timeout_seconds"] = 4.0
+    texts = texts_of("""
+        engine = hoist.torch.wrap(make(), config)
+        text = "nothing"
+        try:
+            engine.restore() if rank == 1 else train_share(engine, rank, size, 1)
+        except hoist.CommError as error:
+            text = str(error)
+        engine.close()
+        dist.barrier()
+        engine = hoist.torch.wrap(make(), config, resume=True)
+        train_share(engine, rank, size, 1)
+        engine.close()
+        dist.barrier()
+        raise hoist.UsageError(f"trained after: {text}")
+    """, tmp_path / "meet", config)
+    assert "restore() after step 0" in texts[0] and "did not come" in texts[1], texts
+    assert all(text.startswith("UsageError: trained after:") for text in texts), texts
+
+
 @pytest.mark.parametrize("call", ["wrap(make(), config", "initialize(model=make(), config=config"])
 @pytest.mark.parametrize("argument, shown", [("resume=True", "resume=True"), ("weights='nowhere'", "weights=...")])
 def test_an_argument_that_one_rank_alone_passes_is_named(settings, tmp_path, call, argument, shown):

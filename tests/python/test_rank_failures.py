@@ -198,7 +198,7 @@ def test_a_restart_by_torchrun_does_not_read_the_failure_before_it(monkeypatch):
     """torchrun keeps one store over restarts. Agents of several machines do not count alike: their ranks must meet."""
     def start():
         monkeypatch.setattr(channels, "_numbers", {})
-        return channels._Start((0,))
+        return channels.Start((0,))
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

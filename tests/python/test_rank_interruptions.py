@@ -14,7 +14,7 @@ from test_distributed import with_room
 
 def test_a_construction_that_is_interrupted_as_it_begins_is_told_and_counted(monkeypatch):
     """Ranks that count otherwise would not meet again. Before `try` it is as if it came before the call."""
-    construction = channels._Start.__init__.__code__, channels._begins.__code__, channels.start.__wrapped__.__code__
+    construction = channels.Start.__init__.__code__, channels._begins.__code__, channels.start.__wrapped__.__code__
     before_try = 2  # lines
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     for count in range(1, 100):
@@ -40,7 +40,7 @@ def test_a_construction_that_is_interrupted_as_it_begins_is_told_and_counted(mon
         finally:
             sys.settrace(None)
         monkeypatch.setattr(channels, "_numbers", {})
-        assert channels._Start((0, 1)).why(1) == "rank 0 failed: KeyboardInterrupt"
+        assert channels.Start((0, 1)).why(1) == "rank 0 failed: KeyboardInterrupt"
     assert count > 5
 
 

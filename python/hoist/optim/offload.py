@@ -125,6 +125,7 @@ class Offloaded:
         members, job = _ranks_of(shard_over, self._has_store)
         self._job = job
         with channels.start(job):
+            self._start = channels.Start.current
             self._cut = CutParameters(groups)
             self._types = [parameter.dtype for parameter in self._cut.parameters]
             self._shapes = [parameter.shape for parameter in self._cut.parameters]
@@ -371,7 +372,7 @@ class Offloaded:
 
     def restore(self, groups: list[dict[str, Any]], name: str) -> int:
         """[C] Continues from a named checkpoint or the newest commit, and fills the parameters. Returns the step."""
-        with channels.start(self._job):
+        with channels.start(self._job, self._start):
             if self.unit_manager.is_alive:
                 self.unit_manager.require_commit(name)
             self._unfinished = "restore()"

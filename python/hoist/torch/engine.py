@@ -112,6 +112,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         self.device = device_of(config, device, model.parameters())
         self._parameters = Parameters(model, cut, dtype_of(config), self.device)
         self._sharding = distributed.sharding_group_of(mesh, tensor_parallel, config)
+        self._start = channels.Start.current
         self._came_before_ranks = config.joins_launched_ranks and not channels.is_joined()
         self._unit_manager = self._make_unit_manager(grouping)
         self._global_rank = dist.get_rank() if channels.is_joined() else self.rank
@@ -438,7 +439,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     def restore(self, name: str = "") -> int:
         """[C] Continues from a named checkpoint, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine, or a call that was interrupted."""
-        with self._passes.turns.outside("restore()"), channels.start(distributed.ranks_at_start(self.config)):
+        with self._passes.turns.outside("restore()"), channels.start(distributed.ranks_at_start(self.config), self._start):
             if self._unit_manager.is_alive:
                 self._unit_manager.require_commit(name)
             self._passes.give_up()
@@ -478,7 +479,7 @@ class Engine(StandsForModel, DeepSpeedNames):
         """[C] Takes memory again and continues where sleep() ended, with the same bits. After an error, such as that memory is
         lacking, the engine sleeps on, and wake() may be called again."""
         program_end.release_dropped(self.config.store_directory, self._unit_manager)
-        with channels.start(distributed.ranks_at_start(self.config)):
+        with channels.start(distributed.ranks_at_start(self.config), self._start):
             self._unit_manager.wake()
         self._passes.forget()
         self._parameters.changed()

@@ -39,16 +39,15 @@ _log = logging.getLogger("hoist")
 
 # Every rank of a group makes the same engines over it in the same order, and so gives them the same names.
 _numbers: dict[tuple[int, ...], int] = {}  # of the next one
-_left_words: list[Ranks | _Start] = []  # for the other ranks to read
+_left_words: list[Ranks | Start] = []  # for the other ranks to read
 
 _HEADER_BYTES = 256  # a description's hash, and as much of its text as fits
 _LOOK_EVERY, _ASK_EVERY = 0.1, 1.0  # seconds
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's words
 
 
-def _next_store(members: tuple[int, ...], numbers: dict[tuple[int, ...], int], store: JobStore) -> JobStore:
-    name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return store.part(f"hoist/{name}/{numbers.get(members, 0)}")
+def _next_name(members: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> str:
+    return f"hoist/{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}/{numbers.get(members, 0)}"
 
 
 def _text_at(store: dist.Store, key: str) -> str | None:
@@ -61,7 +60,7 @@ def _reason_in(store: JobStore, seconds: float = ANSWER_SECONDS) -> str | None:
     return None
 
 
-def _tell(speaker: Ranks | _Start, store: JobStore, why: str) -> str:
+def _tell(speaker: Ranks | Start, store: JobStore, why: str) -> str:
     """Returns the reason that was given first, whoever gave it."""
     def first(plain: dist.Store) -> str:
         if (told := _text_at(plain, "why")) is None:
@@ -85,23 +84,29 @@ def _all_have_heard(store: JobStore, members: Sequence[int]) -> bool:
         return True  # no rank can read it
 
 
-class _Start:
+class Start:
     """One construction of an engine on all its ranks. They find each other below its store, so that whatever fails in it, the
-    next one begins anew on all of them. A rank that fails before they meet says why there."""
+    next one begins anew on all of them. A rank that fails before they meet says why there.
 
-    current: _Start | None = None
+    `first`: that of the engine itself, for its later ones in restore() and wake(). They are counted apart: one rank may call these
+    alone, and still finds the others in the next construction of an engine."""
 
-    def __init__(self, members: Sequence[int], becomes_current: bool = False):
+    current: Start | None = None
+
+    def __init__(self, members: Sequence[int], becomes_current: bool = False, first: Start | None = None):
         self.members = tuple(members)
         self.rank_of_job = dist.get_rank()
-        self._store = _next_store(self.members, _numbers, job_store())
+        numbers = _numbers if first is None else first._later_numbers
+        self._name = ("" if first is None else first._name + "/later/") + _next_name(self.members, numbers)
+        self._store = job_store().part(self._name)
         self._numbers: dict[tuple[int, ...], int] = {}
+        self._later_numbers: dict[tuple[int, ...], int] = {}
         self.made: list[Ranks] = []
         # Both or neither, whenever a handler of a signal raises: the ranks would count differently from then on.
-        _numbers[self.members], _Start.current = _numbers.get(self.members, 0) + 1, self if becomes_current else _Start.current
+        numbers[self.members], Start.current = numbers.get(self.members, 0) + 1, self if becomes_current else Start.current
 
     def store_of(self, ranks: Ranks) -> JobStore:
-        store = _next_store(ranks.members, self._numbers, self._store)
+        store = self._store.part(_next_name(ranks.members, self._numbers))
         self._numbers[ranks.members] = self._numbers.get(ranks.members, 0) + 1
         return store
 
@@ -134,30 +139,31 @@ def before_start() -> Iterator[None]:
         yield
     except BaseException as error:
         if is_joined() and dist.get_world_size() > 1:
-            _Start(range(dist.get_world_size())).fail(program_end.text_of(error))
+            Start(range(dist.get_world_size())).fail(program_end.text_of(error))
         raise
 
 
-def _begins(outer: _Start | None, members: Sequence[int]) -> bool:
+def _begins(outer: Start | None, members: Sequence[int]) -> bool:
     """Whether a construction begins that is not part of `outer`, and that has other ranks."""
     return len(members) > 1 and (outer is None or outer.members != tuple(members))
 
 
 @contextlib.contextmanager
-def start(members: Sequence[int]) -> Iterator[None]:
-    """[C] Around the construction of an engine, or within it: an error in it ends the wait of the other ranks for this one."""
-    before = _Start.current
+def start(members: Sequence[int], first: Start | None = None) -> Iterator[None]:
+    """[C] Around the construction of an engine, or within it: an error in it ends the wait of the other ranks for this one. `first`:
+    as of Start."""
+    before = Start.current
     try:
         if _begins(before, members):
-            _Start(members, becomes_current=True)
+            Start(members, becomes_current=True, first=first)
         yield
     except BaseException as error:
         if _begins(before, members):
-            begun = _Start.current if _Start.current is not before else None  # a handler of a signal may have raised before
-            (begun or _Start(members)).fail(program_end.text_of(error))
+            begun = Start.current if Start.current is not before else None  # a handler of a signal may have raised before
+            (begun or Start(members, first=first)).fail(program_end.text_of(error))
         raise
     finally:
-        _Start.current = before
+        Start.current = before
 
 
 class Ranks:
@@ -175,7 +181,7 @@ class Ranks:
         self.rank = self.members.index(self.rank_of_job)
         self.timeout = timeout
         self.doing = doing
-        self._start = _Start.current or _Start(self.members)
+        self._start = Start.current or Start(self.members)
         self.store = self._start.store_of(self)
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.RLock()  # a handler of a signal may close the engine while its thread holds it
