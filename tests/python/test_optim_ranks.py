@@ -117,7 +117,7 @@ def test_a_store_of_other_ranks_is_not_begun_anew(tmp_path, ranks_before):
 
     if ranks_before == 2:
         on_two_ranks(tmp_path, "store", False, "nvme", last=3)
-        with pytest.raises(hoist.StoreError, match="rank-0 holds one of step 3.* had other numbers"):
+        with pytest.raises(hoist.StoreError, match="rank-0 holds one of step 3.* had other rank numbers"):
             in_one_process(resume=True)
         return
     in_one_process()
