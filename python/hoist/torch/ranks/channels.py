@@ -88,8 +88,8 @@ class Start:
     """One construction of an engine on all its ranks. They find each other below its store, so that whatever fails in it, the
     next one begins anew on all of them. A rank that fails before they meet says why there.
 
-    `first`: that of the engine itself, for its later ones in restore() and wake(). They are counted apart: one rank may call these
-    alone, and still finds the others in the next construction of an engine."""
+    `first`: that of the engine itself, for its later ones in restore() and wake(). They are counted apart: one rank may call
+    these alone, and still finds the others in the next construction of an engine."""
 
     current: Start | None = None
 
@@ -97,7 +97,7 @@ class Start:
         self.members = tuple(members)
         self.rank_of_job = dist.get_rank()
         numbers = _numbers if first is None else first._later_numbers
-        self._name = ("" if first is None else first._name + "/later/") + _next_name(self.members, numbers)
+        self._name: str = ("" if first is None else first._name + "/later/") + _next_name(self.members, numbers)
         self._store = job_store().part(self._name)
         self._numbers: dict[tuple[int, ...], int] = {}
         self._later_numbers: dict[tuple[int, ...], int] = {}
@@ -150,8 +150,8 @@ def _begins(outer: Start | None, members: Sequence[int]) -> bool:
 
 @contextlib.contextmanager
 def start(members: Sequence[int], first: Start | None = None) -> Iterator[None]:
-    """[C] Around the construction of an engine, or within it: an error in it ends the wait of the other ranks for this one. `first`:
-    as of Start."""
+    """[C] Around the construction of an engine, or within it: an error in it ends the wait of the other ranks for this one.
+    `first`: as of Start."""
     before = Start.current
     try:
         if _begins(before, members):
