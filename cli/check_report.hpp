@@ -24,8 +24,8 @@ struct CheckReport {
   std::string machine = "this machine";    // its name in sentences
   std::optional<Prediction> prediction{};  // of one rank; empty: no model given
   MachineFit fit{};                        // if there is a prediction
-  // The fraction that the pinned budget allows, if optimizer state is on NVMe; likewise of weights. Each if the other
-  // fraction stays as it is.
+  // The largest hoist.optimizer_pinned_fraction, if optimizer state is on NVMe, and the largest
+  // hoist.parameters_pinned_fraction, if weights are, that the pinned budget allows while the other one stays as it is.
   std::optional<double> pinned_fraction_max{}, parameters_pinned_fraction_max{};
   // The pinned memory that the engine would hold with the default of sub_group_size, if a larger one is set and takes
   // more.

@@ -48,7 +48,7 @@ std::pair<const char*, Value> part(const char* name, Value value) {
   return {name, std::move(value)};
 }
 
-// Python's own conversion of text throws for what is not UTF-8.
+// nanobind's conversion to str throws if the text is not UTF-8.
 std::pair<const char*, std::string> text(const char* name, const std::string& value) {
   return {name, printable(value)};
 }

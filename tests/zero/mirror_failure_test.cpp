@@ -93,30 +93,44 @@ TEST(MirrorTimeOut, ACopyMayTakeLongerThanRanksWaitForEachOther) {
   on_ranks(2, copies_take_long);
 }
 
+// Ranks that wait 6 s for each other, with a mirror whose drives have faults.
+ToySetup mirror_with(const std::shared_ptr<Faults>& faults, const TempDirectory& directory) {
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.runtime.comm_timeout = std::chrono::seconds(6);
+  setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
+  setup.runtime.make_aio_backend = [faults](const auto& io) { return make_faulty_backend(io, faults); };
+  return setup;
+}
+
+// In rank 1's mirror: the next write takes longer than ranks wait for each other.
+void hang(Faults& faults, const ToySetup& setup) {
+  faults.add({.kind = Fault::Kind::delay,
+              .operation = aio::Operation::write,
+              .path_contains = setup.engine.mirror.directory + "/rank-00001.data",
+              .delay = setup.runtime.comm_timeout + std::chrono::seconds(3)});
+}
+
+// In rank 0's mirror: the next write fails.
+void fail(Faults& faults, const ToySetup& setup) {
+  faults.add({.operation = aio::Operation::write,
+              .path_contains = setup.engine.mirror.directory + "/rank-00000.data",
+              .code = ENOSPC});
+}
+
 // The mirror's drive of one rank does not answer for longer than ranks wait for each other, and then does. Meanwhile
 // the other rank's copy is at its end, or has failed.
 TEST(MirrorTimeOut, ItsDriveMayHangForLongerThanRanksWaitForEachOther) {
   const TempDirectory directory;
-  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  setup.runtime.comm_timeout = std::chrono::seconds(6);
-  setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
   const auto faults = std::make_shared<Faults>(1);
-  setup.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults); };
+  const ToySetup setup = mirror_with(faults, directory);
   on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
     ToyModel model(runtime, setup.engine);
     model.initialize();
     for (const bool fails : {false, true}) {
       model.train(1, 1);
-      if (rank == 1)
-        faults->add({.kind = Fault::Kind::delay,
-                     .operation = aio::Operation::write,
-                     .path_contains = setup.engine.mirror.directory + "/rank-00001.data",
-                     .delay = setup.runtime.comm_timeout + std::chrono::seconds(3)});
-      if (rank == 0 && fails)
-        faults->add({.operation = aio::Operation::write,
-                     .path_contains = setup.engine.mirror.directory + "/rank-00000.data",
-                     .code = ENOSPC});
+      if (rank == 1) hang(*faults, setup);
+      if (rank == 0 && fails) fail(*faults, setup);
       const TimePoint begun = Clock::now();
       const Completion copied = model.engine().save("", {}, {.mirror = true});
       if (fails) {
@@ -137,11 +151,8 @@ TEST(MirrorTimeOut, ItsDriveMayHangForLongerThanRanksWaitForEachOther) {
 // drive is out of the way, and so none has to wait for it later, where ranks wait for each other.
 TEST(MirrorTimeOut, ACopyThatFailsBesideADriveThatHangsEndsTogether) {
   const TempDirectory directory;
-  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  setup.runtime.comm_timeout = std::chrono::seconds(6);
-  setup.engine.mirror = {.directory = directory / "mirror", .every = 0};
   const auto faults = std::make_shared<Faults>(1);
-  setup.runtime.make_aio_backend = [&](const auto& io) { return make_faulty_backend(io, faults); };
+  const ToySetup setup = mirror_with(faults, directory);
   on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
     ToySetup mine = setup;
     if (rank == 1) mine.engine.mirror.bytes_per_second = 20 * kKiB;
@@ -149,15 +160,7 @@ TEST(MirrorTimeOut, ACopyThatFailsBesideADriveThatHangsEndsTogether) {
     ToyModel model(runtime, mine.engine);
     model.initialize();
     model.train(1, 1);
-    if (rank == 1)
-      faults->add({.kind = Fault::Kind::delay,
-                   .operation = aio::Operation::write,
-                   .path_contains = setup.engine.mirror.directory + "/rank-00001.data",
-                   .delay = setup.runtime.comm_timeout + std::chrono::seconds(4)});
-    if (rank == 0)
-      faults->add({.operation = aio::Operation::write,
-                   .path_contains = setup.engine.mirror.directory + "/rank-00000.data",
-                   .code = ENOSPC});
+    rank == 1 ? hang(*faults, setup) : fail(*faults, setup);
     const Completion copied = model.engine().save("", {}, {.mirror = true});
     EXPECT_THAT([&] { copied.wait(); }, testing::ThrowsMessage<Error>(HasSubstr("No space left on device")));
     EXPECT_NO_THROW(model.train(2, 2));

@@ -133,8 +133,8 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
 
 // After a copy that failed: back to the last copy that is whole on all ranks. A rank that has lost its part of that
 // copies all records anew, on top of an older commit or in new files; the other ranks keep their parts until the new
-// copy is whole. Nobody copies anything before all have opened their stores. Returns a revision of the claimed step
-// that no rank's store has.
+// copy is whole. No rank copies anything before all have opened their stores. Returns the number for the next revision
+// of the claimed step, larger than that of any rank's store.
 std::uint32_t Mirror::open_anew() {
   std::uint32_t revision = 0;
   on_all_ranks([&] { revision = reopen(); });
@@ -280,8 +280,8 @@ void Mirror::copy(tiers::StoreReader& commit) {
   std::exception_ptr problem;
   barrier_.begin();
   try {
-    MeetingThread meetings(barrier_,
-                           ranks_);  // until the store's thread, after its last flush, agrees with the other ranks
+    // Until the store's thread, after its last flush, agrees with the other ranks.
+    MeetingThread meetings(barrier_, ranks_);
     std::uint64_t counted = commit.bytes_read();  // by start()
     const auto count_read = [&] { bytes_read_ += commit.bytes_read() - std::exchange(counted, commit.bytes_read()); };
     try {
@@ -339,7 +339,7 @@ bool Mirror::keep_pace(TimePoint not_before, const MeetingThread& meetings) {
   while (true) {
     {
       MutexLock lock(mutex_);
-      // Nobody wakes it for the failure of another rank, which is not urgent.
+      // The failure of another rank is not urgent: it is looked for ten times a second.
       wake_.wait_until(lock, std::min<TimePoint>(not_before, Clock::now() + std::chrono::milliseconds(100)),
                        [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
       if (abandoned_) throw Error("the engine has failed");
