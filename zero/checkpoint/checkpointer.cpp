@@ -186,7 +186,8 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
 
 // The step's commit is made again first: a restore without a name finds the caller state of this save.
 Completion Checkpointer::keep_step(const std::string& name, const CommitState& state) {
-  store_->recommit(encode(name, state), [this](const auto& problem) { barrier_.agree(problem); });
+  // It may have failed before the checkpoint is asked for; settle() then waits for this error.
+  last_checkpoint_ = store_->recommit(encode(name, state), [this](const auto& problem) { barrier_.agree(problem); });
   return add_checkpoint(name, state);
 }
 
