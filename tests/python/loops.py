@@ -55,7 +55,7 @@ def close_to(losses, expected):
 
 
 def trained(model, count=STEPS):
-    """Losses of a model that torch.optim trains, and the model."""
+    """Trains the model with torch.optim. Returns the losses."""
     optimizer, losses = reference_of(model), []
     for inputs, targets in batches(count):
         loss = F.mse_loss(model(inputs), targets)

@@ -93,7 +93,8 @@ class Host:
 
     def die(self):
         for process in self.processes():
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process, signal.SIGKILL)
 
     def lose_drive(self):
         shutil.rmtree(self.drive)
@@ -102,9 +103,10 @@ class Host:
 
 @pytest.fixture
 def hosts(tmp_path):
+    probe = f"hoist-{os.getpid()}-probe"
     try:
-        run("ip", "netns", "add", "hoist-probe")
-        run("ip", "netns", "delete", "hoist-probe")
+        run("ip", "netns", "add", probe)
+        run("ip", "netns", "delete", probe)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("hosts are network namespaces, which need root and ip (Debian: iproute2)")
     mount_point = tmp_path / "drive"
@@ -199,7 +201,7 @@ def test_two_hosts_end_in_the_bits_of_one_and_survive(settings, tmp_path, hosts,
         disturb()
         assert "CommError" in job.failed(0)
         begin = time.monotonic()
-        while hosts[1].ranks():  # they end by themselves, though the store is on the other host
+        while hosts[1].ranks():  # they end by themselves, though torchrun's key-value store is on the other host
             assert time.monotonic() - begin < 60, job.log(1)
             time.sleep(0.1)
         mend()

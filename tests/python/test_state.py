@@ -60,6 +60,16 @@ def test_what_a_commit_cannot_hold_is_named(settings):
         train(engine, 1)
 
 
+def test_a_state_that_is_refused_is_not_the_engines(settings):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        engine.state = {"epoch": 1}
+        for refused, why in (({"seen": [0] * 10**6}, "room for 65536"), ({"loss": numpy.float32(1)}, "numpy.float32")):
+            with pytest.raises(hoist.UsageError, match=why):
+                engine.save("one", state=refused)
+        assert engine.state == {"epoch": 1}
+        train(engine, 1)
+
+
 def test_killed_and_resumed(settings):
     """kill -9 in the middle of training; the resumed run ends in the bits of one that nobody disturbed."""
     config = settings()

@@ -427,9 +427,14 @@ class Engine(StandsForModel, DeepSpeedNames):
         """
         self._between_passes()
         self._passes.refuse_part_of_step("save()")
+        former = self.state
         if state is not None:
             self.state = state
-        return self._unit_manager.save(name, self._commit_state(self._schedule_lags), mirror)
+        try:
+            return self._unit_manager.save(name, self._commit_state(self._schedule_lags), mirror)
+        except _hoist.UsageError:
+            self.state = former  # a call that is refused changes nothing
+            raise
 
     @takes_turn
     def checkpoints(self) -> dict[str, int]:

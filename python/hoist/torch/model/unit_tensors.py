@@ -36,7 +36,7 @@ def lost_its_values(parameter: nn.Parameter) -> bool:
 
 
 def showing(parameter: nn.Parameter) -> Callable[[], None]:
-    """Returns what gives the parameter back its present memory, also to lost_its_values()."""
+    """Returns a function that gives the parameter the memory that it has now; lost_its_values() then says what it says now."""
     data, storage = parameter.data, _without_memory.get(parameter)
 
     def show_again() -> None:
