@@ -85,8 +85,9 @@ void check_scratch_space(std::span<const std::string> directories, std::uint64_t
   }
   const std::uint64_t need = bytes * directories.size() + kSpareBytes;
   if (have < need) {
-    throw UsageError(fmt::format("--path {}: {} are free, {} are needed; lower --size or free space there",
-                                 fmt::join(directories, " --path "), format_bytes(have), format_bytes(need)));
+    throw UsageError(fmt::format("--path {}: {} are free, {} are needed, of which {} stay free; {}free space there",
+                                 fmt::join(directories, " --path "), format_bytes(have), format_bytes(need),
+                                 format_bytes(kSpareBytes), have > kSpareBytes ? "lower --size or " : ""));
   }
 }
 

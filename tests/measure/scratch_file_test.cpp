@@ -187,7 +187,8 @@ TEST_F(ScratchFileTest, DirectoriesAreCheckedFirst) {
   write(directory_.path() / "file", "");
   EXPECT_THAT([&] { check_scratch_directory(directory_ / "file"); }, refusal("is not a directory"));
   const std::vector<std::string> here{parent()};
-  EXPECT_THAT([&] { check_scratch_space(here, std::uint64_t{1} << 60); }, refusal("lower --size"));
+  EXPECT_THAT([&] { check_scratch_space(here, std::uint64_t{1} << 60); },
+              refusal("of which 64.0 MiB stay free; lower --size"));
 }
 
 }  // namespace

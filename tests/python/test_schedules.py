@@ -263,6 +263,18 @@ def test_the_optimizer_has_the_settings_where_schedules_look_for_them(settings, 
         assert engine.optimizer.param_groups[0] == defaults | {"params": engine.optimizer.param_groups[0]["params"]}
 
 
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step()")
+@pytest.mark.parametrize(("steps_schedule", "warnings_count"), [("at each micro-batch", 1), ("at each step", 0)])
+def test_a_schedule_that_is_stepped_within_a_step_is_warned_of(settings, caplog, steps_schedule, warnings_count):
+    with hoist.torch.wrap(model_of(), settings(gradient_accumulation_steps=2)) as engine:
+        schedule = lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+        for x, y in batches(6):
+            engine.backward(F.mse_loss(engine(x), y))
+            if engine.step() or steps_schedule == "at each micro-batch":
+                schedule.step()
+    assert sum("changed between two micro-batches" in message for message in caplog.messages) == warnings_count
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_mode_backward_updates_with_the_rates_of_the_programs_schedule(settings, micro_batches):
     states = []

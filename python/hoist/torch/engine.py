@@ -278,7 +278,9 @@ class Engine(StandsForModel, DeepSpeedNames):
         """One optimizer step when all its micro-batches are done; None, and nothing, before that. `lr_kwargs` go to the
         step() of the scheduler."""
         self._steps.was_applied = False
-        if not self._passes.end_for_step("step()"):
+        step_ends = self._passes.end_for_step("step()")
+        self.optimizer.watch_rates(step_ends)
+        if not step_ends:
             return None
         if not lr_kwargs and schedules.needs_arguments(self.lr_scheduler):
             raise _hoist.UsageError(f"the step() of {type(self.lr_scheduler).__name__} needs more than the step, such as its "

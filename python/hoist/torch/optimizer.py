@@ -162,6 +162,8 @@ class Optimizer(torch.optim.Optimizer):
         self._opt_called = False  # PyTorch's: whether a step was made, which its schedulers want to see before theirs
         super().__init__(param_groups, defaults)
         self._rates: list[float | None] = list(rates_of(self.param_groups))
+        self._rates_within_step: list[float] | None = None  # after the last micro-batch that did not end its step
+        self._warns_of_rates = True
         self._settled = [settled_of(group) for group in self.param_groups]
         self._is_made = True
 
@@ -204,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
     def forget_rates(self) -> None:
         """A new engine has the configuration's rates, and is told all of these with its first step."""
         self._rates = [None] * len(self.param_groups)
+        self._rates_within_step = None
 
     def tell_rates_again(self) -> None:
         """Sets the rates of a new engine that continues where the last one ended to those of that one."""
@@ -234,6 +237,17 @@ class Optimizer(torch.optim.Optimizer):
             self._rates = list(self._engine.get_lr())
             for group, rate in zip(self.param_groups, self._rates, strict=True):
                 group["lr"] = rate
+
+    def watch_rates(self, step_ends: bool) -> None:
+        """To be called after each micro-batch. Warns once of rates that change within a step: a schedule is stepped for each
+        micro-batch then."""
+        rates, before = rates_of(self.param_groups), self._rates_within_step
+        if self._warns_of_rates and before is not None and before != rates:
+            self._warns_of_rates = False
+            _log.warning("learning rates were changed between two micro-batches of one step, from %s to %s. A schedule that is "
+                         "stepped after each micro-batch comes to its end too early: set it as engine.lr_scheduler, or step it "
+                         "only after an engine.step() that returned a report", before, rates)
+        self._rates_within_step = None if step_ends else rates
 
     def note_step(self) -> None:
         """For schedules of the program's, which warn if no step was made before theirs."""
