@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist completion: prints scripts for bash, zsh and fish, made from the program's commands and options.
 #include <algorithm>
-#include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
@@ -103,10 +102,13 @@ std::string bash_script(const CommandWords& top) {
   return script;
 }
 
-// zsh's completion reads colons itself.
-std::string with_escaped_colons(const std::string& text) {
+// zsh's _arguments gives brackets, colons and backslashes in an option's explanation a meaning.
+std::string zsh_explanation(const std::string& text) {
   std::string escaped;
-  for (const char c : text) escaped += c == ':' ? "\\:" : std::string(1, c);
+  for (const char c : text) {
+    if (c == ':' || c == '[' || c == ']' || c == '\\') escaped += '\\';
+    escaped += c;
+  }
   return escaped;
 }
 
@@ -117,8 +119,8 @@ std::string zsh_function(const CommandWords& words) {
   for (const OptionWords& option : words.options) {
     for (const std::string& option_name : option.names) {
       const std::string value = option.takes_value ? ":value:_files" : "";
-      script += fmt::format(
-          "    {}\n", shell_quoted(option_name) + shell_quoted(with_escaped_colons("[" + option.help + "]")) + value);
+      const std::string explanation = shell_quoted("[" + zsh_explanation(option.help) + "]");
+      script += fmt::format("    {}\n", shell_quoted(option_name) + explanation + value);
     }
   }
   if (words.commands.empty()) {

@@ -36,6 +36,21 @@ TEST_F(Completion, CompletionNamesEveryCommandAndOption) {
   EXPECT_EQ(run("completion powershell").exit_code, 2);
 }
 
+// zsh's _arguments refuses all options of a command if one's explanation ends at a bracket within it.
+TEST_F(Completion, BracketsInExplanationsAreEscapedForZsh) {
+  std::istringstream script(run("completion zsh").output);
+  int explanations = 0;
+  for (std::string line; std::getline(script, line);) {
+    const std::size_t begin = line.find("''["), end = line.rfind("]'");
+    if (!line.starts_with("    '-") || begin == std::string::npos || end == std::string::npos) continue;
+    ++explanations;
+    const std::string text = line.substr(begin + 3, end - begin - 3);
+    for (std::size_t at = text.find_first_of("[]"); at != std::string::npos; at = text.find_first_of("[]", at + 1))
+      EXPECT_TRUE(at > 0 && text[at - 1] == '\\') << line;
+  }
+  EXPECT_GT(explanations, 20);
+}
+
 TEST_F(Completion, BashCompletes) {
   if (std::system("bash -c true") != 0) GTEST_SKIP() << "no bash here";
   ASSERT_EQ(run("completion bash").exit_code, 0);
