@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
-#include <sstream>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -47,16 +46,19 @@ Finding usable_devices(const std::vector<PciGpu>& gpus) {
   Finding finding{.subject = "CUDA devices",
                   .found = count == 0 ? fmt::format("none ({})", why) : fmt::format("{}", count)};
   finding.data = {{"count", count}, {"built_with_cuda", kBuiltWithCuda}};
-  std::vector<std::string> names;
+  std::vector<std::string> names, failed;
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     try {
       names.push_back(
           platform::Device::create({.kind = platform::DeviceKind::cuda, .memory_bytes = kMiB, .ordinal = ordinal})
               ->description());
     } catch (const Error& error) {
-      finding.lacks(Verdict::missing, fmt::format("device {} cannot be trained on", ordinal), error.what());
+      failed.push_back(fmt::format("device {}: {}", ordinal, error.what()));
     }
   }
+  if (!failed.empty())
+    finding.lacks(Verdict::missing, counted(failed.size(), "device") + " cannot be trained on",
+                  fmt::format("{}", fmt::join(failed, "; ")));
   if (!names.empty()) finding.found = fmt::format("{}", fmt::join(names, "; "));
   if (count > 0) return finding;
   return finding.lacks(gpus.empty() ? Verdict::lacking : Verdict::missing,
@@ -103,10 +105,10 @@ Finding toolkit() {
 }
 
 Finding gpu_link(const PciGpu& gpu) {
-  Finding finding{
-      .subject = "GPU " + gpu.address,
-      .found = fmt::format("NUMA node {}, {} of {} PCIe lanes", gpu.node ? fmt::format("{}", *gpu.node) : "unknown",
-                           gpu.lanes.value_or(0), gpu.lanes_max.value_or(0))};
+  const auto number = [](const auto& known) { return known ? fmt::format("{}", *known) : "unknown"; };
+  Finding finding{.subject = "GPU " + gpu.address,
+                  .found = fmt::format("NUMA node {}, {} of {} PCIe lanes", number(gpu.node), number(gpu.lanes),
+                                       number(gpu.lanes_max))};
   finding.data = {{"address", gpu.address},
                   {"node", gpu.node.value_or(-1)},
                   {"lanes", gpu.lanes.value_or(0)},
@@ -143,7 +145,8 @@ Finding mpi() {
   finding.data = {{"built", comm::have_mpi()}, {"mpirun", launcher}, {"ranks_launched", launched}};
   if (comm::have_mpi() && !launcher.empty()) return finding;
   return finding.lacks(launched > 1 && !comm::have_mpi() ? Verdict::missing : Verdict::lacking,
-                       comm::have_mpi() ? "several ranks need another launcher (srun)" : "only one rank can train",
+                       comm::have_mpi() ? "several ranks need another launcher (srun)"
+                                        : "ranks of C++ programs need MPI (or NCCL, on GPUs); ranks of PyTorch do not",
                        comm::have_mpi() ? "sudo apt install openmpi-bin"
                                         : "sudo apt install libopenmpi-dev openmpi-bin, then build again");
 }

@@ -244,6 +244,8 @@ TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {
   put("sys/bus/pci/devices/0000:17:00.0/numa_node", "1");
   put("sys/bus/pci/devices/0000:17:00.0/current_link_width", "8");
   put("sys/bus/pci/devices/0000:17:00.0/max_link_width", "16");
+  put("sys/bus/pci/devices/0000:18:00.0/class", "0x030200");
+  put("sys/bus/pci/devices/0000:18:00.0/vendor", "0x10de");
   put("sys/bus/pci/devices/0000:00:03.0/class", "0x010802");
   put("sys/bus/pci/devices/0000:00:03.0/vendor", "0x10de");
   std::map<std::string, cli::Finding> findings;
@@ -251,6 +253,7 @@ TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {
   EXPECT_EQ(findings.at("NVIDIA driver").verdict, cli::Verdict::missing);
   EXPECT_EQ(findings.at("GPU 0000:17:00.0").verdict, cli::Verdict::lacking);
   EXPECT_THAT(findings.at("GPU 0000:17:00.0").found, HasSubstr("node 1, 8 of 16"));
+  EXPECT_THAT(findings.at("GPU 0000:18:00.0").found, HasSubstr("node unknown, unknown of unknown PCIe lanes"));
   EXPECT_FALSE(findings.contains("GPU 0000:00:03.0"));
 }
 
