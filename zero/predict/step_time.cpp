@@ -170,7 +170,8 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, c
       scheduler::simulate(graph.tasks, kResourceCount, {.noise = disturbance.noise, .seed = disturbance.seed});
   const scheduler::TaskIndex from = graph.decided[kSteps - 1 - kTimedSteps], to = graph.decided[kSteps - 1];
   // While writes still pile up behind the steps that are simulated, these are shorter than all later ones.
-  time.expected_seconds = std::max((times[to].end - times[from].end) / kTimedSteps, time.least_seconds);
+  time.simulated_seconds = (times[to].end - times[from].end) / kTimedSteps;
+  time.expected_seconds = std::max(time.simulated_seconds, time.least_seconds);
   const auto waits = scheduler::waits_of_lane(graph.tasks, times, static_cast<std::uint32_t>(Resource::compute),
                                               kResourceCount, from, to);
   for (std::size_t r = 0; r < kResourceCount; ++r) time.wait_seconds[r] = waits[r] / kTimedSteps;

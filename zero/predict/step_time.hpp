@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/predict/step_time.hpp - how long a step takes, from what it moves and how fast that goes.
 //
-// `expected_seconds` is the time between steps of a simulation that follows this engine's own plan.
+// `expected_seconds` is the time between steps of a simulation that follows this engine's own plan, or `least_seconds`
+// if that is longer.
 // `least_seconds` is a lower bound that no schedule of the same placement can beat, the longer of two:
 //
 //   the busiest resource   everything overlaps with everything, and one of them never rests
@@ -76,7 +77,8 @@ struct StepTime {
   std::array<double, kResourceCount> wait_seconds{};  // by Resource: for which kernels stood still
   double critical_path_seconds = 0;
   double least_seconds = 0;
-  double expected_seconds = 0;
+  double simulated_seconds = 0;        // between steps of the simulation: less than least_seconds while writes pile up
+  double expected_seconds = 0;         // the longer of the two
   Resource limit = Resource::compute;  // the busiest
 
   double busy(Resource resource) const { return busy_seconds[static_cast<std::size_t>(resource)]; }
