@@ -103,8 +103,7 @@ if(NOT HOIST_WITH_MPI STREQUAL "OFF")
 endif()
 hoist_optional(MPI _mpi_found "MPI ${MPI_CXX_VERSION}" "install libopenmpi-dev")
 
-# The extension module is built by the Python that will import it: the one whose nanobind is found. Only a whole build
-# looks for it, not one that embeds hoist.
+# The extension module is built by the Python that will import it: the one whose nanobind is found.
 set(_python_found OFF)
 if(PROJECT_IS_TOP_LEVEL AND NOT HOIST_WITH_PYTHON STREQUAL "OFF")
   find_package(Python 3.10 QUIET COMPONENTS Interpreter Development.Module)
@@ -117,11 +116,20 @@ if(PROJECT_IS_TOP_LEVEL AND NOT HOIST_WITH_PYTHON STREQUAL "OFF")
     endif()
   endif()
 endif()
-hoist_optional(PYTHON _python_found "${Python_EXECUTABLE} ${Python_VERSION}, nanobind ${nanobind_VERSION}"
-  "pip install nanobind; -DPython_EXECUTABLE=... names an interpreter")
+if(PROJECT_IS_TOP_LEVEL)
+  hoist_optional(PYTHON _python_found "${Python_EXECUTABLE} ${Python_VERSION}, nanobind ${nanobind_VERSION}"
+    "pip install nanobind; -DPython_EXECUTABLE=... names an interpreter")
+else()
+  set(HOIST_HAVE_PYTHON OFF)
+  set(HOIST_NOTE_PYTHON "left out, as in every build that embeds hoist")
+endif()
 
 function(hoist_print_summary)
-  message(STATUS "hoist ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}${HOIST_SANITIZE}")
+  set(sanitizers "")
+  if(HOIST_SANITIZE)
+    set(sanitizers ", sanitizers ${HOIST_SANITIZE}")
+  endif()
+  message(STATUS "hoist ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}${sanitizers}")
   foreach(part CUDA NCCL MPI PYTHON)
     message(STATUS "  ${part}: ${HOIST_NOTE_${part}}")
   endforeach()
