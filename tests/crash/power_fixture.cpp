@@ -39,6 +39,8 @@ std::string setup_name(const testing::TestParamInfo<PowerSetup>& info) {
   return name;
 }
 
+void PrintTo(const PowerSetup& setup, std::ostream* out) { *out << setup_name({setup, 0}); }
+
 ToySetup Power::toy(int group) const {
   ToySetup toy = toy_setup(GetParam().parameters, Placement::nvme,
                            store_of_group(directory_ / "place/store", GetParam().groups, group));

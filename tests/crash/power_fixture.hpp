@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,7 @@ struct History {
 };
 
 std::string setup_name(const testing::TestParamInfo<PowerSetup>& info);
+void PrintTo(const PowerSetup& setup, std::ostream* out);  // GoogleTest names the parameter so in its messages
 
 class Power : public testing::TestWithParam<PowerSetup> {
  protected:
