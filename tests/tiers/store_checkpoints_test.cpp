@@ -186,7 +186,7 @@ TEST_F(StoreCheckpointsTest, ReadersFindACheckpointByItsHeader) {
   const Buffer bytes(layout.region_bytes(Region::weights));
   const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
   reader.read(RecordId{0}, Region::weights, 0, tiles, bytes.span());
-  const Buffer expected(tile_bytes(layout, Region::weights, 0));
+  const Buffer expected(layout.tiles()[0].bytes(Region::weights));
   fill_tile(0, Region::weights, 0, 2, expected.span());
   EXPECT_TRUE(std::ranges::equal(expected.span(), bytes.span().first(expected.span().size())));
 }

@@ -60,9 +60,9 @@ TEST_F(StoreFaultTest, AFlippedBitIsReportedWithItsPlace) {
   for (std::uint32_t record = 0; record < options_.records.size(); ++record) {
     for (const Region region : {Region::weights, Region::state}) {
       for (std::uint32_t tile = 0; tile < layout(record).tiles().size(); ++tile) {
-        const std::uint64_t bytes = tile_bytes(layout(record), region, tile);
+        const std::uint64_t bytes = layout(record).tiles()[tile].bytes(region);
         if (bytes == 0) continue;
-        const std::uint64_t offset = first_offset(record, region) + tile_offset(layout(record), region, tile);
+        const std::uint64_t offset = first_offset(record, region) + layout(record).tiles()[tile].offset(region);
         const std::uint64_t at = offset + (tile == 0 ? 0 : bytes - 1);  // the first byte, or the last of the padding
         poke(path, at, std::array{whole[at] ^ std::byte{0x40}});
         const auto where = corruption();
@@ -103,7 +103,7 @@ TEST_F(StoreFaultTest, EqualBytesElsewhereHaveAnotherChecksum) {
   std::fill(zeros.span().begin(), zeros.span().end(), std::byte{0});
   store_->begin_step(1);
   const auto of = [&](std::uint32_t record, Region region) {
-    return store_->checksum(RecordId{record}, region, 0, zeros.span().first(tile_bytes(layout(record), region, 0)));
+    return store_->checksum(RecordId{record}, region, 0, zeros.span().first(layout(record).tiles()[0].bytes(region)));
   };
   const std::set<std::uint64_t> checksums{of(1, Region::weights), of(1, Region::state), of(2, Region::weights),
                                           of(2, Region::state)};
@@ -330,8 +330,9 @@ class StoreDamageTest : public ::testing::Test {
       for (const Region region : {Region::weights, Region::state}) {
         const std::uint64_t begin = record_begin + (region == Region::state ? layout.region_bytes(Region::weights) : 0);
         for (std::uint32_t tile = 0; tile < layout.tiles().size(); ++tile) {
-          const std::uint64_t length = tile_bytes(layout, region, tile);
-          if (length > 0) places_.push_back({record, region, tile, begin + tile_offset(layout, region, tile), length});
+          const std::uint64_t length = layout.tiles()[tile].bytes(region);
+          if (length > 0)
+            places_.push_back({record, region, tile, begin + layout.tiles()[tile].offset(region), length});
         }
       }
       record_begin += layout.bytes();

@@ -83,24 +83,16 @@ void fill_tile(std::uint32_t record, Region region, std::uint32_t tile, std::uin
   }
 }
 
-std::uint64_t tile_offset(const RecordLayout& layout, Region region, std::uint32_t tile) {
-  return region == Region::weights ? layout.tiles()[tile].w_offset : layout.tiles()[tile].s_offset;
-}
-
-std::uint64_t tile_bytes(const RecordLayout& layout, Region region, std::uint32_t tile) {
-  return region == Region::weights ? layout.tiles()[tile].w_bytes : layout.tiles()[tile].s_bytes;
-}
-
 void write_tiles(Store& store, const StoreOptions& options, std::uint32_t record, Region region, std::uint32_t first,
                  std::uint32_t count, std::uint64_t writer) {
   const RecordLayout& layout = options.records[record].layout;
   std::uint64_t bytes = 0;
-  for (std::uint32_t tile = first; tile < first + count; ++tile) bytes += tile_bytes(layout, region, tile);
+  for (std::uint32_t tile = first; tile < first + count; ++tile) bytes += layout.tiles()[tile].bytes(region);
   const Buffer buffer(bytes);
   std::vector<std::uint64_t> checksums;
   auto rest = buffer.span();
   for (std::uint32_t tile = first; tile < first + count; ++tile) {
-    const auto part = rest.first(tile_bytes(layout, region, tile));
+    const auto part = rest.first(layout.tiles()[tile].bytes(region));
     rest = rest.subspan(part.size());
     fill_tile(record, region, tile, writer, part);
     checksums.push_back(store.checksum(RecordId{record}, region, tile, part));
@@ -141,10 +133,10 @@ std::string difference(Store& store, const StoreOptions& options, const Writers&
       store.read(RecordId{record}, region, 0, tiles, buffer.span(), aio::Priority::foreground).wait();
       store.verify(RecordId{record}, region, 0, tiles, buffer.span());
       for (std::uint32_t tile = 0; tile < tiles; ++tile) {
-        std::vector<std::byte> expected(tile_bytes(layout, region, tile));
+        std::vector<std::byte> expected(layout.tiles()[tile].bytes(region));
         fill_tile(record, region, tile, writers[record], expected);
-        if (!expected.empty() && std::memcmp(expected.data(), buffer.span().data() + tile_offset(layout, region, tile),
-                                             expected.size()) != 0)
+        const std::byte* const found = buffer.span().data() + layout.tiles()[tile].offset(region);
+        if (!expected.empty() && std::memcmp(expected.data(), found, expected.size()) != 0)
           return fmt::format("unit '{}', region {}, tile {} is not what step {} wrote", options.records[record].unit,
                              static_cast<int>(region), tile, writers[record]);
       }

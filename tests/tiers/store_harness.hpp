@@ -35,7 +35,7 @@ class Buffer {
 using Writers = std::vector<std::uint64_t>;
 
 StoreOptions small_model(const std::string& directory);
-// The same on `drives` drives below `directory`, in units so small that every record is on all of them.
+// The same on `drives` drives below `directory`, in stripe units so small that every record is on all of them.
 StoreOptions small_model_on(const std::string& directory, unsigned drives);
 // With one queue for all drives, so that faults and power cuts are counted in one order.
 std::unique_ptr<Store> create_store(const StoreOptions& options, aio::DriveQueue& queue);
@@ -46,8 +46,6 @@ std::unique_ptr<aio::DriveQueue> clean_queue();
 
 void fill_tile(std::uint32_t record, Region region, std::uint32_t tile, std::uint64_t writer,
                std::span<std::byte> bytes);
-std::uint64_t tile_offset(const RecordLayout& layout, Region region, std::uint32_t tile);
-std::uint64_t tile_bytes(const RecordLayout& layout, Region region, std::uint32_t tile);
 
 // Writes tiles [first, first + count) as step `writer` has them, and waits.
 void write_tiles(Store& store, const StoreOptions& options, std::uint32_t record, Region region, std::uint32_t first,
