@@ -246,7 +246,8 @@ class Store {
   // Makes the last commit, even if it is unfinished, a checkpoint named `name`, until newer checkpoints need its place.
   // No data moves; its extents are not reused. A checkpoint of the same name is replaced. Returns at once; the store's
   // thread writes and flushes a manifest, then runs `agree`, and only then removes an older checkpoint.
-  // Pre: no step is open; checkpoints_max > 0. Errors: UsageError for a name (wrong_step_name), or too long a state.
+  // Pre: no step is open; checkpoints_max > 0. Errors: UsageError for a name (checkpoint_name_problem), or too long a
+  // state.
   virtual Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state,
                                     Agree agree = {}) = 0;
   // Removes a named checkpoint; its space is reused. Waits for the drive. Pre: no step is open.

@@ -61,7 +61,7 @@ Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const 
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(!step_open_ && checkpoints_max() > 0, "step {} cannot become a checkpoint", step_);
   HOIST_ASSERT(committing_ || committed_step_, "a checkpoint is made before the first commit of {}", paths_.directory);
-  if (const std::string problem = wrong_step_name(name); !problem.empty())
+  if (const std::string problem = checkpoint_name_problem(name); !problem.empty())
     throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", on_one_line(name), problem));
   require_room(caller_state);
   const SlotHeader header{{.incarnation = incarnation_, .name = name}, caller_state.size()};

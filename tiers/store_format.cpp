@@ -36,7 +36,7 @@ namespace slot {
 constexpr std::uint64_t version = 16, incarnation = 20, store_number = 24, step = 32, used_bytes = 40,
                         caller_state_bytes = 48, tile_count = 56, record_count = 64, revision = 68,
                         checkpoint_serial = 72, name = 80;
-static_assert(name + kStepNameBytesMax + 1 == kSlotHeaderBytes);
+static_assert(name + kCheckpointNameBytesMax + 1 == kSlotHeaderBytes);
 }  // namespace slot
 
 template <typename T>
@@ -247,7 +247,7 @@ std::uint64_t SlotImage::seal(const SlotHeader& header) {
   put(image_, slot::record_count, superblock_.record_count);
   put(image_, slot::revision, header.revision);
   put(image_, slot::checkpoint_serial, header.checkpoint_serial);
-  HOIST_ASSERT(header.name.size() <= kStepNameBytesMax, "a name of {} bytes", header.name.size());
+  HOIST_ASSERT(header.name.size() <= kCheckpointNameBytesMax, "a name of {} bytes", header.name.size());
   put_text(image_, slot::name, header.name);
   put(image_, kChecksumAt, checksum(image_.subspan(kCoveredFrom, used_bytes - kCoveredFrom)));
   return written_bytes;
@@ -272,7 +272,7 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
   check.problem =
       wrong_checksum(bytes.subspan(kCoveredFrom, used_bytes - kCoveredFrom), get<std::uint64_t>(bytes, kChecksumAt));
   if (!check.problem.empty()) return check;
-  const std::string_view name(reinterpret_cast<const char*>(bytes.data()) + slot::name, kStepNameBytesMax);
+  const std::string_view name(reinterpret_cast<const char*>(bytes.data()) + slot::name, kCheckpointNameBytesMax);
   check.header = {{.step = get<std::uint64_t>(bytes, slot::step),
                    .incarnation = get<std::uint32_t>(bytes, slot::incarnation),
                    .revision = get<std::uint32_t>(bytes, slot::revision),
@@ -286,16 +286,16 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
            check.header.caller_state_bytes > s.caller_state_bytes_max ||
            used_bytes != caller_state_at(s) + check.header.caller_state_bytes)
     check.problem = "its lengths contradict the superblock";
-  else if (const std::string& given = check.header.name; !given.empty() && !wrong_step_name(given).empty())
-    check.problem = fmt::format("the name of its step is wrong: {}", wrong_step_name(given));
+  else if (const std::string& given = check.header.name; !given.empty() && !checkpoint_name_problem(given).empty())
+    check.problem = fmt::format("the name of its checkpoint is wrong: {}", checkpoint_name_problem(given));
   if (check.problem.empty()) check.state = SlotCheck::State::valid;
   return check;
 }
 
-std::string wrong_step_name(std::string_view name) {
+std::string checkpoint_name_problem(std::string_view name) {
   if (name.empty()) return "it is empty";
-  if (name.size() > kStepNameBytesMax)
-    return fmt::format("it has {} bytes; at most {}", name.size(), kStepNameBytesMax);
+  if (name.size() > kCheckpointNameBytesMax)
+    return fmt::format("it has {} bytes; at most {}", name.size(), kCheckpointNameBytesMax);
   return has_control_characters(name) ? "it has control characters" : "";
 }
 

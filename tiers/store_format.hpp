@@ -26,9 +26,10 @@ inline constexpr std::uint32_t kStoreFormatVersion = 4;
 inline constexpr std::uint64_t kSuperblockHeaderBytes = 128;
 inline constexpr std::uint64_t kSlotHeaderBytes = 128;
 inline constexpr std::uint64_t kRecordEntryBytes = 40;
-inline constexpr std::uint32_t kSlotCount = 2;  // that commits alternate between; those of named checkpoints follow
-inline constexpr std::uint32_t kCheckpointsMax = 64;  // each costs another extent for every record
-inline constexpr std::size_t kStepNameBytesMax = 47;  // and a zero behind it
+// Commits alternate between these; slots of named checkpoints and held commits follow.
+inline constexpr std::uint32_t kSlotCount = 2;
+inline constexpr std::uint32_t kCheckpointsMax = 64;        // each costs another extent for every record
+inline constexpr std::size_t kCheckpointNameBytesMax = 47;  // without the terminating zero
 
 // Written once, before the file gets its name; constant for the life of the store.
 struct Superblock {
@@ -47,7 +48,7 @@ struct Superblock {
   // How the data is spread over drives: aio::StripeLayout::encode(), then each drive's directory, a line each. Empty:
   // one drive, the manifest's own directory.
   std::string stripes;
-  std::uint32_t checkpoints_max = 0;  // and held commits
+  std::uint32_t checkpoints_max = 0;  // places for named checkpoints and held commits (Store::hold) together
 
   // One slot more than places for checkpoints, so that a new one is whole before an old one goes.
   std::uint32_t slot_count() const { return kSlotCount + (checkpoints_max > 0 ? checkpoints_max + 1 : 0); }
@@ -120,7 +121,7 @@ struct SlotCheck {
 // Pre: `slot` is slot_bytes() long.
 SlotCheck check_slot(std::span<const std::byte> slot, const Superblock& superblock);
 
-// The problem with a checkpoint's name; empty for 1 to kStepNameBytesMax bytes, none of them a control character.
-std::string wrong_step_name(std::string_view name);
+// The problem with a checkpoint's name; empty for 1 to kCheckpointNameBytesMax bytes, none of them a control character.
+std::string checkpoint_name_problem(std::string_view name);
 
 }  // namespace hoist::tiers

@@ -134,7 +134,8 @@ void bind_stored(nb::module_& module) {
       .def_ro("dtype", &StoredParameter::dtype)
       .def_ro("trainable", &StoredParameter::trainable);
 
-  module.def("wrong_step_name", &tiers::wrong_step_name, "name"_a, "The problem with a checkpoint's name, or nothing.");
+  module.def("checkpoint_name_problem", &tiers::checkpoint_name_problem, "name"_a,
+             "The problem with a checkpoint's name, or nothing.");
   module.def("has_store", &has_store, "directory"_a, no_gil);
   module.def(
       "steps_in_store",

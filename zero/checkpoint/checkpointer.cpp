@@ -142,7 +142,7 @@ void Checkpointer::check_save(const std::string& name, const SaveOptions& option
     throw UsageError("the store was made with durability \"none\" and cannot be resumed; use durability \"step\"");
   }
   if (!keeps(name)) return;
-  if (const std::string problem = tiers::wrong_step_name(name); !problem.empty())
+  if (const std::string problem = tiers::checkpoint_name_problem(name); !problem.empty())
     throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", on_one_line(name), problem));
 }
 

@@ -84,7 +84,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t coun
   const SlotCheck check = check_slot(slot, s);
   if (check.state == SlotCheck::State::damaged && check.problem.empty()) std::abort();
   if (check.state != SlotCheck::State::valid) return 0;
-  if (check.header.caller_state_bytes > s.caller_state_bytes_max || check.header.name.size() > kStepNameBytesMax)
+  if (check.header.caller_state_bytes > s.caller_state_bytes_max || check.header.name.size() > kCheckpointNameBytesMax)
     std::abort();
   hoist::tiers::detail::RecordTable table(model(), Durability::step, kExtentsPerRecord, s.store_number);
   const SlotImage image(slot, s);

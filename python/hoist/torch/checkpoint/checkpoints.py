@@ -54,7 +54,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     if not _is_below(tag):
         raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): a tag is the name of a directory below the one that is given, "
                                 f"beside the file `{_LATEST}`")
-    if wrong := _hoist.wrong_step_name(tag):
+    if wrong := _hoist.checkpoint_name_problem(tag):
         raise _hoist.UsageError(f"save_checkpoint(tag={tag!r}): the store cannot keep a step of this name: {wrong}")
     folder = os.path.join(directory, tag)
     is_first = engine._is_first_of_job
