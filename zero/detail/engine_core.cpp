@@ -21,7 +21,7 @@ EngineCore::~EngineCore() {
   if (runtime.engine_at_work_ == this) runtime.engine_at_work_ = nullptr;
   if (!state_calls) return;  // not all parts were made: nothing is under way
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
-  const bool ended_by_exception = alive_ && !failure_ && unwinding;
+  const bool ended_by_exception = is_made_ && !failure_ && unwinding;
   const auto attempt = [](const auto& call) -> std::exception_ptr {
     try {
       call();
@@ -37,7 +37,7 @@ EngineCore::~EngineCore() {
     if (failure_ && is_comm_error(failure_) && !is_exchanged_error(failure_)) checkpoints->close_barriers();
     if (failure_) checkpoints->abandon_copy();
     gradients->arrivals().await_handed_on();
-    if (failure_ || !alive_ || stepper->policy().is_decided()) return updates->stop();
+    if (failure_ || !is_made_ || stepper->policy().is_decided()) return updates->stop();
     updates->finish();  // a step that was taken is not lost by an orderly end
   });
   for (platform::Stream* stream : {streams.up.get(), streams.comm.get(), streams.down.get()})
@@ -49,7 +49,7 @@ EngineCore::~EngineCore() {
   attempt([&] {
     if (ended_by_exception) tell_of_exception();
   });
-  if (alive_ && !failure_) {
+  if (is_made_ && !failure_) {
     if (!step_lost) step_lost = attempt([&] { checkpoints->await_last(); });
     if (step_lost) say_lost(step_lost);
   }
@@ -86,7 +86,7 @@ template <typename Call>
 void EngineCore::make(Call call) {
   try {
     call();
-    alive_ = true;
+    is_made_ = true;
   } catch (const UsageError&) {  // of what every rank was given alike
     throw;
   } catch (const ConfigError&) {

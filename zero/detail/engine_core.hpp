@@ -74,11 +74,13 @@ class EngineCore : public EngineParts {
   void use_state(CommitState state, std::uint64_t step);
   // The same error, which also says what can be done about it.
   CorruptionError with_remedy(const CorruptionError& error) const;
+  // Tells the other ranks that an exception of the program ends this engine.
   void tell_of_exception();
+  // Logs that the step decided last could not be written.
   void say_lost(const std::exception_ptr& error) const;
 
   std::exception_ptr failure_;
-  bool alive_ = false;        // made whole
+  bool is_made_ = false;      // create() or restore() has succeeded
   std::string last_refusal_;  // in the pass under way
   const int exceptions_at_birth_ = std::uncaught_exceptions();
 };
