@@ -2,7 +2,6 @@
 // hoist bench io: measures drives, and compares with fio.
 #include "bench_io.hpp"
 
-#include <cstdio>
 #include <memory>
 
 #include <fmt/format.h>

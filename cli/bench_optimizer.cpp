@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist bench optimizer: compares updates with the memory's speed, and a whole step with a drive's.
 #include <algorithm>
-#include <cstdio>
 #include <memory>
 #include <optional>
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "machine_file.hpp"
 
-#include <algorithm>
 #include <cmath>
+#include <map>
 #include <set>
 
 #include <fmt/format.h>

@@ -3,7 +3,6 @@
 #include "tune.hpp"
 
 #include <algorithm>
-#include <cstdio>
 #include <filesystem>
 #include <memory>
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // `hoist doctor` about memory, huge pages and processors.
-#include <algorithm>
-#include <cmath>
+#include <cstdlib>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
