@@ -322,7 +322,7 @@ TEST_P(Conformance, MoreFilesThanTheRingRegisters) {
   EXPECT_TRUE(same_bytes(memory.part(0, kFiles * 4 * kKiB), memory.part(kFiles * 4 * kKiB, kFiles * 4 * kKiB)));
 }
 
-TEST_P(Conformance, FilesOutliveEnginesAndEnginesOutliveFiles) {
+TEST_P(Conformance, FilesOutliveQueuesAndQueuesOutliveFiles) {
   const AlignedBuffer memory(64 * kKiB);
   DriveQueue outer = make_queue(options(memory));
   const File file = make_file("outlives", 64 * kKiB);

@@ -145,7 +145,6 @@ TEST(OpenFile, PlacesThatAreNotThereYetAreTheSameByTheirNames) {
   EXPECT_FALSE(is_same_place("/nowhere/a", "/nowhere/b"));
 }
 
-}  // namespace
 TEST(OpenFile, ARelativeNameWithoutAWorkingDirectoryIsAnIoError) {
   const std::filesystem::path before = std::filesystem::current_path();
   {
@@ -172,4 +171,5 @@ TEST(OpenFile, TellsAnAbsentNameByTheNumberAlone) {
   EXPECT_FALSE(is_absent({}));
 }
 
+}  // namespace
 }  // namespace hoist::open_file_test
