@@ -36,7 +36,8 @@ struct Block {
 
 class Backend {
  public:
-  static constexpr Nanoseconds kForever = std::chrono::hours(24 * 365);  // the longest could not be added to a time
+  // Nanoseconds::max() would overflow when it is added to a time.
+  static constexpr Nanoseconds kForever = std::chrono::hours(24 * 365);
 
   Backend() = default;
   virtual ~Backend() = default;

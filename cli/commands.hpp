@@ -13,7 +13,7 @@ namespace hoist::cli {
 
 enum ExitCode { kOk = 0, kFailure = 1, kBadInput = 2 };
 
-// Adds the command to `app`. After parsing, `run` is called if the user chose the command; it returns the exit code.
+// A command of the program. After parsing, `run` is called if the user chose the command; it returns the exit code.
 // is_bad_input() tells which errors of it become exit code 2; measure::Interrupted ends the program by the signal.
 struct Command {
   CLI::App* app = nullptr;
@@ -39,6 +39,7 @@ CLI::Validator between(Number least, Number most, const char* name) {
 }
 inline CLI::Validator rank_count() { return between(1, 1 << 24, "COUNT"); }
 
+// Each adds its command to `app`.
 Command add_check(CLI::App& app);
 Command add_plan(CLI::App& app);
 Command add_completion(CLI::App& app);

@@ -17,9 +17,9 @@ class App;
 
 namespace hoist::cli {
 
-// From the headers of a model's weights: a .safetensors file, an index or a directory. A layer is a unit (all tensors
-// whose names begin alike up to the first number), and so is what every other module has. Errors: IoError,
-// SafetensorsError; UsageError if there are none.
+// Reads a model from the headers of its weights: a .safetensors file, an index or a directory. Tensors whose names are
+// equal up to their first number form a unit ("model.layers.12"); others form one with the tensors of the same module.
+// Errors: IoError, SafetensorsError; UsageError if there are none.
 NamedModel read_weights(const std::string& path, DType dtype);
 
 // A command's arguments about a model: one of them is given.

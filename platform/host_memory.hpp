@@ -40,7 +40,7 @@ struct HostMemoryOptions {
   // NUMA nodes, OS numbers. One: from it as long as it has memory, then from others. Several: in turn from each. None:
   // wherever the touching threads run.
   std::vector<int> numa_nodes{};
-  // Processors, OS numbers, each of which touches a part first. Empty: those of `numa_nodes`, or all, as far as the
+  // Processors, OS numbers: threads on them touch the memory first. Empty: those of `numa_nodes`, or all, as far as the
   // process may use them.
   std::vector<int> touch_cpus{};
   std::vector<HostMemoryPart> parts{};  // in ascending order; processors of their nodes touch them

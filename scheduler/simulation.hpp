@@ -61,7 +61,7 @@ std::vector<TaskTimes> simulate(const TaskGraph& graph, std::uint32_t lane_count
                                 const SimulationOptions& options = {});
 
 // How long `lane` stood idle because of each other lane, between the end of task `from` and the end of `to`: along the
-// chain of tasks that each of its tasks waited for.
+// chain of tasks that each of its tasks waited for. Pre: the lane's tasks run in the order of their indices.
 std::vector<double> waits_of_lane(const TaskGraph& graph, std::span<const TaskTimes> times, std::uint32_t lane,
                                   std::uint32_t lane_count, TaskIndex from, TaskIndex to);
 

@@ -29,7 +29,8 @@
 
 namespace hoist::tiers {
 
-inline constexpr std::uint64_t kTileElements = 16384;  // 160 KiB of S: half an L2; 32 KiB of W
+// Of bf16: 160 KiB of S, 32 KiB of W and up to 64 KiB of gradient, which an L2 of 256 KiB holds.
+inline constexpr std::uint64_t kTileElements = 16384;
 
 // The largest number of bytes of an element in the S region: a master and two moments of fp32.
 inline constexpr std::uint64_t kStateBytesMax = 12;

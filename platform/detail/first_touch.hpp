@@ -21,9 +21,11 @@
 namespace hoist::platform::detail {
 
 struct FirstTouch {
-  std::vector<int> cpus{};           // one thread on each of these, OS numbers; empty: as many as the process may use
-  std::optional<std::byte> value{};  // written to every byte; empty: memory stays zero
-  std::string what{};                // "pinned memory": named in the log
+  // Processors, OS numbers: at most one thread for each, which may run on any of them. Empty: all that the process may
+  // use.
+  std::vector<int> cpus{};
+  std::optional<std::byte> value{};                  // written to every byte; empty: memory stays zero
+  std::string what{};                                // "pinned memory": named in the log
   Nanoseconds line_after = std::chrono::seconds(1);  // how soon the log says how far it is
 };
 

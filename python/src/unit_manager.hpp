@@ -125,8 +125,7 @@ class UnitManager {
   // been carried out, they stop with a CommError that names this rank and `why`. Does nothing without other ranks.
   void abandon(const std::string& why) noexcept;
 
-  // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or
-  // named checkpoint; whatever made the old one fail is left behind with it.
+  // [C] Makes the engine of a new run.
   void initialize(const InitialState& state, std::span<const std::byte> caller_state = {});
   enum class Among : std::uint8_t { sharding_group, job };
   // [C] Whether every rank passes the same.
@@ -137,6 +136,8 @@ class UnitManager {
   // [C] Gives every rank the bytes of the first one, wherever another rank has others. Returns where that was so.
   // Pre: as many values of the same lengths on each rank.
   std::vector<bool> overwrite_with_rank_0(std::span<const std::span<std::byte>> values);
+  // [C] Continues from the commit or named checkpoint, at the start or later. An engine that is there ends first, with
+  // whatever made it fail, and a new one is made.
   RestoreReport restore(const std::string& from);
   // [C] Before anything is given up for a commit, or a named checkpoint, that is not there. Waits for those under way.
   // If the engine has failed, the search may fail with it, and only logs that: restoring then refuses by itself. Pre:
@@ -216,13 +217,17 @@ class UnitManager {
   void backward(std::uint32_t unit);  // the gradient of its output is there
   // A forward call of the unit will have a backward pass of its own; false for a recomputation within the unit's.
   bool backward_of_call(std::uint32_t unit);
-  // The gradient of an input of one such call is there.
+  // The gradient of an input of one such call is there. What made the input decides what that says of the call.
   enum class Input : std::uint8_t {
-    computed,  // everything that the call had to do is done: autograd goes on to its maker when nothing newer is left,
-               // but for walks_again()
-    recomputed,  // it begins the graph of a part that is computed once more, which is done when the weights are, and
-                 // when the gradients of all such inputs have come, or the backward pass of the part has ended
-    given,       // it begins the graph of the whole pass: the program may use it late in the call, and weights before
+    // Another part of the model: the call's backward work is done, because autograd runs newer nodes first (but see
+    // walks_again()).
+    computed,
+    // A recomputation, whose graph begins with the input. The call is done when the gradients of all its weights have
+    // come, and either those of all such inputs or the end of the recomputed part's backward pass.
+    recomputed,
+    // The program. The call may use the input last, and weights before: only the gradients of all its weights show that
+    // the call is done.
+    given,
   };
   void input_arrived(std::uint32_t unit, Input input);
   // A call of a unit that is made once more, for a backward pass.

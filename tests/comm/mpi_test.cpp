@@ -36,8 +36,8 @@ class FailuresOnly : public ::testing::EmptyTestEventListener {
 INSTANTIATE_TEST_SUITE_P(Mpi, Conformance, ::testing::Values(Backend{"mpi", launch_size(), run_mpi}),
                          backend_test_name);
 
-// Messages are cut so that some arrive all the time, and where a count would not fit an int: a small limit stands for
-// that one.
+// The transport cuts messages: into 1 MiB, so that the time-out sees progress, and where a count would not fit an int.
+// A small message_bytes_max tests the second without gigabytes.
 struct Cut {
   std::uint64_t message_bytes_max;
   std::vector<std::uint64_t> bytes;

@@ -10,9 +10,9 @@
 // final, and conclude() says that there are no more. A unit is announced before it is offered, and from then on whoever
 // wants its weights waits.
 //
-// Threading  Any thread. begin() and open() exclude each other and finish(): the program's thread calls them, the
-//            thread of a save calls finish(), and in mode `backward` the thread that hands gradients on calls finish()
-//            and open(). Two threads may be in finish(), a save's and that of a read().
+// Threading  Any thread, but callers see to it that begin(), open() and finish() do not overlap. Only two finish() may:
+//            a save's and that of a read(). The program's thread calls begin() and finish(), the thread of a save
+//            finish(), and in mode `backward` the thread that hands gradients on finish() and open().
 // Errors     An update that fails fails every unit that is still pending, and finish().
 // Main path  begin(step) -> request_weights(unit) or the expected order -> TilePipeline::run -> updated(unit) -> ended.
 //            open(work), announce(unit) -> offer(unit) -> TilePipeline::run -> updated(unit); conclude(ended) -> ended.
