@@ -10,6 +10,7 @@
 #include <hoist/aio/detail/ring.hpp>
 #include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/mutex.hpp>
 

@@ -3,12 +3,12 @@
 #include <cerrno>
 #include <cstddef>
 #include <fstream>
-#include <system_error>
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <hoist/aio/detail/uring_setup.hpp>
+#include <hoist/core/error.hpp>
 
 namespace hoist::aio::detail {
 
@@ -43,8 +43,6 @@ int finish_a_request(io_uring& ring) {
 }
 
 }  // namespace
-
-std::string errno_text(int code) { return std::generic_category().message(code); }
 
 Unavailable io_uring_unavailable(int code) {
   switch (code) {

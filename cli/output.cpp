@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/printable.hpp>
@@ -51,7 +50,7 @@ int end_of_output(int code) {
   if (lost_output_code == 0 && std::ferror(stdout) == 0) return code;
   if (lost_output_code == EPIPE) return code == kOk ? kFailure : code;  // a reader such as `head` has seen enough
   complain("hoist: standard output could not be written: {}; the printed text is incomplete\n",
-           std::generic_category().message(lost_output_code == 0 ? EIO : lost_output_code));
+           errno_text(lost_output_code == 0 ? EIO : lost_output_code));
   return code == kOk ? kFailure : code;
 }
 

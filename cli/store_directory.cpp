@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
 #include "commands.hpp"
@@ -110,8 +111,7 @@ void add_commit_options(CLI::App& command, std::string& step, std::string& from)
 
 std::string find_store(const std::string& path) {
   struct stat info {};
-  if (::stat(path.c_str(), &info) != 0)
-    throw UsageError(fmt::format("{}: {}", path, std::generic_category().message(errno)));
+  if (::stat(path.c_str(), &info) != 0) throw UsageError(fmt::format("{}: {}", path, errno_text(errno)));
   if (!S_ISDIR(info.st_mode)) throw UsageError(fmt::format("{} is not a directory", path));
   const std::string below = (fs::path(path) / "hoist").string();
   for (const std::string& directory : {path, below})

@@ -14,6 +14,8 @@
 
 namespace hoist {
 
+std::string errno_text(int code) { return std::generic_category().message(code); }
+
 Error::Error(const std::string& sentence) : std::runtime_error(printable(sentence)) {}
 
 namespace detail {
@@ -99,10 +101,9 @@ IoError::IoError(Where w, const std::string& remedy)
         std::string advice = remedy.empty() ? usual_remedy(w.code) : remedy;
         if (w.code == ENOSPC && (w.operation == "open" || w.operation == "create" || w.operation == "mkdir"))
           advice += " (a drive with space left lacks inodes: df -i)";
-        return fmt::format(
-            "{} of {}{} failed: {}{}{}", w.operation, w.path, place_of(w),
-            w.code == 0 ? "fewer bytes were transferred than asked for" : std::generic_category().message(w.code),
-            advice.empty() ? "" : "; ", advice);
+        return fmt::format("{} of {}{} failed: {}{}{}", w.operation, w.path, place_of(w),
+                           w.code == 0 ? "fewer bytes were transferred than asked for" : errno_text(w.code),
+                           advice.empty() ? "" : "; ", advice);
       }()),
       where(std::move(w)) {}
 

@@ -13,6 +13,9 @@
 
 namespace hoist {
 
+// The system's text for an errno.
+std::string errno_text(int code);
+
 // Base of everything hoist throws. what() is one complete sentence for a person, the remedy included. Text from files
 // in it is safe to print: escape sequences are replaced. The members of the classes below hold it as it is.
 class Error : public std::runtime_error {

@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
-#include <system_error>
 
 #include <fmt/format.h>
 #include <hwloc.h>
@@ -26,7 +25,7 @@ using Hwloc = std::unique_ptr<hwloc_topology, HwlocDeleter>;
 
 void expect(int result, const std::string& call) {
   if (result >= 0) return;
-  throw DeviceError(call, errno, std::generic_category().message(errno),
+  throw DeviceError(call, errno, errno_text(errno),
                     "check that /sys is readable, or the description's syntax (\"numa:2 core:4 pu:2\")");
 }
 

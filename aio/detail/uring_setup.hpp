@@ -11,8 +11,6 @@
 
 namespace hoist::aio::detail {
 
-std::string errno_text(int code);
-
 // The remedy for a refusal of io_uring with this errno.
 Unavailable io_uring_unavailable(int code);
 

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // `hoist doctor` about io_uring and the limit on locked memory.
-#include <system_error>
-
 #include <fmt/format.h>
 #include <sys/resource.h>
 
 #include <hoist/aio/io_uring_probe.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 
 #include "finding.hpp"
@@ -15,8 +14,6 @@ namespace hoist::cli {
 namespace {
 
 constexpr unsigned kCapIpcLock = 14;
-
-std::string errno_text(int code) { return std::generic_category().message(code); }
 
 // Whether this process may lock memory beyond its limit.
 bool may_lock_without_limit(const MachineSources& machine) {

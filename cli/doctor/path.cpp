@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <memory>
 #include <random>
-#include <system_error>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -188,7 +187,7 @@ Section look_at_path(const MachineSources& machine, const std::string& directory
   struct stat status {};
   if (::stat(directory.c_str(), &status) != 0) {
     section.findings.push_back({.subject = "directory",
-                                .found = std::generic_category().message(errno),
+                                .found = errno_text(errno),
                                 .verdict = Verdict::missing,
                                 .cost = "no store can be made here",
                                 .remedy = "check the path and its permissions"});

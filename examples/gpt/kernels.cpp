@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <cmath>
 #include <functional>
-#include <system_error>
 #include <vector>
 
 #include <cblas.h>
@@ -172,7 +171,7 @@ void require_address_space(std::uint64_t bytes, unsigned threads) {
     throw Error(fmt::format(
         "OpenBLAS needs {} of address space for products on {} threads, which the system refuses: {}; raise the limit "
         "of address space (ulimit -v), or lower --threads",
-        format_bytes(bytes), threads, std::generic_category().message(code)));
+        format_bytes(bytes), threads, errno_text(code)));
   }
   ::munmap(memory, bytes);
 }

@@ -6,7 +6,6 @@
 #include <fstream>
 #include <limits>
 #include <sstream>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -132,8 +131,7 @@ Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(opti
 
 void Mapping::refuse(std::uint64_t bytes, std::uint64_t available, const char* what) const {
   const std::string refusal =
-      failure_ == 0 ? ""
-                    : fmt::format(" (the kernel: {}; see ulimit -v and -d)", std::generic_category().message(failure_));
+      failure_ == 0 ? "" : fmt::format(" (the kernel: {}; see ulimit -v and -d)", errno_text(failure_));
   throw BudgetError::machine({.tier = options_.tier,
                               .have_bytes = std::min(available, bytes),
                               .need_bytes = bytes,

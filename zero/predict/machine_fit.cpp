@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
@@ -38,7 +39,7 @@ std::optional<std::string> directory_problem(const std::string& directory, const
   if (!fs::is_directory(existing)) return fmt::format("{}: {}{} is not a directory", key, cannot, existing);
   if (::access(existing.c_str(), W_OK | X_OK) == 0) return std::nullopt;
   return fmt::format("{}: {}{} cannot be written to: {}; {}, or name another directory", key, cannot, existing,
-                     std::system_category().message(errno), exists ? "change its owner" : "mount the drive");
+                     errno_text(errno), exists ? "change its owner" : "mount the drive");
 }
 
 std::uint64_t free_space(const fs::path& directory) {
