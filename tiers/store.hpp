@@ -95,6 +95,7 @@ class Store {
     // Whether there was more than the commit that a store begins with: of step 0 or, where the store `took_over` from
     // another, of any step.
     bool has_more_than_first_commit(bool took_over) const;
+    std::uint64_t newest_step() const;  // of all of these; 0 where there is none
     std::vector<CommitHeader> commits_and_abandoned() const;
   };
   // Describes what `directory` holds for this rank, without changing or locking anything; for people and for early
@@ -105,6 +106,7 @@ class Store {
   // interrupted).
   struct Found : Commits {
     bool exists = false;                    // a manifest is there
+    bool is_half_made = false;              // it is not; under its other name it is: the store is made, or removed
     std::optional<StoreIdentity> identity;  // its owner, if the superblock can be read
     Durability durability = Durability::step;
     std::uint64_t store_number = 0;

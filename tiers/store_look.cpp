@@ -19,10 +19,26 @@ namespace hoist::tiers {
 
 using detail::StorePaths;
 
+namespace {
+
+bool is_there(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0;
+}
+
+}  // namespace
+
 bool Store::Commits::has_more_than_first_commit(bool took_over) const {
   const bool is_at_first = commits.size() == 1 && abandoned.empty() && checkpoints.empty() &&
                            commits.front().incarnation == 1 && (took_over || commits.front().step == 0);
   return ever_committed && !is_at_first;
+}
+
+std::uint64_t Store::Commits::newest_step() const {
+  std::uint64_t newest = 0;
+  for (const auto& list : {commits, abandoned, checkpoints})
+    for (const CommitHeader& commit : list) newest = std::max(newest, commit.step);
+  return newest;
 }
 
 std::vector<CommitHeader> Store::Commits::commits_and_abandoned() const {
@@ -35,6 +51,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
   const StorePaths paths(directory, rank);
   const detail::ManifestView view = detail::view_manifest(paths.manifest);
   Found found{detail::commits_in(view.slots), view.exists};
+  found.is_half_made = !found.exists && is_there(paths.manifest_new);
   if (!view.damage.empty()) {
     found.ever_committed = true;  // or not: that cannot be known
     found.damage.push_back({fmt::format("{} cannot be used: {}", paths.manifest, view.damage)});

@@ -14,6 +14,7 @@
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
+#include "reshard_fixture.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test::initial_state_test {
@@ -158,15 +159,15 @@ TEST_P(InitialStateTest, IsCommittedWholeOrNotAtAll) {
               testing::ThrowsMessage<StoreError>(HasSubstr("of a run of 1 rank; continue it")));
 }
 
-// A rank that dies before its first commit leaves nothing to go on from: the next attempt begins anew.
+// A rank that dies before its first commit leaves nothing to go on from: the next attempt begins anew. It has files:
+// all ranks make theirs before any of them commits.
 TEST_P(InitialStateTest, AFirstCommitThatARankLacksIsReplaced) {
   if (std::get<0>(GetParam()) != Placement::nvme) GTEST_SKIP() << "nothing is committed before the first save()";
   begin(2, [](int, ToyModel&) {});
   const std::string store = other().engine.store_directory;
   const auto places = detail::store_directories(store);
   ASSERT_EQ(places.size(), 1u);
-  for (const auto& entry : std::filesystem::directory_iterator(places[0].in(store)))
-    if (entry.path().filename().string().starts_with("rank-00001")) std::filesystem::remove(entry.path());
+  for (const std::uint32_t slot : {0u, 1u}) blank_slot(places[0].in(store), 1, slot);
   on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
     const ToySetup setup = other();
     Runtime runtime(setup.runtime, join);

@@ -250,6 +250,93 @@ TEST_P(MirrorRestoreTest, OneRanksDriveThatIsBackIsRefusedWithBothWaysOn) {
   });
 }
 
+// A mirror's drive that is not mounted, beside another rank's first copy in a new store.
+class UnmountedMirrorTest : public MirrorRun {
+ protected:
+  UnmountedMirrorTest() { own_drives_ = own_mirrors_ = true; }
+  void unmount_mirror_of_rank_1() const {
+    fs::rename(drive_of_mirror(1), directory_ / "aside");
+    fs::create_directory(drive_of_mirror(1));
+  }
+  void mount_it_again() const {
+    fs::remove_all(drive_of_mirror(1));
+    fs::rename(directory_ / "aside", drive_of_mirror(1));
+  }
+  void expect_it_is_continued(std::uint64_t step) {
+    lose_stores(2);
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, step);
+      EXPECT_EQ(state_digests(model), undisturbed(6).at(step));
+    });
+  }
+};
+
+TEST_P(UnmountedMirrorTest, ATrainingThatOnlyItHoldsIsNeitherBegunAnewNorRemoved) {
+  leave_a_first_copy_in_a_new_store(2, 4);
+  lose_stores(2);
+  unmount_mirror_of_rank_1();
+  on_engines(2, [&](int, ToyModel& model) {
+    const auto refused = testing::ThrowsMessage<StoreError>(
+        testing::AllOf(HasSubstr("holds a training, but no commit that every rank has"),
+                       HasSubstr("rank 1 finds no files"), HasSubstr("reshard-0001")));
+    EXPECT_THAT([&] { model.find_commit(); }, refused);
+    EXPECT_THAT([&] { model.restore(); }, refused);
+    EXPECT_THAT([&] { model.initialize(); }, refused);
+  });
+  mount_it_again();
+  expect_it_is_continued(4);
+}
+
+// A training that has its stores begins a new copy beside the part that is there, and removes that part once the copy
+// is whole.
+TEST_P(UnmountedMirrorTest, ItsCopyStaysUntilAnotherOneIsWhole) {
+  for (const bool copies : {false, true}) {
+    SCOPED_TRACE(copies ? "with a copy" : "without one");
+    leave_a_first_copy_in_a_new_store(2, 4);
+    unmount_mirror_of_rank_1();
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().mirror, "");
+      if (!copies) return;
+      take_step(model, 5);
+      model.engine().save("", bytes_of("step 5"), {.mirror = true}).wait();
+    });
+    EXPECT_EQ(stores_in(of_rank(0).engine.mirror.directory).size(), copies ? 1u : 2u);
+    if (!copies) mount_it_again();
+    expect_it_is_continued(copies ? 5 : 4);
+    // The store that the start without the drive has left is gone with the next copy.
+    on_engines(2, [&](int, ToyModel& model) {
+      for (std::uint64_t step = model.restore().step + 1; step <= 6; ++step) take_step(model, step);
+      model.engine().save("", bytes_of("step 6"), {.mirror = true}).wait();
+    });
+    for (const int rank : {0, 1}) EXPECT_EQ(stores_in(of_rank(rank).engine.mirror.directory).size(), 1u);
+    for (const auto& entry : fs::directory_iterator(directory_ / "")) fs::remove_all(entry);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, UnmountedMirrorTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });
+
+// The mirror is behind the run when a rank's drive is lost. The other rank's newer part stays, though it is the first
+// commit of its store: the drive may come back.
+TEST_P(MirrorRestoreTest, AFirstCommitThatTheMirrorHasNotGotStays) {
+  own_drives_ = true;
+  leave_a_first_copy_in_a_new_store(2, 4);
+  setup_.engine.keep_steps = 1;
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 4u);
+    take_step(model, 5);
+    model.engine().save("", bytes_of("step 5")).wait();
+  });
+  setup_.engine.keep_steps = 2;
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 5u);
+    if (!on_nvme()) model.engine().save("", bytes_of("step 5")).wait();
+  });
+  const auto newer = stores_in(of_rank(0).engine.store_directory).front();
+  fs::rename(of_rank(1).engine.store_directory, directory_ / "aside");
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 4u); });
+  EXPECT_EQ(tiers::Store::look(newer.in(of_rank(0).engine.store_directory), 0).commits.size(), 1u);
+}
+
 INSTANTIATE_TEST_SUITE_P(, MirrorRestoreTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });
 
 }  // namespace

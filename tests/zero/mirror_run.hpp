@@ -82,6 +82,26 @@ class MirrorRun : public testing::TestWithParam<MirrorCell> {
     });
   }
 
+  // Trains, loses all stores, goes on from the mirror and copies `step`: a first copy in a new store. The older one has
+  // been removed.
+  void leave_a_first_copy_in_a_new_store(int ranks, std::uint64_t step) {
+    train_and_mirror(ranks, step - 1);
+    lose_stores(ranks);
+    on_engines(ranks, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, step - 1);
+      take_step(model, step);
+      model.engine().save("", bytes_of("step " + std::to_string(step)), {.mirror = true}).wait();
+    });
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto stores = stores_in(of_rank(rank).engine.mirror.directory);
+      ASSERT_EQ(stores.size(), 1u);
+      EXPECT_EQ(stores[0].order, 1u);
+    }
+  }
+  void lose_stores(int ranks) {
+    for (int rank = 0; rank < ranks; ++rank) std::filesystem::remove_all(of_rank(rank).engine.store_directory);
+  }
+
   // The digests after each step of an undisturbed run, by step. They are equal for 1, 2 and 4 ranks.
   static const std::map<std::uint64_t, Digests>& undisturbed(std::uint64_t steps) {
     static std::map<std::uint64_t, std::map<std::uint64_t, Digests>> made;

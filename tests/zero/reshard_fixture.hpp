@@ -54,6 +54,19 @@ class FilesAway {
   std::vector<std::pair<std::string, std::string>> moved_;
 };
 
+// `bytes`: at the slot's start; nothing: the whole slot.
+inline void zero_slot(const std::string& store, int rank, std::uint32_t slot, std::optional<std::size_t> bytes) {
+  const std::string manifest = tiers::detail::StorePaths(store, rank).manifest;
+  const tiers::Superblock superblock = *tiers::detail::view_manifest(manifest).superblock;
+  std::fstream file(manifest, std::ios::binary | std::ios::in | std::ios::out);
+  file.seekp(static_cast<std::streamoff>(superblock.slot_offset(slot)));
+  file << std::string(bytes.value_or(superblock.slot_bytes()), '\0');
+}
+// Damages a commit slot of a rank's manifest.
+inline void damage_slot(const std::string& store, int rank, std::uint32_t slot) { zero_slot(store, rank, slot, 1); }
+// Makes it one that was never written.
+inline void blank_slot(const std::string& store, int rank, std::uint32_t slot) { zero_slot(store, rank, slot, {}); }
+
 class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement>> {
  protected:
   using Call = void (*)(ToyModel&);
@@ -143,11 +156,6 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
 
   // --- files
 
-  // Damages a commit slot of a rank's manifest.
-  static void damage_slot(const std::string& store, int rank, std::uint32_t slot) { zero_slot(store, rank, slot, 1); }
-  // Makes it one that was never written.
-  static void blank_slot(const std::string& store, int rank, std::uint32_t slot) { zero_slot(store, rank, slot, {}); }
-
   // Puts a store back from a copy of it, as a process left it that was killed while it removed the store: it had
   // renamed the manifest of rank 0.
   static void make_half_removed_store(const std::string& copy, const std::string& store) {
@@ -163,16 +171,6 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
   std::map<std::string, Digests> at_;
   int ranks_before_ = 0;
   bool own_drives_ = false;  // each rank has a directory that the others do not see
-
- private:
-  // `bytes`: at its start; nothing: the whole slot.
-  static void zero_slot(const std::string& store, int rank, std::uint32_t slot, std::optional<std::size_t> bytes) {
-    const std::string manifest = tiers::detail::StorePaths(store, rank).manifest;
-    const tiers::Superblock superblock = *tiers::detail::view_manifest(manifest).superblock;
-    std::fstream file(manifest, std::ios::binary | std::ios::in | std::ios::out);
-    file.seekp(static_cast<std::streamoff>(superblock.slot_offset(slot)));
-    file << std::string(bytes.value_or(superblock.slot_bytes()), '\0');
-  }
 };
 
 // Tests that need state on NVMe. With other placements only the program's saves make commits.

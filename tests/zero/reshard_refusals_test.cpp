@@ -70,14 +70,35 @@ TEST_P(ReshardTest, AStoreThatAnotherProcessTakesOverFromIsNotContinuedInPlace) 
   continue_with(2, 4);
 }
 
-// A rank's drive is not mounted, say. What the other ranks trained is not a first start's.
-TEST_P(ReshardOnNvmeTest, APartOfAStoreThatTookOverOutlivesANewBeginning) {
+// A rank's drive is not mounted, say. What the other ranks trained is not a first start's, and no run begins beside it.
+TEST_P(ReshardOnNvmeTest, APartOfAStoreThatTookOverIsNeitherPassedOverNorRemoved) {
   begin_with(2, 2);
-  on_engines(3, kRestore);  // its only commit is step 2
+  on_engines(3, kRestore);  // its only commit is step 2, and the store of two ranks is gone
   const std::string store = store_ + "/reshard-0001-ranks-3";
-  const FilesAway unmounted({store + "/rank-00000.data", store + "/rank-00000.manifest"});
-  on_engines(3, kInitialize);
-  for (const int rank : {1, 2}) EXPECT_EQ(tiers::Store::look(store, rank).commits.size(), 1u) << rank;
+  {
+    const FilesAway unmounted({store + "/rank-00000.data", store + "/rank-00000.manifest"});
+    const auto find_commit = [](ToyModel& model) { (void)model.find_commit(); };
+    const auto begin_later = [](ToyModel& model) { model.begin({.masters = model.fill(), .step = 1}); };
+    for (const Call call : {Call(find_commit), kRestore, kInitialize, Call(begin_later)})
+      expect_refusal(3, call, AllOf(HasSubstr("no commit that every rank has"), HasSubstr("rank 0 finds no")));
+    expect_refusal(2, kInitialize, HasSubstr("is of a run of 3 ranks, whose files are not all readable"));
+    for (const int rank : {1, 2}) EXPECT_EQ(tiers::Store::look(store, rank).commits.size(), 1u) << rank;
+  }
+  on_engines(3, [](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 2u); });
+}
+
+// The same with drives of their own, after more room was asked for.
+TEST_P(ReshardTest, ARanksPartOfAFirstCommitIsKeptUntilTheOtherIsBack) {
+  own_drives_ = true;
+  begin_with(2, 3);
+  setup_.engine.keep_steps = 2;
+  continue_with(2, 3);  // in a new store
+  std::filesystem::rename(directory_of(1), directory_ / "aside");
+  expect_refusal(2, kInitialize, HasSubstr("rank 1 finds no files"));
+  expect_refusal(2, kRestore, HasSubstr("rank 1 finds no files"));
+  std::filesystem::remove_all(directory_of(1));
+  std::filesystem::rename(directory_ / "aside", directory_of(1));
+  continue_with(2, 4);
 }
 
 // Whether its other ranks had made theirs cannot be known.

@@ -75,12 +75,20 @@ std::vector<StoreDirectory> with_first(std::vector<StoreDirectory> stores) {
 
 }  // namespace
 
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders) {
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders,
+                              std::uint64_t continued) {
   const StoreSurvey survey(ranks, options);
   std::vector<StoreDirectory> unfinished;
-  for (const StoreDirectory& store : with_first(survey.directories()))
-    if (store.order >= orders.first && store.order <= orders.last && survey.look(store).is_unfinished())
-      unfinished.push_back(store);
+  for (const StoreDirectory& store : with_first(survey.directories())) {
+    if (store.order < orders.first || store.order > orders.last) continue;
+    const RestoreSource found = survey.look(store);
+    if (!found.is_unfinished_beside(continued)) continue;
+    unfinished.push_back(store);
+    if (found.newest_step > continued && ranks.job().rank() == 0)
+      log_warning(
+          "the store in {} is removed: it was being made, and not all ranks had reached its first commit, step {}",
+          store.in(options.store_directory), found.newest_step);
+  }
   if (unfinished.empty()) return;
   const std::vector<std::string> drives = options.drive_directories();
   const auto check = [&](const StoreDirectory& store) {
@@ -98,13 +106,15 @@ void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& opt
                             std::span<const StoreDirectory> spared) {
   constexpr Nanoseconds kNow{0};
   const StoreSurvey survey(ranks, options);
+  const RestoreSource continued = survey.look(present);
+  const std::uint64_t step = continued.commits.empty() ? 0 : continued.commits.front().step;
   NewerCheckpoints newer{survey.checkpoints_in(present), options.keep_steps};
   std::vector<StoreDirectory> useless;
   for (const StoreDirectory& other : with_first(survey.directories())) {
     if (other.order == present.order) continue;
     const bool is_spared = std::ranges::find(spared, other.order, &StoreDirectory::order) != spared.end();
     const RestoreSource store = survey.look(other);
-    bool remove = !other.name.empty() && store.is_unfinished();
+    bool remove = !other.name.empty() && store.is_unfinished_beside(step);
     if (!remove && other.order < present.order) {
       bool half_removed = false, is_kept = false;  // by a process that was killed; for a named checkpoint
       ranks.run_in_group("look at the store it took over from", [&] {

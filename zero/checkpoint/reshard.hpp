@@ -22,13 +22,16 @@ struct StoreOrders {
 
 // [J] Removes unfinished stores of these orders: no commit of such a store is on all ranks, and no rank has more than
 // its first commit, so no caller was told of one. They must go before a new store is made there, because their files
-// would be taken for parts of it. Errors: StoreError when another process uses one of them, or somebody may still want
-// a file (tiers::Store::check_unfinished).
-void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders = {});
+// would be taken for parts of it. One whose other files may only be out of reach stays, if it is further than step
+// `continued`, which every rank has. Errors: StoreError when another process uses one of them, or somebody may still
+// want a file (tiers::Store::check_unfinished).
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, StoreOrders orders = {},
+                              std::uint64_t continued = 0);
 
-// [J] Removes the stores that `present` has replaced, and unfinished ones of any order above 0, except those in
-// `spared`. An older store stays if it is not whole, if somebody reads it (then until the next start), or if it has
-// named checkpoints whose names no newer store has, and the newer stores have fewer than EngineOptions::keep_steps.
+// [J] Removes the stores that `present` has replaced, and unfinished ones of any order above 0 (as above, beside the
+// step of `present`), except those in `spared`. An older store stays if it is not whole, if somebody reads it (then
+// until the next start), or if it has named checkpoints whose names no newer store has, and the newer stores have fewer
+// than EngineOptions::keep_steps.
 void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                             std::span<const StoreDirectory> spared);
 

@@ -89,15 +89,27 @@ CommonStoreError nothing_to_restore(const RankAgreement& ranks, const EngineOpti
 std::optional<RestoreSource> find_store(const RankAgreement& ranks, const EngineOptions& options,
                                         const std::optional<std::string>& from, Incomplete incomplete) {
   const StoreSurvey survey(ranks, options);
+  const auto incomplete_error = [&](const RestoreSource& source) {
+    return incomplete_store(source, source.directory.in(options.store_directory), ranks.group().size());
+  };
+  std::optional<RestoreSource> out_of_reach;  // the one with the newest step
   for (const StoreDirectory& where : survey.directories()) {
     RestoreSource source = survey.look(where, from);
-    if (!source.commits.empty()) return source;
-    // refuse_other_stores() knows as much of the first one. A newer one that was only being made gives way to the one
-    // before.
-    if (incomplete == Incomplete::pass_over || !source.has_more_than_first_commit) continue;
+    if (!source.commits.empty()) {
+      if (out_of_reach && out_of_reach->newest_step > source.commits.front().step) break;
+      return source;
+    }
+    if (incomplete == Incomplete::pass_over) continue;
+    // A newer one that was only being made gives way to the one before, which holds its step, too.
+    if (!source.has_more_than_first_commit) {
+      if (source.step_out_of_reach() > (out_of_reach ? out_of_reach->newest_step : 0)) out_of_reach = std::move(source);
+      continue;
+    }
+    // refuse_other_stores() knows as much of the first one.
     if (incomplete == Incomplete::refuse && where.name.empty()) continue;
-    throw incomplete_store(source, where.in(options.store_directory), ranks.group().size());
+    throw incomplete_error(source);
   }
+  if (out_of_reach) throw incomplete_error(*out_of_reach);
   return std::nullopt;
 }
 

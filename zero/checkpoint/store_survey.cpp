@@ -72,6 +72,14 @@ bool StoreSurvey::is_of_run(const CommonCommit& commit, std::uint64_t store_numb
   return commit.run == (ranks_.has_several_groups() ? job_part(run) : run);
 }
 
+bool StoreSurvey::has_given_up(const CommonCommit& commit) const {
+  const std::vector<StoreDirectory> stores = directories();
+  if (stores.empty()) return false;
+  const RestoreSource newest = look(stores.front());
+  const bool awaits_commit = newest.is_unfinished() && newest.newest_step == 0 && !newest.lacks_files;
+  return ranks_.all_true_in_job(awaits_commit && is_of_run(commit, newest.store_number));
+}
+
 // --- directories -----------------------------------------------------------------------------------------------------
 
 namespace {
@@ -137,7 +145,9 @@ struct RankView {
     bool no_room = false;                     // the store has no room for what the configuration keeps (Room)
     bool has_more_than_first_commit = false;  // a commit beside the one that a new store begins with
     bool finds_none = false;                  // no manifest of this rank; if other_ranks: no manifest at all
+    bool lacks_files = false;                 // of this rank; if other_ranks: of any rank that made it
     int finds_rank = -1;                      // a rank whose manifest is here instead; -1: none
+    std::uint64_t newest_step = 0;            // of any commit that is here
     bool finds_manifest() const { return !finds_none || finds_rank >= 0; }
   };
   std::vector<CommitHeader> commits, abandoned, checkpoints;
@@ -167,12 +177,14 @@ struct Room {
 RankView look_at_own_rank(const std::string& directory, int rank, const Room& wanted, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
+  std::uint64_t newest_step = own.newest_step();
   int finds_rank = -1;
   if (!own.exists) {  // other ranks' manifests may be here: the hosts were swapped
-    for (const int other : tiers::Store::ranks_in(directory)) {
-      if (finds_rank < 0) finds_rank = other;
-      has_more_than_first_commit =
-          has_more_than_first_commit || tiers::Store::look(directory, other).has_more_than_first_commit(took_over);
+    for (const int rank_here : tiers::Store::ranks_in(directory)) {
+      if (finds_rank < 0) finds_rank = rank_here;
+      const tiers::Store::Found other = tiers::Store::look(directory, rank_here);
+      has_more_than_first_commit = has_more_than_first_commit || other.has_more_than_first_commit(took_over);
+      newest_step = std::max(newest_step, other.newest_step());
     }
   }
   const bool no_room = !wanted.is_in(own);
@@ -183,16 +195,25 @@ RankView look_at_own_rank(const std::string& directory, int rank, const Room& wa
           .answers = {.no_room = no_room,
                       .has_more_than_first_commit = has_more_than_first_commit,
                       .finds_none = !own.exists,
-                      .finds_rank = finds_rank}};
+                      .lacks_files = !own.exists && !own.is_half_made,
+                      .finds_rank = finds_rank,
+                      .newest_step = newest_step}};
 }
 
 RankView look_at_all_ranks(const std::string& directory, int rank, bool took_over) {
   RankView view{.answers = {.other_ranks = true}};
   view.answers.finds_none = tiers::Store::ranks_in(directory).empty();
+  view.answers.lacks_files = view.answers.finds_none;
   if (view.answers.finds_none) return view;
   StoreSummary summary = look_at_one_store(directory);
-  for (const StoreSummary::Rank& of : summary.ranks)
+  for (const StoreSummary::Rank& of : summary.ranks) {
     if (of.has_more_than_first_commit(took_over)) view.answers.has_more_than_first_commit = true;
+    view.answers.newest_step = std::max(view.answers.newest_step, of.newest_step());
+  }
+  for (int of = 0; of < summary.world_size.value_or(0); ++of) {
+    const tiers::Store::Found found = tiers::Store::look(directory, of);
+    if (!found.exists && !found.is_half_made) view.answers.lacks_files = true;
+  }
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
   view.abandoned = std::move(summary.all_commits);
@@ -233,6 +254,9 @@ RestoreSource StoreSurvey::look(const StoreDirectory& where, const std::optional
   source.has_room = std::ranges::none_of(all, &Answers::no_room);
   source.has_manifest = std::ranges::any_of(all, &Answers::finds_manifest);
   source.has_more_than_first_commit = std::ranges::any_of(all, &Answers::has_more_than_first_commit);
+  source.lacks_files = std::ranges::any_of(all, &Answers::lacks_files);
+  source.newest_step = std::ranges::max(all, {}, &Answers::newest_step).newest_step;
+  source.store_number = mine.store_number;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (!all[rank].finds_none) continue;
     const std::string name = ranks_.name_in_job(static_cast<int>(rank));

@@ -40,14 +40,22 @@ struct RestoreSource {
   int world_size = 0;                 // of the run that made this sharding group's store; 0: no readable manifest
   std::vector<CommonCommit> commits;  // newest first
   std::vector<tiers::CommitHeader> headers;  // of those, in no order, as this rank sees them
+  std::uint64_t store_number = 0;            // of this rank's part
   // For the whole job, however its groups differ:
   bool same_ranks = false;                  // every group has as many ranks as made its store
   bool has_room = false;                    // every store has room for the checkpoints and the caller state to come
   bool has_more_than_first_commit = false;  // some rank holds more than the commit that a new store begins with
   bool has_manifest = false;                // some rank finds a manifest, if only another rank's
   std::vector<std::string> lacking;         // which ranks find no manifest of theirs, as a part of a sentence each
+  bool lacks_files = false;                 // of a rank, and neither is it half made or half removed
+  std::uint64_t newest_step = 0;            // that some rank has, or had
   // An attempt that ended before all ranks had the store's first commit; it cannot be resumed.
   bool is_unfinished() const { return commits.empty() && !has_more_than_first_commit; }
+  // All ranks make their files before any of them commits. If one rank has a step of training, and another finds no
+  // files, these were there: on a drive that is not mounted, say. Returns that step; 0: it is not so.
+  std::uint64_t step_out_of_reach() const { return commits.empty() && lacks_files ? newest_step : 0; }
+  // The same as is_unfinished(), and no step is lost with it to a run that has a commit of `step`.
+  bool is_unfinished_beside(std::uint64_t step) const { return is_unfinished() && step_out_of_reach() <= step; }
 };
 
 class StoreSurvey {
@@ -63,6 +71,9 @@ class StoreSurvey {
   // [J] The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
   // them.
   std::vector<CommonCommit> common(std::span<const tiers::CommitHeader> commits, std::uint64_t store_number) const;
+  // [J] Whether the newest store has no commit yet, but the files of all ranks, and is of the same run as this commit,
+  // which an older store holds: the run has given that commit up.
+  bool has_given_up(const CommonCommit& commit) const;
   // Whether the commit is of the run whose store on this rank has that number.
   bool is_of_run(const CommonCommit& commit, std::uint64_t store_number) const;
 

@@ -232,7 +232,7 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
       for (const tiers::ManifestDamage& damage : tiers::Store::look(former_store, rank).damage)
         log_warning("{}", damage.text);
   }
-  remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1});
+  remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1}, step);
   const StoreDirectory directory = new_store_directory(survey.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   use_state(former->commit_state(), step);
