@@ -130,8 +130,9 @@ std::vector<KeyRow> durability_rows() {
        .type = ValueType::integer,
        .default_value = "1",
        .range = {.max = 1e9},
-       .meaning = "Steps from one copy to the next, at least: a copy begins when the one before it is done on every "
-                  "rank. With nothing on NVMe, saves are copied. 0: only what save() is asked to copy.",
+       .meaning = "Steps from one copy to the next, at least, also over restarts: a copy begins when the one before it "
+                  "is done on every rank. With nothing on NVMe, saves are copied. 0: only what save() is asked to "
+                  "copy.",
        .apply = [](Draft& d, const Value& v) { d.engine.mirror.every = static_cast<unsigned>(as_count(v)); }},
       {.path = "hoist.mirror.bytes_per_second",
        .type = ValueType::bytes,

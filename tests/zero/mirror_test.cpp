@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/log_capture.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
@@ -99,6 +100,23 @@ TEST_P(MirrorTest, ARestartGoesOnWithItAndWhatHasNotChangedIsNotCopiedAgain) {
   EXPECT_EQ(stores[0].name, "");
 }
 
+// A run that is preempted often is copied as often as one that is not.
+TEST_P(MirrorTest, SessionsMayBeShorterThanItIsFromCopyToCopy) {
+  setup_.engine.mirror.every = 4;
+  std::uint64_t step = 0;
+  for (const std::uint64_t last_copy : {0u, 4u, 8u, 12u, 12u}) {
+    on_engines(1, [&](int, ToyModel& model) {
+      step == 0 ? void(model.initialize()) : void(model.restore());
+      for (const std::uint64_t end = step + 3; step < end;) {
+        take_step(model, ++step);
+        if (!on_nvme()) model.engine().save("", bytes_of("a step")).wait();
+      }
+    });
+    const auto commits = look_at_store(setup_.engine.mirror.directory).commits;
+    EXPECT_EQ(commits.empty() ? 0 : commits.front().step, last_copy) << "after step " << step;
+  }
+}
+
 // After going back a step, the mirror's commits no longer belong to the run. The first whole copy replaces them.
 TEST_P(MirrorTest, AStepBackMakesItAnew) {
   setup_.engine.keep_steps = 1;
@@ -123,6 +141,49 @@ TEST_P(MirrorTest, AStepBackMakesItAnew) {
   });
   expect_restored(1, 3, states);
 }
+
+// A run that goes back leaves newer steps in the mirror. They are replaced at once, however rarely it copies.
+class MirrorThatIsAheadTest : public MirrorRun {
+ protected:
+  MirrorThatIsAheadTest() {
+    setup_.engine.keep_steps = 1;
+    on_engines(2, [&](int, ToyModel& model) {
+      model.initialize();
+      for (std::uint64_t step = 1; step <= 4; ++step) {
+        take_step(model, step);
+        if (step == 2) model.engine().save("two", bytes_of("two")).wait();
+      }
+      model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+    });
+  }
+  void go_back_and_on_to(std::uint64_t last_step) {
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore({.from = "two"}).step, 2u);
+      for (std::uint64_t step = 3; step <= last_step; ++step) take_step(model, step);
+      if (!on_nvme()) model.engine().save("", bytes_of("a step")).wait();
+    });
+  }
+};
+
+TEST_P(MirrorThatIsAheadTest, TheFirstCommitAfterAStepBackIsCopied) {
+  setup_.engine.mirror.every = 100;
+  go_back_and_on_to(3);
+  expect_restored(2, 3, undisturbed(4));
+}
+
+// A program that copies only what it asks for may pass the step that it has given up: that is no copy of its run.
+TEST_P(MirrorThatIsAheadTest, WhatTheRunHasGivenUpIsNoCopyOfIt) {
+  go_back_and_on_to(5);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 5u);
+    EXPECT_EQ(model.engine().mirror().step, std::nullopt);
+  });
+  const LogCapture log;
+  expect_restored(2, 4, undisturbed(4));
+  EXPECT_EQ(log.count("the run had gone back by a name, and had given this step up"), 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(, MirrorThatIsAheadTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });
 
 // The ledger counts reads for a copy apart from those of steps. Predictions include the pinned memory that copies use.
 TEST_P(MirrorTest, ItsBytesAreBookedApart) {

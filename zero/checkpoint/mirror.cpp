@@ -95,18 +95,19 @@ std::string mount_point_of(const std::string& directory) {
 
 // --- its store -------------------------------------------------------------------------------------------------------
 
-// A store that holds a copy is of this training (refuse_unfit_mirror). One of this very run is continued. Otherwise,
-// after a change of the number of ranks or a step back, a new one is made beside it, and the old one is removed once
-// the first copy is whole. One that no copy reached is removed at once: else each start before a first copy would add
-// one.
+// A store that holds a copy is of this training (refuse_unfit_mirror). One of this very run is continued, unless the
+// run has given its commits up. Otherwise, after a change of the number of ranks or a step back, a new one is made
+// beside it, and the old one is removed once the first copy is whole. One that no copy reached is removed at once: else
+// each start before a first copy would add one.
 void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const StoreSurvey survey(ranks_, options_);
   const auto found = find_store(ranks_, options_, std::nullopt, Incomplete::pass_over);
   const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
-                        survey.is_of_run(found->commits.front(), store_number);
+                        survey.is_of_run(found->commits.front(), store_number) &&
+                        !survey.has_given_up(found->commits.front());
   if (!same_run) remove_unfinished_stores(ranks_, options_);
   const std::vector<StoreDirectory> directories = survey.directories();
-  has_others_ = !same_run && !directories.empty();
+  has_others_ = directories.size() > (same_run ? 1 : 0);
   if (same_run)
     directory_ = found->directory;
   else if (has_others_)
@@ -124,9 +125,11 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
         "the mirror in {} holds no copy that every rank has: if there was one, its drive may not have been mounted "
         "when the program started",
         options_.store_directory);
+  due_step_ = step > 0 ? step : mirror_.every;
   if (!same_run) return;
   adopt_commit(ranks_, options_, *store_, choose_commit(ranks_, options_, *store_, ""));
   newest_ = Copied{found->commits.front().step, static_cast<std::uint32_t>(found->commits.front().revision)};
+  due_step_ = newest_->step + mirror_.every;
   const MutexLock lock(mutex_);
   step_ = newest_->step;
 }
@@ -196,7 +199,7 @@ void Mirror::note_loss() {
 // --- copies ----------------------------------------------------------------------------------------------------------
 
 bool Mirror::is_due(std::uint64_t step) const {
-  if (mirror_.every == 0 || step < claimed_step_ + mirror_.every) return false;
+  if (mirror_.every == 0 || step < due_step_) return false;
   const bool done = [&] {
     const MutexLock lock(mutex_);
     return under_way_.done() && !io_->gave_up();
@@ -207,6 +210,7 @@ bool Mirror::is_due(std::uint64_t step) const {
 Completion Mirror::claim(std::uint64_t step) {
   join();
   claimed_step_ = step;
+  due_step_ = step + mirror_.every;
   const MutexLock lock(mutex_);
   promise_ = std::make_unique<Promise>();
   under_way_ = promise_->completion();

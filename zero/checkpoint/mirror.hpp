@@ -50,8 +50,9 @@ class Mirror {
   // Waits for the copy under way.
   void end() noexcept;
 
-  // [J] Whether the commit of this step is to be copied: the last copy was begun `every` steps ago, or more, and is
-  // done on every rank, and no rank has given up the mirror's drive.
+  // [J] Whether the commit of this step is to be copied: the last copy is of `every` steps ago, or more, and done on
+  // every rank, and no rank has given up the mirror's drive. The first commit of a run that is continued is to be
+  // copied if there is no copy of that run.
   bool is_due(std::uint64_t step) const;
   // The copy of a commit to come; start() or drop() follows. Waits for the copy under way. Pre: start() or drop() has
   // followed the claim before.
@@ -101,6 +102,7 @@ class Mirror {
   tiers::StoreOptions store_options_;
   std::string mount_point_;         // of the drive that it was opened on; "" on the root's
   std::uint64_t claimed_step_ = 0;  // the last that was claimed
+  std::uint64_t due_step_ = 0;      // the first one that is_due()
 
   // The copy's thread uses these alone.
   const std::unique_ptr<aio::DriveQueue> io_;

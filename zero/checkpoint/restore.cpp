@@ -28,9 +28,12 @@ namespace {
 
 std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const EngineOptions& options,
                                           Incomplete incomplete = Incomplete::refuse) {
-  auto source = find_store(ranks, mirror_options(options), std::nullopt, incomplete);
+  const EngineOptions mirror = mirror_options(options);
+  auto source = find_store(ranks, mirror, std::nullopt, incomplete);
   if (!source) return std::nullopt;
-  return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
+  const bool given_up = StoreSurvey(ranks, mirror).has_given_up(source->commits.front());
+  return RestorePlan{
+      .source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true, .given_up = given_up};
 }
 
 // Whether the ranks' own stores are of the same training as this commit.

@@ -25,6 +25,7 @@ struct RestorePlan {
   RestoreSource source;
   std::string directory;  // that the source is in, or below: the offload directory or the mirror
   bool from_mirror = false;
+  bool given_up = false;  // a commit in the mirror, by a run that has gone back by a name
   // The store is continued. Otherwise a new one takes over its state.
   bool in_place = false;
 };

@@ -225,6 +225,9 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
     log_warning("rank {} continues from step {} of the mirror in {}: {}", runtime.rank(), step, plan.directory,
                 newest_step ? fmt::format("not all ranks have the store any more, which was at step {}", *newest_step)
                             : "what came after it is lost with the store");
+    if (plan.given_up && runtime.rank() == 0)
+      log_warning(
+          "the run had gone back by a name, and had given this step up; no copy of what came after that is there");
   }
   if (ranks.group().rank() == 0) {
     const std::string former_store = plan.source.directory.in(plan.directory);
