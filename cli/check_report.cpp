@@ -165,7 +165,9 @@ std::string prediction_text(const CheckReport& report) {
   Rows rows{tier_row(report, "device", p.device, "hoist.device_memory"),
             tier_row(report, "pinned", p.pinned, "hoist.pinned_memory")};
   if (p.nvme_bytes > 0) rows.push_back({"NVMe", format_bytes(p.nvme_bytes), "reserved at the start"});
-  if (p.mirror_bytes > 0) rows.push_back({"mirror", format_bytes(p.mirror_bytes), "reserved at the start"});
+  if (p.mirror_bytes > 0)
+    rows.push_back({"mirror", format_bytes(p.mirror_bytes),
+                    "reserved at the start; twice as much to go on from it, until the first copy is whole"});
   text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + "\nand moves in each step\n";
   text += columns(
       {{"NVMe", format_bytes(p.step.nvme_read) + " read", format_bytes(p.step.nvme_write) + " written"},

@@ -103,7 +103,7 @@ std::vector<KeyRow> durability_rows() {
        .meaning =
            "Largest number of the program's own bytes in a commit. A run that is resumed with a larger number than "
            "its store has room for continues in a new store, with a new one in its mirror: both drives need room for "
-           "two until these are whole.",
+           "two until these are whole (without it in the mirror, nothing is copied).",
        .apply = [](Draft& d, const Value& v) { d.engine.caller_state_bytes_max = as_count(v); }},
       {.path = "hoist.lock_timeout_seconds",
        .type = ValueType::number,
@@ -124,7 +124,9 @@ std::vector<KeyRow> durability_rows() {
        .meaning = "Finished commits are copied to the subdirectory hoist of this directory, on another drive or a "
                   "network file system, while training goes on; a restart on a machine whose own drives are empty goes "
                   "on from there. The copy takes 24 bytes per parameter on that drive, and a commit that is being "
-                  "copied 12 on NVMe beside the newest; both are reserved at the start.",
+                  "copied 12 on NVMe beside the newest; both are reserved at the start. A run that goes on from the "
+                  "mirror or with another number of ranks needs the 24 bytes twice, until its first copy is whole; "
+                  "with less it copies nothing, and warns.",
        .apply = [](Draft& d, const Value& v) { d.mirror_path = as_text(v); }},
       {.path = "hoist.mirror.every",
        .type = ValueType::integer,

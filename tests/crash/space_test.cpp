@@ -23,7 +23,14 @@ namespace {
 
 using testing::HasSubstr;
 
-class Space : public Hostile {};
+class Space : public Hostile {
+ protected:
+  // Leaves so much of the volume.
+  static bool leave(const LoopVolume& volume, std::uint64_t bytes) {
+    const std::uint64_t free = std::filesystem::space(volume.path()).available;
+    return free > bytes && succeeds(fmt::format("fallocate -l {} {}", free - bytes, volume / "filler"));
+  }
+};
 
 TEST_F(Space, AThinVolumeThatFillsUpLeavesTheLastCommit) {
   ThinVolume volume(directory_, "2m");
@@ -81,6 +88,25 @@ TEST_P(ReservedSpace, IsThereWhenEverythingElseIsTaken) {
 INSTANTIATE_TEST_SUITE_P(FileSystems, ReservedSpace, testing::Values("ext4", "xfs", "btrfs"),
                          [](const auto& kind) { return std::string(kind.param); });
 
+// The mirror's drive has space for one store. The run goes on from it when its own drive is lost, and from then on
+// nothing is copied until there is space.
+TEST_F(Space, ForOneStoreIsEnoughToGoOnFromAMirror) {
+  LoopVolume volume(directory_, "ext4");
+  HOIST_NEEDS_MOUNTED(volume);
+  constexpr std::uint64_t kCopied = 6;
+  ToySetup setup = toy(directory_ / "store");
+  setup.engine.mirror.directory = volume / "copies";
+  const auto nothing = [](std::uint64_t) {};
+  ASSERT_EQ(train(setup, nothing, kCopied).error, "");
+  ASSERT_TRUE(leave(volume, 400 * kKiB));
+  std::filesystem::remove_all(setup.engine.store_directory);
+  EXPECT_EQ(train(setup, nothing, kCopied + 2).error, "");
+  std::filesystem::remove(volume / "filler");
+  EXPECT_EQ(train(setup, nothing, kCopied + 4).error, "");
+  std::filesystem::remove_all(setup.engine.store_directory);
+  EXPECT_EQ(train(setup).error, "");
+}
+
 // Scratch is reserved at each start, beside a store that has its space.
 TEST_F(Space, ThatSpilledGradientsLackIsRefusedAtTheStartAndTheLastCommitIsThere) {
   LoopVolume volume(directory_, "ext4");
@@ -103,14 +129,7 @@ TEST_F(Space, ThatSpilledGradientsLackIsRefusedAtTheStartAndTheLastCommitIsThere
 }
 
 // The store has its space, and beside it there is half of what scratch needs.
-class NewSpill : public Space, public testing::WithParamInterface<int> {
- protected:
-  // Leaves so much of the volume.
-  static bool leave(const LoopVolume& volume, std::uint64_t bytes) {
-    const std::uint64_t free = std::filesystem::space(volume.path()).available;
-    return free > bytes && succeeds(fmt::format("fallocate -l {} {}", free - bytes, volume / "filler"));
-  }
-};
+class NewSpill : public Space, public testing::WithParamInterface<int> {};
 
 TEST_P(NewSpill, WithoutSpaceIsRefusedAndNothingIsLeft) {
   LoopVolume volume(directory_, "ext4");

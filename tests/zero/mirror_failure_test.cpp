@@ -487,6 +487,70 @@ TEST_P(MirrorFailureTest, NobodyCopiesBeforeAllHaveOpenedTheirStores) {
   });
 }
 
+// A drive that has no space for a second store beside the copy that the run goes on from. Copies begin when it has.
+TEST_P(MirrorFailureTest, WithoutSpaceBesideTheOldCopyTheRunGoesOnAndCopiesLater) {
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 1;
+  train_and_mirror(2, 2);
+  fs::remove_all(setup_.engine.store_directory);
+  const Fault no_space{.operation = aio::Operation::write,
+                       .path_contains = setup_.engine.mirror.directory + "/reshard-0001-ranks-2",
+                       .count = 1,
+                       .code = ENOSPC};
+  const LogCapture log;
+  faults_->add(no_space);
+  on_engines(2, [&](int rank, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 2u);
+    EXPECT_EQ(log.count("has no space for new copies beside older ones"), 1);
+    for (const std::uint64_t step : {3u, 4u}) {
+      take_step(model, step);
+      if (rank == 1 && step == 3) faults_->add(no_space);
+      const Completion copied = model.engine().save("", bytes_of("a step"), {.mirror = true});
+      if (step == 3) {
+        EXPECT_THAT([&] { copied.wait(); }, testing::ThrowsMessage<Error>(HasSubstr("No space left on device")));
+        EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
+      } else {
+        EXPECT_NO_THROW(copied.wait());
+      }
+    }
+  });
+  EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
+  expect_restored(2, 4, undisturbed(4));
+}
+
+// One rank's drive was replaced by an empty one between two starts. The other rank's part of the copy is of no use any
+// more, and leaves no space for a second store: it is written over.
+TEST_P(MirrorFailureTest, APartThatAnotherRankHasLostTakesTheSpaceOfNoCopy) {
+  own_mirrors_ = true;
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 0;
+  const std::string older = of_rank(0).engine.mirror.directory;
+  train_and_mirror(2, 2);
+  fs::remove_all(drive_of_mirror(1));
+  faults_->add({.operation = aio::Operation::write,
+                .path_contains = older + "/reshard-",
+                .count = Faults::kForever,
+                .code = ENOSPC});
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 2u);
+    for (const std::uint64_t step : {3u, 4u}) {
+      take_step(model, step);
+      model.engine().save("", bytes_of("a step"), {.mirror = true}).wait();
+      EXPECT_EQ(model.engine().mirror().step, step);
+    }
+  });
+  for (const int rank : {0, 1}) {
+    const std::string mirror = of_rank(rank).engine.mirror.directory;
+    EXPECT_EQ(stores_in(mirror).size(), 1u);
+    EXPECT_EQ(newest_in(mirror, rank).step, 4u);
+  }
+  fs::remove_all(setup_.engine.store_directory);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 4u);
+    EXPECT_EQ(state_digests(model), undisturbed(4).at(4));
+  });
+}
+
 // Where the mirror should have a copy at a start and has none, its drive may be missing.
 TEST_P(MirrorFailureTest, AStartThatFindsNoCopyWarns) {
   const LogCapture log;

@@ -112,14 +112,13 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
     directory_ = found->directory;
   else if (has_others_)
     directory_ = new_store_directory(directories.front().order + 1, ranks_.group().size());
-  ranks_.run_in_job(same_run ? "open its mirror" : "make its mirror", [&] {
-    store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
-    store_options_.directory_key = "hoist.mirror.path";
-    store_options_.store_number = store_number;
-    store_ = same_run ? tiers::Store::open(store_options_, drives_) : tiers::Store::create(store_options_, drives_);
-    store_options_.store_number = store_->store_number();
-    mount_point_ = mount_point_of(store_options_.directory);
-  });
+  store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
+  store_options_.directory_key = "hoist.mirror.path";
+  store_options_.store_number = store_number;
+  if (same_run)
+    open_store();
+  else
+    make_store(has_others_ ? std::optional(directories.front()) : std::nullopt, step);
   if (!found && step > 0)
     log_warning(
         "the mirror in {} holds no copy that every rank has: if there was one, its drive may not have been mounted "
@@ -132,6 +131,59 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   due_step_ = newest_->step + mirror_.every;
   const MutexLock lock(mutex_);
   step_ = newest_->step;
+}
+
+void Mirror::open_store() {
+  ranks_.run_in_job("open its mirror", [&] {
+    store_ = tiers::Store::open(store_options_, drives_);
+    store_options_.store_number = store_->store_number();
+    mount_point_ = mount_point_of(store_options_.directory);
+  });
+}
+
+// Without space beside older copies the training goes on, and each copy tries again (open_anew). Where the older copy
+// is of this very run, and some ranks have lost their parts of it, the others need no more space: they write into
+// theirs.
+void Mirror::make_store(const std::optional<StoreDirectory>& older, std::uint64_t step) {
+  std::string lack;
+  ranks_.run_in_job("make its mirror", [&] {
+    mount_point_ = mount_point_of(store_options_.directory);
+    try {
+      store_ = tiers::Store::create(store_options_, drives_);
+    } catch (const BudgetError& error) {
+      if (!older) throw;
+      lack = error.what();
+    } catch (const IoError& error) {
+      if (!older || (error.where.code != ENOSPC && error.where.code != EDQUOT)) throw;
+      lack = error.what();
+    }
+  });
+  if (ranks_.all_true_in_job(lack.empty())) return;
+  if (store_) store_->remove_new();
+  store_.reset();
+  has_failed_ = true;
+  const bool writes_into_parts = older && use_parts_of_lost_copy(*older, step);
+  if (lack.empty() || writes_into_parts) return;
+  log_warning(
+      "the mirror in {} has no space for new copies beside older ones, which stay: nothing is copied until there is. "
+      "Make space there, or name another directory in hoist.mirror.path at the next start: {}",
+      options_.store_directory, lack);
+}
+
+bool Mirror::use_parts_of_lost_copy(const StoreDirectory& older, std::uint64_t step) {
+  const std::string directory = older.in(options_.store_directory);
+  bool is_there = false, is_usable = false;  // this rank's part
+  ranks_.run_in_job("look at its mirror", [&] {
+    const auto own = tiers::Store::look(directory, store_options_.identity.rank);
+    is_there = own.exists;
+    is_usable = own.store_number == store_options_.store_number && own.newest_step() <= step &&
+                own.caller_state_bytes_max >= store_options_.caller_state_bytes_max;
+  });
+  const bool nobody = ranks_.all_true_in_job(!is_there);
+  if (!ranks_.all_true_in_job(!is_there || is_usable) || nobody) return false;
+  directory_ = older;
+  store_options_.directory = directory;
+  return true;
 }
 
 // After a copy that failed: back to the last copy that is whole on all ranks. A rank that has lost its part of that

@@ -41,7 +41,8 @@ namespace hoist::detail {
 class Mirror {
  public:
   // [J] Opens this rank's store in the mirror, or makes one. `store_number`: of the engine's store. `step`: where the
-  // training stands. Pre: refuse_unfit_mirror(). Errors: IoError, StoreError, BudgetError.
+  // training stands. Where older copies leave no space for a new store, copies fail until there is. Pre:
+  // refuse_unfit_mirror(). Errors: IoError, StoreError; BudgetError where there are no older copies.
   Mirror(const EngineOptions& options, const UnitTable& table, const RecordMap& records, const RankAgreement& ranks,
          std::uint64_t store_number, std::uint64_t step);
   ~Mirror();
@@ -79,6 +80,11 @@ class Mirror {
   };
 
   void open(std::uint64_t store_number, std::uint64_t step);  // [J]
+  void open_store();                                          // [J]
+  // [J] `older`: the newest store that is there.
+  void make_store(const std::optional<StoreDirectory>& older, std::uint64_t step);
+  // [J] Has the next copy written into that store, if what ranks have of it is of this run, up to this step.
+  bool use_parts_of_lost_copy(const StoreDirectory& older, std::uint64_t step);
   // Done beside a thread that meets the other ranks. Throws on all of them if it fails on one.
   void on_all_ranks(const std::function<void()>& work);
   std::uint32_t open_anew();
