@@ -306,7 +306,7 @@ def test_a_run_of_one_group_is_not_begun_anew_by_several(settings, tmp_path):
 def test_generate_goes_on_until_the_last_rank_has_ended(settings, tmp_path):
     pytest.importorskip("transformers")
     assert results(start("""
-        import transformers
+        import pickle, transformers
         join()
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
@@ -318,12 +318,23 @@ def test_generate_goes_on_until_the_last_rank_has_ended(settings, tmp_path):
         del config["zero_optimization"]["stage"]  # 3 is the default
         config["zero_optimization"] |= {"stage3_max_live_parameters": 14000, "stage3_prefetch_bucket_size": 0,
                                         "stage3_max_reuse_distance": 0}
-        with hoist.torch.wrap(model, config):
-            for _ in range(2):
-                ids = model.generate(torch.full((1, 4), 5), max_new_tokens=12, do_sample=False, synced_gpus=False,
-                                     stopping_criteria=transformers.StoppingCriteriaList([Stop()]))
-        print(json.dumps(ids.shape[1]))
-    """, tmp_path / "meet", with_room(settings))) == [6, 7]
+        lengths = []
+        def generate():
+            ids = model.generate(torch.full((1, 4), 5), max_new_tokens=12, do_sample=False, synced_gpus=False,
+                                 stopping_criteria=transformers.StoppingCriteriaList([Stop()]))
+            lengths.append(ids.shape[1])
+        with hoist.torch.wrap(model, config) as engine:
+            generate()
+            generate()
+            state = engine.state_dict()
+        model.load_state_dict(state, assign=True)
+        model.state_dict()  # the model is PyTorch's alone from here on
+        model = pickle.loads(pickle.dumps(model))
+        generate()
+        with hoist.torch.wrap(model, config, resume=True):
+            generate()
+        print(json.dumps(lengths))
+    """, tmp_path / "meet", with_room(settings))) == [[6] * 4, [7] * 4]
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "MultitaskPromptTuningConfig", "PromptEncoderConfig",

@@ -27,6 +27,14 @@ def wrapped(settings):
 # --- zero_grad -------------------------------------------------------------------------------------------------------
 
 
+def drops_gradients(engine, inputs):
+    """The model's own zero_grad() does."""
+    engine.backward(engine(inputs).sum())
+    engine.module.zero_grad()
+    with pytest.raises(hoist.UsageError, match="needs a backward pass before it"):
+        engine.step()
+
+
 @pytest.mark.parametrize("whose", ["engine", "optimizer"])
 def test_zero_grad_may_stand_between_the_loss_and_its_backward_pass(wrapped, whose):
     expected = trained(model_of())
@@ -103,6 +111,14 @@ def test_a_modules_own_zero_grad_gets_the_arguments_that_it_takes(wrapped):
         model.zero_grad(set_to_none=False)
         model.zero_grad(True)
     assert called == [model[1]]
+    model = model_of()
+    model.zero_grad, model[0].zero_grad = model[1].zero_grad, called.clear  # the program's, which stay
+    with wrapped(model):
+        model[0].zero_grad()
+    with pytest.raises(hoist.UsageError, match="closed"):
+        wrapped(model)
+    assert called == [] and vars(model)["zero_grad"].__self__ is model[1] and vars(model[0])["zero_grad"] == called.clear
+    assert "zero_grad" not in vars(model[1])
 
 
 def test_zero_grad_of_a_part_is_refused_for_gradients_of_the_next_micro_batch(settings):
@@ -381,6 +397,8 @@ def test_a_layer_of_a_gathered_unit_is_copied_alone(settings, copies):
         copied.load_state_dict({name: values + 1 for name, values in state.items()})
         assert torch.equal(copied.weight, state["weight"] + 1)
         assert torch.equal(layer.state_dict()["weight"], stored["0.up.weight"])
+    with hoist.torch.wrap(copied, settings("copied")) as engine:
+        drops_gradients(engine, on_device_of_tests(torch.ones(2, WIDTH)))
 
 
 def test_forward_of_the_engine_is_a_call_of_the_model(wrapped):
@@ -509,16 +527,20 @@ def test_a_model_whose_engine_was_closed_can_be_given_values_for_pytorch_alone(w
     plain = model_of()
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(x), plain(x))
-    for each in (plain, model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+    copies = model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+    assert all(vars(module).keys() == vars(nn.Linear(1, 1)).keys() for each in copies for module in (each[0].up, each[2]))
+    for each in (plain, *copies):
         each.zero_grad()
         each(x).sum().backward()
         torch.testing.assert_close(each[2].weight.grad, plain[2].weight.grad)
         reference_of(each).step()
     with pytest.raises(hoist.UsageError, match=r"restore\(\) of an engine that was closed"):
         engine.restore()
-    with wrapped(model) as again:
-        assert torch.equal(again.read("2.weight"), plain[2].weight.detach().cpu())
-        run(again, 1)
+    for each in copies:
+        with wrapped(each) as again:
+            assert torch.equal(again.read("2.weight"), plain[2].weight.detach().cpu())
+            run(again, 1)
+            drops_gradients(again, x)
 
 
 def test_a_pass_after_close_is_refused_though_gradients_wait(wrapped):

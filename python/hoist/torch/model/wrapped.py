@@ -74,7 +74,8 @@ def refuse_model(model: object) -> None:
 
 
 def keep_hooks(of: nn.Module | nn.Parameter, *handles: Removable) -> None:
-    """Hooks of the engine that is being made, until the next one is."""
+    """Keeps hooks of the engine that is being made. remove_hooks() removes them after its close, or before the next engine is
+    made."""
     kept: Any = _hooks_of_parameters if isinstance(of, nn.Parameter) else _hooks_of_modules
     kept.setdefault(of, []).extend(handles)
 
@@ -119,12 +120,24 @@ def _drop_own_forward(module: nn.Module) -> bool:
     return True
 
 
+def _drop_own_methods(module: nn.Module) -> None:
+    """Removes those of claim() and generate_together(), and the methods of its class that an unpickled module has in their place.
+    Methods that the program has set stay."""
+    for function in (zero_grad, generate):
+        name = function.__name__
+        own = vars(module).get(name)
+        if (isinstance(own, types.MethodType) and own.__self__ is module
+                and own.__func__ in (function, getattr(type(module), name, None))):
+            del vars(module)[name]
+
+
 def remove_hooks(model: nn.Module) -> None:
-    """Removes the hooks of an engine that was closed."""
+    """Removes the hooks and methods of an engine that was closed."""
     for module in model.modules():
         for handle in _hooks_of_modules.pop(module, []):
             handle.remove()
         _drop_own_forward(module)
+        _drop_own_methods(module)
         for parameter in module._parameters.values():
             for handle in _hooks_of_parameters.pop(parameter, []) if parameter is not None else ():
                 handle.remove()
@@ -172,14 +185,15 @@ def generate_together(model: nn.Module) -> None:
     """For ranks that divide the weights. transformers' generate() returns when this rank's texts have ended, and others would
     wait for its part of the weights; with synced_gpus, all ranks go on until the last one has ended."""
     for module in model.modules():
-        generate = getattr(type(module), "generate", None)
-        if generate is not None and "synced_gpus" in inspect.signature(generate).parameters and "generate" not in vars(module):
-            module.generate = types.MethodType(_generate_together, module)  # type: ignore[assignment]
+        own = getattr(type(module), "generate", None)
+        if own is not None and "synced_gpus" in inspect.signature(own).parameters:
+            vars(module).setdefault("generate", types.MethodType(generate, module))
 
 
-def _generate_together(module: nn.Module, *args: Any, **settings: Any) -> Any:
+def generate(module: nn.Module, *args: Any, **settings: Any) -> Any:
+    """By this name, as with zero_grad(), a pickled module finds its class's method."""
     engine = engine_of(module)
     if engine is not None and not engine._passes.in_gathered_block:  # inside of gathered(), one rank may generate alone
         settings["synced_gpus"] = True
-    generate: Any = getattr(type(module), "generate")  # noqa: B009 - Module has none
-    return generate(module, *args, **settings)
+    own: Any = getattr(type(module), "generate")  # noqa: B009 - Module has none
+    return own(module, *args, **settings)
