@@ -558,6 +558,10 @@ def test_only_learning_rates_change_during_a_run(settings):
         engine.optimizer.param_groups[0] |= {"weight_decay": 0.01, "momentum": 0.5}
         with pytest.raises(hoist.UsageError, match="'momentum' of parameter group 0 was set to 0.5; only learning rates"):
             engine.step()
+        del engine.optimizer.param_groups[0]["momentum"]
+        engine.optimizer.param_groups[0]["decoupled_weight_decay"] = False
+        with pytest.raises(hoist.UsageError, match="'decoupled_weight_decay' of parameter group 0 was .*to False; only learning"):
+            engine.step()
 
 
 def test_what_no_pass_uses_has_a_gradient_of_zeros(settings):

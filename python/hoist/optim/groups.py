@@ -56,7 +56,7 @@ def settings_of(options: _hoist.OptimizerOptions) -> dict[str, Any]:
 
 # The options of a group, besides its learning rate, that change results. An engine takes them when it is made.
 _SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "bias_correction", "amsgrad",
-            "maximize", "lr_decay")
+            "maximize", "decoupled_weight_decay", "lr_decay")
 
 
 def settled_of(group: dict[str, Any]) -> dict[str, Any]:
