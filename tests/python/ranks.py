@@ -101,6 +101,8 @@ def _run(text, arguments, environment, said):
         exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and end.code is not code:
+            print(end.code, file=sys.stderr)
     except BaseException as error:
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)

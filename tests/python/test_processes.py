@@ -16,7 +16,7 @@ import hoist
 import hoist.optim
 import hoist.torch
 from models import batches, loss_of
-from ranks import process_of
+from ranks import Program, process_of
 from training import make, train
 
 
@@ -160,6 +160,12 @@ def test_workers_of_a_data_loader_end(settings):
             engine.backward(loss_of(engine(inputs), targets))
             engine.step()
         assert engine.step_count == 2
+
+
+def test_a_program_of_a_test_says_why_it_exits():
+    program = Program("import sys; sys.exit('the drive is full')")
+    _, error = program.communicate()
+    assert error.splitlines()[-1:] == ["the drive is full"] and program.returncode == 1
 
 
 def test_transfers_and_stores_do_not_hold_up_a_forked_process(settings, tmp_path):
