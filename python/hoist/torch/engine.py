@@ -639,7 +639,7 @@ class Engine(StandsForModel, DeepSpeedNames):
     # --- what happened -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Bytes of each link, what was waited for, and each tier's budget and peak."""
+        """Bytes of each link, what was waited for, and each tier's budget and peak. They begin anew with restore() and wake()."""
         return self._unit_manager.statistics()
 
     def formula_bytes(self) -> _hoist.StepBytes:
