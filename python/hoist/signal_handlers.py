@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what the program's handlers of signals raise from other errors. It comes at any line, and may have any type: a watchdog's
-TimeoutError, for instance, is an OSError, and is not the error of the file that is being written when it comes."""
+"""Tells exceptions that the program's signal handlers raise from other errors. Such an exception comes at any line and may have
+any type: a watchdog's TimeoutError, for instance, is an OSError, although nothing is wrong with the file that is being
+written."""
 
 from __future__ import annotations
 

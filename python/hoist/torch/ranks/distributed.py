@@ -103,8 +103,9 @@ class MetRanks:
 
     @contextlib.contextmanager
     def told_of_error(self) -> Iterator[None]:
-        """Around the engine's end, which is in order: in an `except` or `finally` block, other ranks that find this one's
-        connections closed learn why. Before it as well, since it may last longer than they look for a reason."""
+        """Around close(). If it is called in an `except` or `finally` block, the other ranks learn that block's error. Those that
+        find this rank's connections closed can read it before close() has ended, since close() may last longer than they look
+        for a reason. Afterwards all ranks can."""
         error = program_end.handled_error()
         is_told = error is not None and program_end.mark_of(error) is not self._handled_at_start
         met = list(self._of.values()) if is_told and os.getpid() == self._process else []
@@ -125,7 +126,7 @@ _UNKNOWN = (0, -1)
 
 
 def channels_of(config: _hoist.Config, met: MetRanks, doing: Callable[[], str]) -> Channels:
-    """Over all ranks; (None, 0) where PyTorch has no group."""
+    """Over all ranks; without a maker where PyTorch has no group."""
     if not config.joins_launched_ranks:
         return None, 0, _UNKNOWN
     if not is_joined():
@@ -237,7 +238,7 @@ def _local_place(rank: int, words: Sequence[dict[str, Any]]) -> tuple[int, int, 
 
 def channels_over(members: Sequence[int], config: _hoist.Config, met: MetRanks,
                   doing: Callable[[], str]) -> Channels:
-    """Over some ranks of the job, this one among them; (None, 0) where it is the only one."""
+    """Over some ranks of the job, this one among them; without a maker where it is the only one."""
     if not is_joined():
         return None, 0, _UNKNOWN
     size, job_size = len(members), dist.get_world_size()
