@@ -178,5 +178,22 @@ TEST(LateCheckpoint, IsInTheAccountOfTheStepThatWaitsForIt) {
   EXPECT_GE(ledger.waited(WaitCause::nvme) - counted_before, both_end - begin.time_since_epoch());
 }
 
+TEST(LateCommit, IsAWaitOfSettle) {
+  constexpr auto kFlush = std::chrono::milliseconds(200);
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.runtime.make_aio_backend = observing([&](const aio::Block& block) {
+    if (block.operation == aio::Operation::sync && block.file->path().ends_with(".manifest"))
+      std::this_thread::sleep_for(kFlush);
+  });
+  ToyProgram model(setup);
+  model.train(1, 1);
+  const Nanoseconds before = model.runtime().ledger().waited(WaitCause::nvme);
+  const TimePoint begin = Clock::now();
+  model.engine().settle();
+  const Nanoseconds took = Clock::now() - begin;
+  EXPECT_GE(model.runtime().ledger().waited(WaitCause::nvme) - before, took / 2);
+}
+
 }  // namespace
 }  // namespace hoist::test::late_commit_test

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A run's reports about itself: metrics by step, and a trace.
+#include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <vector>
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -73,6 +76,23 @@ TEST(Ledger, HasWhatEvaluationsReadWhenTheyEnd) {
     EXPECT_GT(now, before);
     before = now;
   }
+}
+
+// Two buffers serve the gradients of six units: the third one waits until the first has been copied to the host.
+TEST(Ledger, HasTheWaitsOfABackwardPassForCopiesOfGradients) {
+  constexpr auto kCopy = std::chrono::milliseconds(20);  // of a unit's gradient
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.runtime.device_memory_bytes = 16 * kMiB;  // weights stay there between the passes of a step
+  setup.runtime.host_device.link_bytes_per_second = 10'000'000;
+  setup.engine.update_mode = UpdateMode::step;
+  ToyProgram model(setup, {.matrices = std::vector<std::int64_t>(6, 100'000), .frozen = false, .tied = false});
+  Nanoseconds longest{0};  // at least once nothing else holds the program up
+  for (std::uint64_t step = 1; step <= 4; ++step) {
+    const Nanoseconds before = model.runtime().ledger().waited(WaitCause::device_to_host);
+    model.train(step, step);
+    longest = std::max(longest, model.runtime().ledger().waited(WaitCause::device_to_host) - before);
+  }
+  EXPECT_GE(longest, 4 * kCopy) << "of six copies, the last two are waited for by step()";
 }
 
 // A step would wait for the reader of a pipe, and end the process with the reader.

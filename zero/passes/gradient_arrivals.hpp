@@ -69,6 +69,7 @@ class GradientArrivals {
   struct Arrival {
     bool hand_on = false;
     bool completes_step = false;    // its pass does
+    platform::StreamEvent reduced;  // over ranks; reached from the start if this object does not reduce
     platform::StreamEvent arrived;  // it has come down
     Completion added;               // to the sums of the micro-batches before it
     Completion handed_on;

@@ -44,7 +44,9 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
     state.stream = &*stream;  // clear() needs it, also after an error below
     if (state.buffer->reduction) {
       await_submitted(state.buffer->reduction->submitted, stream, updates_, runtime_.ledger());
-      stream->wait(state.buffer->reduction->arrival.arrived, WaitCause::none);
+      const GradientArrivals::Arrival& arrival = state.buffer->reduction->arrival;
+      stream->wait(arrival.reduced, WaitCause::comm);
+      stream->wait(arrival.arrived, WaitCause::device_to_host);
     }
     stream->wait(state.buffer->dropped, WaitCause::none);
     const Unit& description = table_.unit(unit);
@@ -128,9 +130,9 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
                         .what = unit.name});
     streams_.comm->wait(ready, WaitCause::none);
     runtime_.communicator().reduce_scatter(pieces, *streams_.comm);
-    const platform::StreamEvent reduced = streams_.comm->record();
-    abort_notifier_.watch(reduced, unit.name);
-    streams_.down->wait(reduced, WaitCause::none);
+    arrival.reduced = streams_.comm->record();
+    abort_notifier_.watch(arrival.reduced, unit.name);
+    streams_.down->wait(arrival.reduced, WaitCause::none);
   } else {
     streams_.down->wait(ready, WaitCause::none);
   }

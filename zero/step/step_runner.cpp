@@ -11,6 +11,7 @@
 #include <hoist/core/float_environment.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/passes/waits.hpp>
 #include <hoist/zero/step/step_runner.hpp>
 
 namespace hoist::detail {
@@ -138,13 +139,19 @@ StepReport StepRunner::run(const StepOptions& options) {
 void StepRunner::settle() {
   policy_->require_undecided("settle()");
   if (!parts_.pass.under_way()) drain();
+  const UpdateWait wait(parts_.updates);
   parts_.updates.finish();
   parts_.checkpoints.settle(parts_.settings.step_count);
+  wait.count_into(parts_.runtime.ledger(), wait.elapsed());
   count_io();
 }
 
 void StepRunner::settle_in_group() {
-  parts_.ranks.run_in_group("carry out the last step", [&] { parts_.updates.finish(); });
+  parts_.ranks.run_in_group("carry out the last step", [&] {
+    const UpdateWait wait(parts_.updates);
+    parts_.updates.finish();
+    wait.count_into(parts_.runtime.ledger(), wait.elapsed());
+  });
   settle();
 }
 
