@@ -448,6 +448,33 @@ def test_a_step_that_fails_leaves_a_usable_model(settings, tmp_path):
     assert ends[0] == ends[1]
 
 
+class FailsInRecomputation(Block):
+    def __init__(self):
+        super().__init__()
+        self.fails, self.calls = False, 0
+
+    def changed(self, x):
+        self.calls += 1
+        if self.fails and self.calls > COUNT:
+            self.scale = 2.0
+            raise ZeroDivisionError
+        return self.linear(x).tanh() * self.scale
+
+    def forward(self, x):
+        return x + checkpoint(self.changed, x, use_reentrant=False)
+
+
+def test_what_a_failed_recomputation_has_set_is_undone(settings, tmp_path):
+    model = Chain()
+    block = model.blocks[1] = FailsInRecomputation()
+    with hoist.torch.wrap(model, config_of(settings, "vertical", tmp_path)) as engine:
+        engine.train_batch(steps_of_data()[0], model.loss)
+        block.fails, block.calls = True, 0
+        with pytest.raises(ZeroDivisionError):
+            engine.train_batch(steps_of_data()[1], model.loss)
+    assert block.scale == 1.0
+
+
 @pytest.mark.parametrize("kept", ["by a hook", "by the loss"])
 def test_what_is_no_attribute_is_refused(settings, tmp_path, kept):
     """A gradient shows that a loss depends on another micro-batch's tensor."""

@@ -37,7 +37,7 @@ def _is_shared(before: _Place, now: _Place) -> bool:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Without a comparison of tensors, which gives tensors."""
+    """Compares without ==, which gives a tensor for tensors."""
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_are_alike, one, other))
     return one is other or (isinstance(one, (int, float)) and isinstance(other, (int, float)) and one == other)
@@ -59,7 +59,7 @@ class Attributes:
         self._set_at_once: set[_At] = set()  # by a micro-batch in the turn in which it has inherited them
         self._places: list[_Place] = []
         self._names: list[str] = []  # of places, with a dot at the end
-        self._private: set[int] = set()  # containers that _is_shared() held for no longer
+        self._private: set[int] = set()  # containers that not all micro-batches share any more
         known: set[int] = set()
 
         def add(name: str, place: _Place) -> None:
@@ -152,9 +152,10 @@ class Attributes:
         return True
 
     def require_final(self) -> None:
-        """After the forward passes: what a micro-batch has inherited must be what the one before it has left at its end.
-        Otherwise that one has set it for a part of its forward(), and set it again later. Errors: UsageError. Warns where
-        nobody sees whether a flag was set to what it was, and whether a new value goes on from the former one."""
+        """After the forward passes. A micro-batch that inherited a value must have inherited the one that the micro-batch before
+        it has at its end; otherwise that one set the value for a part of its forward() and set it again later.
+        Errors: UsageError. Warns of cases that cannot be told apart: a flag that may have been set to the value that it had,
+        and a new value that may have been computed from the former one."""
         doubts = {at: "is another one after forward(), and each micro-batch began with that from before the step"
                   for at, value in self._views[0].items() if isinstance(value, (bool, str)) and value is not self._at_first(at)}
         for earlier, inherited in zip(self._views, self._inherited[1:], strict=False):
@@ -194,6 +195,7 @@ class Attributes:
 
     def undo(self) -> None:
         """After an error: gives modules what they had when the pass began, but for what has changed in place."""
+        self.end_turn(0, in_backward=True)  # notes what the turn that failed has set
         for at in set().union(*self._views):
             self._set(at, self._at_first(at))
 
