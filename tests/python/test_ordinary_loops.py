@@ -257,11 +257,13 @@ def test_a_trainable_parameter_cannot_come_into_a_wrapped_model(wrapped):
 
 
 def test_groups_have_the_models_parameters_and_each_once(wrapped):
-    model = model_of()
+    model, empty = model_of(), nn.Parameter(torch.zeros(0))
     for groups, what in (([{"params": model.parameters()}, {"params": nn.Linear(3, 5).parameters()}],
                           r"group 1 .*\(5, 3\) that is not the model's"),
                          ([{"params": model.parameters()}, {"params": model[1].parameters()}],
-                          r"'1\..*' is in the groups 0 and 1")):
+                          r"'1\..*' is in the groups 0 and 1"),
+                         ([{"params": [*model.parameters(), empty]}, {"params": [empty]}],
+                          r"parameter of shape \(0,\) is in the groups 0 and 1")):
         with pytest.raises(hoist.UsageError, match=what):
             wrapped(model, groups=groups)
     with wrapped(model, groups=[{"params": model.parameters()}]) as engine:  # it is as it was

@@ -101,8 +101,8 @@ class Grouping:
 
 def grouping_of(groups: ParamsT | None, units: list[Unit], config: _hoist.Config, kind: str | None,
                 client: torch.optim.Optimizer | None) -> Grouping:
-    """`kind`: the optimizer's, where it is not the configuration's. `client`: the program's optimizer, whose groups these are.
-    Errors: UsageError for groups that cannot be."""
+    """`kind`: the name given to wrap(optimizer=...), if any. `client`: the program's optimizer, whose groups these are.
+    Errors: UsageError for groups that the engine cannot have."""
     defaults = config.optimizer if kind is None else config.optimizer.of_kind(kind)
     if client is not None:
         defaults.bias_correction = True  # as PyTorch's optimizers do, which have no such setting
@@ -132,8 +132,10 @@ def _grouped(groups: ParamsT, units: list[Unit], learning_rate: float) -> list[d
                 raise _hoist.UsageError(f"parameter group {index} has a parameter of shape {tuple(parameter.shape)} that is "
                                         "not the model's: it would not be trained")
             if group_of.setdefault(id(parameter), index) != index:
-                raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' is in the groups {group_of[id(parameter)]} and "
-                                        f"{index}: it can be in one")
+                known = names.get(id(parameter))
+                which = f"'{known}'" if known else f"of shape {tuple(parameter.shape)}"
+                raise _hoist.UsageError(f"parameter {which} is in the groups {group_of[id(parameter)]} and {index}: it can be "
+                                        "in one")
     for unit in units:
         for name, parameter in unit.parameters.items():
             if parameter.requires_grad and id(parameter) not in group_of:
