@@ -2,7 +2,7 @@
 """hoist: training state on three tiers (GPU, pinned host memory, NVMe).
 
 `hoist.torch` trains PyTorch models; `hoist.aio`, `hoist.store` and `hoist.optim` are the storage engine, stores and the
-optimizers on their own. This module has the configuration, the errors, and types of what they return.
+optimizers on their own. This module has the configuration, the errors, and the types of the values that those modules return.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ def _prefer_nccl_of_pytorch() -> None:
     for place in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or ():
         for library in glob.glob(os.path.join(glob.escape(place), "nccl", "lib", "libnccl.so.2")):
             ctypes.CDLL(library)
+            return
 
 
 _prefer_nccl_of_pytorch()
