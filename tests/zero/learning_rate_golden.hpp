@@ -2,7 +2,7 @@
 // tests/zero/learning_rate_golden.hpp - the values of DeepSpeed's schedules.
 //
 // For each case of learning_rate_test.cpp the rate of steps 0, 1, 2, ... (and beta1 where it is scheduled), printed by
-// the classes of deepspeed/runtime/lr_schedules.py, release 0.19.8, advanced once after every step.
+// learning_rate_golden.py with deepspeed 0.19.8.
 #pragma once
 
 #include <string_view>
