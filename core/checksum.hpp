@@ -3,8 +3,8 @@
 //
 // The bytes run through eight lanes of 16 bytes, each of which takes one AES round for each 16 bytes: one instruction,
 // or two on ARM. docs/format.md has the definition, and docs/decisions/0034-checksums.md what was measured. A round is
-// a bijection of its lane, so that a change within 16 bytes always leaves another lane behind; eight lanes become 64
-// bits at the end. It guards against damage, not against an adversary: there is no key.
+// a bijection of its lane, so that a change within one block of 16 bytes always changes the lane's final value; eight
+// lanes become 64 bits at the end. It guards against damage, not against an adversary: there is no key.
 //
 // A tile's checksum depends on its identity, so that the right bytes in the wrong place (a stale, misdirected or
 // swapped block) fail exactly like a flipped bit.

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v doxygen >/dev/null || { echo "doxygen is MISSING: apt-get install doxygen, or dnf install doxygen" >&2; exit 1; }
 
 # The headers that cmake/HoistInstall.cmake installs, without the private ones.
-open=(hoist.hpp comm/communicator.hpp comm/mpi.hpp comm/transport.hpp)
+read -ra open < <(sed -n 's/^set(open \(.*\))$/\1/p' cmake/HoistInstall.cmake)
 declare -A seen
 while [ ${#open[@]} -gt 0 ]; do
   header=${open[0]}

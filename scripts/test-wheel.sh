@@ -6,7 +6,8 @@
 #
 #   scripts/test-wheel.sh [PYTHON]        # python3 without an argument
 #
-# Where PYTHON has torch and pytest, the tutorial is run with what was installed. Ends with 77 where PyPI cannot be reached.
+# Where PYTHON has torch, pytest and numpy, the tutorial is run with what was installed. Ends with 77 where PyPI cannot be
+# reached.
 set -euo pipefail
 
 python=$(command -v "${1:-python3}") || { echo "there is no ${1:-python3}" >&2; exit 2; }
