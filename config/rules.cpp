@@ -358,13 +358,14 @@ class Rules {
 
   // Gradients travel in the type of the weights. The table's neutral value is bf16; here it is `own`.
   void own_type_only(std::string_view own) {
-    const std::string refusal_of_own = fmt::format("\"{}\" is refused", own);
+    const config::Value own_value{std::string(own)};
     for (const auto& [key, what] :
          {std::pair("communication_data_type", "gradients travel in their own type, which is"),
           std::pair("data_types.param_dtype", "parameters are")}) {
-      std::erase_if(read_.problems, [&, key = key](const ConfigProblem& p) {
-        return p.key == key && p.problem.starts_with(refusal_of_own);
+      const bool is_own = std::ranges::any_of(read_.refused, [&, key = key](const ConfigSetting& setting) {
+        return setting.row->path == key && setting.value == own_value;  // however it is written: "FP32", too
       });
+      if (is_own) std::erase_if(read_.problems, [key = key](const ConfigProblem& p) { return p.key == key; });
       if (read_.in_file(key))
         read_.refuse(key,
                      fmt::format("\"bf16\" is refused: {} {} in this configuration; leave this key out", what, own));
