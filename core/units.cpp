@@ -31,7 +31,8 @@ std::uint64_t unit_factor(std::string_view unit) {
   return factor;
 }
 
-// digits * 10^exponent, kept exact: doubles lose bytes beyond 2^53, and one of 4.35 GB.
+// digits * 10^exponent, kept exact: a double would make 2.01 GB one byte too small, and has no odd byte counts beyond
+// 2^53.
 struct Decimal {
   std::uint64_t digits = 0;
   int exponent = 0;
@@ -55,7 +56,9 @@ bool take_decimal(std::string_view& text, Decimal& number) {
   }
   if (seen == 0) return false;
   if (text.empty() || (text[0] != 'e' && text[0] != 'E')) return true;
-  text.remove_prefix(text.size() > 1 && text[1] == '+' ? 2 : 1);
+  const bool is_plus = text.size() > 1 && text[1] == '+';
+  text.remove_prefix(is_plus ? 2 : 1);
+  if (is_plus && text.starts_with('-')) return false;
   int power = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), power);
   if (error != std::errc{} || power > 100 || power < -100) return false;
