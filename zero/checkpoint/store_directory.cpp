@@ -45,11 +45,14 @@ std::string offload_directory_of(const std::string& store) {
 
 std::vector<StoreDirectory> store_directories(const std::string& directory) {
   std::vector<StoreDirectory> places;
-  std::error_code failed, ignored;
+  std::error_code failed, unknown;
   for (fs::directory_iterator entry(directory, failed), end; !failed && entry != end; entry.increment(failed)) {
-    if (!entry->is_directory(ignored) || entry->is_symlink(ignored)) continue;
     const StoreDirectory place = parsed(entry->path().filename().string());
-    if (!place.name.empty()) places.push_back(place);
+    if (place.name.empty()) continue;
+    const bool is_place = !entry->is_symlink(unknown) && entry->is_directory(unknown);
+    if (unknown && !is_absent(unknown))
+      throw IoError({"stat", entry->path().string(), 0, 0, unknown.value()}, "which stores are in it cannot be known");
+    if (is_place) places.push_back(place);
   }
   if (failed && !is_absent(failed))  // a store that is not seen might be taken for one that was never finished
     throw IoError({"list", directory, 0, 0, failed.value()}, "which stores are in it cannot be known");

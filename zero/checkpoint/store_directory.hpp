@@ -3,14 +3,14 @@
 // change of the world size makes a new one in a directory of its own, which has taken over the state before the old one
 // goes.
 //
-// A store is the files of one world size (tiers/store.hpp). Which of several continues the run is said by their order
-// alone: the newest one that holds a commit at all its ranks.
+// A store is the files of one world size (tiers/store.hpp). The run continues from the newest store that holds a commit
+// at all its ranks; the `order` in their names says which is newer.
 //
-// A run's number joins the stores that are made together (tiers/store.hpp): by it the files of one store know each
-// other, and the stores of one job's sharding groups theirs.
+// Every file of a store carries the number of its run (agree_on_run()): files with one number are one store, and the
+// stores of one job's sharding groups have numbers that agree in part (job_part()).
 //
-// Threading  Pure functions on the file system.
-// Errors     IoError.
+// Threading  Any thread.
+// Errors     IoError. remove_store(): also StoreError, and what `check` throws.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,9 @@ StoreDirectory new_store_directory(std::uint64_t order, int world_size);
 // The offload directory of the store in `store`: that itself, or the one above it.
 std::string offload_directory_of(const std::string& store);
 
-// Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when
-// another process holds it. `directories`: of all its drives. `check`: as in tiers::Store::remove().
+// Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; returns false
+// if another process holds it (with a `check`: StoreError). `directories`: of all its drives. `check`: as in
+// tiers::Store::remove().
 bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout,
                   const std::function<void()>& check = {});
 
