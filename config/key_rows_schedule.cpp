@@ -78,7 +78,8 @@ std::vector<KeyRow> warmup_rows() {
       {.path = "scheduler.params.total_num_steps",
        .type = ValueType::integer,
        .range = {.min = 1},
-       .meaning = "Step at which the rate is down. WarmupDecayLR, WarmupCosineLR.",
+       .meaning = "Step at which the rate has reached its end: warmup_min_lr for WarmupDecayLR, cos_min_ratio of the "
+                  "optimizer's rate for WarmupCosineLR.",
        .apply = [](Draft& d, const Value& v) { d.schedule.total_steps = as_count(v); }},
       {.path = "scheduler.params.warmup_min_ratio",
        .type = ValueType::number,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // DeepSpeed's services: logging, profiling, activations, checkpoints.
 #include <hoist/config/detail/key_rows.hpp>
+#include <hoist/config/plain_json.hpp>
 
 namespace hoist::config::detail {
 
@@ -18,7 +19,7 @@ std::vector<KeyRow> logging_rows() {
        .type = number,
        .status = KeyStatus::hint,
        .default_value = "10",
-       .range = {.min = -1, .max = 1.79e308},
+       .range = {.min = -1, .max = kInfinityValue},
        .nullable = true,
        .meaning = "Steps between progress lines.",
        .note = kProgramLogs},

@@ -23,7 +23,7 @@ constexpr std::string_view kAlwaysPipelined =
 constexpr std::string_view kAlwaysPinned = "staging memory is always pinned, within hoist.pinned_memory";
 constexpr std::string_view kNvmePath =
     "Directory on the drive; the store is its subdirectory hoist. Required by device nvme. A list spreads "
-    "the store over several drives; the first directory also has the list of its contents.";
+    "the store over several drives; the first directory also has the manifest.";
 constexpr std::string_view kSamePath =
     "Weights and optimizer state are stored together: if both sections are on NVMe, the paths of offload_optimizer "
     "count.";
@@ -62,11 +62,11 @@ std::vector<KeyRow> offload_param_rows() {
       {.path = "zero_optimization.offload_param.max_in_cpu",
        .type = ValueType::integer,
        .default_value = "0",
+       .deepspeed_default = "1000000000",
        .meaning =
            "With device nvme: elements of each rank's weights that live in pinned memory, at most, as far as they "
            "fit hoist.pinned_memory. A fetch does not read them from NVMe; the result is the same. "
            "hoist.parameters_pinned_fraction sets a share instead.",
-       .note = "DeepSpeed's default is 1e9.",
        .apply = [](Draft& d, const Value& v) { d.max_in_cpu = as_count(v); }},
       hint("zero_optimization.offload_param.pin_memory", ValueType::boolean, "true", "Whether host memory is pinned.",
            kAlwaysPinned),
@@ -283,7 +283,7 @@ std::vector<KeyRow> deprecated_rows() {
   };
 }
 
-std::vector<KeyRow> refused_zero_rows() {
+std::vector<KeyRow> feature_rows_of_zero() {
   const auto off = [](std::string_view path, std::string_view meaning, std::string_view note) {
     return refused(path, ValueType::boolean, "false", meaning, note);
   };
@@ -352,7 +352,7 @@ std::vector<KeyRow> aio_rows() {
        .default_value = "16",
        .deepspeed_default = "8",
        .range = {.min = 1, .max = 4096},
-       .meaning = "Blocks in flight.",
+       .meaning = "Blocks in flight on each drive.",
        .apply = [](Draft& d, const Value& v) { d.runtime.aio_queue_depth = as_unsigned(v); }},
       {.path = "aio.intra_op_parallelism",
        .aliases = {"thread_count", "num_threads"},
@@ -388,7 +388,7 @@ std::vector<KeyRow> zero_rows() {
        .apply = [](Draft& d, const Value& v) { d.engine.stage = static_cast<int>(as_count(v)); }},
   };
   return joined(std::move(rows), {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, deprecated_rows,
-                                  refused_zero_rows, aio_rows});
+                                  feature_rows_of_zero, aio_rows});
 }
 
 }  // namespace hoist::config::detail

@@ -17,12 +17,12 @@ check --print-keys` prints this page from the table that the parser uses; do not
 --print-schema` prints the schema for editors from the same table (`docs/hoist.schema.json`, installed as
 `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
-- An unknown key in a section is an error, unless it begins with `_` or `//` or is `comment`. So is one at the top level
-  that is at most two letters from a key, or is the name of a key that belongs in a section. DeepSpeed ignores others
-  there and in sections about the program (`flops_profiler`), and so does hoist, with a warning. A key given twice is an
-  error, and so is a file that has keys, but none of DeepSpeed's or hoist's.
+- An unknown key in a section is an error, unless it begins with `_` or `//` or is `comment` or `comments`. So is one at
+  the top level that is at most two letters from a key, or is the name of a key that belongs in a section. DeepSpeed
+  ignores others there and in sections about the program (`flops_profiler`), and so does hoist, with a warning. A key
+  given twice is an error, and so is a file that has keys, but none of DeepSpeed's or hoist's.
 - Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are accepted, as in
-  DeepSpeed.
+  DeepSpeed, and so is `Infinity` as the value of a hint.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at its
   neutral value. A **hint** could only change speed or logging; it is accepted without effect. One warning names the
   hints of a file; hints that a person may count on have a warning of their own, which says what hoist does instead.

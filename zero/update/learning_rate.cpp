@@ -107,7 +107,7 @@ void check_one(const WarmupRate& s) {
 
 void check_one(const WarmupDecayRate& s) {
   check_one(s.warmup);
-  require(s.total_steps > 0, "total_num_steps", "is 0; name the step at which the rate reaches zero");
+  require(s.total_steps > 0, "total_num_steps", "is 0; name the step at which the decay ends");
 }
 
 void check_one(const WarmupCosineRate& s) {
