@@ -159,7 +159,8 @@ void measure_device(bool is_gpu, MachineSpec& spec) {
       copy_gb_per_s(*stream, host.bytes().data(), on_device, CopyKind::device_to_host);
   spec.device.copy_latency_us = small_copy_us(*stream, on_device, host.bytes().data());
   // Read and written.
-  spec.device.memory_gb_per_s = 2 * copy_gb_per_s(*stream, on_device + kCopyBytes, on_device, CopyKind::local);
+  if (is_gpu)
+    spec.device.memory_gb_per_s = 2 * copy_gb_per_s(*stream, on_device + kCopyBytes, on_device, CopyKind::local);
   device->unregister_host(host.bytes());
 }
 

@@ -42,8 +42,9 @@ void Ledger::count(Link link, std::uint64_t bytes, Nanoseconds busy, Account acc
   Trace* const trace = trace_.load(std::memory_order_relaxed);
   if (trace == nullptr) return;
   const auto row = row_of(link);
+  if (!row) return;
   const TimePoint now = Clock::now();
-  if (row) trace->add(*row, link_name(link), now - busy, now, bytes);
+  trace->add(*row, link_name(link), now - busy, now, bytes);
 }
 
 void Ledger::waited(WaitCause cause, Nanoseconds duration) {

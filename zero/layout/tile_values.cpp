@@ -84,7 +84,7 @@ void store_fp8(const MomentArrays& arrays, std::uint64_t first, std::span<const 
       whole[i] = optim::decode_moment(codes[begin + i], arrays.scales[block], arrays.moment);
     std::ranges::copy(values.first(count), whole.begin() + static_cast<std::ptrdiff_t>(first - begin));
     if (!optim::encode_block(whole, optim::kAllNearest, arrays.moment, codes + begin, arrays.scales[block])) {
-      // The nearest is infinite; down it is not.
+      // To nearest, an element becomes infinite: the block is rounded down instead.
       constexpr std::array<std::uint32_t, kMomentBlock> kDown{};
       (void)optim::encode_block(whole, kDown, arrays.moment, codes + begin, arrays.scales[block]);
     }
@@ -220,7 +220,6 @@ void read_values(const tiers::RecordLayout& layout, const Segment& segment, Stat
               .state = states == nullptr ? nullptr
                                          : const_cast<std::byte*>(states + (tile.s_offset - tiles.front().s_offset))};
           const ElementRange range = overlap(tile, first, out.size());
-          if (range.count == 0) continue;
           load_values(access, state, range.first, out.subspan(tile.first_element + range.first - first, range.count));
         }
       });
