@@ -19,11 +19,11 @@ using test::Faults;
 
 constexpr std::uint64_t kBlock = 64 * kKiB;
 
-class GatedEngine : public testing::Test {
+class GatedQueue : public testing::Test {
  protected:
   static constexpr unsigned kDepth = 4;
 
-  GatedEngine()
+  GatedQueue()
       : file_(directory_ / "file", {.mode = OpenMode::create, .reserve_bytes = 64 * kBlock}), memory_(64 * kBlock) {}
 
   DriveQueue make_queue(unsigned retries_max = 8) {
@@ -48,7 +48,7 @@ class GatedEngine : public testing::Test {
   AlignedBuffer memory_;
 };
 
-TEST_F(GatedEngine, AForegroundBlockOvertakesEveryQueuedBackgroundBlock) {
+TEST_F(GatedQueue, AForegroundBlockOvertakesEveryQueuedBackgroundBlock) {
   DriveQueue queue = make_queue();
   const Completion background = write(queue, 0, 12, Priority::background);
   gate_->wait_for_blocks(kDepth);
@@ -63,7 +63,7 @@ TEST_F(GatedEngine, AForegroundBlockOvertakesEveryQueuedBackgroundBlock) {
               testing::ElementsAre(0, 1, 2, 3, 40, 41, 42, 4, 5, 6, 7, 8, 9, 10, 11, 20, 21));
 }
 
-TEST_F(GatedEngine, TransfersOfOnePriorityAreInOrder) {
+TEST_F(GatedQueue, TransfersOfOnePriorityAreInOrder) {
   DriveQueue queue = make_queue();
   std::vector<Completion> all;
   for (std::uint64_t i = 0; i < 10; ++i) all.push_back(read(queue, 2 * i, 2, Priority::foreground));
@@ -74,7 +74,7 @@ TEST_F(GatedEngine, TransfersOfOnePriorityAreInOrder) {
   EXPECT_EQ(block_numbers(gate_->wait_for_blocks(20)), expected);
 }
 
-TEST_F(GatedEngine, TheQueueIsNeverDeeperThanAsked) {
+TEST_F(GatedQueue, TheQueueIsNeverDeeperThanAsked) {
   DriveQueue queue = make_queue();
   const Completion big = write(queue, 0, 40, Priority::background);
   for (std::size_t ended = 0; ended < 40; ++ended) {
@@ -85,7 +85,7 @@ TEST_F(GatedEngine, TheQueueIsNeverDeeperThanAsked) {
   EXPECT_EQ(gate_->held_count_max(), kDepth);
 }
 
-TEST_F(GatedEngine, TheLastBlockOfATransferMayBeShorter) {
+TEST_F(GatedQueue, TheLastBlockOfATransferMayBeShorter) {
   DriveQueue queue = make_queue();
   const Completion odd = queue.read(file_, kBlock, memory_.part(0, 2 * kBlock + 4 * kKiB), Priority::foreground);
   const auto seen = gate_->wait_for_blocks(3);
@@ -97,7 +97,7 @@ TEST_F(GatedEngine, TheLastBlockOfATransferMayBeShorter) {
   odd.wait();
 }
 
-TEST_F(GatedEngine, AFailedTransferEndsWhenItsBlocksInFlightHaveAndStartsNoMore) {
+TEST_F(GatedQueue, AFailedTransferEndsWhenItsBlocksInFlightHaveAndStartsNoMore) {
   DriveQueue queue = make_queue();
   const Completion doomed = write(queue, 0, 10, Priority::background);
   gate_->wait_for_blocks(kDepth);
@@ -117,7 +117,7 @@ TEST_F(GatedEngine, AFailedTransferEndsWhenItsBlocksInFlightHaveAndStartsNoMore)
   EXPECT_EQ(gate_->seen_count(), kDepth + 1);
 }
 
-TEST_F(GatedEngine, AShortBlockGoesOnWhereItStopped) {
+TEST_F(GatedQueue, AShortBlockGoesOnWhereItStopped) {
   DriveQueue queue = make_queue();
   const Completion transfer = read(queue, 3, 1, Priority::foreground);
   gate_->wait_for_blocks(1);
@@ -131,7 +131,7 @@ TEST_F(GatedEngine, AShortBlockGoesOnWhereItStopped) {
   EXPECT_EQ(queue.stats().read_bytes, kBlock);
 }
 
-TEST_F(GatedEngine, AWriteThatMovesNothingIsTriedAgainWithinTheBound) {
+TEST_F(GatedQueue, AWriteThatMovesNothingIsTriedAgainWithinTheBound) {
   DriveQueue queue = make_queue(2);
   const Completion transfer = write(queue, 0, 1, Priority::foreground);
   for (std::size_t i = 1; i <= 3; ++i) {
@@ -145,7 +145,7 @@ TEST_F(GatedEngine, AWriteThatMovesNothingIsTriedAgainWithinTheBound) {
   EXPECT_EQ(gate_->seen_count(), 3u);
 }
 
-TEST_F(GatedEngine, BusyTimeIsTheUnionOfWhatOverlaps) {
+TEST_F(GatedQueue, BusyTimeIsTheUnionOfWhatOverlaps) {
   DriveQueue queue = make_queue();
   const TimePoint start = Clock::now();
   const Completion transfer = read(queue, 0, 3, Priority::foreground);
@@ -162,7 +162,7 @@ TEST_F(GatedEngine, BusyTimeIsTheUnionOfWhatOverlaps) {
   EXPECT_EQ(queue.stats().read_busy, settled);
 }
 
-TEST_F(GatedEngine, MoreTransfersThanThereAreRecords) {
+TEST_F(GatedQueue, MoreTransfersThanTheQueueWasSizedFor) {
   DriveQueue queue = make_queue();
   std::vector<Completion> all;
   for (int i = 0; i < 5000; ++i) all.push_back(read(queue, 0, 1, Priority::background));
@@ -171,9 +171,9 @@ TEST_F(GatedEngine, MoreTransfersThanThereAreRecords) {
   EXPECT_EQ(queue.stats().read_bytes, 5000 * kBlock);
 }
 
-using GatedEngineDeath = GatedEngine;
+using GatedQueueDeath = GatedQueue;
 
-TEST_F(GatedEngineDeath, MisalignmentIsABug) {
+TEST_F(GatedQueueDeath, MisalignmentIsABug) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   directory_.hold_those_of_children();
   EXPECT_DEATH(static_cast<void>(make_queue().read(file_, 512, memory_.part(0, 4096), Priority::foreground)),
@@ -184,7 +184,7 @@ TEST_F(GatedEngineDeath, MisalignmentIsABug) {
                "misaligned transfer");
 }
 
-TEST_F(GatedEngineDeath, ABackendThatReportsMoreThanWasAskedIsABug) {
+TEST_F(GatedQueueDeath, ABackendThatReportsMoreThanWasAskedIsABug) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   directory_.hold_those_of_children();
   EXPECT_DEATH(
@@ -223,9 +223,9 @@ TEST(BusyClock, CountsOverlapOnce) {
 }
 
 // Retries, over a backend that moves real bytes and fails some of them.
-class FaultyEngine : public testing::Test {
+class FaultyQueue : public testing::Test {
  protected:
-  FaultyEngine()
+  FaultyQueue()
       : file_(directory_ / "file", {.mode = OpenMode::create, .reserve_bytes = 16 * kBlock}),
         memory_(32 * kBlock),
         source_(memory_.part(0, 16 * kBlock)),
@@ -252,7 +252,7 @@ class FaultyEngine : public testing::Test {
   std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(11);
 };
 
-TEST_F(FaultyEngine, BurstsOfEagainAndEintrAreRecoveredAndCounted) {
+TEST_F(FaultyQueue, BurstsOfEagainAndEintrAreRecoveredAndCounted) {
   faults_->add({.kind = Fault::Kind::error, .count = 5, .code = EAGAIN});
   faults_->add({.kind = Fault::Kind::error, .first = 20, .count = 3, .code = EINTR});
   DriveQueue queue = make_queue();
@@ -261,7 +261,7 @@ TEST_F(FaultyEngine, BurstsOfEagainAndEintrAreRecoveredAndCounted) {
   EXPECT_EQ(queue.stats().retries, 8u);
 }
 
-TEST_F(FaultyEngine, ShortTransfersAreRecoveredAndCounted) {
+TEST_F(FaultyQueue, ShortTransfersAreRecoveredAndCounted) {
   faults_->add({.kind = Fault::Kind::short_transfer, .count = Faults::kForever, .probability = 0.5});
   DriveQueue queue = make_queue(100);  // the order of blocks is the threads' own: nine short tries in a row do happen
   expect_round_trip(queue);
@@ -270,7 +270,7 @@ TEST_F(FaultyEngine, ShortTransfersAreRecoveredAndCounted) {
   EXPECT_EQ(queue.stats().read_bytes, 16 * kBlock);
 }
 
-TEST_F(FaultyEngine, TheRetryBoundIsReachedAndTheErrorDelivered) {
+TEST_F(FaultyQueue, TheRetryBoundIsReachedAndTheErrorDelivered) {
   faults_->add({.kind = Fault::Kind::error, .operation = Operation::read, .count = Faults::kForever, .code = EAGAIN});
   DriveQueue queue = make_queue(5);
   const TimePoint start = Clock::now();
@@ -283,7 +283,7 @@ TEST_F(FaultyEngine, TheRetryBoundIsReachedAndTheErrorDelivered) {
   EXPECT_GE(Clock::now() - start, std::chrono::microseconds(3100)) << "retries are spaced";
 }
 
-TEST_F(FaultyEngine, ShortTransfersWithoutEndReachTheBoundToo) {
+TEST_F(FaultyQueue, ShortTransfersWithoutEndReachTheBoundToo) {
   faults_->add({.kind = Fault::Kind::short_transfer, .operation = Operation::write, .count = Faults::kForever});
   DriveQueue queue = make_queue(3);
   const auto error = io_error_of(queue.write(file_, 0, source_.first(kBlock), Priority::foreground));
@@ -292,7 +292,7 @@ TEST_F(FaultyEngine, ShortTransfersWithoutEndReachTheBoundToo) {
   EXPECT_EQ(queue.stats().retries, 3u);
 }
 
-TEST_F(FaultyEngine, OtherErrorsAreNotRetried) {
+TEST_F(FaultyQueue, OtherErrorsAreNotRetried) {
   DriveQueue queue = make_queue();
   for (const int code : {EIO, ENOSPC, EINVAL}) {
     faults_->clear();
@@ -305,7 +305,7 @@ TEST_F(FaultyEngine, OtherErrorsAreNotRetried) {
   EXPECT_EQ(queue.stats().retries, 0u);
 }
 
-TEST_F(FaultyEngine, AFlushIsNeverRetried) {
+TEST_F(FaultyQueue, AFlushIsNeverRetried) {
   DriveQueue queue = make_queue();
   for (const int code : {EIO, EAGAIN, EINTR}) {
     faults_->clear();

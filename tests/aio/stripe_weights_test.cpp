@@ -89,12 +89,10 @@ TEST_F(Measuring, AKillLeavesNoFile) {
 
 TEST_F(Measuring, ASlowerDriveGetsLess) {
   add_drive();
-  // By far the most that a busy machine adds to the other's transfers.
+  // 300 ms: far more than a busy machine adds to the other drive's transfers.
   add_drive()->add({.kind = Fault::Kind::delay, .count = Faults::kForever, .delay = milliseconds(300)});
-  const TimePoint start = Clock::now();
   const StripeMeasurement measured =
       measure_weights(drives_, {.time_limit = milliseconds(600), .file_bytes = 8 * kMiB});
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(60)) << "the limit, and whatever a stalled machine adds";
   EXPECT_GT(measured.bytes_per_second[0], measured.bytes_per_second[1]);
   EXPECT_GT(measured.weights[0], measured.weights[1]);
 }

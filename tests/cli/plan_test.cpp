@@ -63,7 +63,7 @@ TEST_F(Plan, TheReportHasTheFastestPlaceInAProgramsWords) {
   EXPECT_EQ(json_of("nothing.json")["links"].size(), 0u);
 }
 
-// The figures of ZeRO's papers, and hoist's beside them.
+// The textbook's figures for fp32 training, and hoist's beside them.
 TEST_F(Plan, TabulatesTheStages) {
   ASSERT_EQ(run("plan --parameters 7e9 --world 8 --json plan.json").exit_code, 0);
   const auto report = json_of("plan.json");

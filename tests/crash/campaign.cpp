@@ -21,8 +21,8 @@ namespace hoist::test {
 namespace {
 
 constexpr std::uint64_t kSteps = LifeTerms{}.last_step;
-// A planned moment lies within so many steps of a life's begin. With a mirror, copies have the time to end.
-constexpr std::uint64_t kStepsToMoment = 2, kStepsToMomentMirrored = 12;
+// A planned kill comes within so many steps of a life's beginning. With a mirror, copies have the time to end.
+constexpr std::uint64_t kStepsUntilKillMax = 2, kStepsUntilKillMaxMirrored = 12;
 constexpr unsigned kStepsToCopy = 2;
 constexpr std::uint64_t kLossesOneIn = 3;  // kills after which there is a copy to go on from
 constexpr std::chrono::minutes kSignalsFor{1};
@@ -285,7 +285,8 @@ std::string Campaign::prepare() {
 KillPlan Campaign::plan_in(Phase phase, std::uint64_t random) const {
   const std::uint64_t all = events_[static_cast<std::size_t>(phase)];
   const bool once = phase == Phase::create || phase == Phase::initialize || phase == Phase::restore;
-  const std::uint64_t range = once ? all : all * (setup_.mirrored ? kStepsToMomentMirrored : kStepsToMoment) / kSteps;
+  const std::uint64_t range =
+      once ? all : all * (setup_.mirrored ? kStepsUntilKillMaxMirrored : kStepsUntilKillMax) / kSteps;
   return {phase, 1 + random % std::max<std::uint64_t>(1, range)};
 }
 

@@ -30,7 +30,7 @@ enum class Phase : std::uint8_t {
   reshard,  // the state is read from one store and written to one of another number of ranks
   remove,   // of a store that was taken over, or of what an earlier attempt left
 };
-inline constexpr std::size_t kPhaseCount = 12;
+inline constexpr std::size_t kPhaseCount = static_cast<std::size_t>(Phase::remove) + 1;
 const char* name_of(Phase phase);
 
 struct KillPlan {
@@ -38,7 +38,7 @@ struct KillPlan {
   std::uint64_t nth = 0;  // its events are counted from 1; 0: never
 };
 
-// Shared with the parent; plain memory, so that a process that dies at any instant leaves it usable.
+// Shared with the parent; no pointers and no locks, so that a process that dies at any instant leaves it usable.
 struct Witness {
   std::array<std::atomic<std::uint64_t>, kPhaseCount> events{};
   std::atomic<bool> killed_itself{false};
@@ -48,11 +48,12 @@ struct Witness {
   std::atomic<std::int64_t> stepped{-1};    // the newest that step() was called for
   std::atomic<bool> restoring{false};
   std::atomic<std::int64_t> killed_ns{0};  // when it killed itself, on the monotonic clock
-  std::atomic<std::int64_t> ended_ns{0};   // when it came to its end or to an error
-  std::atomic<std::int64_t> process{0};    // its id, once it runs
-  std::atomic<bool> failed{false};         // ended with an error
-  std::atomic<bool> refused{false};        // that hoist threw
+  std::atomic<bool> refused{false};        // a forked life ended with an error of hoist's
   std::array<char, 1500> text{};           // digests at the end, or the error
+  // Of ranks that are MPI processes (mpi_rank.cpp):
+  std::atomic<std::int64_t> ended_ns{0};  // when it came to its end or to an error
+  std::atomic<std::int64_t> process{0};   // its id, once it runs
+  std::atomic<bool> failed{false};        // ended with an error
 };
 
 // A witness in memory that fork() shares, or in a file that another program opens, too.

@@ -23,7 +23,7 @@ namespace hoist::test {
 namespace {
 
 constexpr std::uint64_t kSteps = 16;
-constexpr std::uint64_t kStepsToMoment = 2;
+constexpr std::uint64_t kStepsUntilKillMax = 2;
 constexpr std::chrono::seconds kHang{120};  // a job that takes so long hangs
 constexpr std::chrono::milliseconds kPoll{5};
 
@@ -220,10 +220,10 @@ MpiCampaign::Life MpiCampaign::next_life(std::uint64_t seed, std::uint64_t numbe
   if (!life.outside) {
     const Phase phase = phases[choice];
     const std::uint64_t all = events_[static_cast<std::size_t>(phase)];
-    const std::uint64_t range = fresh || phase == Phase::restore ? all : all * kStepsToMoment / kSteps;
+    const std::uint64_t range = fresh || phase == Phase::restore ? all : all * kStepsUntilKillMax / kSteps;
     life.plan = {phase, 1 + rng.below(std::max<std::uint64_t>(1, range))};
   }
-  // Half the time the victim's manifest is late, or another's.
+  // The victim's manifest is late half the time, another rank's a quarter of it.
   const std::uint64_t slow = rng.below(4);
   life.slow_rank = slow < 2 ? life.victim : slow == 2 ? (life.victim + 1) % setup_.ranks : -1;
   return life;

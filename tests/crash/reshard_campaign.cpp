@@ -82,6 +82,8 @@ std::string ReshardCampaign::prepare() {
     if (live({.ranks = kWorlds[w], .reshards = true, .terms = terms}, *changed) != LifeEnd::finished)
       return changed->text.data();
     for (std::size_t p = 0; p < kPhaseCount; ++p) events_[w][p] = changed->events[p];
+    if (events_[w][static_cast<std::size_t>(Phase::reshard)] == 0)
+      return fmt::format("a change to {} ranks has no event of {}", kWorlds[w], name_of(Phase::reshard));
   }
   return {};
 }

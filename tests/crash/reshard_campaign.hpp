@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // tests/crash/reshard_campaign.hpp - trainings that change their number of ranks, and are killed while the state is
-// dealt out anew.
+// redistributed over ranks.
 //
 // A run goes from 1, 2 or 4 ranks to another number several times; each time it is killed at planned events: while the
 // new store is made and filled, between its ranks' first commits, while the old store is removed. The next start may
@@ -24,7 +24,8 @@ class ReshardCampaign {
  public:
   // `groups`: sharding groups of so many ranks each, which change together.
   ReshardCampaign(Placement parameters, UpdateMode mode, const std::string& directory, int groups = 1);
-  // What undisturbed runs of each number of ranks end in, and the events of a change. Returns what is wrong.
+  // Trains undisturbed on each number of ranks: finds the digests that every run must end in, and counts the events of
+  // a change. Returns what is wrong, or nothing.
   std::string prepare();
   // One run with a few changes and about a dozen kills; returns what is wrong, or nothing.
   std::string run(std::uint64_t seed, CrashTally& tally);

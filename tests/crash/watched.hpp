@@ -4,7 +4,7 @@
 // A rank says where its program is (Stage); the backend, the communicator and the system calls decide from that and
 // from what they see which phase an event belongs to.
 //
-// Threading  Rank's members on any thread.
+// Threading  WatchedRank's stage: any thread. `reshards` and `manifest_delay` are set before the rank runs.
 #pragma once
 
 #include <atomic>

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The format of 8-bit moments by itself: its range, its precision, and that encoding a decoded block changes nothing.
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include <hoist/optim_cpu/block_fp8.hpp>
 

@@ -63,6 +63,13 @@ std::pair<std::uint64_t, std::uint64_t> key_of(const Block& block) {
   return {status.st_dev, status.st_ino};
 }
 
+// A descriptor of the same file that shares no lock with `descriptor`.
+int reopened(int descriptor) {
+  const int number = ::open(fmt::format("/proc/self/fd/{}", descriptor).c_str(), O_WRONLY | O_CLOEXEC);
+  HOIST_ASSERT(number >= 0, "errno {}", errno);
+  return number;
+}
+
 enum class Fate : std::uint8_t { kept, lost, torn };
 
 Fate fate_of(std::uint64_t seed, std::uint64_t write_index) {
@@ -75,13 +82,6 @@ bool sector_kept(std::uint64_t seed, std::uint64_t write_index, std::uint64_t se
 }
 
 }  // namespace
-
-Faults::Descriptor::Descriptor(int other)
-    : number(::open(fmt::format("/proc/self/fd/{}", other).c_str(), O_WRONLY | O_CLOEXEC)) {
-  HOIST_ASSERT(number >= 0, "errno {}", errno);
-}
-
-Faults::Descriptor::~Descriptor() { ::close(number); }
 
 void Faults::add(Fault fault) {
   const std::lock_guard lock(mutex_);
@@ -132,7 +132,7 @@ std::uint64_t Faults::write_begins(const Block& block) {
   const std::lock_guard lock(mutex_);
   if (!tracking_) return 0;
   const FileKey file = key_of(block);
-  written_files_.try_emplace(file, block.file->descriptor());
+  if (!written_files_.contains(file)) written_files_.try_emplace(file, reopened(block.file->descriptor()));
   unflushed_.push_back({.id = next_id_++,
                         .file = file,
                         .offset_bytes = block.offset_bytes,

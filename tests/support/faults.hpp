@@ -19,6 +19,7 @@
 
 #include <hoist/aio/backend.hpp>
 #include <hoist/core/clock.hpp>
+#include <hoist/core/open_file.hpp>
 
 namespace hoist::test {
 
@@ -91,14 +92,6 @@ class Faults {
     std::uint64_t matched = 0;
   };
   using FileKey = std::pair<std::uint64_t, std::uint64_t>;  // device, inode
-  // A file of its own, which holds no lock of the queue's.
-  struct Descriptor {
-    explicit Descriptor(int other);
-    ~Descriptor();
-    Descriptor(const Descriptor&) = delete;
-    Descriptor& operator=(const Descriptor&) = delete;
-    int number = -1;
-  };
   struct Unflushed {
     std::uint64_t id = 0;
     FileKey file;

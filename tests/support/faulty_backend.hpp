@@ -50,7 +50,7 @@ class FaultyBackend final : public aio::Backend {
   std::vector<aio::Block*> inner_done_;
 };
 
-// Around the backend that Engine(options) would use.
+// Around the backend that DriveQueue(options) would use.
 std::unique_ptr<aio::Backend> make_faulty_backend(const aio::DriveQueueOptions& options,
                                                   std::shared_ptr<Faults> faults);
 

@@ -42,6 +42,15 @@ namespace fs = std::filesystem;
 
 using StoreLockTest = StoreOpenTest;
 
+// While one lives, flock() fails.
+class FailingLocks {
+ public:
+  explicit FailingLocks(int error) { lock_error = error; }
+  ~FailingLocks() { lock_error = 0; }
+  FailingLocks(const FailingLocks&) = delete;
+  FailingLocks& operator=(const FailingLocks&) = delete;
+};
+
 TEST_F(StoreLockTest, OneAtATime) {
   const auto store = create();
   run_step(*store, options_, 0, all_records(options_));
@@ -99,7 +108,7 @@ TEST_F(StoreLockTest, AReaderIsNotTakenForTheLastTrainer) {
 TEST_F(StoreLockTest, AFileSystemWithoutLocksIsNotTakenForAStoreInUse) {
   make_committed();
   const detail::StorePaths paths(options_.directory, 0);
-  lock_error = EOPNOTSUPP;
+  const FailingLocks failing(EOPNOTSUPP);
   EXPECT_EQ(Store::holder(options_.directory, 0), std::nullopt);
   try {
     detail::open_shared(paths, {});
@@ -107,7 +116,6 @@ TEST_F(StoreLockTest, AFileSystemWithoutLocksIsNotTakenForAStoreInUse) {
   } catch (const IoError& error) {
     EXPECT_THAT(error.what(), HasSubstr("must support locks; copy the store to a local one"));
   }
-  lock_error = 0;
 }
 
 TEST_F(StoreLockTest, AStoreBeingFilledIsNotReplaced) {

@@ -199,8 +199,8 @@ TEST(MachineFit, EachDriveMustHaveRoomForItsShare) {
   Prediction prediction;
   prediction.nvme_bytes = 2 * (less + less / 4);  // less than there is in all
   const MachineFit fit = machine_fit(prediction, {}, engine, workstation());
+  ASSERT_EQ(fit.memories.size(), 3u) << "host memory and two file systems";
   const auto* small = &fit.memories[1];
-  EXPECT_EQ(fit.memories.size(), 3u) << "host memory and two file systems";
   if (small->fits()) small = &fit.memories[2];
   EXPECT_FALSE(fit.fits());
   EXPECT_NEAR(static_cast<double>(fit.memories[1].bytes + fit.memories[2].bytes),

@@ -46,7 +46,7 @@ TEST(Partition, SubrangesAreFoundInTheirOwnersShards) {
   }
 }
 
-// Segments, alignment and the three layouts of a unit, over world sizes.
+// Segments, alignment and the layouts of a unit (gathered, host, gradients, their shards), over world sizes.
 TEST(UnitTable, LayoutsHoldEverySegmentWithoutOverlap) {
   const std::vector<ParameterSpec> specs{{.name = "a", .shape = {7, 11}},
                                          {.name = "n", .shape = {13}, .dtype = DType::fp32},
@@ -62,29 +62,40 @@ TEST(UnitTable, LayoutsHoldEverySegmentWithoutOverlap) {
     ASSERT_EQ(unit.segments.size(), 4u);  // bf16, fp32 group 0, fp32 group 1, frozen
     EXPECT_FALSE(unit.segments.back().trainable);
     EXPECT_EQ(unit.elements, 77u + 13 + 25 + 1 + 3);
-    std::uint64_t gathered = 0, host = 0;
+    std::uint64_t gathered = 0, host = 0, gradient = 0, gradient_shards = 0;
     for (const detail::Segment& segment : unit.segments) {
       EXPECT_GE(segment.gathered_offset, gathered);
       gathered = segment.gathered_offset + segment.shard_bytes() * static_cast<std::uint64_t>(world);
       EXPECT_GE(segment.host_offset, host);
       host = segment.host_offset + segment.shard_bytes();
       EXPECT_EQ(segment.gathered_offset % kBlockAlignment, 0u);
+      if (!segment.trainable) continue;
+      EXPECT_GE(segment.gradient_offset, gradient);
+      gradient = segment.gradient_offset + segment.shard_bytes() * static_cast<std::uint64_t>(world);
+      EXPECT_GE(segment.gradient_shard_offset, gradient_shards);
+      EXPECT_EQ(segment.gradient_shard_offset % kBlockAlignment, 0u);
+      gradient_shards =
+          segment.gradient_shard_offset + segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype);
     }
     EXPECT_LE(gathered, unit.gathered_bytes);
     EXPECT_LE(host, unit.host_bytes());
+    EXPECT_LE(gradient, unit.gradient_bytes);
+    EXPECT_LE(gradient_shards, unit.gradient_shard_bytes);
     // Parameters keep their places whatever the world size.
     EXPECT_EQ(table.parameter(model.parameter("b")).first_element, 96u);
   }
 }
 
 TEST(UnitTable, IdentityNamesEveryParameterAndNotTheWorld) {
-  const std::vector<ParameterSpec> specs{{.name = "w", .shape = {4, 8}}};
+  const std::vector<ParameterSpec> specs{{.name = "w", .shape = {4, 8}},
+                                         {.name = "b", .shape = {8}, .dtype = DType::fp32}};
   Model model;
   model.add_unit("layer", specs);
   const std::array<optim::StateForm, 1> groups{};
   const detail::UnitTable one(model, groups, 1), four(model, groups, 4);
   EXPECT_EQ(one.identity(), four.identity());
   EXPECT_NE(one.identity().find("w | bf16 | [4, 8]"), std::string::npos) << one.identity();
+  EXPECT_NE(one.identity().find("b | fp32 | [8]"), std::string::npos) << one.identity();
 }
 
 }  // namespace

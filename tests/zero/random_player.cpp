@@ -25,8 +25,6 @@ std::vector<std::byte> copy_of(const TensorView& view) {
   return {data, data + byte_count(view)};
 }
 
-std::uint64_t elements_of(const ParameterSpec& spec) { return TensorView{.shape = spec.shape}.element_count(); }
-
 }  // namespace
 
 Player::Player(const Program& program, std::size_t session, const ToySetup& setup, Journal& journal,
@@ -56,7 +54,7 @@ Player::~Player() {
 void Player::allocate_scratch() {
   std::uint64_t elements = 0;
   for (const UnitPlan& unit : program_.units)
-    for (const ParameterSpec& spec : unit.parameters) elements = std::max(elements, elements_of(spec));
+    for (const ParameterSpec& spec : unit.parameters) elements = std::max(elements, element_count(spec));
   for (std::size_t i = 0; i < kStreams; ++i)
     scratch_.push_back(runtime_.device_arena().allocate(elements * sizeof(float), "the program's gradients"));
 }
@@ -361,7 +359,7 @@ std::vector<State> Player::states_of(ParameterId parameter) const {
 
 void Player::read(std::uint64_t salt) {
   const ParameterId parameter = some_parameter(salt);
-  const std::uint64_t count = elements_of(model_.parameters()[parameter.index]);
+  const std::uint64_t count = element_count(model_.parameters()[parameter.index]);
   const std::uint64_t first = salt / 3 % 2 == 0 ? 0 : salt / 5 % count;
   std::vector<State> states = states_of(parameter);
   if (gradients_due_ && engine_->keeps(parameter, State::gradient)) states.push_back(State::gradient);
@@ -374,7 +372,7 @@ void Player::read(std::uint64_t salt) {
 
 void Player::write(std::uint64_t salt) {
   const ParameterId parameter = some_parameter(salt);
-  const std::uint64_t count = elements_of(model_.parameters()[parameter.index]);
+  const std::uint64_t count = element_count(model_.parameters()[parameter.index]);
   const std::uint64_t first = salt / 5 % count;
   const std::vector<State> states = states_of(parameter);
   const State state = states[salt / 11 % states.size()];

@@ -17,7 +17,7 @@ namespace hoist::test {
 namespace {
 
 void on_threads(std::size_t count, const std::function<void(std::size_t)>& body) {
-  // Made by one thread: the thread sanitizer does not see how the library guards its making.
+  // Makes spdlog's default logger here, on one thread: the thread sanitizer does not see that spdlog guards it.
   spdlog::default_logger_raw();
   std::vector<std::exception_ptr> errors(count);
   std::vector<std::thread> threads;

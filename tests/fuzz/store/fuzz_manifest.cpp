@@ -67,7 +67,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t coun
     for (const StoredParameter& parameter : summary.parameters) {
       if (parameter.name.empty()) std::abort();
     }
-  } catch (const Error&) {
+  } catch (const StoreError&) {
   }
   return 0;
 }
