@@ -24,6 +24,8 @@ struct UnalignedOptions {
   std::uint64_t piece_bytes = kMiB;        // a bounced transfer is cut into these; a multiple of 4 KiB
 };
 
+// Pre: all files are on one DriveQueue. When it gives its drive up, a late answer may still write to a bounce buffer;
+// every later transfer fails then, so no caller gets those bytes.
 class Unaligned {
  public:
   // Errors: UsageError for options out of range.

@@ -18,15 +18,16 @@ namespace hoist::bench {
 
 namespace {
 
-constexpr double kDriveSpeed = 400e6;
-// What `hoist tune` chooses for a drive that is as fast with little in flight: a read waits behind 1 MiB at most.
+constexpr double kDriveBytesPerSecond = 400e6;
+// As `hoist tune` chooses for a drive that reaches its full speed with little in flight. A read then waits behind at
+// most 4 blocks, 1 MiB.
 constexpr std::uint64_t kBlockBytes = 256 * kKiB;
 constexpr unsigned kQueueDepth = 4;
 constexpr unsigned kUnits = 16;
 constexpr std::int64_t kElements = 128 * 1024;
 constexpr unsigned kWindow = 4;  // steps that are timed together
 
-// Seconds that this process's threads have run or have waited for a processor: the kernel's account.
+// Seconds that this process's threads have run or have waited for a processor, as the kernel counts them.
 double running_seconds() {
   double nanoseconds = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -77,7 +78,7 @@ class Steps {
     options.aio_block_bytes = kBlockBytes;
     options.aio_queue_depth = kQueueDepth;
     options.make_aio_backend = [](const aio::DriveQueueOptions& drive) {
-      return std::make_unique<HeldBackend>(aio::make_backend(drive), at_speed(kDriveSpeed));
+      return std::make_unique<HeldBackend>(aio::make_backend(drive), at_speed(kDriveBytesPerSecond));
     };
     return options;
   }
@@ -128,9 +129,9 @@ TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& direct
   Steps steps(cell, directory);
   for (int i = 0; i < 2; ++i) steps.step();  // recorded, then planned
   steps.synchronize();
-  const StepSpeeds speeds{.nvme_read = kDriveSpeed,
-                          .nvme_write = kDriveSpeed,
-                          .nvme_mixed = kDriveSpeed,
+  const StepSpeeds speeds{.nvme_read = kDriveBytesPerSecond,
+                          .nvme_write = kDriveBytesPerSecond,
+                          .nvme_mixed = kDriveBytesPerSecond,
                           .nvme_flush = flush_seconds,
                           .compute_seconds = cell.compute_ms * 1e-3};
   TimedSteps timed{.seconds = 1e9, .predicted = predict_time(steps.prediction(), speeds)};
@@ -149,7 +150,7 @@ TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& direct
   // The first steps of a window may use records that were read before it, and the last writes may end after it.
   const Prediction& prediction = steps.prediction();
   const auto buffers = static_cast<double>(prediction.update_buffers * prediction.update_buffer_bytes);
-  timed.outside_seconds = 2 * buffers / kDriveSpeed / kWindow;
+  timed.outside_seconds = 2 * buffers / kDriveBytesPerSecond / kWindow;
   steps.settle();
   return timed;
 }

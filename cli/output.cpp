@@ -48,7 +48,8 @@ void complain_text(const std::string& any_text) {
 int end_of_output(int code) {
   print("");  // text that other code printed, CLI11's help for example
   if (lost_output_code == 0 && std::ferror(stdout) == 0) return code;
-  if (lost_output_code == EPIPE) return code == kOk ? kFailure : code;  // a reader such as `head` has seen enough
+  if (lost_output_code == EPIPE)
+    return code == kOk ? kFailure : code;  // no message: a reader such as `head` has seen enough
   complain("hoist: standard output could not be written: {}; the printed text is incomplete\n",
            errno_text(lost_output_code == 0 ? EIO : lost_output_code));
   return code == kOk ? kFailure : code;

@@ -32,8 +32,8 @@ void complain(fmt::format_string<Values...> format, Values&&... values) {
   complain_text(fmt::format(format, std::forward<Values>(values)...));
 }
 
-// The exit code of a command that ended with `code`: kFailure, with a message on standard error, if its output was
-// lost.
+// The exit code of a command that ended with `code`: kFailure if its output was lost, with a message on standard error
+// unless the reader has closed the pipe.
 int end_of_output(int code);
 
 // True if the file system or the quota has too little room for what was asked.

@@ -35,8 +35,8 @@ struct ZeroRow {
   int stage = 0;
   const char* offload = "none";  // "none", "optimizer" (to host memory or NVMe), "all"
   std::uint64_t bytes_per_gpu = 0;
-  // "textbook": fp32 weights, gradients and two moments, 16 bytes a parameter, without buffers; with the optimizer
-  // offloaded 16-bit weights alone. "hoist": predicted, with the smallest buffers.
+  // "textbook": the figures for fp32 training (weights, gradients and two moments, 16 bytes a parameter), without
+  // buffers; with the optimizer offloaded, 16-bit weights alone. "hoist": predicted, with the smallest buffers.
   const char* scheme = "hoist";
 };
 

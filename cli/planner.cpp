@@ -287,7 +287,8 @@ std::uint64_t divided(std::uint64_t bytes, bool by_ranks, int ranks) {
   return by_ranks ? divide_up(bytes, static_cast<std::uint64_t>(ranks)) : bytes;
 }
 
-// Device memory of each ZeRO stage, with and without offload: by the formulas of ZeRO's papers, and as hoist has it.
+// Device memory of each ZeRO stage, with and without offload: by the textbook's figures for fp32 training (ZeroRow),
+// and as hoist has it.
 std::vector<ZeroRow> zero_table(const PlanQuestion& question) {
   const std::uint64_t count = question.model.model.parameter_count();
   const int ranks = question.world_size;

@@ -48,7 +48,7 @@ class Progress {
   // Removes the bar; the next update draws it again.
   void clear();
 
-  // The words after the bar: "verifying 1.5 of 4.0 GiB, 1.2 GB/s, 3 s left".
+  // The words after the bar: "verifying 1.5 GiB of 4.0 GiB, 1.20 GB/s, 3 s left".
   std::string line(std::uint64_t done, TimePoint now) const;
 
  private:

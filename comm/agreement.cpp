@@ -82,7 +82,8 @@ std::optional<Problem> first_problem(Communicator& communicator, std::optional<s
   const auto first = std::ranges::find(flags, std::byte{1});
   if (first == flags.end()) return std::nullopt;
   const auto rank = static_cast<std::size_t>(first - flags.begin());
-  // A text of every rank, since only one exchange brings it to all.
+  // By an exchange, in which a rank waits for all others: a broadcast's root may go on, and end, before they have its
+  // text.
   std::vector<std::string> texts =
       texts_of_all(communicator, std::string(mine.value_or("").substr(0, kProblemTextBytes)));
   return Problem{static_cast<int>(rank), std::move(texts[rank])};

@@ -6,7 +6,7 @@
 // the others (detail/mpi_liveness_probe.hpp). After a failure MPI is not called again in this process
 // (detail/mpi_process.hpp).
 //
-// Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
+// Threading  MPI_THREAD_MULTIPLE; each transport has a communicator of its own.
 // Memory     The lists of an operation's messages and requests are kept for the next one.
 // Errors     Return codes become CommError (MPI_ERRORS_RETURN on every communicator of hoist).
 #include <algorithm>

@@ -6,8 +6,8 @@
 
 namespace hoist {
 
-// A thread begins with the signals blocked that its creator has blocked: while one lives, all but those of a thread's
-// own faults, and a profiler's. Cost: two system calls.
+// While one lives, this thread blocks every signal except those of its own faults and a profiler's (SIGPROF). Threads
+// that it starts meanwhile inherit that, so the program's handlers do not run on them. Cost: two system calls.
 class OtherSignalsBlocked {
  public:
   OtherSignalsBlocked();

@@ -130,7 +130,7 @@ std::string text_of(const std::exception_ptr& error) noexcept {
       return "an exception of unknown type";
     }
   } catch (const std::bad_alloc&) {
-    return "out of memory";  // which std::string keeps inside of itself
+    return "out of memory";  // short enough for std::string to need no allocation
   }
 }
 

@@ -8,8 +8,8 @@
 #include <mutex>
 
 // Marks for Clang's -Wthread-safety: a field marked HOIST_GUARDED_BY(mutex) is touched only while the mutex is locked,
-// and a function marked HOIST_REQUIRES(mutex) is called only then. `scripts/lint.sh --locks` checks it. Other compilers
-// see nothing.
+// and a function marked HOIST_REQUIRES(mutex) is called only then. Every build with Clang checks it (the preset `tsan`,
+// for one), and a breach is an error. Other compilers see nothing.
 #ifdef __clang__
 #define HOIST_LOCK_RULE(rule) __attribute__((rule))
 #else

@@ -13,9 +13,10 @@
 namespace hoist {
 
 // Written beside `path`, flushed, then renamed over it; permissions of an existing file are kept, and a symbolic link
-// stays one. On failure the old file is unchanged and no other file remains. A pipe, a device, what standard output or
-// error is, and a file that is a mount of its own cannot be replaced: they are written to, and may be left incomplete
-// on failure. Errors: IoError.
+// stays one. On failure the old file is unchanged and no other file remains. If only the flush of the directory fails,
+// the file has its new text, and the error says so. A pipe, a device, what standard output or error is, and a file that
+// is a mount of its own cannot be replaced: they are written to, and may be left incomplete on failure. Errors:
+// IoError.
 void replace_file(const std::string& path, const std::string& text);
 // Refuses what replace_file() would, before there is something to write: makes a file beside `path` and removes it.
 // Errors: IoError with `remedy`.

@@ -24,8 +24,8 @@ class OwningProcess {
   unsigned forks_;  // before this process, since the program began
 };
 
-// Keeps memory that is never freed reachable, for leak checkers: another process's, or what a stuck thread or the
-// kernel may still write to.
+// Remembers memory that is never freed, so that leak checkers find a pointer to it: an object of another process, or
+// memory that a stuck thread or the kernel may still write to.
 void leave_unfreed(const void* memory) noexcept;
 
 // A std::unique_ptr for an object that belongs to one process.

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/processors.hpp - the processors that threads may run on, by the kernel's record.
+// core/processors.hpp - the processors that threads may run on, as the kernel reports them.
 #pragma once
 
 #include <vector>
-
-#include <sched.h>
 
 namespace hoist {
 

@@ -30,9 +30,9 @@ MemorySize host_memory_beside_gpus(const ControlGroupLimits& limits = control_gr
 // GPUs on machines where processors reach it.
 MemorySize memory_of_processors(const MemorySize& machine, const std::string& sys = "/sys");
 
-// Is the same for processes that divide one memory: where a control group's limit is below the machine's memory, those
-// of that group, as in a container with a limit of its own; else those of the machine, as its kernel's boot id says.
-// `proc`: the root of procfs.
+// A text that is equal for processes that share one memory. Where a control group's limit is below the machine's
+// memory, these are the processes of that group (a container with a limit of its own); else those of the machine, by
+// its kernel's boot id. `proc`: the root of procfs.
 std::string memory_id(const ControlGroupLimits& limits = control_group_limits(), const std::string& proc = "/proc");
 
 // Addresses that this process may map (ulimit -v); the largest numbers if there is no limit.

@@ -30,7 +30,8 @@ struct UpdateArrays;
 // The link that a copy crosses, for the device's ledger. `local` stays inside one memory.
 enum class CopyKind : std::uint8_t { host_to_device, device_to_host, local };
 
-// A point in a stream. Not a Completion: the host learns of it only through completion().
+// A point in a stream. Not a Completion: it has no continuations. completion() returns a Completion that is done once
+// the stream has reached the point.
 // A default-constructed event has been reached.
 class StreamEvent {
  public:

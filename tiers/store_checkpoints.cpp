@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Named checkpoints: each has a slot of the manifest beyond those of the commits, and holds its records' extents,
-// so that nothing is written over them. The newest is whole before an older one goes. A commit held for a reader holds
-// extents alike, in this process only.
+// so that nothing is written over them. A new checkpoint is durable before an older one is removed. A commit that
+// hold() gives to a reader keeps its extents in the same way, but only in this process.
 #include <algorithm>
 #include <cstring>
 

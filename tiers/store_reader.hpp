@@ -33,7 +33,8 @@ class StoreReader {
     none,    // the extents can be written over as soon as a newer commit has landed on all ranks
   };
   // Nothing on disk is changed. `records` are those the store was made with (its layout text says which). `drives`:
-  // directories of further drives, in any order, that may not be where they were when the store was made.
+  // directories in which further drives are looked for, in any order, besides those where they were when the store was
+  // made.
   StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
               aio::DriveQueue& queue, Lock lock = Lock::shared, std::span<const std::string> drives = {});
   explicit StoreReader(detail::HeldCommit commit);  // for Store::hold()

@@ -41,7 +41,7 @@ class Ring {
   void flush() {
     if (unsubmitted_) submit();
   }
-  // Submits, and waits until something has finished.
+  // Submits, and waits until something has finished or `timeout` has passed.
   void wait(Nanoseconds timeout);
   // Releases files that are being closed.
   void serve_closing_files() { files_->serve(); }

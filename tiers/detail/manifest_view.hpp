@@ -22,15 +22,16 @@ struct ManifestView {
   std::optional<Superblock> superblock;  // when it exists and is not damaged
   std::vector<SlotCheck> slots;          // of commits, then of named checkpoints; with the superblock
 };
-// The slots of commits as they were at one time, also while a training goes on.
+// The slots of commits are all of one moment, even while a training writes.
 ManifestView view_manifest(const std::string& path);
 // The same without the slots.
 ManifestView view_superblock(const std::string& path);
 
-// What a store can be continued from. Commits are sorted by incarnation, then by step and revision, newest first. One
-// of an older incarnation that lies beyond the newest incarnation's was abandoned: ranks return to it if a crash
-// between their adoptions left them without a common commit. The first commit of a store is written to slot 1, flushed,
-// and written to slot 0: if slot 0 is blank and no slot is valid, no commit was ever finished.
+// What a store can be continued from. Commits are sorted by incarnation, then by step and revision, newest first. A
+// commit of an older incarnation with a later step than all of the newest incarnation's was abandoned. It is listed,
+// because ranks return to it if a crash between their adoptions left them without a common commit. The first commit of
+// a store is written to slot 1, flushed, and written to slot 0: if slot 0 is blank and no slot is valid, no commit was
+// ever finished.
 Store::Commits commits_in(std::span<const SlotCheck> slots);
 std::vector<ManifestDamage> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
 

@@ -92,17 +92,18 @@ std::vector<tiers::CommitHeader> common_commits(std::span<const Part> parts, con
 }  // namespace detail
 
 struct StoredModelOptions {
-  // The newest commit that all ranks have when absent; also one that is kept under a name.
+  // The step of the commit; a named checkpoint of that step counts too. Absent: the newest commit that all ranks have.
   std::optional<std::uint64_t> step;
-  // With `step`: that one of the step's, which may be abandoned; else the newest of them.
+  // With `step`: which of that step's commits, abandoned ones included. Absent: the newest.
   std::optional<std::uint32_t> revision{};
   std::string from{};                     // the name of a named checkpoint, instead
-  std::optional<std::uint64_t> serial{};  // with `from`: that one of the name's; else the newest of them
-  bool below = true;                      // the store that continues the run, if it is a newer one below the directory
+  std::optional<std::uint64_t> serial{};  // with `from`: which checkpoint of that name; absent: the newest
+  bool below = true;                      // opens the newer store below the directory, if one continues the run
   // Opens only this rank's part of the store in `directory` itself (`below` is false), for which the rank's own files
   // suffice. Its commits are then the rank's, and a read of another rank's shard is a UsageError.
   std::optional<int> rank{};
-  // Directories of further drives, in any order, where these may not be where they were when the store was made.
+  // Directories in which further drives are looked for, in any order, besides those where they were when the store was
+  // made.
   std::vector<std::string> drives{};
 };
 
@@ -137,8 +138,8 @@ class StoredModel {
   std::optional<LossScaler::State> loss_scaler() const;     // nothing without dynamic loss scaling
 
   // Elements [first_element, first_element + out.size()) of parameters()[parameter], flattened row-major.
-  // State::gradient is not stored. Frozen parameters have a master only. No elements at all may be asked for, up to and
-  // at the end. Errors: UsageError; `out` is then as it was.
+  // State::gradient is not stored. Frozen parameters have a master only. A read of zero elements is allowed, at the
+  // parameter's end too. Errors: UsageError; `out` is then as it was.
   void read(std::size_t parameter, State state, std::uint64_t first_element, std::span<float> out);
   // The weights themselves, in the parameter's dtype; `out` may lie at any address. Errors: UsageError, also where
   // out.size() is no multiple of the dtype's bytes.

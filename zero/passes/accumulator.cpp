@@ -8,7 +8,8 @@ namespace hoist::detail {
 
 namespace {
 
-// The elements that one thread adds at a time: 384 KiB of sums and bf16 gradients, inside an L2.
+// The elements that one thread adds at a time: 384 KiB of sums and bf16 gradients, within an L2 of 512 KiB
+// or more.
 constexpr std::uint64_t kPieceElements = 65536;
 
 }  // namespace

@@ -68,9 +68,9 @@ class UpdatePolicy {
 
   // [C] Returns when this rank has every gradient of the step, and the step before is carried out.
   virtual void await_inputs() = 0;
-  // [C] Carries the step out, or begins to. Returns what is done when it is durable (at once when it is not to be
-  // committed). `gradient_scale`: what the sums of gradients are multiplied by. Pre: await_inputs(); nothing on the
-  // device uses gathered weights.
+  // [C] Carries the step out, or begins to. Returns a completion that is done when the step is durable; it is done
+  // already if the step is not committed. `gradient_scale`: what the sums of gradients are multiplied by. Pre:
+  // await_inputs(); nothing on the device uses gathered weights.
   virtual Completion apply(double gradient_scale, CommitState state) = 0;
 
  protected:
@@ -79,8 +79,9 @@ class UpdatePolicy {
   void update_on_device(StepUpdate& update) const;
   void await_gradients();  // until all of the step's have arrived where they are updated
   void await_updates();    // returns when no update is pending; counts the time as part of this step
-  // The queue's last call for a step, which commits it or says why not, and what is done when the step is durable. The
-  // call must be made: nothing that can fail may come before it is handed over.
+  // `ended`: the queue calls it when the step's last update has ended; it commits the step, or passes its error on.
+  // `committed`: done when the step is durable. Pre: nothing that can throw stands between end_of_step() and handing
+  // `ended` to the queue, because only its call settles `committed`.
   struct StepEnd {
     UpdateQueue::Ended ended;
     Completion committed;
