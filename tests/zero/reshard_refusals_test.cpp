@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files of a store are missing, damaged or another process's: the engine refuses to continue, and changes nothing.
+#include <atomic>
+#include <chrono>
 #include <filesystem>
+#include <future>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -68,6 +72,80 @@ TEST_P(ReshardTest, AStoreThatAnotherProcessTakesOverFromIsNotContinuedInPlace) 
     expect_refusal(2, kRestore, HasSubstr("another process continues from the store in"));
   }
   continue_with(2, 4);
+}
+
+// A run that goes back by a name, to a store that nobody uses, while another process trains in the newest one.
+TEST_P(ReshardTest, NoOtherStoreIsTakenOverWhileTheNewestIsInUse) {
+  begin_and_keep_two(3);
+  continue_with(3, 4);
+  setup_.engine.lock_timeout = std::chrono::milliseconds(100);
+  const auto go_back = [](ToyModel& model) { model.restore({.from = "two"}); };
+  on_engines(3, [&](int rank, ToyModel& model) {
+    model.restore();
+    if (rank == 0) expect_refusal(2, go_back, HasSubstr("another process continues from the store in"));
+    train_to(rank, model, 4, 5, before_);
+  });
+  on_engines(2, [](int, ToyModel& model) { EXPECT_EQ(model.restore({.from = "two"}).step, 2u); });
+}
+
+// A job is started again with another number of ranks, and waits for the lock of a process that makes its last commit.
+// It does not take over the one before that, which it has found.
+TEST_P(ReshardTest, ACommitThatIsMadeWhileANewStoreWaitsForTheLockIsNotPassedOver) {
+  begin_with(2, 3);
+  std::promise<void> is_open;
+  std::thread last_process([&] {
+    on_engines(2, [&](int rank, ToyModel& model) {
+      model.restore();
+      if (rank == 0) is_open.set_value();
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      train_to(rank, model, 3, 4, before_);
+    });
+  });
+  is_open.get_future().wait();
+  try {
+    on_engines(3, [](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, 4u) << "if it has looked late";
+      throw Error("it goes on");
+    });
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), testing::AnyOf(HasSubstr("has changed since this process looked"), HasSubstr("goes on")));
+  }
+  last_process.join();
+  if (stores().size() == 1) continue_with(3, 5);
+}
+
+// Readers share the lock of the store that they take over, so two starts may read it at once.
+TEST_P(ReshardTest, OfTwoStartsAtOnceOneTrains) {
+  int rounds_won = 0;
+  for (int round = 0; round < 4; ++round) {
+    begin_with(2, 3);
+    std::atomic<int> have_won{0}, have_answered{0};
+    const auto start = [&](int ranks) {
+      try {
+        on_engines(ranks, [&](int rank, ToyModel& model) {
+          model.restore();
+          if (rank == 0) {
+            ++have_won;
+            ++have_answered;
+            while (have_answered < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          }
+          model.engine().settle();
+        });
+      } catch (const Error& error) {
+        ++have_answered;
+        EXPECT_THAT(error.what(), testing::AnyOf(HasSubstr("another process"), HasSubstr("in use by"),
+                                                 HasSubstr("has changed since")));
+      }
+    };
+    setup_.engine.lock_timeout = std::chrono::milliseconds(1000);
+    std::thread other([&] { start(3); });
+    start(1);
+    other.join();
+    EXPECT_LE(have_won, 1) << "round " << round;
+    rounds_won += have_won;
+    std::filesystem::remove_all(store_);
+  }
+  EXPECT_GT(rounds_won, 0) << "on a slow machine both may give way";
 }
 
 // A rank's drive is not mounted, say. What the other ranks trained is not a first start's, and no run begins beside it.

@@ -108,7 +108,11 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   const StoreSurvey survey(ranks, options);
   const bool mirrored = !options.mirror.directory.empty() && from.empty();
   if (mirrored && survey.has_lost_drives()) {
-    if (auto plan = find_in_mirror(ranks, options)) return plan;
+    const auto left = find_store(ranks, options, std::nullopt, Incomplete::pass_over);
+    if (auto plan = find_in_mirror(ranks, options)) {
+      if (left) plan->newest_order = left->directory.order;
+      return plan;
+    }
   }
   std::optional<RestoreSource> newest;
   std::string refusal;
@@ -122,6 +126,7 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
   auto source = from.empty() ? newest : find_store(ranks, options, from, Incomplete::pass_over);
   if (!source) return mirrored && !survey.has_more_than_first_commit() ? find_in_mirror(ranks, options) : std::nullopt;
   RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
+  plan.newest_order = newest ? newest->directory.order : plan.source.directory.order;
   plan.in_place = plan.source.same_ranks && plan.source.has_room &&
                   (!newest || newest->directory.order == plan.source.directory.order);
   return plan;

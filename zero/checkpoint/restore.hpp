@@ -28,6 +28,10 @@ struct RestorePlan {
   bool given_up = false;  // a commit in the mirror, by a run that has gone back by a name
   // The store is continued. Otherwise a new one takes over its state.
   bool in_place = false;
+  // Of the newest store in the offload directory that had a commit of all ranks; 0: none, or the first one.
+  std::uint64_t newest_order = 0;
+  // The stores that nobody else may go on in while this run takes over the source's state.
+  NewerStores newer_stores() const { return {from_mirror ? StoreDirectory{} : source.directory, newest_order, ""}; }
 };
 
 // `from`: the name of a named checkpoint, or "" for the newest commit: of the store; or of the mirror, where a rank's

@@ -150,14 +150,28 @@ void refuse_any_commit(const RankAgreement& ranks, const EngineOptions& options)
     throw used_store(*source, source->directory.in(options.store_directory));
 }
 
-void refuse_newer_store(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& opened) {
+void refuse_changed_source(const RankAgreement& ranks, const EngineOptions& options, const RestoreSource& source,
+                           const std::string& from) {
+  const StoreSurvey survey(ranks, options);
+  const RestoreSource now =
+      survey.look(source.directory, from.empty() ? std::nullopt : std::optional<std::string>(from));
+  if (now.commits == source.commits) return;
+  throw CommonStoreError(
+      fmt::format("the store in {} has changed since this process looked: another process has trained here, or "
+                  "trains; nothing was changed: start again when it has ended",
+                  source.directory.in(options.store_directory)));
+}
+
+void refuse_newer_store(const RankAgreement& ranks, const EngineOptions& options, const NewerStores& which) {
   const StoreSurvey survey(ranks, options);
   for (const StoreDirectory& newer : survey.directories()) {
-    if (newer.order <= opened.order) return;
+    if (newer.order <= which.than.order) return;
     const std::string directory = newer.in(options.store_directory);
     bool is_held = false;
     ranks.run_in_job("look for newer stores", [&] {
-      Deadline deadline(options.lock_timeout);
+      if (newer.name == which.own) return;
+      // Of two starts that have each made a store, and see the other's, one waits until the other has given way.
+      Deadline deadline(!which.own.empty() && newer.name < which.own ? Nanoseconds{0} : options.lock_timeout);
       do {  // the last transfers of a process that was killed hold its lock for a moment
         if (is_held) std::this_thread::sleep_for(std::chrono::milliseconds(20));
         is_held = false;
@@ -165,11 +179,13 @@ void refuse_newer_store(const RankAgreement& ranks, const EngineOptions& options
           is_held = tiers::Store::holder(directory, rank).has_value();
       } while (is_held && !deadline.is_over());
     });
-    if (ranks.all_true_in_job(!is_held) && survey.look(newer).commits.empty()) continue;
+    const bool is_free = ranks.all_true_in_job(!is_held);
+    const bool has_commit = !survey.look(newer).commits.empty();
+    if (is_free && (newer.order <= which.known || !has_commit)) continue;
     throw CommonStoreError(fmt::format(
         "another process continues from the store in {}, in a new store in {}: wait for that process to end, "
         "and start again; nothing was changed",
-        opened.in(options.store_directory), directory));
+        which.than.in(options.store_directory), directory));
   }
 }
 

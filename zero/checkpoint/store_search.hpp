@@ -4,7 +4,7 @@
 //
 // Threading  The program's thread. Every function is [J]: all ranks of the job call it.
 // Errors     CommonStoreError, on every rank; IoError and StoreError of one rank become CommErrors of the others.
-// Main path  find_store -> open it -> refuse_newer_store -> choose_commit.
+// Main path  find_store -> open it -> refuse_newer_store -> choose_commit, or refuse_changed_source.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,17 @@ CommonStoreError nothing_to_restore(const RankAgreement& ranks, const EngineOpti
 void refuse_other_stores(const RankAgreement& ranks, const EngineOptions& options);
 // The same where a fresh start would make a store of its own: refuses if there is any commit.
 void refuse_any_commit(const RankAgreement& ranks, const EngineOptions& options);
-// Refuses if the run goes on, or may go on, in a newer store than the one that was opened: a process took over from
-// that one while this one waited for its lock.
-void refuse_newer_store(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& opened);
+// Refuses if the store's commits are not the ones that were found before its lock was taken. `from`: as above.
+void refuse_changed_source(const RankAgreement& ranks, const EngineOptions& options, const RestoreSource& source,
+                           const std::string& from);
+// The stores that are newer than one. Of those up to the order `known`, commits were seen before anything was locked.
+struct NewerStores {
+  StoreDirectory than;
+  std::uint64_t known = 0;
+  std::string own;  // the name of the one that this process has made; "": none
+};
+// Refuses if the run goes on, or may go on, in one of these stores: a process took over while this one waited for a
+// lock, or is at work in one.
+void refuse_newer_store(const RankAgreement& ranks, const EngineOptions& options, const NewerStores& which);
 
 }  // namespace hoist::detail

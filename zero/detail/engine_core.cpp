@@ -132,6 +132,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
     if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
     const Ledger::OutsideSteps outside_steps(runtime.ledger());
     try {
+      if (!directory.name.empty()) refuse_newer_store(ranks, options, {.own = directory.name});
       ranks.run_in_job("make its initial state", [&] {
         checkpoints->open_step(state.step);
         state_access->fill(state.masters, memory->first_staging_buffer(), state.moments);
@@ -188,7 +189,7 @@ RestoreReport EngineCore::report_of(const RestorePlan& plan, std::uint64_t step,
 
 StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const RestoreOptions& restore_options) {
   make_parts(plan.source.directory, StoreUse::open);
-  refuse_newer_store(ranks, options, plan.source.directory);
+  refuse_newer_store(ranks, options, plan.newer_stores());
   const tiers::CommitHeader commit = choose_commit(ranks, options, *store, restore_options.from);
   std::optional<CommitState> state;
   ranks.run_in_job("look at the commit", [&] {
@@ -215,6 +216,9 @@ StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const Resto
 // Into a new store, so that the old one is whole until this one is committed everywhere.
 StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions& restore_options) {
   std::optional<FormerState> former(std::in_place, runtime, options, table, ranks, plan, restore_options.from);
+  // Its files are locked now. Their last owner may have committed before, and gone on in another store.
+  refuse_changed_source(ranks, plan.from_mirror ? mirror_options(options) : options, plan.source, restore_options.from);
+  refuse_newer_store(ranks, options, plan.newer_stores());
   const std::uint64_t step = former->step();
   ranks.run_in_job("look at the commit", [&] {
     if (restore_options.accept) restore_options.accept(report_of(plan, step, former->commit_state()));
@@ -238,6 +242,14 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
   remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1}, step);
   const StoreDirectory directory = new_store_directory(survey.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
+  try {  // locks on the source are shared: another process may have made a new store at the same time
+    NewerStores newer = plan.newer_stores();
+    newer.own = directory.name;
+    refuse_newer_store(ranks, options, newer);
+  } catch (...) {
+    store->remove_new();
+    throw;
+  }
   use_state(former->commit_state(), step);
   ranks.run_in_job("take over the state", [&] {
     const auto read = [&](ParameterId parameter, State of, std::uint64_t first, std::span<float> out) {
