@@ -107,6 +107,7 @@ class Store {
   struct Found : Commits {
     bool exists = false;                    // a manifest is there
     bool is_half_made = false;              // it is not; under its other name it is: the store is made, or removed
+    bool has_lost_manifest = false;         // it is under neither name, and there are data, which are later than it
     std::optional<StoreIdentity> identity;  // its owner, if the superblock can be read
     Durability durability = Durability::step;
     std::uint64_t store_number = 0;

@@ -52,6 +52,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
   const detail::ManifestView view = detail::view_manifest(paths.manifest);
   Found found{detail::commits_in(view.slots), view.exists};
   found.is_half_made = !found.exists && is_there(paths.manifest_new);
+  found.has_lost_manifest = !found.exists && !found.is_half_made && detail::has_lost_manifest(paths);
   if (!view.damage.empty()) {
     found.ever_committed = true;  // or not: that cannot be known
     found.damage.push_back({fmt::format("{} cannot be used: {}", paths.manifest, view.damage)});

@@ -148,6 +148,44 @@ TEST_P(ReshardTest, OfTwoStartsAtOnceOneTrains) {
   EXPECT_GT(rounds_won, 0) << "on a slow machine both may give way";
 }
 
+// One rank's copy is still running: its data are there, and the manifest is not.
+TEST_P(ReshardTest, TheOnlyRanksManifestThatIsMissingForAMomentCostsNothing) {
+  for (const std::uint32_t keep_steps : {0u, 1u}) {  // without an older store, and with one
+    setup_.engine.keep_steps = keep_steps;
+    setup_.engine.caller_state_bytes_max = 4096;
+    on_engines(1, [&](int rank, ToyModel& model) {
+      model.initialize();
+      train_to(rank, model, 0, 2, before_);
+      if (keep_steps > 0) model.engine().save("two", std::as_bytes(std::span("rank 0").first(6))).wait();
+    });
+    ranks_before_ = 1;
+    setup_.engine.caller_state_bytes_max = 8192;
+    continue_with(1, 3);  // in a new store
+    continue_with(1, 4);
+    ASSERT_EQ(stores().size(), keep_steps + 1);
+    {
+      const FilesAway copied_later({stores()[0].in(store_) + "/rank-00000.manifest"});
+      const auto lacks = HasSubstr("rank 0 finds data of rank 0, and not their manifest");
+      const auto find_commit = [](ToyModel& model) { (void)model.find_commit(); };
+      const auto begin_later = [](ToyModel& model) { model.begin({.masters = model.fill(), .step = 1}); };
+      for (const Call call : {Call(find_commit), kRestore, kInitialize, Call(begin_later)})
+        for (const int ranks : {1, 2}) expect_refusal(ranks, call, lacks);
+    }
+    continue_with(1, 5);
+    std::filesystem::remove_all(store_);
+  }
+}
+
+// In the first store, the only one, too.
+TEST_P(ReshardTest, TheFirstStoresManifestThatIsMissingIsNamed) {
+  begin_with(1, 2);
+  {
+    const FilesAway copied_later({store_ + "/rank-00000.manifest"});
+    for (const int ranks : {1, 2}) expect_refusal(ranks, kInitialize, HasSubstr("and not their manifest"));
+  }
+  continue_with(1, 3);
+}
+
 // A rank's drive is not mounted, say. What the other ranks trained is not a first start's, and no run begins beside it.
 TEST_P(ReshardOnNvmeTest, APartOfAStoreThatTookOverIsNeitherPassedOverNorRemoved) {
   begin_with(2, 2);

@@ -112,19 +112,20 @@ void refuse_data_without_manifest(const StorePaths& home) {
 
 }  // namespace
 
-std::vector<int> ranks_without_manifest(const std::string& directory) {
-  std::vector<int> ranks;
-  for (const int rank : ranks_with_files(std::span(&directory, 1))) {
-    const StorePaths home(directory, rank);
-    const auto lacks = [&] { return !exists(home.label) && !exists(home.manifest_new) && !exists(home.manifest); };
-    bool blank = false;  // of a start that was killed, or that is still reserving it
-    try {
-      blank = !lacks() || is_blank(home.data);
-    } catch (const IoError&) {  // another user's
-    }
-    // Looked at again, last: a manifest changes its name while a store is made, and a removal takes the data first.
-    if (!blank && lacks() && exists(home.data)) ranks.push_back(rank);
+bool has_lost_manifest(const StorePaths& home) {
+  const auto lacks = [&] { return !exists(home.label) && !exists(home.manifest_new) && !exists(home.manifest); };
+  bool blank = false;  // of a start that was killed, or that is still reserving it
+  try {
+    blank = !lacks() || is_blank(home.data);
+  } catch (const IoError&) {  // another user's
   }
+  // Looked at again, last: a manifest changes its name while a store is made, and a removal takes the data first.
+  return !blank && lacks() && exists(home.data);
+}
+
+std::vector<int> ranks_without_manifest(const std::string& directory) {
+  std::vector<int> ranks = ranks_with_files(std::span(&directory, 1));
+  std::erase_if(ranks, [&](int rank) { return !has_lost_manifest(StorePaths(directory, rank)); });
   return ranks;
 }
 

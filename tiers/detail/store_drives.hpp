@@ -49,8 +49,9 @@ void check_label(const StorePaths& drive, const DriveLabel& expected);
 // `elsewhere`. nullopt if no label says so.
 std::optional<StorePaths> find_drive(const std::string& made_in, std::span<const std::string> elsewhere, int rank,
                                      const DriveLabel& expected);
-// The ranks that have lost their manifest: their data, which are not blank, are in `directory`, which is their own
-// drive, without any.
+// Whether a rank has lost its manifest: its data, which are not blank, are on its own drive without any.
+bool has_lost_manifest(const StorePaths& home);
+// The ranks of which that is true.
 std::vector<int> ranks_without_manifest(const std::string& directory);
 // Refuses to make files in a directory that has data of a store that was, or may have been, committed. `home`: the
 // directory of the store that is being made; its own drive, too, may be a further one of another store. `uncommitted`:

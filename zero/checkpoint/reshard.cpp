@@ -67,6 +67,34 @@ bool holds_what_counts(const std::string& directory, const NewerCheckpoints& new
   });
 }
 
+void check_unfinished(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& store) {
+  tiers::Store::check_unfinished(store.in(options.drive_directories()), ranks.group().size(),
+                                 /*took_over=*/store.order > 0);
+}
+
+// Whether that check passes on every rank; a rank on which it does not says why in the log.
+bool may_be_removed(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& store) {
+  bool may_be = true;
+  ranks.run_in_job("look at what an earlier attempt left", [&] {
+    try {
+      check_unfinished(ranks, options, store);
+    } catch (const Error& error) {
+      may_be = false;
+      log_warning("the store in {} stays: {}", store.in(options.store_directory), error.what());
+    }
+  });
+  return ranks.all_true_in_job(may_be);
+}
+
+// The same once more under the locks. Somebody who holds one keeps the store until the next start.
+void remove_unfinished_now(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& store) {
+  try {
+    remove_store(options.drive_directories(), store, Nanoseconds{0}, [&] { check_unfinished(ranks, options, store); });
+  } catch (const Error& error) {
+    log_info("the store in {} stays: {}", store.in(options.store_directory), error.what());
+  }
+}
+
 // Adds the store in the offload directory itself if it is not listed: it may have lost its last manifest.
 std::vector<StoreDirectory> with_first(std::vector<StoreDirectory> stores) {
   if (stores.empty() || stores.back().order > 0) stores.push_back({});
@@ -91,9 +119,7 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
   }
   if (unfinished.empty()) return;
   const std::vector<std::string> drives = options.drive_directories();
-  const auto check = [&](const StoreDirectory& store) {
-    tiers::Store::check_unfinished(store.in(drives), ranks.group().size(), /*took_over=*/store.order > 0);
-  };
+  const auto check = [&](const StoreDirectory& store) { check_unfinished(ranks, options, store); };
   // On all ranks before anything is removed on one of them: directories may be the ranks' own.
   ranks.run_in_job("look at what an earlier attempt left", [&] { std::ranges::for_each(unfinished, check); });
   on_every_rank(ranks, "remove what an earlier attempt left", [&] {
@@ -105,17 +131,22 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
 void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                             std::span<const StoreDirectory> spared) {
   constexpr Nanoseconds kNow{0};
+  struct Useless {
+    StoreDirectory store;
+    bool is_unfinished = false;
+  };
   const StoreSurvey survey(ranks, options);
   const RestoreSource continued = survey.look(present);
   const std::uint64_t step = continued.commits.empty() ? 0 : continued.commits.front().step;
   NewerCheckpoints newer{survey.checkpoints_in(present), options.keep_steps};
-  std::vector<StoreDirectory> useless;
+  std::vector<Useless> useless;
   for (const StoreDirectory& other : with_first(survey.directories())) {
     if (other.order == present.order) continue;
     const bool is_spared = std::ranges::find(spared, other.order, &StoreDirectory::order) != spared.end();
     const RestoreSource store = survey.look(other);
-    bool remove = !other.name.empty() && store.is_unfinished_beside(step);
-    if (!remove && other.order < present.order) {
+    const bool is_unfinished = !other.name.empty() && store.is_unfinished_beside(step);
+    bool remove = is_unfinished && may_be_removed(ranks, options, other);
+    if (!is_unfinished && other.order < present.order) {
       bool half_removed = false, is_kept = false;  // by a process that was killed; for a named checkpoint
       ranks.run_in_group("look at the store it took over from", [&] {
         const std::string directory = other.in(options.store_directory);
@@ -128,7 +159,7 @@ void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& opt
                (ranks.smallest(half_removed ? 0 : 1) == 0 && ranks.smallest(is_kept ? 0 : 1) == 1);
     }
     remove = remove && !is_spared;
-    if (remove) useless.push_back(other);
+    if (remove) useless.push_back({other, is_unfinished});
     if (other.order > present.order) continue;
     std::string names;
     for (const NamedCheckpoint& checkpoint : survey.checkpoints_in(other)) {
@@ -141,7 +172,12 @@ void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& opt
   }
   if (ranks.all_true_in_job(useless.empty())) return;  // one group may have lost its store
   on_every_rank(ranks, "remove the store it took over from", [&] {
-    for (const StoreDirectory& store : useless) remove_store(options.drive_directories(), store, kNow);
+    for (const auto& [store, is_unfinished] : useless) {
+      if (is_unfinished)
+        remove_unfinished_now(ranks, options, store);
+      else
+        remove_store(options.drive_directories(), store, kNow);
+    }
   });
 }
 

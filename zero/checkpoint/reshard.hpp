@@ -29,9 +29,9 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
                               std::uint64_t continued = 0);
 
 // [J] Removes the stores that `present` has replaced, and unfinished ones of any order above 0 (as above, beside the
-// step of `present`), except those in `spared`. An older store stays if it is not whole, if somebody reads it (then
-// until the next start), or if it has named checkpoints whose names no newer store has, and the newer stores have fewer
-// than EngineOptions::keep_steps.
+// step of `present`), except those in `spared`; the log says which of these stay because somebody may still want a
+// file. An older store stays if it is not whole, if somebody reads it (then until the next start), or if it has named
+// checkpoints whose names no newer store has, and the newer stores have fewer than EngineOptions::keep_steps.
 void remove_replaced_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                             std::span<const StoreDirectory> spared);
 

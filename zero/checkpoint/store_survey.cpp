@@ -147,6 +147,7 @@ struct RankView {
     bool finds_none = false;                  // no manifest of this rank; if other_ranks: no manifest at all
     bool lacks_files = false;                 // of this rank; if other_ranks: of any rank that made it
     int finds_rank = -1;                      // a rank whose manifest is here instead; -1: none
+    int finds_data_of = -1;                   // a rank whose data are here without their manifest; -1: none
     std::uint64_t newest_step = 0;            // of any commit that is here
     bool finds_manifest() const { return !finds_none || finds_rank >= 0; }
   };
@@ -193,15 +194,21 @@ RankView look_at_own_rank(const std::string& directory, int rank, const Room& wa
           .checkpoints = std::move(own.checkpoints),
           .store_number = own.store_number,
           .answers = {.no_room = no_room,
-                      .has_more_than_first_commit = has_more_than_first_commit,
+                      .has_more_than_first_commit = has_more_than_first_commit || own.has_lost_manifest,
                       .finds_none = !own.exists,
                       .lacks_files = !own.exists && !own.is_half_made,
                       .finds_rank = finds_rank,
+                      .finds_data_of = own.has_lost_manifest ? rank : -1,
                       .newest_step = newest_step}};
 }
 
-RankView look_at_all_ranks(const std::string& directory, int rank, bool took_over) {
+RankView look_at_all_ranks(const std::string& directory, int rank, int world_size, bool took_over) {
   RankView view{.answers = {.other_ranks = true}};
+  for (const int of : tiers::Store::ranks_without_manifest(directory)) {
+    if (world_size > 0 && of >= world_size) continue;  // another, unfinished store's
+    if (view.answers.finds_data_of < 0) view.answers.finds_data_of = of;
+    view.answers.has_more_than_first_commit = true;
+  }
   view.answers.finds_none = tiers::Store::ranks_in(directory).empty();
   view.answers.lacks_files = view.answers.finds_none;
   if (view.answers.finds_none) return view;
@@ -219,6 +226,15 @@ RankView look_at_all_ranks(const std::string& directory, int rank, bool took_ove
   view.abandoned = std::move(summary.all_commits);
   view.checkpoints = std::move(summary.checkpoints);
   return view;
+}
+
+// What a rank finds that lacks its manifest, as a part of a sentence; `name`: the rank's.
+std::string lack_of(const RankView::Answers& answers, const std::string& name) {
+  if (answers.finds_rank >= 0)
+    return fmt::format("{} finds none of its files, and those of rank {}", name, answers.finds_rank);
+  if (answers.finds_data_of >= 0)
+    return fmt::format("{} finds data of rank {}, and not their manifest", name, answers.finds_data_of);
+  return name + " finds no files";
 }
 
 }  // namespace
@@ -246,7 +262,7 @@ RestoreSource StoreSurvey::look(const StoreDirectory& where, const std::optional
     const bool took_over = where.order > 0;
     mine = source.world_size == ranks_.group().size()
                ? look_at_own_rank(directory, ranks_.group().rank(), wanted, took_over)
-               : look_at_all_ranks(directory, ranks_.group().rank(), took_over);
+               : look_at_all_ranks(directory, ranks_.group().rank(), source.world_size, took_over);
   });
   using Answers = RankView::Answers;
   const std::vector<Answers> all = comm::values_of_all(ranks_.job(), mine.answers);
@@ -258,11 +274,8 @@ RestoreSource StoreSurvey::look(const StoreDirectory& where, const std::optional
   source.newest_step = std::ranges::max(all, {}, &Answers::newest_step).newest_step;
   source.store_number = mine.store_number;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (!all[rank].finds_none) continue;
-    const std::string name = ranks_.name_in_job(static_cast<int>(rank));
-    source.lacking.push_back(all[rank].finds_rank < 0 ? fmt::format("{} finds no files", name)
-                                                      : fmt::format("{} finds none of its files, and those of rank {}",
-                                                                    name, all[rank].finds_rank));
+    if (all[rank].finds_none || all[rank].finds_data_of >= 0)
+      source.lacking.push_back(lack_of(all[rank], ranks_.name_in_job(static_cast<int>(rank))));
   }
 
   source.headers = from ? std::move(mine.checkpoints) : std::move(mine.commits);
