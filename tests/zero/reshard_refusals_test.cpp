@@ -186,6 +186,69 @@ TEST_P(ReshardTest, TheFirstStoresManifestThatIsMissingIsNamed) {
   continue_with(1, 3);
 }
 
+// A program that holds all state in memory saves once into its new store, at its end. The older store is still there.
+TEST_P(ReshardTest, ASaveThatARankLacksForAMomentIsNotPassedOver) {
+  if (on_nvme()) GTEST_SKIP() << "the new store begins with the older one's step";
+  begin_with(2, 3);
+  continue_with(3, 6);
+  const std::string newer = store_ + "/reshard-0001-ranks-3";
+  ASSERT_EQ(stores().size(), 2u);
+  for (const int rank : {0, 1, 2}) {
+    const tiers::detail::StorePaths paths(newer, rank);
+    for (const auto& files : {std::vector{paths.data, paths.manifest}, std::vector{paths.manifest}}) {
+      const FilesAway unmounted(files);
+      for (const int ranks : {2, 3}) expect_refusal(ranks, kRestore, HasSubstr("no commit that every rank has"));
+      expect_refusal(3, kInitialize, HasSubstr("no commit that every rank has"));
+    }
+  }
+  const auto swap = [&] {
+    std::filesystem::rename(newer + "/rank-00001.manifest", directory_ / "aside");
+    std::filesystem::rename(newer + "/rank-00002.manifest", newer + "/rank-00001.manifest");
+    std::filesystem::rename(directory_ / "aside", newer + "/rank-00002.manifest");
+  };
+  swap();
+  expect_refusal(3, kRestore, HasSubstr("rank 1 finds none of its files, and those of rank 2"));
+  expect_refusal(3, kInitialize, HasSubstr("rank 1 finds none of its files, and those of rank 2"));
+  on_engines(2, [](int, ToyModel& model) { EXPECT_THROW(model.restore(), Error); });
+  swap();
+  continue_with(3, 7);
+}
+
+// The same after a step back by a name: the older store has later steps, which the run has given up.
+TEST_P(ReshardTest, ASaveAfterAStepBackThatARankLacksIsNotPassedOver) {
+  if (on_nvme()) GTEST_SKIP() << "the new store begins with the older one's step";
+  begin_and_keep_two(5);
+  continue_with(3, 3, "two");
+  {
+    const tiers::detail::StorePaths paths(store_ + "/reshard-0001-ranks-3", 2);
+    const FilesAway unmounted({paths.data, paths.manifest});
+    for (const int ranks : {2, 3}) expect_refusal(ranks, kRestore, HasSubstr("no commit that every rank has"));
+  }
+  continue_with(3, 4);
+}
+
+// A rank's file is of another run, which was as far.
+TEST_P(ReshardTest, AFirstCommitBesideAnotherRunsFileIsNotPassedOver) {
+  if (on_nvme()) GTEST_SKIP() << "the new store begins with the older one's step";
+  const std::string newer = store_ + "/reshard-0001-ranks-3";
+  const auto train = [&] {
+    begin_with(2, 3);
+    continue_with(3, 4);
+  };
+  train();
+  std::filesystem::copy(newer, directory_ / "other");
+  std::filesystem::remove_all(store_);
+  train();
+  {
+    const FilesAway replaced({newer + "/rank-00001.data", newer + "/rank-00001.manifest"});
+    for (const char* const file : {"/rank-00001.data", "/rank-00001.manifest"})
+      std::filesystem::copy((directory_ / "other") + file, newer + file);
+    expect_refusal(3, kRestore, HasSubstr("no commit that every rank has"));
+    for (const char* const file : {"/rank-00001.data", "/rank-00001.manifest"}) std::filesystem::remove(newer + file);
+  }
+  continue_with(3, 5);
+}
+
 // A rank's drive is not mounted, say. What the other ranks trained is not a first start's, and no run begins beside it.
 TEST_P(ReshardOnNvmeTest, APartOfAStoreThatTookOverIsNeitherPassedOverNorRemoved) {
   begin_with(2, 2);

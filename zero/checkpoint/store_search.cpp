@@ -96,11 +96,12 @@ std::optional<RestoreSource> find_store(const RankAgreement& ranks, const Engine
   for (const StoreDirectory& where : survey.directories()) {
     RestoreSource source = survey.look(where, from);
     if (!source.commits.empty()) {
-      if (out_of_reach && out_of_reach->newest_step > source.commits.front().step) break;
+      if (out_of_reach && out_of_reach->newest_step != source.commits.front().step) break;
       return source;
     }
     if (incomplete == Incomplete::pass_over) continue;
-    // A newer one that was only being made gives way to the one before, which holds its step, too.
+    // A newer one that was only being made gives way to the one before, which holds its step, too. With nothing on
+    // NVMe, its first commit is the program's own save, of another step.
     if (!source.has_more_than_first_commit) {
       if (source.step_out_of_reach() > (out_of_reach ? out_of_reach->newest_step : 0)) out_of_reach = std::move(source);
       continue;

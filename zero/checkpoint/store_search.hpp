@@ -24,8 +24,8 @@ class CommonStoreError : public StoreError {
 };
 
 // Whether a store that has come further than its first commit, and has no commit that every rank has, is an error; also
-// one of whose first commit a rank's part is out of reach, unless an older store holds as late a step. `refuse` leaves
-// a run's first store, whose directory has no name of its own, to refuse_other_stores().
+// one of whose first commit a rank's part is out of reach, unless the run goes on from an older store's commit of the
+// same step. `refuse` leaves a run's first store, whose directory has no name of its own, to refuse_other_stores().
 enum class Incomplete : std::uint8_t { refuse, refuse_first_too, pass_over };
 // The newest store that has a commit to continue from. `from`: as in StoreSurvey::look().
 std::optional<RestoreSource> find_store(const RankAgreement& ranks, const EngineOptions& options,

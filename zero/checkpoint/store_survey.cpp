@@ -148,6 +148,7 @@ struct RankView {
     bool lacks_files = false;                 // of this rank; if other_ranks: of any rank that made it
     int finds_rank = -1;                      // a rank whose manifest is here instead; -1: none
     int finds_data_of = -1;                   // a rank whose data are here without their manifest; -1: none
+    std::uint64_t run = 0;                    // the part of its number that is the whole job's; 0: not known
     std::uint64_t newest_step = 0;            // of any commit that is here
     bool finds_manifest() const { return !finds_none || finds_rank >= 0; }
   };
@@ -175,6 +176,11 @@ struct Room {
   }
 };
 
+// The part of a store's number that all ranks of the job have alike.
+std::uint64_t job_part_of(std::uint64_t store_number, int rank) {
+  return job_part(store_number - static_cast<std::uint64_t>(rank));
+}
+
 RankView look_at_own_rank(const std::string& directory, int rank, const Room& wanted, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   bool has_more_than_first_commit = own.has_more_than_first_commit(took_over);
@@ -187,6 +193,9 @@ RankView look_at_own_rank(const std::string& directory, int rank, const Room& wa
       has_more_than_first_commit = has_more_than_first_commit || other.has_more_than_first_commit(took_over);
       newest_step = std::max(newest_step, other.newest_step());
     }
+  } else if (own.identity && own.identity->rank != rank) {  // the names of two files were swapped
+    finds_rank = own.identity->rank;
+    own = {};
   }
   const bool no_room = !wanted.is_in(own);
   return {.commits = std::move(own.commits),
@@ -199,6 +208,7 @@ RankView look_at_own_rank(const std::string& directory, int rank, const Room& wa
                       .lacks_files = !own.exists && !own.is_half_made,
                       .finds_rank = finds_rank,
                       .finds_data_of = own.has_lost_manifest ? rank : -1,
+                      .run = own.identity ? job_part_of(own.store_number, rank) : 0,
                       .newest_step = newest_step}};
 }
 
@@ -221,6 +231,7 @@ RankView look_at_all_ranks(const std::string& directory, int rank, int world_siz
     const tiers::Store::Found found = tiers::Store::look(directory, of);
     if (!found.exists && !found.is_half_made) view.answers.lacks_files = true;
   }
+  if (summary.world_size) view.answers.run = job_part(summary.run);
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
   view.abandoned = std::move(summary.all_commits);
@@ -273,7 +284,10 @@ RestoreSource StoreSurvey::look(const StoreDirectory& where, const std::optional
   source.lacks_files = std::ranges::any_of(all, &Answers::lacks_files);
   source.newest_step = std::ranges::max(all, {}, &Answers::newest_step).newest_step;
   source.store_number = mine.store_number;
+  std::uint64_t run = 0;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (run != 0 && all[rank].run != 0 && all[rank].run != run) source.lacks_files = true;  // of one of the two
+    if (run == 0) run = all[rank].run;
     if (all[rank].finds_none || all[rank].finds_data_of >= 0)
       source.lacking.push_back(lack_of(all[rank], ranks_.name_in_job(static_cast<int>(rank))));
   }
