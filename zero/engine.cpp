@@ -262,6 +262,11 @@ void Engine::write(ParameterId parameter, State state, std::uint64_t first_eleme
   core_->run([&] { core_->state_calls->write(parameter, state, first_element, values); });
 }
 
+void Engine::write(std::span<const UnitId> units, const UnitChanges& changes,
+                   std::optional<std::span<const std::byte>> caller_state) {
+  core_->run([&] { core_->state_calls->write(units, changes, caller_state); });
+}
+
 void Engine::replace_state(const InitialState& state, std::span<const std::byte> caller_state) {
   core_->run([&] { core_->state_calls->replace_state(state, caller_state); });
 }

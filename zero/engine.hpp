@@ -134,6 +134,13 @@ class Engine {
   // last step, or of a save after it; a sharding group that has nothing to change passes none. Errors: UsageError for
   // State::gradient, for a moment that is not kept, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
+  // [J] The same for many parameters, in one commit: after a crash, all of them have changed or none. `units` are in
+  // ascending order. `changes` is called twice for each: all values are checked and compared, and then written. Only
+  // one unit's values must be in memory at a time. With `caller_state`, the commit holds that one. Errors: as above;
+  // after any other error, one of `changes` included, the engine has failed and the last commit stays. Cost: the state
+  // of each unit is read and written once.
+  void write(std::span<const UnitId> units, const UnitChanges& changes,
+             std::optional<std::span<const std::byte>> caller_state = {});
   // [J] Replaces the whole state, and the caller state, as if `step` steps had been applied: for state that another
   // program made. Gradients that wait for step() are dropped. With a store of steps, one commit. Errors: UsageError for
   // fewer steps than were committed; after any other error, an initializer's included, the engine has failed and the

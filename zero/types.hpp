@@ -85,6 +85,19 @@ struct ParameterPlace {
   std::uint64_t unit_bytes = 0;  // of the whole unit
 };
 
+// New values of elements [first_element, first_element + values.size()) of one parameter's state.
+struct StateChange {
+  ParameterId parameter{};
+  State state = State::master;
+  std::uint64_t first_element = 0;
+  std::span<const float> values;
+  // Empty: all values are written. Otherwise one entry for each value, which is not 0 if that value is written.
+  std::span<const std::uint8_t> chosen{};
+};
+
+// The changes of one unit's parameters, which stay as they are until the next call. A pure function.
+using UnitChanges = std::function<std::vector<StateChange>(UnitId unit)>;
+
 // Writes the initial fp32 values of elements [first_element, first_element + out.size()) of a parameter, flattened
 // row-major. A pure function of its arguments: it is asked for this rank's shard only, in pieces of any size.
 using Initializer = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;

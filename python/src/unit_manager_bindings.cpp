@@ -52,6 +52,22 @@ void initialize(UnitManager& unit_manager, nb::callable unit_values, const nb::b
   raising([&] { unit_manager.initialize(state, bytes_of(caller_state)); }, values);
 }
 
+void write_units(UnitManager& unit_manager, const std::vector<std::uint32_t>& units, nb::callable changes,
+                 const std::optional<nb::bytes>& caller_state) {
+  std::vector<UnitId> ids;
+  for (const std::uint32_t unit : units) ids.push_back(UnitId{unit});
+  std::optional<std::span<const std::byte>> state;
+  if (caller_state) state = bytes_of(*caller_state);
+  UnitWrites writes(std::move(changes));
+  const EngineTurn turn(unit_manager.engine_mutex());
+  raising(
+      [&] {
+        unit_manager.engine().write(
+            ids, [&](UnitId unit) { return writes.of(unit); }, state);
+      },
+      writes);
+}
+
 // `values`: (address, bytes) of each.
 std::vector<bool> overwrite_with_rank_0(UnitManager& unit_manager,
                                         const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& values) {
@@ -502,6 +518,10 @@ void bind_unit_manager(nb::module_& module) {
             unit_manager.engine().write(ParameterId{parameter}, state, first, {values.data(), values.size()});
           },
           "parameter"_a, "state"_a, "first_element"_a, "values"_a)
+      .def("write_units", &write_units, "units"_a, "changes"_a, "caller_state"_a.none(),
+           "Changes states of these units, which ascend, in one commit. changes(unit): [(parameter, state, values, "
+           "None or "
+           "a byte for each value that says whether it is written)]; called twice.")
       .def(
           "save",
           [](UnitManager& unit_manager, const std::string& name, const nb::bytes& state, bool mirror) {

@@ -30,6 +30,13 @@ void widen(const Values& values, std::uint64_t first, std::span<float> out) {
   }
 }
 
+// Throws the same as an Error.
+[[noreturn]] void keep_raised(std::optional<nb::python_error>& raised, nb::python_error& error) {
+  raised.emplace(std::move(error));
+  throw Error(fmt::format("the values of a parameter could not be had: {}: {}",
+                          nb::str(raised->type().attr("__name__")).c_str(), nb::str(raised->value()).c_str()));
+}
+
 }  // namespace
 
 void UnitValues::fill(ParameterId parameter, std::uint64_t first, std::span<float> out) {
@@ -46,6 +53,28 @@ void UnitValues::fill(ParameterId parameter, std::uint64_t first, std::span<floa
   widen(values, first, out);
 }
 
+std::vector<StateChange> UnitWrites::of(UnitId unit) {
+  const nb::gil_scoped_acquire acquire;
+  arrays_.clear();
+  std::vector<StateChange> changes;
+  try {
+    const nb::object given = changes_(unit.index);
+    for (const nb::handle each : given) {
+      const auto entry = nb::cast<nb::tuple>(each);
+      Arrays& arrays = arrays_.emplace_back(Arrays{.values = nb::cast<ConstFloatArray>(entry[2]), .chosen = {}});
+      changes.push_back({.parameter = ParameterId{nb::cast<std::uint32_t>(entry[0])},
+                         .state = nb::cast<State>(entry[1]),
+                         .values = {arrays.values.data(), arrays.values.size()}});
+      if (entry[3].is_none()) continue;
+      arrays.chosen = nb::cast<Choice>(entry[3]);
+      changes.back().chosen = {arrays.chosen->data(), arrays.chosen->size()};
+    }
+  } catch (nb::python_error& error) {
+    keep_raised(raised_, error);
+  }
+  return changes;
+}
+
 void UnitValues::load(std::uint32_t unit) {
   const nb::gil_scoped_acquire acquire;
   values_.clear();
@@ -54,9 +83,7 @@ void UnitValues::load(std::uint32_t unit) {
   try {
     given = unit_values_(unit);
   } catch (nb::python_error& error) {
-    raised_.emplace(std::move(error));
-    throw Error(fmt::format("the values of a parameter could not be had: {}: {}",
-                            nb::str(raised_->type().attr("__name__")).c_str(), nb::str(raised_->value()).c_str()));
+    keep_raised(raised_, error);
   }
   const auto loaded = nb::cast<nb::dict>(given);
   for (const auto [key, value] : loaded) {

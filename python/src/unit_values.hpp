@@ -11,10 +11,14 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include <nanobind/nanobind.h>
 
 #include <hoist/zero/model.hpp>
+#include <hoist/zero/types.hpp>
+
+#include "tensor.hpp"
 
 namespace hoist::python {
 
@@ -46,6 +50,30 @@ class UnitValues {
   std::mutex mutex_;
   std::optional<std::uint32_t> unit_;
   std::map<std::uint32_t, Values> values_;
+  std::optional<nanobind::python_error> raised_;
+};
+
+// Changes of parameters whose values are in Python's memory, for Engine::write(). Used by one thread.
+class UnitWrites {
+ public:
+  // `changes(unit)` returns [(parameter index, state, fp32 array, None or an array of bytes that says which values are
+  // written)]. Pre: the GIL is held, also when this object is destroyed.
+  explicit UnitWrites(nanobind::callable changes) : changes_(std::move(changes)) {}
+
+  std::vector<StateChange> of(UnitId unit);  // without the GIL
+  void rethrow() {
+    if (raised_) throw std::move(*raised_);
+  }
+
+ private:
+  using Choice = nb::ndarray<nb::ro, std::uint8_t, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
+  struct Arrays {
+    ConstFloatArray values;
+    std::optional<Choice> chosen;
+  };
+
+  nanobind::callable changes_;
+  std::vector<Arrays> arrays_;  // of the last call's changes
   std::optional<nanobind::python_error> raised_;
 };
 

@@ -147,14 +147,18 @@ def test_gathered_weights_may_be_modified(wrapped, how, dtype):
 def test_what_a_gathered_block_has_changed_is_written_in_the_order_of_the_model(wrapped, monkeypatch):
     """All ranks write the same parameter at a time, however each has named them."""
     written = []
-    write = Parameters.write
-    monkeypatch.setattr(Parameters, "write", lambda self, name, values: (written.append(name), write(self, name, values)))
+    change = Parameters._change
+
+    def recorded(self, names, values_of, *arguments):
+        change(self, names, lambda name: (written.append(name), values_of(name))[1], *arguments)
+
+    monkeypatch.setattr(Parameters, "_change", recorded)
     with wrapped(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))) as engine:
         names = [name for name, _ in engine.module.named_parameters()]
         with engine.gathered(reversed(names), modify=True), torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(2)
-    assert written == names
+    assert written == names * 2  # checked one unit after the other, and then written
 
 
 def test_one_parameter_may_be_gathered_by_its_name(wrapped):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that goes in and out: commits, state dicts, safetensors, models too large to be built in memory."""
 
+import functools
+import itertools
 import math
 import os
 import re
@@ -181,6 +183,120 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         with pytest.raises(hoist.UsageError, match="complex values"):
             engine.write(last, wrong[last])
         assert_same(engine.state_dict(), before)  # nothing has changed
+
+
+class WithMeans(nn.Sequential):
+    """Its units have several parameters, one of which is frozen."""
+
+    def __init__(self):
+        super().__init__(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)) for _ in range(4)))
+        for block in self:
+            block[2].weight.requires_grad_(False)
+
+
+def two_steps(config):
+    engine = hoist.torch.wrap(WithMeans(), config)
+    for _ in range(2):
+        engine.backward(engine(torch.rand(4, 64, device=engine.device)).sum())
+        engine.step()
+    engine.settle()
+    return engine
+
+
+def load_sevens(engine):
+    engine.load_state_dict({name: torch.full_like(values, 7) for name, values in engine.state_dict().items()})
+
+
+def gather_and_fill_with_sevens(engine):
+    with engine.gathered(modify=True), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.fill_(7)
+
+
+def change_and_be_killed(config, change, is_inside):
+    """Ends this process in the middle of the writes, or after `change`."""
+    engine = two_steps(config)
+    engine.state["is_changed"] = True
+    parameters, manager = engine._parameters, engine._parameters._unit_manager
+    units = {declared.unit for declared in parameters.by_name.values()}
+    calls = itertools.count()
+
+    def kill_in_the_middle():
+        if is_inside and next(calls) == len(units) + len(units) // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Writing:
+        def __getattr__(self, name):
+            return getattr(manager, name)
+
+        def write(self, *arguments):
+            kill_in_the_middle()
+            manager.write(*arguments)
+
+        def write_units(self, units, changes, program_state):
+            manager.write_units(units, lambda unit: (kill_in_the_middle(), changes(unit))[1], program_state)
+
+    parameters._unit_manager = Writing()
+    change(engine)
+    if not is_inside:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("change", [load_sevens, gather_and_fill_with_sevens])
+def test_a_program_that_is_killed_as_it_changes_weights_resumes_with_all_of_them_or_none(settings, change, is_inside):
+    config = settings()
+    program = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import accelerator
+        accelerator.use_if_asked()
+        import test_state
+        test_state.change_and_be_killed({config!r}, test_state.{change.__name__}, {is_inside})
+    """)
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    with hoist.torch.wrap(WithMeans(), config, resume=True) as engine:
+        assert engine.step_count == 2
+        seven = {name: bool((values == 7).all()) for name, values in engine.state_dict().items()}
+        weights = {seven.pop(name) for name, _ in engine.module.named_parameters()}
+        assert weights == {not is_inside}
+        has_loaded = change is load_sevens and not is_inside
+        assert set(seven.values()) == {has_loaded}  # the buffers
+        assert engine.state == ({"is_changed": True} if has_loaded else {})
+
+
+def moved_by(engine, call):
+    before = engine.statistics()["links_apart"]
+    call()
+    after = engine.statistics()["links_apart"]
+    return {link: after[link] - before[link] for link in ("nvme_read", "nvme_write")}
+
+
+def test_weights_that_are_changed_together_are_read_and_written_once(settings):
+    with two_steps(settings()) as engine:
+        one_of_record = {(each.unit, each.trains): each.name for each in engine._parameters.by_name.values()}
+        assert len(one_of_record) < len(engine._parameters.by_name)
+        values = {name: engine.read(name) for name in one_of_record.values()}
+        of_records = [moved_by(engine, functools.partial(engine.write, *each)) for each in values.items()]
+        once = {link: sum(moved[link] for moved in of_records) for link in of_records[0]}
+        state = engine.state_dict()
+        moved = moved_by(engine, lambda: engine.load_state_dict(state))
+        assert moved["nvme_read"] == once["nvme_read"]
+        assert 0 < moved["nvme_write"] < once["nvme_write"]  # fewer commits
+        assert moved_by(engine, lambda: gather_and_fill_with_sevens(engine))["nvme_write"] == moved["nvme_write"]
+
+
+def test_loaded_values_between_micro_batches_are_committed_with_buffers_of_the_step(settings):
+    config = settings(gradient_accumulation_steps=2)
+    with two_steps(config) as engine:
+        assert engine.step_count == 1
+        means = engine.module[0][1].running_mean.clone()
+        engine.backward(engine(torch.rand(4, 64, device=engine.device)).sum())
+        load_sevens(engine)
+        assert (engine.module[0][1].running_mean == 7).all()
+    with hoist.torch.wrap(WithMeans(), config, resume=True) as engine:
+        assert engine.step_count == 1 and (engine.read("0.0.weight") == 7).all()
+        assert torch.equal(engine.module[0][1].running_mean, means)
 
 
 def test_a_state_dict_into_which_a_step_of_another_thread_comes_is_refused(settings):

@@ -2,9 +2,14 @@
 // Tests what the engine offers an optimizer whose program keeps weights and gradients itself: gradients that are
 // averaged already, and state that comes from elsewhere.
 #include <algorithm>
+#include <array>
+#include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <optional>
+#include <set>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -149,6 +154,150 @@ TEST_P(GivenState, MastersChangeAloneAndOnlyWhereTheyAreMeantTo) {
   }
   model.train(3, 3);  // gathers the new weights
   EXPECT_NE(state_of(model), expected);
+}
+
+// New values of some elements of every parameter, trained or frozen.
+class ManyChanges {
+ public:
+  explicit ManyChanges(ToyModel& model) {
+    for (std::uint32_t p = 0; p < model.model().parameters().size(); ++p) {
+      const ParameterId parameter{p};
+      const std::size_t count = element_count(model.model().parameters()[p]);
+      values_.emplace_back(count - 1, 0.25f + static_cast<float>(p));
+      chosen_.emplace_back();
+      if (p % 2 == 0) {
+        for (std::size_t i = 0; i < count - 1; ++i) chosen_.back().push_back(i % 3 == 0 ? 1 : 0);
+        values_.back()[1] = std::numeric_limits<float>::quiet_NaN();  // is not written
+      }
+      const UnitId unit = model.model().unit_of(parameter);
+      in_units_[unit.index].push_back(
+          {.parameter = parameter, .first_element = 1, .values = values_.back(), .chosen = chosen_.back()});
+      if (!model.engine().keeps(parameter, State::moment2)) continue;
+      in_units_[unit.index].push_back(
+          {.parameter = parameter, .state = State::moment2, .first_element = 1, .values = kMoments});
+    }
+    for (const auto& [unit, changes] : in_units_) units.push_back(UnitId{unit});
+  }
+  std::vector<StateChange> operator()(UnitId unit) {
+    ++calls;
+    return in_units_.at(unit.index);
+  }
+  void apply_to(StateOfAll& all) const {
+    for (const auto& [unit, changes] : in_units_) {
+      for (const StateChange& change : changes) {
+        for (std::size_t i = 0; i < change.values.size(); ++i)
+          if (change.chosen.empty() || change.chosen[i] != 0)
+            all[change.state][change.parameter.index][change.first_element + i] = change.values[i];
+      }
+    }
+  }
+
+  std::vector<UnitId> units;
+  std::size_t calls = 0;
+
+ private:
+  static constexpr std::array<float, 2> kMoments{0.5f, 0.125f};
+  std::deque<std::vector<float>> values_;
+  std::deque<std::vector<std::uint8_t>> chosen_;
+  std::map<std::uint32_t, std::vector<StateChange>> in_units_;
+};
+
+std::uint64_t written_apart(ToyModel& model) {
+  return model.runtime().ledger().totals(Link::nvme_write, Ledger::Account::outside_steps).bytes;
+}
+
+TEST_P(GivenState, ManyParametersAreWrittenInOneCommitThatRewritesEachRecordOnce) {
+  const ToySetup used = setup("store");
+  ToyProgram model(used);
+  model.train(1, 2);
+  StateOfAll expected = state_of(model);
+  ManyChanges changes(model);
+  changes.apply_to(expected);
+  std::uint64_t commit_bytes = written_apart(model);
+  model.engine().write({}, std::ref(changes));
+  commit_bytes = written_apart(model) - commit_bytes;
+  // One write() to each record.
+  std::uint64_t bytes = written_apart(model);
+  std::set<std::pair<std::uint32_t, bool>> records;
+  for (std::uint32_t p = 0; p < model.model().parameters().size(); ++p) {
+    const bool trainable = model.model().parameters()[p].trainable;
+    if (!records.emplace(model.model().unit_of(ParameterId{p}).index, trainable).second) continue;
+    std::vector<float> same(1);
+    model.engine().read(ParameterId{p}, State::master, 0, same);
+    model.engine().write(ParameterId{p}, State::master, 0, same);
+  }
+  bytes = written_apart(model) - bytes;
+  const std::uint64_t before = written_apart(model);
+  const std::vector program{std::byte{7}};
+  model.engine().write(changes.units, std::ref(changes), program);
+  EXPECT_EQ(changes.calls, 2 * changes.units.size());
+  EXPECT_EQ(written_apart(model) - before, bytes - (records.size() - 1) * commit_bytes);
+  EXPECT_EQ(bytes > 0, GetParam() == Placement::nvme);
+  EXPECT_EQ(state_of(model), expected);
+  if (GetParam() == Placement::nvme) {
+    EXPECT_EQ(model.engine().committed_step(), 2u);
+    EXPECT_EQ(model.restore().caller_state, program);
+    EXPECT_EQ(state_of(model), expected);
+    model.engine().write(changes.units, std::ref(changes));
+    EXPECT_EQ(model.restore().caller_state, program) << "the last one is kept";
+  }
+  model.train(3, 3);  // gathers the new weights
+  EXPECT_NE(state_of(model), expected);
+}
+
+TEST_P(GivenState, OfManyWritesNoneIsMadeWhereOneIsRefused) {
+  const ToySetup used = setup("store");
+  ToyProgram model(used);
+  model.train(1, 2);
+  const StateOfAll before = state_of(model);
+  const std::uint64_t bytes = written_apart(model);
+  ManyChanges changes(model);
+  const auto refused_with = [&](const auto& change_one, const std::vector<UnitId>& units) {
+    const UnitChanges changed = [&](UnitId unit) {
+      std::vector<StateChange> of_unit = changes(unit);
+      if (unit == units.back()) change_one(of_unit.back());
+      return of_unit;
+    };
+    EXPECT_THROW(model.engine().write(units, changed), UsageError);
+  };
+  const std::vector<float> infinite{std::numeric_limits<float>::infinity()};
+  const std::vector<std::uint8_t> one{1}, two{1, 1};
+  refused_with([&](StateChange& change) { change.values = infinite, change.chosen = one; }, changes.units);
+  refused_with([&](StateChange& change) { change.first_element = 1'000'000; }, changes.units);
+  refused_with([&](StateChange& change) { change.parameter = model.matrix(0); }, changes.units);
+  refused_with([&](StateChange& change) { change.parameter = ParameterId{1'000}; }, changes.units);
+  refused_with([&](StateChange& change) { change.state = State::gradient; }, changes.units);
+  refused_with([&](StateChange& change) { change.values = change.values.first(1), change.chosen = two; },
+               changes.units);
+  refused_with([](StateChange&) {}, {changes.units[1], changes.units[0]});
+  refused_with([&](StateChange&) { throw UsageError("the program's own"); }, changes.units);
+  EXPECT_EQ(state_of(model), before);
+  EXPECT_EQ(written_apart(model), bytes);
+  model.train(3, 3);
+}
+
+TEST_P(GivenState, AfterAnErrorBetweenWritesTheLastCommitStays) {
+  const ToySetup used = setup("store");
+  ToyProgram model(used);
+  model.train(1, 2);
+  const StateOfAll before = state_of(model);
+  ManyChanges changes(model);
+  const UnitChanges fails = [&](UnitId unit) {
+    if (changes.calls == 2 * changes.units.size() - 1) throw UsageError("the program's own");
+    return changes(unit);
+  };
+  try {
+    model.engine().write(changes.units, fails);
+    ADD_FAILURE() << "the error was lost";
+  } catch (const UsageError& error) {
+    ADD_FAILURE() << "it says that nothing has changed: " << error.what();
+  } catch (const std::exception& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("own"));
+  }
+  EXPECT_ANY_THROW(model.train(3, 3));
+  if (GetParam() != Placement::nvme) return;
+  EXPECT_EQ(model.restore().step, 2u);
+  EXPECT_EQ(state_of(model), before);
 }
 
 // A tile that is being changed is in no state to be read, and its step of the store is open.

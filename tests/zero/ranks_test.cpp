@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several ranks: partitioned state, equal results on every communicator, divergence that is named instead of hanging.
 #include <algorithm>
+#include <array>
 #include <cfenv>
 #include <chrono>
 #include <filesystem>
@@ -8,6 +9,7 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <span>
 #include <thread>
 
 #include <fmt/format.h>
@@ -505,6 +507,21 @@ TEST(Ranks, DifferentReadsAndWritesAreNoticed) {
               testing::HasSubstr("write() of master [0, 10), values"));
   EXPECT_EQ(made([&](int, ToyModel& model) { model.engine().write(model.matrix(0), State::master, 0, values); }),
             "nobody noticed");
+  const auto write_two = [&](ToyModel& model, std::span<const float> of_second) {
+    const std::array units{model.unit(0), model.unit(1)};
+    model.engine().write(units, [&](UnitId unit) {
+      const bool is_second = unit == model.unit(1);
+      return std::vector{StateChange{.parameter = model.matrix(is_second ? 1 : 0),
+                                     .values = is_second ? of_second : std::span<const float>(values)}};
+    });
+    std::vector<float> found(10);
+    model.engine().read(model.matrix(1), State::master, 0, found);
+    EXPECT_EQ(found, values);
+  };
+  const std::vector<float> others(10, 1.5f);
+  EXPECT_THAT(made([&](int rank, ToyModel& model) { write_two(model, rank == 0 ? values : others); }),
+              testing::HasSubstr("write() of 2 ranges"));
+  EXPECT_EQ(made([&](int, ToyModel& model) { write_two(model, values); }), "nobody noticed");
 }
 
 }  // namespace

@@ -103,22 +103,27 @@ WalkOptions StateAccess::walk() const { return {.write_resident = options_.commi
 
 bool StateAccess::stores_frozen() const { return options_.parameters == Placement::nvme || walk().write_resident; }
 
-void StateAccess::fill_frozen(UnitId id, const MomentInitializer& masters, std::span<std::byte> buffer) {
+void StateAccess::change_frozen(UnitId id, RecordIo::ChangeOptions options, const FrozenWork& work) {
   const Unit& unit = table_.unit(id);
-  if (unit.frozen.tiles().empty()) return;
-  records_.change(records_.whole_region(id, RecordKind::frozen, Region::weights),
-                  {.read = false, .store = stores_frozen(), .buffer = buffer}, [&](std::span<std::byte> weights) {
-                    std::ranges::fill(weights, std::byte{0});
+  options.store = stores_frozen();
+  records_.change(records_.whole_region(id, RecordKind::frozen, Region::weights), options,
+                  [&](std::span<std::byte> weights) {
+                    if (!options.read) std::ranges::fill(weights, std::byte{0});
                     const std::size_t first_segment = unit.trainable.segments().size();
-                    for (const Tile& tile : unit.frozen.tiles()) {
-                      std::vector<float> values(tile.elements);
-                      make_values({.unit = id,
-                                   .segment = &unit.segments[first_segment + tile.segment],
-                                   .tile = &tile,
-                                   .weights = weights.data() + tile.w_offset},
-                                  State::master, values, masters);
-                    }
+                    for (const Tile& tile : unit.frozen.tiles())
+                      work({.unit = id,
+                            .segment = &unit.segments[first_segment + tile.segment],
+                            .tile = &tile,
+                            .weights = weights.data() + tile.w_offset});
                   });
+}
+
+void StateAccess::fill_frozen(UnitId id, const MomentInitializer& masters, std::span<std::byte> buffer) {
+  if (table_.unit(id).frozen.tiles().empty()) return;
+  change_frozen(id, {.read = false, .buffer = buffer}, [&](const TileAccess& tile) {
+    std::vector<float> values(tile.tile->elements);
+    make_values(tile, State::master, values, masters);
+  });
 }
 
 void StateAccess::write_frozen_resident() {
@@ -151,44 +156,40 @@ void StateAccess::read(ParameterId parameter, State state, std::uint64_t first, 
   });
 }
 
-void StateAccess::write(ParameterId parameter, State state, ElementRange shard, std::span<const float> values) {
-  if (shard.count == 0) return;
-  if (table_.spec(parameter).trainable)
-    write_trainable(parameter, state, shard, values);
-  else
-    write_frozen(parameter, shard, values);
+OwnedRange StateAccess::owned(const StateChange& change) const {
+  const std::uint64_t first = table_.parameter(change.parameter).first_element + change.first_element;
+  return owned_range(first, change.values.size(), table_.segment_of(change.parameter).shard_elements, rank_);
 }
 
-void StateAccess::write_trainable(ParameterId parameter, State state, ElementRange shard,
-                                  std::span<const float> values) {
-  const Parameter& p = table_.parameter(parameter);
-  pipeline_.walk(
-      walk(),
-      [&](const TileAccess& tile) {
-        if (tile.segment != &table_.segment_of(parameter)) return;
-        const ElementRange range = overlap(*tile.tile, shard.first, shard.count);
-        if (range.count == 0) return;
-        const std::uint64_t first = tile.tile->first_element + range.first - shard.first;
-        store_values(tile, state, range.first, values.subspan(first, range.count));
-      },
-      p.unit);
+void StateAccess::apply(const TileAccess& tile, std::span<const StateChange> changes) const {
+  std::vector<float> mixed;
+  for (const StateChange& change : changes) {
+    if (tile.segment != &table_.segment_of(change.parameter)) continue;
+    const auto [shard, offset] = owned(change);
+    const ElementRange range = overlap(*tile.tile, shard.first, shard.count);
+    if (range.count == 0) continue;
+    const std::uint64_t first = offset + tile.tile->first_element + range.first - shard.first;
+    std::span<const float> values = change.values.subspan(first, range.count);
+    if (!change.chosen.empty()) {
+      mixed.resize(range.count);
+      load_values(tile, change.state, range.first, mixed);
+      for (std::size_t i = 0; i < values.size(); ++i)
+        if (change.chosen[first + i] != 0) mixed[i] = values[i];
+      values = mixed;
+    }
+    store_values(tile, change.state, range.first, values);
+  }
 }
 
-void StateAccess::write_frozen(ParameterId parameter, ElementRange shard, std::span<const float> values) {
-  const UnitId id = table_.parameter(parameter).unit;
-  const Segment& segment = table_.segment_of(parameter);
-  records_.change(records_.whole_region(id, RecordKind::frozen, Region::weights), {.store = stores_frozen()},
-                  [&](std::span<std::byte> weights) {
-                    for (const Tile& tile : table_.unit(id).frozen.tiles()) {
-                      if (tile.segment != segment.record_segment) continue;
-                      const ElementRange range = overlap(tile, shard.first, shard.count);
-                      if (range.count == 0) continue;
-                      const TileAccess access{
-                          .unit = id, .segment = &segment, .tile = &tile, .weights = weights.data() + tile.w_offset};
-                      const std::uint64_t first = tile.first_element + range.first - shard.first;
-                      store_values(access, State::master, range.first, values.subspan(first, range.count));
-                    }
-                  });
+void StateAccess::write(UnitId unit, std::span<const StateChange> changes) {
+  const auto changes_here = [&](bool trainable) {
+    return std::ranges::any_of(changes, [&](const StateChange& change) {
+      return table_.spec(change.parameter).trainable == trainable && owned(change).shard.count > 0;
+    });
+  };
+  const auto apply_to = [&](const TileAccess& tile) { apply(tile, changes); };
+  if (changes_here(true)) pipeline_.walk(walk(), apply_to, unit);
+  if (changes_here(false)) change_frozen(unit, {}, apply_to);
 }
 
 }  // namespace hoist::detail

@@ -44,15 +44,18 @@ class StateAccess {
   // gradient is spilled.
   void read_gradient(ParameterId parameter, const std::byte* shards, float scale, std::uint64_t first,
                      std::span<float> out);
-  // Changes elements of this rank's shard. With state on NVMe the unit's record is rewritten whole, in the step of the
-  // store that is open, so that a commit makes the change atomic.
-  void write(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
+  // Makes those of one unit's changes that are of this rank's shard. With state on NVMe the unit's record is rewritten
+  // whole, once, in the step of the store that is open, so that a commit makes the changes atomic.
+  void write(UnitId unit, std::span<const StateChange> changes);
 
  private:
   void make_values(const TileAccess& tile, State state, std::span<float> values, const MomentInitializer& make) const;
   void fill_frozen(UnitId unit, const MomentInitializer& masters, std::span<std::byte> buffer);
-  void write_trainable(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
-  void write_frozen(ParameterId parameter, ElementRange shard, std::span<const float> values);
+  using FrozenWork = std::function<void(const TileAccess& tile)>;
+  // Runs `work` on the unit's frozen tiles.
+  void change_frozen(UnitId unit, RecordIo::ChangeOptions options, const FrozenWork& work);
+  OwnedRange owned(const StateChange& change) const;
+  void apply(const TileAccess& tile, std::span<const StateChange> changes) const;
   bool stores_frozen() const;
   WalkOptions walk() const;
 

@@ -22,20 +22,21 @@ void StateCalls::require_elements(ParameterId parameter, std::uint64_t first, st
   }
 }
 
-// The parts that ranks send each other are nameless: those of two calls would be taken for one.
-void StateCalls::agree_on(const char* call, ParameterId parameter, State state, std::uint64_t first,
-                          std::uint64_t count, std::span<const float> written) const {
-  parts_.pass.check_agreement_before(call);
-  comm::Communicator& ranks = parts_.ranks.group();
-  if (ranks.size() == 1) return;
-  Digest digest;
-  digest.update(std::as_bytes(written));
+std::string StateCalls::range_text(ParameterId parameter, State state, std::uint64_t first, std::uint64_t count,
+                                   const std::string& values) const {
   static constexpr std::array kNames{"master", "first moment", "second moment", "gradient"};
   // The name, which may be long, comes last: the first bytes travel.
-  const std::string what =
-      fmt::format("{} of {} [{}, {}){} of '{}'", call, kNames.at(static_cast<std::size_t>(state)), first, first + count,
-                  written.empty() ? "" : ", values " + digest.hex(), parts_.table.spec(parameter).name);
-  comm::agree(ranks, text_hash(what), what, [&] { return what; });
+  return fmt::format("{} [{}, {}){} of '{}'", kNames.at(static_cast<std::size_t>(state)), first, first + count, values,
+                     parts_.table.spec(parameter).name);
+}
+
+// The parts that ranks send each other are nameless: those of two calls would be taken for one.
+void StateCalls::agree_on(const char* call, const std::string& what) const {
+  parts_.pass.check_agreement_before(call);
+  if (comm::Communicator& ranks = parts_.ranks.group(); ranks.size() > 1) {
+    const std::string text = fmt::format("{} of {}", call, what);
+    comm::agree(ranks, text_hash(text), text, [&] { return text; });
+  }
 }
 
 void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
@@ -50,7 +51,7 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
         fmt::format("the gradient of parameter '{}' was not finished in the pass", parts_.table.spec(parameter).name));
   }
   stepper_.policy().require_undecided("read()");
-  agree_on("read()", parameter, state, first, out.size(), {});
+  agree_on("read()", range_text(parameter, state, first, out.size(), ""));
   stepper_.settle_in_group();
   Runtime& runtime = parts_.runtime;
   const Ledger::OutsideSteps outside_steps(runtime.ledger());
@@ -71,27 +72,106 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
   stepper_.count_io();
 }
 
+template <typename Work>
+void StateCalls::call_back(const char* call, const Work& work) {
+  struct Called {
+    Called(const char*& by, const char* call) : by_(by) { by_ = call; }
+    ~Called() { by_ = nullptr; }
+    const char*& by_;
+  } const called(calling_back_, call);
+  work();
+}
+
+void StateCalls::check_change(UnitId unit, const StateChange& change) const {
+  require_elements(change.parameter, change.first_element, change.values.size());
+  const ParameterSpec& spec = parts_.table.spec(change.parameter);
+  if (parts_.table.parameter(change.parameter).unit != unit) {
+    throw UsageError(fmt::format("parameter '{}' is not one of unit '{}'", spec.name, parts_.table.unit(unit).name));
+  }
+  if (change.state == State::gradient) throw UsageError("gradients cannot be written; use accumulate() in a pass");
+  parts_.table.require_kept(change.parameter, change.state);
+  if (change.chosen.empty()) return require_committable(spec, change.state, change.values);
+  if (change.chosen.size() != change.values.size())
+    throw UsageError(fmt::format("{} values of parameter '{}', and a choice among {}", change.values.size(), spec.name,
+                                 change.chosen.size()));
+  for (std::size_t i = 0; i < change.values.size(); ++i)
+    if (change.chosen[i] != 0) require_committable(spec, change.state, change.values.subspan(i, 1));
+}
+
+std::string StateCalls::check_changes(std::span<const UnitId> units, const UnitChanges& changes) const {
+  if (!changes) throw UsageError("write() needs changes");
+  const bool compares = parts_.ranks.group().size() > 1;
+  Digest values, ranges;
+  std::uint64_t count = 0;
+  StateChange last;
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    parts_.table.require(units[u]);
+    if (u > 0 && units[u].index <= units[u - 1].index) throw UsageError("write() needs units in ascending order");
+    for (const StateChange& change : changes(units[u])) {
+      check_change(units[u], change);
+      last = change;
+      ++count;
+      if (!compares) continue;
+      values.update(std::as_bytes(change.values));
+      values.update(std::as_bytes(change.chosen));
+      const std::string range =
+          range_text(change.parameter, change.state, change.first_element, change.values.size(), "");
+      ranges.update(std::as_bytes(std::span(range)));
+    }
+  }
+  if (!compares) return {};
+  if (count == 0) return "nothing";
+  if (count > 1) return fmt::format("{} ranges ({}), values {}", count, ranges.hex(), values.hex());
+  return range_text(last.parameter, last.state, last.first_element, last.values.size(),
+                    last.values.empty() ? "" : ", values " + values.hex());
+}
+
 void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values) {
-  require_elements(parameter, first, values.size());
+  parts_.table.require(parameter);
+  const UnitId unit = parts_.table.parameter(parameter).unit;
+  const StateChange change{.parameter = parameter, .state = state, .first_element = first, .values = values};
+  write(
+      std::span(&unit, 1), [&](UnitId) { return std::vector{change}; }, std::nullopt);
+}
+
+void StateCalls::write(std::span<const UnitId> units, const UnitChanges& changes,
+                       std::optional<std::span<const std::byte>> program_state) {
   if (parts_.pass.under_way()) throw UsageError("state is written between passes, not inside of one");
-  if (state == State::gradient) throw UsageError("gradients cannot be written; use accumulate() in a pass");
-  parts_.table.require_kept(parameter, state);
-  require_committable(parts_.table.spec(parameter), state, values);
   stepper_.policy().require_undecided("write()");
-  agree_on("write()", parameter, state, first, values.size(), values);
+  std::string what;
+  call_back("write()", [&] { what = check_changes(units, changes); });
+  agree_on("write()", what);
+  if (program_state)
+    parts_.ranks.check_in_job("keep its program's state", [&] { require_room(parts_.options, *program_state); });
   const std::uint64_t step = parts_.settings.step_count;
   // A commit is the whole job's: a group that made one alone would be one ahead from here on.
   if (parts_.checkpoints.on_nvme() && parts_.ranks.has_several_groups())
     comm::agree(parts_.ranks.job(), step, fmt::format("write() after step {}", step));
   stepper_.settle_in_group();
   const Ledger::OutsideSteps outside_steps(parts_.runtime.ledger());
+  commit_change("write()", step, program_state, [&] {
+    for (const UnitId unit : units) values_.write(unit, changes(unit));
+  });
+}
+
+void StateCalls::commit_change(const char* call, std::uint64_t step,
+                               std::optional<std::span<const std::byte>> program_state,
+                               const std::function<void()>& change) {
+  Checkpointer& checkpoints = parts_.checkpoints;
   parts_.gatherer.quiesce();
-  parts_.checkpoints.state_changed();
-  parts_.ranks.run_in_group("begin the change", [&] { parts_.checkpoints.reopen_step(step); });
-  const OwnedRange owned = owned_range(parts_.table.parameter(parameter).first_element + first, values.size(),
-                                       parts_.table.segment_of(parameter).shard_elements, parts_.runtime.rank());
-  values_.write(parameter, state, owned.shard, values.subspan(owned.offset, owned.shard.count));
-  parts_.checkpoints.commit_open(parts_.checkpoints.state(), step);
+  checkpoints.state_changed();
+  parts_.ranks.run_in_group("change its state", [&] {
+    checkpoints.reopen_step(step);
+    // The engine must not outlive an error of a callback: a part of the state has been replaced.
+    try {
+      call_back(call, change);
+    } catch (...) {
+      std::rethrow_exception(current_failure());
+    }
+  });
+  parts_.settings.step_count = step;
+  checkpoints.commit_open(program_state ? CommitState::of(parts_.settings.scaler, *program_state) : checkpoints.state(),
+                          step);
   parts_.gatherer.invalidate();
   stepper_.count_io();
 }
@@ -104,7 +184,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
   parts_.ranks.agree_on_beginning(call, state);
   stepper_.settle_in_group();
   const std::uint64_t step = state.step;
-  Checkpointer& checkpoints = parts_.checkpoints;
+  const Checkpointer& checkpoints = parts_.checkpoints;
   std::uint64_t newest = checkpoints.committed_step().value_or(0);
   if (checkpoints.on_nvme()) newest = std::max(newest, parts_.settings.step_count);
   if (step < newest) {
@@ -115,26 +195,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
   }
   const Ledger::OutsideSteps outside_steps(parts_.runtime.ledger());
   parts_.pass.drop();
-  parts_.gatherer.quiesce();
-  checkpoints.state_changed();
-  parts_.ranks.run_in_group("change its state", [&] {
-    checkpoints.reopen_step(step);
-    struct Called {
-      explicit Called(const char*& by, const char* call) : by_(by) { by_ = call; }
-      ~Called() { by_ = nullptr; }
-      const char*& by_;
-    } const called(calling_back_, call);
-    // The engine must not outlive an error of a callback: a part of the state has been replaced.
-    try {
-      change();
-    } catch (...) {
-      std::rethrow_exception(current_failure());
-    }
-  });
-  parts_.settings.step_count = step;
-  checkpoints.commit_open(CommitState::of(parts_.settings.scaler, program_state), step);
-  parts_.gatherer.invalidate();
-  stepper_.count_io();
+  commit_change(call, step, program_state, change);
 }
 
 void StateCalls::replace_state(const InitialState& state, std::span<const std::byte> program_state) {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -27,6 +28,8 @@ class StateCalls {
   // As the functions of Engine with these names.
   void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
   void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
+  void write(std::span<const UnitId> units, const UnitChanges& changes,
+             std::optional<std::span<const std::byte>> program_state);
   void replace_state(const InitialState& state, std::span<const std::byte> program_state);
   void change_masters(const Initializer& change);
   Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
@@ -37,10 +40,21 @@ class StateCalls {
   // [J] Runs `change` on the state within a commit of `state.step`, which holds `program_state`.
   void change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
                     const std::function<void()>& change);
+  // [J] The end of each call that changes state: runs `change`, and commits. Null: the commit holds the program's state
+  // of the last one. Pre: nothing is pending.
+  void commit_change(const char* call, std::uint64_t step, std::optional<std::span<const std::byte>> program_state,
+                     const std::function<void()>& change);
+  // Runs what calls the program back.
+  template <typename Work>
+  void call_back(const char* call, const Work& work);
   void require_elements(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
-  // [C] CommError unless every rank makes this call. `written`: the values, of write().
-  void agree_on(const char* call, ParameterId parameter, State state, std::uint64_t first, std::uint64_t count,
-                std::span<const float> written) const;
+  // UsageError for changes that no commit may hold. Returns, for other ranks, what they are.
+  std::string check_changes(std::span<const UnitId> units, const UnitChanges& changes) const;
+  void check_change(UnitId unit, const StateChange& change) const;
+  std::string range_text(ParameterId parameter, State state, std::uint64_t first, std::uint64_t count,
+                         const std::string& values) const;
+  // [C] CommError unless every rank makes this call of the same `what`.
+  void agree_on(const char* call, const std::string& what) const;
 
   StepParts parts_;
   StepRunner& stepper_;

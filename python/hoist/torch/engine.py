@@ -400,9 +400,11 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _commit_state(self, schedule_lags: bool) -> bytes:
+    def _commit_state(self, schedule_lags: bool, new_buffers: dict[int, torch.Tensor] | None = None) -> bytes:
+        """`new_buffers`: values that buffers are about to get, by their ids."""
         rates = rates_of(self.optimizer.param_groups)
-        buffers = dict(self._parameters.persistent_buffers())
+        new = new_buffers or {}
+        buffers = {name: new.get(id(buffer), buffer) for name, buffer in self._parameters.persistent_buffers()}
         packed = program_state.pack(self.state, schedules.schedule_of(self.lr_scheduler), rates, buffers,
                                     schedule_lags=schedule_lags, first_rates=self._run_rates.first,
                                     skipped_steps=self._steps.skipped, world_size=self.world_size)
@@ -538,9 +540,18 @@ class Engine(StandsForModel, DeepSpeedNames):
 
     @takes_turn
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> Any:
-        """Replaces masters, buffers and extra state; moments stay. Returns `missing_keys` and `unexpected_keys`, as PyTorch's."""
+        """Replaces masters, buffers and extra state; moments stay. Returns `missing_keys` and `unexpected_keys`, as PyTorch's.
+
+        One commit, with the new buffers and engine.state, as by save(): a program that is killed meanwhile resumes with all of
+        the former values or all of the new ones. Between two micro-batches of a step, buffers and engine.state are committed
+        with the step. The model's own load_state_dict() makes a commit for each module.
+        """
         self._between_passes()
-        return _IncompatibleKeys(*self._parameters.load_state_dict(state, strict))
+
+        def program_state_with(new_buffers: dict[int, torch.Tensor]) -> bytes | None:
+            return self._commit_state(self._schedule_lags, new_buffers) if self._passes.micro_batch == 0 else None
+
+        return _IncompatibleKeys(*self._parameters.load_state_dict(state, strict, program_state_with))
 
     @takes_turn
     def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,
@@ -562,8 +573,8 @@ class Engine(StandsForModel, DeepSpeedNames):
         """[C] Gathers whole units outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`. Modules may be called
         inside of the block under torch.no_grad(); step() is refused there.
 
-        With `modify`, elements of these parameters that the block has changed are written, as by write(): all ranks change them
-        alike. Errors: UsageError at the end of the block where it has changed one without that.
+        With `modify`, elements of these parameters that the block has changed are written, as by write() but in one commit: all
+        ranks change them alike. Errors: UsageError at the end of the block where it has changed one without that.
         """
         chosen = list(self._parameters.by_name) if names is None else [names] if isinstance(names, str) else list(names)
         block: WatchedBlock

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -292,7 +292,7 @@ class Parameters:
         units = {declared.unit for declared in chosen}
         up = {name: declared.parameter for name, declared in self.by_name.items() if declared.unit in units}
         own = {declared.name for declared in chosen} if modify else set()
-        kept = dict.fromkeys(name for name in up if name in own)  # in the order of the model: all ranks write them in one
+        kept = dict.fromkeys(name for name in up if name in own)
         before = {name: up[name].detach().clone() for name in kept}
         prints = {name: _fingerprint(p) for name, p in up.items() if name not in kept}
         changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # which elements, and their new values
@@ -312,11 +312,14 @@ class Parameters:
             self.tensors.given_another()
             self.note_versions()
 
+        def changed_values(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+            where, values = changes[name]
+            all_values = torch.zeros(where.shape, dtype=torch.float32, device="cpu")
+            all_values[where] = values
+            return all_values.view(-1), where.view(-1).view(torch.uint8)  # other masters keep all of their bits
+
         def settle() -> None:
-            for name, (where, values) in changes.items():
-                master = self.read(name)  # fp32: elements that were not changed keep all of its bits
-                master[where] = values
-                self.write(name, master)
+            self._change(changes, changed_values)
             for name in others:
                 self._refuse_edit(name, "was changed inside of gathered()")
 
@@ -458,11 +461,24 @@ class Parameters:
         array: Any = _as_masters(declared, values)  # as in read()
         self._unit_manager.write(declared.number, state, 0, array)
 
-    def write_all(self, masters: dict[str, torch.Tensor]) -> None:
-        """Errors: as check_values(), before the first is written."""
+    def write_all(self, masters: dict[str, torch.Tensor], program_state: bytes | None = None) -> None:
+        """In one commit, with `program_state` if that is given. Errors: as check_values(), before the first is written."""
         self.check_values(masters)
-        for name, values in masters.items():
-            self.write(name, values)
+        self._change(masters, lambda name: (_as_masters(self.find(name), masters[name]), None), program_state)
+
+    def _change(self, names: Iterable[str], values_of: Callable[[str], tuple[torch.Tensor, torch.Tensor | None]],
+                program_state: bytes | None = None) -> None:
+        """Writes masters in one commit, in the order of the model: all ranks write them in one. `values_of` gives the flat values
+        of one, and which are written if not all are; it is called twice for each, and no more than a unit's are held."""
+        in_units: dict[int, list[tuple[Declared, str]]] = {}
+        for declared, name in sorted(((self.find(name), name) for name in names), key=lambda each: each[0].number):
+            in_units.setdefault(declared.unit, []).append((declared, name))
+
+        def changes(unit: int) -> list[tuple[int, _hoist.State, torch.Tensor, torch.Tensor | None]]:
+            return [(declared.number, _hoist.State.master, *values_of(name)) for declared, name in in_units[unit]]
+
+        if in_units:
+            self._unit_manager.write_units(sorted(in_units), changes, program_state)
 
     def change_gathered(self, values_by_name: dict[str, torch.Tensor]) -> None:
         """As the block of gathered() that has them would change them. Errors: as write_all()."""
@@ -511,8 +527,10 @@ class Parameters:
         empty = ((name, torch.empty_like(p, device="cpu")) for name, p in self.empty())  # also of those on the meta device
         return dict(weight_files.without_unknown(itertools.chain(empty, self.persistent_buffers())))
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
-        """Returns the names that the state lacks, and those that the model has no place for."""
+    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool,
+                        program_state_with: Callable[[dict[int, torch.Tensor]], bytes | None]) -> tuple[list[str], list[str]]:
+        """Returns the names that the state lacks, and those that the model has no place for. `program_state_with`: what the
+        commit is to hold beside the masters, with new values of the buffers with these ids."""
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers(remove_duplicate=False))
         others = dict(self._with_extra_state())
@@ -528,8 +546,10 @@ class Parameters:
             if buffers[name].shape != state[name].shape:
                 raise _hoist.UsageError(f"buffer '{name}' is {tuple(buffers[name].shape)}, the values are "
                                         f"{tuple(state[name].shape)}")
-        self.write_all(masters)
-        for name in buffers.keys() & state.keys():
+        loaded = [name for name in buffers if name in state]
+        new_buffers = {id(buffers[name]): torch.empty_like(buffers[name], device="cpu").copy_(state[name]) for name in loaded}
+        self.write_all(masters, program_state_with(new_buffers))
+        for name in loaded:
             buffers[name].copy_(state[name])
         for name in others.keys() & state.keys():
             others[name].set_extra_state(state[name])
