@@ -136,7 +136,8 @@ class Engine {
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
   // [J] The same for many parameters, in one commit: after a crash, all of them have changed or none. `units` are in
   // ascending order. `changes` is called twice for each: all values are checked and compared, and then written. Only
-  // one unit's values must be in memory at a time. With `caller_state`, the commit holds that one. Errors: as above;
+  // one unit's values must be in memory at a time. With `caller_state`, the commit holds that one: all ranks of the job
+  // pass one, or none does. Errors: as above;
   // after any other error, one of `changes` included, the engine has failed and the last commit stays. Cost: the state
   // of each unit is read and written once.
   void write(std::span<const UnitId> units, const UnitChanges& changes,

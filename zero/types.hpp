@@ -91,11 +91,13 @@ struct StateChange {
   State state = State::master;
   std::uint64_t first_element = 0;
   std::span<const float> values;
-  // Empty: all values are written. Otherwise one entry for each value, which is not 0 if that value is written.
+  // Empty: all values are written. Otherwise one entry for each value, which is not 0 if that value is written. The
+  // others keep their bits; moments of 8 bits that share a block with a written one are rounded again.
   std::span<const std::uint8_t> chosen{};
 };
 
-// The changes of one unit's parameters, which stay as they are until the next call. A pure function.
+// Returns new values for parameters of `unit`. The spans stay valid until the next call. Calls for one unit return the
+// same.
 using UnitChanges = std::function<std::vector<StateChange>(UnitId unit)>;
 
 // Writes the initial fp32 values of elements [first_element, first_element + out.size()) of a parameter, flattened

@@ -213,8 +213,11 @@ TEST_P(GivenState, ManyParametersAreWrittenInOneCommitThatRewritesEachRecordOnce
   StateOfAll expected = state_of(model);
   ManyChanges changes(model);
   changes.apply_to(expected);
+  const std::vector program{std::byte{7}};
   std::uint64_t commit_bytes = written_apart(model);
   model.engine().write({}, std::ref(changes));
+  EXPECT_EQ(written_apart(model), commit_bytes) << "for no change at all";
+  model.engine().write({}, std::ref(changes), program);
   commit_bytes = written_apart(model) - commit_bytes;
   // One write() to each record.
   std::uint64_t bytes = written_apart(model);
@@ -228,7 +231,6 @@ TEST_P(GivenState, ManyParametersAreWrittenInOneCommitThatRewritesEachRecordOnce
   }
   bytes = written_apart(model) - bytes;
   const std::uint64_t before = written_apart(model);
-  const std::vector program{std::byte{7}};
   model.engine().write(changes.units, std::ref(changes), program);
   EXPECT_EQ(changes.calls, 2 * changes.units.size());
   EXPECT_EQ(written_apart(model) - before, bytes - (records.size() - 1) * commit_bytes);
@@ -243,6 +245,23 @@ TEST_P(GivenState, ManyParametersAreWrittenInOneCommitThatRewritesEachRecordOnce
   }
   model.train(3, 3);  // gathers the new weights
   EXPECT_NE(state_of(model), expected);
+}
+
+TEST_P(GivenState, ManyParametersAreWrittenByRanksThatHoldPartsOfThem) {
+  const ToySetup used = setup("store");
+  on_ranks(3, [&](int, const Runtime::MakeCommunicator& join) {
+    ToyProgram model(used, join);
+    model.train(1, 2);
+    StateOfAll expected = state_of(model);
+    ManyChanges changes(model);
+    changes.apply_to(expected);
+    model.engine().write(changes.units, std::ref(changes), std::vector{std::byte{7}});
+    EXPECT_EQ(state_of(model), expected);
+    if (GetParam() == Placement::nvme) {
+      EXPECT_EQ(model.restore().caller_state, std::vector{std::byte{7}});
+      EXPECT_EQ(state_of(model), expected);
+    }
+  });
 }
 
 TEST_P(GivenState, OfManyWritesNoneIsMadeWhereOneIsRefused) {

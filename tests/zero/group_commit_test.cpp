@@ -335,11 +335,17 @@ TEST_P(GroupCommit, AWriteIsACommitOfTheWholeJob) {
   const auto write = [&](int group, ToyModel& model) {
     model.engine().write(model.matrix(0), State::master, 1, group == 0 ? std::span(values) : std::span<const float>());
   };
+  const auto write_units = [&](std::size_t count, ToyModel& model) {
+    const UnitId unit = model.model().unit_of(model.matrix(0));
+    const StateChange change{.parameter = model.matrix(0), .first_element = 1, .values = values};
+    model.engine().write(std::span(&unit, count), [&](UnitId) { return std::vector{change}; });
+  };
   on_engines([&](int group, int, ToyModel& model) {
     model.initialize();
     model.train(1, 2);
     write(group, model);
-    write(group, model);
+    write_units(group == 0 ? 1 : 0, model);
+    write_units(0, model);  // of all groups: nothing to commit
   });
   for (const int group : {0, 1}) EXPECT_EQ(tiers::Store::look(store(group), 0).commits.front().revision, 2u);
   on_engines([&](int group, int, ToyModel& model) {

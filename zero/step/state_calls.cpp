@@ -139,14 +139,26 @@ void StateCalls::write(std::span<const UnitId> units, const UnitChanges& changes
   if (parts_.pass.under_way()) throw UsageError("state is written between passes, not inside of one");
   stepper_.policy().require_undecided("write()");
   std::string what;
-  call_back("write()", [&] { what = check_changes(units, changes); });
-  agree_on("write()", what);
-  if (program_state)
-    parts_.ranks.check_in_job("keep its program's state", [&] { require_room(parts_.options, *program_state); });
+  try {
+    call_back("write()", [&] { what = check_changes(units, changes); });
+  } catch (const UsageError&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (parts_.ranks.job().size() > 1) throw;
+    throw UsageError(error.what());  // nothing has changed and no rank waits: the engine stays usable
+  }
+  const char* const with_state = program_state ? ", with a caller state" : "";
+  agree_on("write()", what + with_state);
   const std::uint64_t step = parts_.settings.step_count;
   // A commit is the whole job's: a group that made one alone would be one ahead from here on.
-  if (parts_.checkpoints.on_nvme() && parts_.ranks.has_several_groups())
-    comm::agree(parts_.ranks.job(), step, fmt::format("write() after step {}", step));
+  const bool is_jobs = parts_.checkpoints.on_nvme() && parts_.ranks.has_several_groups();
+  if (is_jobs)
+    comm::agree(parts_.ranks.job(), 2 * step + (program_state ? 1 : 0),
+                fmt::format("write() after step {}{}", step, with_state));
+  if (program_state)
+    parts_.ranks.check_in_job("keep its program's state", [&] { require_room(parts_.options, *program_state); });
+  const bool changes_nothing = units.empty() && !program_state;
+  if (is_jobs ? parts_.ranks.all_true_in_job(changes_nothing) : changes_nothing) return;
   stepper_.settle_in_group();
   const Ledger::OutsideSteps outside_steps(parts_.runtime.ledger());
   commit_change("write()", step, program_state, [&] {

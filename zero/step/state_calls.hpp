@@ -40,11 +40,11 @@ class StateCalls {
   // [J] Runs `change` on the state within a commit of `state.step`, which holds `program_state`.
   void change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
                     const std::function<void()>& change);
-  // [J] The end of each call that changes state: runs `change`, and commits. Null: the commit holds the program's state
-  // of the last one. Pre: nothing is pending.
+  // [J] The end of each call that changes state: runs `change`, and commits. Without `program_state`, the commit
+  // keeps that of the last one. Pre: nothing is pending.
   void commit_change(const char* call, std::uint64_t step, std::optional<std::span<const std::byte>> program_state,
                      const std::function<void()>& change);
-  // Runs what calls the program back.
+  // Runs `work`, which calls functions of the program; until it returns, other calls of the engine are UsageErrors.
   template <typename Work>
   void call_back(const char* call, const Work& work);
   void require_elements(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;

@@ -542,9 +542,10 @@ class Engine(StandsForModel, DeepSpeedNames):
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> Any:
         """Replaces masters, buffers and extra state; moments stay. Returns `missing_keys` and `unexpected_keys`, as PyTorch's.
 
-        One commit, with the new buffers and engine.state, as by save(): a program that is killed meanwhile resumes with all of
-        the former values or all of the new ones. Between two micro-batches of a step, buffers and engine.state are committed
-        with the step. The model's own load_state_dict() makes a commit for each module.
+        With state on NVMe this is one commit, which holds the new buffers and engine.state: a program that is killed meanwhile
+        resumes with all of the former values or all of the new ones. While gradients wait for step(), the commit holds masters
+        only, and the others follow with the step. The model's own load_state_dict() makes a commit for each module. An
+        interruption may end the engine with several ranks.
         """
         self._between_passes()
 

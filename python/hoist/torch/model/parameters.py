@@ -319,7 +319,8 @@ class Parameters:
             return all_values.view(-1), where.view(-1).view(torch.uint8)  # other masters keep all of their bits
 
         def settle() -> None:
-            self._change(changes, changed_values)
+            if modify:
+                self._change(changes, changed_values)
             for name in others:
                 self._refuse_edit(name, "was changed inside of gathered()")
 
@@ -477,8 +478,7 @@ class Parameters:
         def changes(unit: int) -> list[tuple[int, _hoist.State, torch.Tensor, torch.Tensor | None]]:
             return [(declared.number, _hoist.State.master, *values_of(name)) for declared, name in in_units[unit]]
 
-        if in_units:
-            self._unit_manager.write_units(sorted(in_units), changes, program_state)
+        self._unit_manager.write_units(sorted(in_units), changes, program_state)  # also of nothing: other groups may have changes
 
     def change_gathered(self, values_by_name: dict[str, torch.Tensor]) -> None:
         """As the block of gathered() that has them would change them. Errors: as write_all()."""

@@ -160,4 +160,5 @@ class StateDicts:
                 load(state_dict, prefix, metadata, *arguments)
                 given = {own: p.detach() for name, own in names.items() if (p := module._parameters.get(name)) is not None and (
                     converts or p is not stand_ins[name] or (p._version, p.data_ptr()) != before[name])}
-            (self._parameters.change_gathered if is_gathered else self._parameters.write_all)(given)
+            if given:
+                (self._parameters.change_gathered if is_gathered else self._parameters.write_all)(given)
