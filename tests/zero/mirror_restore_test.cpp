@@ -276,9 +276,9 @@ TEST_P(UnmountedMirrorTest, ATrainingThatOnlyItHoldsIsNeitherBegunAnewNorRemoved
   lose_stores(2);
   unmount_mirror_of_rank_1();
   on_engines(2, [&](int, ToyModel& model) {
-    const auto refused = testing::ThrowsMessage<StoreError>(
-        testing::AllOf(HasSubstr("holds a training, but no commit that every rank has"),
-                       HasSubstr("rank 1 finds no files"), HasSubstr("reshard-0001")));
+    const auto refused = testing::ThrowsMessage<StoreError>(testing::AllOf(
+        HasSubstr("holds a training, but no commit that every rank has"), HasSubstr("rank 1 finds no files"),
+        HasSubstr("reshard-0001"), HasSubstr("move the directory away to start anew; its training is then lost")));
     EXPECT_THAT([&] { model.find_commit(); }, refused);
     EXPECT_THAT([&] { model.restore(); }, refused);
     EXPECT_THAT([&] { model.initialize(); }, refused);

@@ -30,7 +30,9 @@ std::string made_by_other_ranks(const RestoreSource& source, const std::string& 
       path, made_by, ranks, made_by);
 }
 
-CommonStoreError incomplete_store(const RestoreSource& source, const std::string& path, int ranks) {
+// `older_step`: of the newest store before it that has a commit.
+CommonStoreError incomplete_store(const RestoreSource& source, const std::string& path, int ranks,
+                                  std::optional<std::uint64_t> older_step) {
   constexpr std::size_t kNamedMax = 4;
   const auto named = std::span(source.lacking).first(std::min(kNamedMax, source.lacking.size()));
   const std::string lacking =
@@ -44,7 +46,8 @@ CommonStoreError incomplete_store(const RestoreSource& source, const std::string
         "files of it are missing, damaged, or on a machine that these ranks cannot reach or that was started as "
         "another rank's (`hoist inspect` says what a directory holds); nothing was changed: bring them back, or move "
         "the directory away to {}",
-        source.directory.name.empty() ? "start anew" : "go back to the store before it");
+        older_step ? fmt::format("go back to step {} in the store before it", *older_step)
+                   : "start anew; its training is then lost");
   return CommonStoreError(
       fmt::format("the store in {} holds a training, but no commit that every rank has{}: {}", path, lacking, why));
 }
@@ -89,11 +92,19 @@ CommonStoreError nothing_to_restore(const RankAgreement& ranks, const EngineOpti
 std::optional<RestoreSource> find_store(const RankAgreement& ranks, const EngineOptions& options,
                                         const std::optional<std::string>& from, Incomplete incomplete) {
   const StoreSurvey survey(ranks, options);
+  const std::vector<StoreDirectory> stores = survey.directories();
   const auto incomplete_error = [&](const RestoreSource& source) {
-    return incomplete_store(source, source.directory.in(options.store_directory), ranks.group().size());
+    std::optional<std::uint64_t> older_step;
+    for (const StoreDirectory& where : stores) {
+      if (where.order >= source.directory.order) continue;
+      const RestoreSource older = survey.look(where);
+      if (!older.commits.empty()) older_step = older.commits.front().step;
+      if (older_step) break;
+    }
+    return incomplete_store(source, source.directory.in(options.store_directory), ranks.group().size(), older_step);
   };
   std::optional<RestoreSource> out_of_reach;  // the one with the newest step
-  for (const StoreDirectory& where : survey.directories()) {
+  for (const StoreDirectory& where : stores) {
     RestoreSource source = survey.look(where, from);
     if (!source.commits.empty()) {
       if (out_of_reach && out_of_reach->newest_step != source.commits.front().step) break;
@@ -140,7 +151,8 @@ void refuse_other_stores(const RankAgreement& ranks, const EngineOptions& option
   // Before any rank touches its own files: those that another rank lacks at the moment are useless without these.
   if (!source) {
     const RestoreSource first = StoreSurvey(ranks, options).look({});
-    if (first.has_more_than_first_commit) throw incomplete_store(first, options.store_directory, ranks.group().size());
+    if (first.has_more_than_first_commit)
+      throw incomplete_store(first, options.store_directory, ranks.group().size(), {});
   }
   if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
   throw used_store(*source, source->directory.in(options.store_directory));
