@@ -18,7 +18,11 @@ namespace {
 namespace fs = std::filesystem;
 using testing::HasSubstr;
 
-class MirrorRestoreTest : public MirrorRun {};
+class MirrorRestoreTest : public MirrorRun {
+ protected:
+  // Step 5 in a new store, whose mirror holds step 4.
+  void leave_a_newer_first_commit();
+};
 
 TEST_P(MirrorRestoreTest, ARunGoesOnFromItWhenItsDriveIsGone) {
   const auto& states = undisturbed(6);
@@ -315,10 +319,7 @@ TEST_P(UnmountedMirrorTest, ItsCopyStaysUntilAnotherOneIsWhole) {
 
 INSTANTIATE_TEST_SUITE_P(, UnmountedMirrorTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });
 
-// The mirror is behind the run when a rank's drive is lost. The other rank's newer part stays, though it is the first
-// commit of its store: the drive may come back.
-TEST_P(MirrorRestoreTest, AFirstCommitThatTheMirrorHasNotGotStays) {
-  own_drives_ = true;
+void MirrorRestoreTest::leave_a_newer_first_commit() {
   leave_a_first_copy_in_a_new_store(2, 4);
   setup_.engine.keep_steps = 1;
   on_engines(2, [&](int, ToyModel& model) {
@@ -331,10 +332,35 @@ TEST_P(MirrorRestoreTest, AFirstCommitThatTheMirrorHasNotGotStays) {
     EXPECT_EQ(model.restore().step, 5u);
     if (!on_nvme()) model.engine().save("", bytes_of("step 5")).wait();
   });
+}
+
+// The mirror is behind the run when a rank's drive is lost. The other rank's newer part stays, though it is the first
+// commit of its store: the drive may come back.
+TEST_P(MirrorRestoreTest, AFirstCommitThatTheMirrorHasNotGotStays) {
+  own_drives_ = true;
+  leave_a_newer_first_commit();
   const auto newer = stores_in(of_rank(0).engine.store_directory).front();
   fs::rename(of_rank(1).engine.store_directory, directory_ / "aside");
   on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 4u); });
   EXPECT_EQ(tiers::Store::look(newer.in(of_rank(0).engine.store_directory), 0).commits.size(), 1u);
+}
+
+// A rank's data are there, and its manifest is not: no drive is lost.
+TEST_P(MirrorRestoreTest, AFirstCommitOfWhichAManifestIsMissingIsNotALostDrive) {
+  own_drives_ = true;
+  leave_a_newer_first_commit();
+  const auto newer = stores_in(of_rank(1).engine.store_directory).front();
+  const std::string manifest = newer.in(of_rank(1).engine.store_directory) + "/rank-00001.manifest";
+  fs::rename(manifest, directory_ / "aside");
+  on_engines(2, [&](int, ToyModel& model) {
+    if (on_nvme())
+      EXPECT_THAT([&] { model.restore(); }, testing::ThrowsMessage<StoreError>(testing::AllOf(
+                                                HasSubstr("rank 1 finds no files"), HasSubstr("has step 4"))));
+    else  // the store before it holds the same step, and this one would have to go
+      EXPECT_THAT([&] { model.restore(); }, testing::ThrowsMessage<Error>(HasSubstr("bring the manifest back")));
+  });
+  fs::rename(directory_ / "aside", manifest);
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 5u); });
 }
 
 INSTANTIATE_TEST_SUITE_P(, MirrorRestoreTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });

@@ -361,8 +361,10 @@ bool holds_nothing_but(const std::vector<StoreDirectory>& stores, const std::str
 
 bool StoreSurvey::has_lost_drives() const {
   std::vector<StoreDirectory> unfinished, others;
-  for (const StoreDirectory& where : directories())
-    (!where.name.empty() && look(where).is_unfinished() ? unfinished : others).push_back(where);
+  for (const StoreDirectory& where : directories()) {
+    const RestoreSource store = look(where);
+    (!where.name.empty() && store.is_unfinished_beside(0) ? unfinished : others).push_back(where);
+  }
   bool lost = false;
   ranks_.run_in_job("look at its drives", [&] {
     const auto is_new = [&](const std::string& drive) { return holds_nothing_but(unfinished, drive); };
