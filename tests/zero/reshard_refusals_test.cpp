@@ -280,6 +280,28 @@ TEST_P(ReshardTest, ARanksPartOfAFirstCommitIsKeptUntilTheOtherIsBack) {
   continue_with(2, 4);
 }
 
+// A newer store, at its first commit or further, cannot be used, and the run goes back by a name to the store before
+// it. The next start finds the run there.
+TEST_P(ReshardOnNvmeTest, AStepBackBehindAStoreThatIsOutOfReachIsContinued) {
+  for (const std::uint64_t last_step : {4u, 5u}) {
+    SCOPED_TRACE(last_step);
+    setup_.engine.keep_steps = 1;
+    begin_and_keep_two(3);
+    setup_.engine.keep_steps = 2;
+    continue_with(2, 4);
+    setup_.engine.keep_steps = 3;
+    continue_with(2, last_step);
+    {
+      const FilesAway away({stores().front().in(store_) + "/rank-00001.manifest"});
+      expect_refusal(2, kRestore, HasSubstr("move the directory away to go back to step 3 in the store before it"));
+      continue_with(2, 3, "two");
+      continue_with(2, 4);
+    }
+    continue_with(2, 5);
+    std::filesystem::remove_all(store_);
+  }
+}
+
 // Whether its other ranks had made theirs cannot be known.
 TEST_P(ReshardOnNvmeTest, AFirstCommitWhoseOtherRanksAreElsewhereIsNotReplacedByAnotherNumberOfRanks) {
   on_engines(2, kInitialize);

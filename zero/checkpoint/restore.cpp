@@ -101,6 +101,15 @@ tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& optio
   return budget.take(bytes, kWhat);
 }
 
+// Whether a newer store holds a training. The next start would continue that one, or be refused for its sake.
+bool is_behind_another(const StoreSurvey& survey, const StoreDirectory& older) {
+  for (const StoreDirectory& where : survey.directories()) {
+    if (where.order <= older.order) return false;
+    if (!survey.look(where).is_unfinished_beside(0)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const EngineOptions& options,
@@ -114,21 +123,21 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
       return plan;
     }
   }
-  std::optional<RestoreSource> newest;
+  std::optional<RestoreSource> source;
   std::string refusal;
   try {
     const Incomplete incomplete = mirrored ? Incomplete::refuse_first_too : Incomplete::refuse;
-    newest = find_store(ranks, options, std::nullopt, from.empty() ? incomplete : Incomplete::pass_over);
+    source = from.empty() ? find_store(ranks, options, std::nullopt, incomplete)
+                          : find_store(ranks, options, from, Incomplete::pass_over);
   } catch (const CommonStoreError& error) {
     refusal = error.what();
   }
   if (!refusal.empty()) throw CommonStoreError(refusal + (mirrored ? way_to_mirror(ranks, options) : ""));
-  auto source = from.empty() ? newest : find_store(ranks, options, from, Incomplete::pass_over);
   if (!source) return mirrored && !survey.has_more_than_first_commit() ? find_in_mirror(ranks, options) : std::nullopt;
   RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
   plan.newest_order = newest ? newest->directory.order : plan.source.directory.order;
   plan.in_place = plan.source.same_ranks && plan.source.has_room &&
-                  (!newest || newest->directory.order == plan.source.directory.order);
+                  (from.empty() || !is_behind_another(survey, plan.source.directory));
   return plan;
 }
 
