@@ -501,7 +501,6 @@ TEST_P(MirrorFailureTest, WithoutSpaceBesideTheOldCopyTheRunGoesOnAndCopiesLater
   faults_->add(no_space);
   on_engines(2, [&](int rank, ToyModel& model) {
     EXPECT_EQ(model.restore().step, 2u);
-    EXPECT_EQ(log.count("has no space for new copies beside older ones"), 1);
     for (const std::uint64_t step : {3u, 4u}) {
       take_step(model, step);
       if (rank == 1 && step == 3) faults_->add(no_space);
@@ -509,18 +508,21 @@ TEST_P(MirrorFailureTest, WithoutSpaceBesideTheOldCopyTheRunGoesOnAndCopiesLater
       if (step == 3) {
         EXPECT_THAT([&] { copied.wait(); }, testing::ThrowsMessage<Error>(HasSubstr("No space left on device")));
         EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
+        EXPECT_FALSE(fs::exists(setup_.engine.mirror.directory + "/reshard-0001-ranks-2/rank-00000.data"))
+            << "a rank keeps the space that another one lacks";
       } else {
         EXPECT_NO_THROW(copied.wait());
       }
     }
   });
+  EXPECT_EQ(log.count("has no space for new copies beside older ones"), 1);
   EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
   expect_restored(2, 4, undisturbed(4));
 }
 
-// One rank's drive was replaced by an empty one between two starts. The other rank's part of the copy is of no use any
-// more, and leaves no space for a second store: it is written over.
-TEST_P(MirrorFailureTest, APartThatAnotherRankHasLostTakesTheSpaceOfNoCopy) {
+// One rank's drive was replaced by an empty one between two starts. The other rank's part of the copy leaves no space
+// for a second store, and stays until there is: the drive may come back.
+TEST_P(MirrorFailureTest, APartThatAnotherRankHasLostStaysUntilAnotherCopyIsWhole) {
   own_mirrors_ = true;
   faults_ = std::make_shared<Faults>(1);
   rank_of_faults_ = 0;
@@ -531,18 +533,26 @@ TEST_P(MirrorFailureTest, APartThatAnotherRankHasLostTakesTheSpaceOfNoCopy) {
                 .path_contains = older + "/reshard-",
                 .count = Faults::kForever,
                 .code = ENOSPC});
-  on_engines(2, [&](int, ToyModel& model) {
+  on_engines(2, [&](int rank, ToyModel& model) {
     EXPECT_EQ(model.restore().step, 2u);
     for (const std::uint64_t step : {3u, 4u}) {
       take_step(model, step);
-      model.engine().save("", bytes_of("a step"), {.mirror = true}).wait();
-      EXPECT_EQ(model.engine().mirror().step, step);
+      if (rank == 0 && step == 4) faults_->clear();
+      const Completion copied = model.engine().save("", bytes_of("a step"), {.mirror = true});
+      if (step == 3) {
+        EXPECT_THROW(copied.wait(), Error);
+        EXPECT_EQ(newest_in(older, 0).step, 2u);
+      } else {
+        EXPECT_NO_THROW(copied.wait());
+        EXPECT_EQ(model.engine().mirror().step, step);
+      }
     }
   });
   for (const int rank : {0, 1}) {
     const std::string mirror = of_rank(rank).engine.mirror.directory;
-    EXPECT_EQ(stores_in(mirror).size(), 1u);
-    EXPECT_EQ(newest_in(mirror, rank).step, 4u);
+    const auto stores = stores_in(mirror);
+    ASSERT_EQ(stores.size(), 1u);
+    EXPECT_EQ(newest_in(stores[0].in(mirror), rank).step, 4u);
   }
   fs::remove_all(setup_.engine.store_directory);
   on_engines(2, [&](int, ToyModel& model) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commits are copied to a mirror while training goes on: no step waits for it, at any moment it holds one whole commit,
 // and its bytes are counted apart.
+#include <cerrno>
+#include <filesystem>
 #include <memory>
 
 #include <gmock/gmock.h>
@@ -15,6 +17,8 @@
 
 namespace hoist::test::mirror_test {
 namespace {
+
+using testing::HasSubstr;
 
 class MirrorTest : public MirrorRun {};
 
@@ -180,7 +184,41 @@ TEST_P(MirrorThatIsAheadTest, WhatTheRunHasGivenUpIsNoCopyOfIt) {
   });
   const LogCapture log;
   expect_restored(2, 4, undisturbed(4));
-  EXPECT_EQ(log.count("the run had gone back by a name, and had given this step up"), 1);
+  EXPECT_EQ(log.count("the run may have gone back by a name, and have given this step up"), 1);
+}
+
+// The same if a start was killed while it made the files of the store for the copies to come anew.
+TEST_P(MirrorThatIsAheadTest, WhatTheRunHasGivenUpIsKnownByOneRanksFiles) {
+  go_back_and_on_to(5);
+  const std::string manifest = setup_.engine.mirror.directory + "/reshard-0001-ranks-2/rank-00001.manifest";
+  std::filesystem::rename(manifest, manifest + "-new");
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 5u);
+    EXPECT_EQ(model.engine().mirror().step, std::nullopt);
+  });
+}
+
+// Without the store for the copies to come, the next start would not know that the run has gone back.
+TEST_P(MirrorThatIsAheadTest, AStepBackWithoutSpaceForAnotherStoreIsRefused) {
+  faults_ = std::make_shared<Faults>(1);
+  rank_of_faults_ = 1;
+  const std::string mirror = setup_.engine.mirror.directory;
+  faults_->add({.operation = aio::Operation::write,
+                .path_contains = mirror + "/reshard-0001-ranks-2",
+                .count = 1,
+                .code = ENOSPC});
+  on_engines(2, [&](int rank, ToyModel& model) {
+    EXPECT_THAT(
+        [&] { model.restore({.from = "two"}); },
+        testing::ThrowsMessage<StoreError>(testing::AllOf(
+            HasSubstr("the mirror in " + mirror + " has no space"), HasSubstr("beside its copy of step 4"),
+            HasSubstr("start in the same way again"), HasSubstr(rank == 1 ? "No space left" : "another rank"))));
+  });
+  for (const char* const file : {"/rank-00000.data", "/rank-00001.data"})
+    EXPECT_FALSE(std::filesystem::exists(mirror + "/reshard-0001-ranks-2" + file));
+  EXPECT_EQ(StoredModel(mirror).step(), 4u);
+  go_back_and_on_to(3);
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 3u); });
 }
 
 INSTANTIATE_TEST_SUITE_P(, MirrorThatIsAheadTest, kMirrorCells, [](const auto& cell) { return cell.param.name; });

@@ -102,14 +102,21 @@ std::string mount_point_of(const std::string& directory) {
 void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const StoreSurvey survey(ranks_, options_);
   const auto found = find_store(ranks_, options_, std::nullopt, Incomplete::pass_over);
-  const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
-                        survey.is_of_run(found->commits.front(), store_number) &&
-                        !survey.has_given_up(found->commits.front());
-  if (!same_run) remove_unfinished_stores(ranks_, options_);
+  const bool given_up = found && survey.has_given_up(found->commits.front());
+  const bool goes_back = found && (found->commits.front().step > step || given_up);
+  const bool same_run = found && !goes_back && found->same_ranks && found->has_room &&
+                        survey.is_of_run(found->commits.front(), store_number);
+  // The store that says so is kept, and its files are made anew.
+  const bool uses_mark =
+      given_up && ranks_.all_true_in_job(survey.directories().front().world_size == ranks_.group().size());
+  const std::uint64_t mark = uses_mark ? survey.newest_order() : 0;
+  if (!same_run) remove_unfinished_stores(ranks_, options_, uses_mark ? StoreOrders{.last = mark - 1} : StoreOrders{});
   const std::vector<StoreDirectory> directories = survey.directories();
-  has_others_ = directories.size() > (same_run ? 1 : 0);
+  has_others_ = directories.size() > (same_run || uses_mark ? 1 : 0);
   if (same_run)
     directory_ = found->directory;
+  else if (uses_mark)
+    directory_ = new_store_directory(mark, ranks_.group().size());
   else if (has_others_)
     directory_ = new_store_directory(directories.front().order + 1, ranks_.group().size());
   store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
@@ -118,7 +125,7 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   if (same_run)
     open_store();
   else
-    make_store(has_others_ ? std::optional(directories.front()) : std::nullopt, step);
+    make_store(goes_back ? found->commits.front().step : std::optional<std::uint64_t>());
   if (!found && step > 0)
     log_warning(
         "the mirror in {} holds no copy that every rank has: if there was one, its drive may not have been mounted "
@@ -141,49 +148,37 @@ void Mirror::open_store() {
   });
 }
 
-// Without space beside older copies the training goes on, and each copy tries again (open_anew). Where the older copy
-// is of this very run, and some ranks have lost their parts of it, the others need no more space: they write into
-// theirs.
-void Mirror::make_store(const std::optional<StoreDirectory>& older, std::uint64_t step) {
+// Without space beside older copies the training goes on, and each copy tries again (open_anew). A run that goes back
+// needs the store at once: without it the next start would not know that the copy has been given up.
+void Mirror::make_store(std::optional<std::uint64_t> given_up_step) {
   std::string lack;
   ranks_.run_in_job("make its mirror", [&] {
     mount_point_ = mount_point_of(store_options_.directory);
     try {
       store_ = tiers::Store::create(store_options_, drives_);
     } catch (const BudgetError& error) {
-      if (!older) throw;
+      if (!has_others_) throw;
       lack = error.what();
     } catch (const IoError& error) {
-      if (!older || (error.where.code != ENOSPC && error.where.code != EDQUOT)) throw;
+      if (!has_others_ || (error.where.code != ENOSPC && error.where.code != EDQUOT)) throw;
       lack = error.what();
     }
   });
   if (ranks_.all_true_in_job(lack.empty())) return;
   if (store_) store_->remove_new();
   store_.reset();
-  has_failed_ = true;
-  const bool writes_into_parts = older && use_parts_of_lost_copy(*older, step);
-  if (lack.empty() || writes_into_parts) return;
+  if (given_up_step)
+    throw CommonStoreError(fmt::format(
+        "the mirror in {} has no space{} for a new store beside its copy of step {}, which the run has given up: make "
+        "space there, or name another directory in hoist.mirror.path, and start in the same way again{}{}",
+        options_.store_directory, lack.empty() ? " on another rank" : "", *given_up_step, lack.empty() ? "" : ": ",
+        lack));
+  has_failed_ = lacks_store_ = true;
+  if (lack.empty()) return;
   log_warning(
       "the mirror in {} has no space for new copies beside older ones, which stay: nothing is copied until there is. "
       "Make space there, or name another directory in hoist.mirror.path at the next start: {}",
       options_.store_directory, lack);
-}
-
-bool Mirror::use_parts_of_lost_copy(const StoreDirectory& older, std::uint64_t step) {
-  const std::string directory = older.in(options_.store_directory);
-  bool is_there = false, is_usable = false;  // this rank's part
-  ranks_.run_in_job("look at its mirror", [&] {
-    const auto own = tiers::Store::look(directory, store_options_.identity.rank);
-    is_there = own.exists;
-    is_usable = own.store_number == store_options_.store_number && own.newest_step() <= step &&
-                own.caller_state_bytes_max >= store_options_.caller_state_bytes_max;
-  });
-  const bool nobody = ranks_.all_true_in_job(!is_there);
-  if (!ranks_.all_true_in_job(!is_there || is_usable) || nobody) return false;
-  directory_ = older;
-  store_options_.directory = directory;
-  return true;
 }
 
 // After a copy that failed: back to the last copy that is whole on all ranks. A rank that has lost its part of that
@@ -192,7 +187,14 @@ bool Mirror::use_parts_of_lost_copy(const StoreDirectory& older, std::uint64_t s
 // of the claimed step, larger than that of any rank's store.
 std::uint32_t Mirror::open_anew() {
   std::uint32_t revision = 0;
-  on_all_ranks([&] { revision = reopen(); });
+  try {
+    on_all_ranks([&] { revision = reopen(); });
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    if (lacks_store_) give_space_back();
+    std::rethrow_exception(error);
+  }
+  lacks_store_ = false;
   revision = static_cast<std::uint32_t>(barrier_.largest(revision));
   const bool is_whole = newest_ && barrier_.largest(has_lost_newest_ ? 1 : 0) == 0;
   const MutexLock lock(mutex_);
@@ -236,6 +238,17 @@ std::uint32_t Mirror::reopen() {
     store = tiers::Store::create(store_options_, drives_);
   store_ = std::move(store);
   return revision;
+}
+
+// On the ranks that had the space which another one lacks.
+void Mirror::give_space_back() noexcept {
+  try {
+    on_all_ranks([&] {
+      if (store_ && store_->commits().empty()) store_->remove_new();
+      store_.reset();
+    });
+  } catch (...) {  // the next copy makes them anew
+  }
 }
 
 void Mirror::note_loss() {

@@ -41,8 +41,9 @@ namespace hoist::detail {
 class Mirror {
  public:
   // [J] Opens this rank's store in the mirror, or makes one. `store_number`: of the engine's store. `step`: where the
-  // training stands. Where older copies leave no space for a new store, copies fail until there is. Pre:
-  // refuse_unfit_mirror(). Errors: IoError, StoreError; BudgetError where there are no older copies.
+  // training stands. Where older copies leave no space for a new store, copies fail until there is; a run that goes
+  // back is refused. Pre: refuse_unfit_mirror(). Errors: IoError, StoreError; BudgetError where there are no older
+  // copies.
   Mirror(const EngineOptions& options, const UnitTable& table, const RecordMap& records, const RankAgreement& ranks,
          std::uint64_t store_number, std::uint64_t step);
   ~Mirror();
@@ -81,14 +82,13 @@ class Mirror {
 
   void open(std::uint64_t store_number, std::uint64_t step);  // [J]
   void open_store();                                          // [J]
-  // [J] `older`: the newest store that is there.
-  void make_store(const std::optional<StoreDirectory>& older, std::uint64_t step);
-  // [J] Has the next copy written into that store, if what ranks have of it is of this run, up to this step.
-  bool use_parts_of_lost_copy(const StoreDirectory& older, std::uint64_t step);
+  // [J] `given_up_step`: of the copy that is there, if the run goes back behind it.
+  void make_store(std::optional<std::uint64_t> given_up_step);
   // Done beside a thread that meets the other ranks. Throws on all of them if it fails on one.
   void on_all_ranks(const std::function<void()>& work);
   std::uint32_t open_anew();
   std::uint32_t reopen();
+  void give_space_back() noexcept;
   void note_loss();
   void copy(tiers::StoreReader& commit);
   // Returns false if the copy of another rank has failed.
@@ -115,6 +115,7 @@ class Mirror {
   const std::array<aio::DriveQueue*, 1> drives_{io_.get()};
   std::unique_ptr<tiers::Store> store_;      // null, or not to be used, after a copy has failed
   bool has_failed_ = false;                  // the last copy, on all ranks
+  bool lacks_store_ = false;                 // there was no space for it yet
   std::optional<Copied> newest_;             // the newest commit in it that all ranks have, or had
   bool has_lost_newest_ = false;             // on this rank: it is in the log
   bool has_said_given_up_ = false;           // its drive has been given up

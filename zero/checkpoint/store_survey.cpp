@@ -77,7 +77,10 @@ bool StoreSurvey::has_given_up(const CommonCommit& commit) const {
   if (stores.empty()) return false;
   const RestoreSource newest = look(stores.front());
   const bool awaits_commit = newest.is_unfinished() && newest.newest_step == 0 && !newest.lacks_files;
-  return ranks_.all_true_in_job(awaits_commit && is_of_run(commit, newest.store_number));
+  const bool is_half_made = newest.store_number == 0;  // on this rank: a start was killed while it made the files anew
+  const bool nowhere_made = ranks_.all_true_in_job(is_half_made);
+  return ranks_.all_true_in_job(awaits_commit && (is_half_made || is_of_run(commit, newest.store_number))) &&
+         !nowhere_made;
 }
 
 // --- directories -----------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class StoreSurvey {
   // them.
   std::vector<CommonCommit> common(std::span<const tiers::CommitHeader> commits, std::uint64_t store_number) const;
   // [J] Whether the newest store has no commit yet, but the files of all ranks, and is of the same run as this commit,
-  // which an older store holds: the run has given that commit up.
+  // which an older store holds: the run has given that commit up, or was to continue in a store with more room.
   bool has_given_up(const CommonCommit& commit) const;
   // Whether the commit is of the run whose store on this rank has that number.
   bool is_of_run(const CommonCommit& commit, std::uint64_t store_number) const;

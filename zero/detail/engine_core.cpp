@@ -231,7 +231,8 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
                             : "what came after it is lost with the store");
     if (plan.given_up && runtime.rank() == 0)
       log_warning(
-          "the run had gone back by a name, and had given this step up; no copy of what came after that is there");
+          "the run may have gone back by a name, and have given this step up; no copy of what came after that is "
+          "there");
   }
   if (ranks.group().rank() == 0) {
     const std::string former_store = plan.source.directory.in(plan.directory);
