@@ -222,7 +222,8 @@ RankView look_at_all_ranks(const std::string& directory, int rank, int world_siz
     if (view.answers.finds_data_of < 0) view.answers.finds_data_of = of;
     view.answers.has_more_than_first_commit = true;
   }
-  view.answers.finds_none = tiers::Store::ranks_in(directory).empty();
+  const std::vector<int> made = tiers::Store::ranks_in(directory);
+  view.answers.finds_none = made.empty();
   view.answers.lacks_files = view.answers.finds_none;
   if (view.answers.finds_none) return view;
   StoreSummary summary = look_at_one_store(directory);
@@ -230,10 +231,9 @@ RankView look_at_all_ranks(const std::string& directory, int rank, int world_siz
     if (of.has_more_than_first_commit(took_over)) view.answers.has_more_than_first_commit = true;
     view.answers.newest_step = std::max(view.answers.newest_step, of.newest_step());
   }
-  for (int of = 0; of < summary.world_size.value_or(0); ++of) {
-    const tiers::Store::Found found = tiers::Store::look(directory, of);
-    if (!found.exists && !found.is_half_made) view.answers.lacks_files = true;
-  }
+  for (int of = 0; of < summary.world_size.value_or(0); ++of)
+    if (!std::ranges::binary_search(made, of) && !tiers::Store::look(directory, of).is_half_made)
+      view.answers.lacks_files = true;
   if (summary.world_size) view.answers.run = job_part(summary.run);
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
