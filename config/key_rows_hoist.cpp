@@ -103,7 +103,7 @@ std::vector<KeyRow> durability_rows() {
        .meaning =
            "Largest number of the program's own bytes in a commit. A run that is resumed with a larger number than "
            "its store has room for continues in a new store, with a new one in its mirror: both drives need room for "
-           "two until these are whole (without it in the mirror, nothing is copied).",
+           "two until these are whole. If the mirror's drive lacks this room, training continues without new copies.",
        .apply = [](Draft& d, const Value& v) { d.engine.caller_state_bytes_max = as_count(v); }},
       {.path = "hoist.lock_timeout_seconds",
        .type = ValueType::number,

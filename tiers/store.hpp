@@ -105,8 +105,9 @@ class Store {
   // wrong, and names commit slots that hold something unusable (after a crash that is normal: the commit it
   // interrupted).
   struct Found : Commits {
-    bool exists = false;                    // a manifest is there
-    bool is_half_made = false;              // it is not; under its other name it is: the store is made, or removed
+    bool exists = false;  // a manifest is there
+    // No manifest is there, but a `.manifest-new`: the store is being made or removed, or that was interrupted.
+    bool is_half_made = false;
     bool has_lost_manifest = false;         // it is under neither name, and there are data, which are later than it
     std::optional<StoreIdentity> identity;  // its owner, if the superblock can be read
     Durability durability = Durability::step;

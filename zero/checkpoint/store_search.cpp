@@ -111,8 +111,9 @@ std::optional<RestoreSource> find_store(const RankAgreement& ranks, const Engine
       return source;
     }
     if (incomplete == Incomplete::pass_over) continue;
-    // A newer one that was only being made gives way to the one before, which holds its step, too. With nothing on
-    // NVMe, its first commit is the program's own save, of another step.
+    // A newer one that was only being made gives way to the one before, which usually holds its step; `out_of_reach`
+    // remembers it where that may not be so. With nothing on NVMe, its first commit is the program's own save, of
+    // another step.
     if (!source.has_more_than_first_commit) {
       if (source.step_out_of_reach() > (out_of_reach ? out_of_reach->newest_step : 0)) out_of_reach = std::move(source);
       continue;

@@ -47,8 +47,8 @@ struct RestoreSource {
   bool has_more_than_first_commit = false;  // some rank holds more than the commit that a new store begins with
   bool has_manifest = false;                // some rank finds a manifest, if only another rank's
   std::vector<std::string> lacking;         // which ranks find no manifest of theirs, as a part of a sentence each
-  bool lacks_files = false;                 // of a rank, and neither is it half made or half removed
-  std::uint64_t newest_step = 0;            // that some rank has, or had
+  bool lacks_files = false;                 // a rank finds no manifest, under neither of its names
+  std::uint64_t newest_step = 0;            // the newest step that some rank has, or had
   // An attempt that ended before all ranks had the store's first commit; it cannot be resumed.
   bool is_unfinished() const { return commits.empty() && !has_more_than_first_commit; }
   // All ranks make their files before any of them commits. If one rank has a step of training, and another finds no
