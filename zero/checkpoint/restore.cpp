@@ -123,16 +123,16 @@ std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const Engine
       return plan;
     }
   }
-  std::optional<RestoreSource> source;
+  std::optional<RestoreSource> newest;
   std::string refusal;
   try {
     const Incomplete incomplete = mirrored ? Incomplete::refuse_first_too : Incomplete::refuse;
-    source = from.empty() ? find_store(ranks, options, std::nullopt, incomplete)
-                          : find_store(ranks, options, from, Incomplete::pass_over);
+    newest = find_store(ranks, options, std::nullopt, from.empty() ? incomplete : Incomplete::pass_over);
   } catch (const CommonStoreError& error) {
     refusal = error.what();
   }
   if (!refusal.empty()) throw CommonStoreError(refusal + (mirrored ? way_to_mirror(ranks, options) : ""));
+  auto source = from.empty() ? newest : find_store(ranks, options, from, Incomplete::pass_over);
   if (!source) return mirrored && !survey.has_more_than_first_commit() ? find_in_mirror(ranks, options) : std::nullopt;
   RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
   plan.newest_order = newest ? newest->directory.order : plan.source.directory.order;
