@@ -189,8 +189,9 @@ bool inspect_store(const StoreSummary& store, Json& json) {
   return !findings.lost_a_rank;
 }
 
-// Stores of earlier numbers of ranks, which stay for their named checkpoints; no row above counts their bytes.
-void inspect_older(const StoredJob& job, Json& json) {
+// Stores of earlier numbers of ranks, which stay for their named checkpoints, or because the newest is incomplete; no
+// row above counts their bytes. Returns whether the newest is complete.
+bool inspect_older(const StoredJob& job, Json& json) {
   json["older_stores"] = Json::array();
   for (const StoredJob& older : job.older) {
     for (const StoreSummary& store : older.groups) {
@@ -198,10 +199,16 @@ void inspect_older(const StoredJob& job, Json& json) {
       json["older_stores"].push_back({{"store", store.directory},
                                       {"checkpoints", checkpoints_json(older.checkpoints)},
                                       {"data_bytes", findings.data_bytes()}});
-      say("\n{} stays for its checkpoints, {}: {} reserved\n", store.directory,
-          listed(older.checkpoints, checkpoint_text), format_bytes(findings.data_bytes()));
+      std::string kept = listed(older.checkpoints, checkpoint_text);
+      if (!kept.empty()) kept = " stays for its checkpoints, " + kept;
+      if (&older == job.readable_before())
+        kept = fmt::format(" holds step {}{}", older.commits.front().step, kept.empty() ? "" : ", and" + kept);
+      say("\n{}{}: {} reserved\n", store.directory, kept, format_bytes(findings.data_bytes()));
     }
   }
+  const std::string gap = incomplete_text(job);
+  if (!gap.empty()) say("\n{}\n", gap);
+  return gap.empty();
 }
 
 // The stores of several sharding groups: each as if it were alone, then the step that the whole job would resume from.
@@ -222,7 +229,7 @@ int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
       commit  ? fmt::format("step {}", commit->step)
       : whole ? "nothing: no step that every group has"
               : "unknown: the newest step that all groups have, and some ranks are not here");
-  inspect_older(job, json);
+  sound = inspect_older(job, json) && sound;
   write_json(arguments.json, json);
   return sound ? kOk : kFailure;
 }
@@ -233,12 +240,12 @@ int inspect(const InspectArguments& arguments) {
   if (job.groups.size() == 1) {
     Json json;
     const std::vector<std::string> others = other_groups(arguments.stores.front(), job.groups.front());
-    const bool sound = inspect_store(job.groups.front(), json);
+    bool sound = inspect_store(job.groups.front(), json);
     json["other_groups"] = others;
     if (!others.empty())
       say("\nthis is one sharding group's part of a job; name {} as well to see what the job resumes from\n",
           fmt::join(others, " "));
-    inspect_older(job, json);
+    sound = inspect_older(job, json) && sound;
     write_json(arguments.json, json);
     return sound ? kOk : kFailure;
   }
@@ -254,8 +261,9 @@ Command add_inspect(CLI::App& app) {
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
       "Example: hoist inspect /local_nvme/hoist\n"
-      "Exit code 1: a rank's manifest cannot be used, a data file is missing or has another length, or the files are\n"
-      "not those of one run. `hoist verify` reads and checks everything.");
+      "Exit code 1: a rank's manifest cannot be used, a data file is missing or has another length, the newest store\n"
+      "is incomplete and an older one is not, or the files are not those of one run. `hoist verify` reads and checks "
+      "everything.");
   return {command, [arguments] { return report_unreadable_store("inspect", [&] { return inspect(*arguments); }); }};
 }
 

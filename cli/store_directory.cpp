@@ -38,9 +38,22 @@ std::string rank_file(const std::string& directory, int rank, const char* suffix
   throw StoreError(sentence + damage);
 }
 
+// For an error: the checkpoints of stores before the newest; empty if there are none.
+std::string checkpoints_before(const StoredJob& job) {
+  std::string kept;
+  for (const StoredJob& older : job.older)
+    for (auto checkpoint = older.checkpoints.rbegin(); checkpoint != older.checkpoints.rend(); ++checkpoint)
+      kept += fmt::format("{}--from {} (step {} of {})", kept.empty() ? "" : ", ", shell_quoted(checkpoint->name),
+                          checkpoint->step, names_of(older));
+  return kept;
+}
+
 // The commit of the requested step, which exists, also under a name; nullopt for the newest one of a single store.
 std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const StoredJob& job) {
   const bool several = job.groups.size() > 1;
+  const std::string before = checkpoints_before(job);
+  if (const std::string gap = incomplete_text(job); text.empty() && !gap.empty())
+    throw StoreError(gap + (before.empty() ? "" : "; or name a checkpoint: " + before));
   if (text.empty() && !several) return std::nullopt;
   if (text.empty() && !job.commits.empty()) return job.commits.front();
   if (text.empty()) throw StoreError("the stores have no commit in common");

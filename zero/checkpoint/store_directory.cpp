@@ -63,8 +63,10 @@ std::vector<StoreDirectory> store_directories(const std::string& directory) {
 
 std::vector<StoreDirectory> readable_stores(const std::string& directory) {
   std::vector<StoreDirectory> places = store_directories(directory);
-  std::erase_if(places,
-                [&](const StoreDirectory& place) { return tiers::Store::ranks_in(place.in(directory)).empty(); });
+  std::erase_if(places, [&](const StoreDirectory& place) {
+    const std::string store = place.in(directory);
+    return tiers::Store::ranks_in(store).empty() && tiers::Store::ranks_without_manifest(store).empty();
+  });
   return places;
 }
 

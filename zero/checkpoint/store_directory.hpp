@@ -35,7 +35,8 @@ struct StoreDirectory {
 
 // Newest first. The first one is listed when a rank's manifest is in it.
 std::vector<StoreDirectory> store_directories(const std::string& directory);
-// Those with a manifest, for readers: a program that was killed early may have left a directory without one.
+// Those with a manifest, or with data that have lost theirs, for readers: a program that was killed early may have left
+// a directory without any.
 std::vector<StoreDirectory> readable_stores(const std::string& directory);
 StoreDirectory new_store_directory(std::uint64_t order, int world_size);
 

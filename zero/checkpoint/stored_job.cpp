@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <iterator>
+#include <optional>
 #include <set>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
@@ -31,16 +35,88 @@ std::string objection(std::span<const StoreSummary> groups) {
   return {};
 }
 
-// The stores of one place below each directory, where all have it.
-std::vector<StoreSummary> at_place(std::span<const std::string> directories, std::uint64_t order) {
-  std::vector<StoreSummary> groups;
+// The stores of one place below each directory.
+struct Place {
+  StoredJob job;          // with the groups that have it
+  std::string objection;  // why these are not a job's groups
+  std::string gap;        // which group lacks it
+  bool is_whole() const { return objection.empty() && gap.empty(); }
+  // If no commit is on all ranks. As in RestoreSource:
+  bool is_unfinished = true;
+  std::uint64_t step_out_of_reach = 0;
+};
+
+bool lacks_files(const StoreSummary& store) {
+  for (int rank = 0; rank < store.world_size.value_or(0); ++rank) {
+    const tiers::Store::Found found = tiers::Store::look(store.directory, rank);
+    if (!found.exists && !found.is_half_made) return true;
+  }
+  return false;
+}
+
+Place look_at_place_once(std::span<const std::string> directories, std::uint64_t order) {
+  Place found;
+  std::string has, lacks;
   for (const std::string& directory : directories) {
     const auto places = detail::readable_stores(directory);
     const auto place = std::ranges::find(places, order, &detail::StoreDirectory::order);
-    if (place == places.end()) return {};
-    groups.push_back(look_at_one_store(place->in(directory)));
+    if (place == places.end()) {
+      lacks = directory;
+      continue;
+    }
+    has = place->in(directory);
+    found.job.groups.push_back(look_at_one_store(has));
   }
-  return groups;
+  if (!lacks.empty())
+    found.gap = fmt::format("the store in {} holds a training, and {} has no store that was made with it", has, lacks);
+  const std::span<const StoreSummary> groups(found.job.groups);
+  if (groups.empty()) return found;  // removed meanwhile
+  found.objection = objection(groups);
+  if (found.is_whole()) {
+    found.job.commits = detail::common_commits(groups, &StoreSummary::commits);
+    found.job.checkpoints = detail::common_commits(groups, &StoreSummary::checkpoints);
+  }
+  if (!found.job.commits.empty()) return found;
+  std::uint64_t newest_step = 0;
+  bool lacking = !lacks.empty();
+  for (const StoreSummary& group : groups) {
+    lacking = lacking || lacks_files(group);
+    if (!tiers::Store::ranks_without_manifest(group.directory).empty()) found.is_unfinished = false;
+    for (const StoreSummary::Rank& rank : group.ranks) {
+      if (rank.has_more_than_first_commit(/*took_over=*/order > 0)) found.is_unfinished = false;
+      newest_step = std::max(newest_step, rank.newest_step());
+    }
+  }
+  if (lacking) found.step_out_of_reach = newest_step;
+  return found;
+}
+
+// Ranks are looked at one after the other: what a running program makes or commits in between seems to be incomplete.
+Place look_at_place(std::span<const std::string> directories, std::uint64_t order) {
+  constexpr int kLooks = 3;
+  Place found = look_at_place_once(directories, order);
+  for (int look = 1; look < kLooks; ++look) {
+    if (!found.job.commits.empty() || (found.is_unfinished && found.step_out_of_reach == 0)) break;
+    found = look_at_place_once(directories, order);
+  }
+  return found;
+}
+
+// The job of a place that holds a training, if only in part.
+StoredJob job_of(Place place) {
+  if (!place.objection.empty()) throw UsageError(place.objection);
+  if (!place.gap.empty()) throw StoreError(place.gap + ": bring it back, or move the first one away");
+  return std::move(place.job);
+}
+
+std::string missing_in(const StoreSummary& store) {
+  std::vector<std::string> missing;
+  for (int rank = 0; rank < store.world_size.value_or(0); ++rank)
+    if (std::ranges::find(store.ranks, rank, &StoreSummary::Rank::rank) == store.ranks.end())
+      missing.push_back(fmt::format("no files of rank {} are here", rank));
+  for (const StoreSummary::Rank& rank : store.ranks)
+    for (const tiers::ManifestDamage& part : rank.damage) missing.push_back(part.text);
+  return fmt::to_string(fmt::join(missing, "; "));
 }
 
 }  // namespace
@@ -55,40 +131,78 @@ std::vector<StoreSummary> all_stores(const StoredJob& job) {
   return stores;
 }
 
+const StoredJob* StoredJob::readable_before() const {
+  if (!commits.empty()) return nullptr;
+  const auto readable = std::ranges::find_if(older, [](const StoredJob& job) { return !job.commits.empty(); });
+  return readable == older.end() ? nullptr : &*readable;
+}
+
+std::string incomplete_text(const StoredJob& job) {
+  const StoredJob* const before = job.readable_before();
+  if (!before) return {};
+  std::string missing;
+  for (const StoreSummary& group : job.groups) {
+    const std::string of_group = missing_in(group);
+    if (!of_group.empty()) missing += (missing.empty() ? "" : "; ") + of_group;
+  }
+  return fmt::format(
+      "the newest store, in {}, holds a training, but no commit that every rank has{}: bring its files back, or move "
+      "it away to go back to the store before it, which holds step {}",
+      job.groups.front().directory, missing.empty() ? "" : " (" + missing + ")", before->commits.front().step);
+}
+
 StoredJob look_at_job(std::span<const std::string> directories) {
   if (directories.empty()) throw UsageError("a job has at least one store");
   std::set<std::uint64_t, std::greater<>> orders;
   for (const std::string& directory : directories)
     for (const detail::StoreDirectory& place : detail::readable_stores(directory)) orders.insert(place.order);
-  // As restore() does, passes over a newer store that not all groups have, or that holds no commit that all of them
-  // have.
+  // Passes over the newer stores that restore() passes over. One that it refuses is the job.
   StoredJob job;
-  std::set<std::string> names;  // of the checkpoints in newer stores
-  for (const std::uint64_t order : orders) {
-    std::vector<StoreSummary> groups;
-    try {
-      groups = at_place(directories, order);
-    } catch (const Error&) {
-      if (job.groups.empty()) throw;  // no usable store was found yet; later, only an older one is lost
-    }
-    if (groups.empty() || !objection(groups).empty()) continue;
-    StoredJob here{
-        .commits = detail::common_commits(std::span<const StoreSummary>(groups), &StoreSummary::commits),
-        .checkpoints = detail::common_commits(std::span<const StoreSummary>(groups), &StoreSummary::checkpoints)};
-    here.groups = std::move(groups);
-    if (job.groups.empty() && here.commits.empty()) continue;
+  std::optional<Place> out_of_reach;  // the one with the newest step
+  std::set<std::string> names;        // of the checkpoints in newer stores
+  const auto add = [&](StoredJob here) {
     std::erase_if(here.checkpoints, [&](const CommitHeader& c) { return names.contains(c.name); });
     for (const CommitHeader& checkpoint : here.checkpoints) names.insert(checkpoint.name);
+    const bool is_readable = job.commits.empty() && !job.readable_before() && !here.commits.empty();
     if (job.groups.empty())
       job = std::move(here);
-    else if (!here.checkpoints.empty() || std::ranges::any_of(here.groups, lost_a_checkpoint))
+    else if (is_readable || !here.checkpoints.empty() || std::ranges::any_of(here.groups, lost_a_checkpoint))
       job.older.push_back(std::move(here));
+  };
+  for (const std::uint64_t order : orders) {
+    Place place;
+    try {
+      place = look_at_place(directories, order);
+    } catch (const Error&) {
+      if (job.groups.empty()) throw;  // no usable store was found yet; later, only an older one is lost
+      continue;
+    }
+    if (place.job.groups.empty() || (!job.groups.empty() && !place.is_whole())) continue;
+    if (job.groups.empty() && place.job.commits.empty()) {
+      if (!place.is_unfinished) {
+        add(job_of(std::move(place)));
+      } else if (place.step_out_of_reach > (out_of_reach ? out_of_reach->step_out_of_reach : 0)) {
+        out_of_reach = std::move(place);
+      }
+      continue;
+    }
+    if (job.groups.empty() && out_of_reach && out_of_reach->step_out_of_reach > place.job.commits.front().step)
+      add(job_of(*std::move(out_of_reach)));
+    add(std::move(place.job));
   }
+  if (job.groups.empty() && out_of_reach) add(job_of(*std::move(out_of_reach)));
   if (!job.groups.empty()) return job;
-  for (const std::string& directory : directories) job.groups.push_back(look_at_store(directory));
+  for (const std::string& directory : directories) {
+    const auto places = detail::readable_stores(directory);
+    job.groups.push_back(look_at_one_store(places.empty() ? directory : places.back().in(directory)));
+  }
   if (const std::string problem = objection(job.groups); !problem.empty()) throw UsageError(problem);
   job.checkpoints = detail::common_commits(std::span<const StoreSummary>(job.groups), &StoreSummary::checkpoints);
   return job;
+}
+
+StoreSummary look_at_store(const std::string& directory) {
+  return std::move(look_at_job(std::array{directory}).groups.front());
 }
 
 }  // namespace hoist

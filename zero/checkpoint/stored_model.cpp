@@ -138,7 +138,11 @@ bool lost_a_checkpoint(const StoreSummary& store) {
   });
 }
 
-bool has_store(const std::string& directory) { return !detail::readable_stores(directory).empty(); }
+bool has_store(const std::string& directory) {
+  return std::ranges::any_of(detail::store_directories(directory), [&](const detail::StoreDirectory& place) {
+    return !Store::ranks_in(place.in(directory)).empty();
+  });
+}
 
 bool is_whole(const StoreSummary& store) {
   return store.world_size && store.ranks.size() == static_cast<std::size_t>(*store.world_size);
@@ -160,16 +164,6 @@ StoreSummary without_passing_damage(StoreSummary store) {
     damage = damage_of(store);
   }
   return store;
-}
-
-StoreSummary look_at_store(const std::string& directory) {
-  const std::vector<detail::StoreDirectory> places = detail::readable_stores(directory);
-  // One that was being made when its program died holds nothing yet; the one before it still counts.
-  for (const detail::StoreDirectory& place : places) {
-    StoreSummary summary = look_at_one_store(place.in(directory));
-    if (!summary.commits.empty() || &place == &places.back()) return summary;
-  }
-  return look_at_one_store(directory);
 }
 
 class StoredModel::Impl {

@@ -59,7 +59,8 @@ struct StoreSummary {
   std::vector<tiers::CommitHeader> checkpoints;  // likewise, oldest first
   std::uint32_t checkpoints_max = 0;  // a run with a mirror needs one of these places for the commit that is copied
 };
-// Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it.
+// Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it:
+// that of look_at_job() (stored_job.hpp).
 // Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
 StoreSummary look_at_store(const std::string& directory);
 // Looks again for up to a second while manifests seem damaged, and keeps such damage as every look saw: a slot that a

@@ -223,12 +223,17 @@ std::string obstacle(const StoredJob& job) {
 
 std::vector<Verification> verify_job(std::span<const std::string> directories, const VerifyOptions& options) {
   const StoredJob job = look_at_job(directories);
-  if (std::string problem = obstacle(job); !problem.empty()) return {{.not_done = std::move(problem)}};
+  const std::string gap = incomplete_text(job);
   std::vector<Verification> results;
-  Verifier current(directories, options, job);
-  results.push_back(current.verify(std::nullopt));
-  for (const CommitHeader& checkpoint : job.groups.front().ranks.front().checkpoints)
-    if (!named_checkpoint(job, checkpoint).empty()) results.push_back(current.verify(checkpoint));
+  if (std::string problem = obstacle(job); !problem.empty()) {
+    results.push_back({.not_done = std::move(problem)});
+  } else {
+    Verifier current(directories, options, job);
+    results.push_back(current.verify(std::nullopt));
+    for (const CommitHeader& checkpoint : job.groups.front().ranks.front().checkpoints)
+      if (!named_checkpoint(job, checkpoint).empty()) results.push_back(current.verify(checkpoint));
+  }
+  if (!gap.empty()) results.front().not_done = gap;  // however whole the part is that is here
   for (const StoredJob& older : job.older) {
     Verifier verifier(directories, options, older);
     for (const CommitHeader& checkpoint : older.checkpoints) results.push_back(verifier.verify(checkpoint));

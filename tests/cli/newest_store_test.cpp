@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// The commands on a run with two stores, whose newest one is incomplete, damaged or unfinished: an older store is never
+// taken for the training without a word.
+#include <filesystem>
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+
+#include <hoist/tests/support/damage.hpp>
+#include <hoist/tests/zero/reshard_fixture.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
+
+#include "program.hpp"
+#include "stores.hpp"
+
+namespace hoist::newest_store_test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class NewestStore : public test::ProgramTest {
+ protected:
+  // Two ranks train to step 2 and keep it as "two"; then so many ranks train to step 4, in a store of their own.
+  void train(int ranks, std::uint64_t last_step = 4) {
+    test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+    setup.engine.keep_steps = 1;
+    test::on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+      test::ToyModel model(setup, join);
+      model.initialize();
+      model.train(1, 2);
+      model.engine().save("two", {}).wait();
+    });
+    test::on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
+      test::ToyModel model(setup, join);
+      model.restore();
+      if (last_step > 2) model.train(3, last_step);
+    });
+    newer_ = path(fmt::format("store/reshard-0001-ranks-{}", ranks));
+  }
+  // `missing`: what the commands say of the newest store.
+  void expect_refusals(const std::string& missing) {
+    const auto named = AllOf(HasSubstr(fs::path(newer_).filename()), HasSubstr(missing), HasSubstr("step 2"));
+    const auto inspected = run("inspect store --json report.json");
+    EXPECT_EQ(inspected.exit_code, 1);
+    EXPECT_THAT(inspected.output, AllOf(named, HasSubstr("store holds step 2, and stays for its checkpoints, two")));
+    EXPECT_TRUE(json_of("report.json")["resumes_from_step"].is_null());
+    EXPECT_EQ(json_of("report.json")["older_stores"].size(), 1u);
+    const auto verified = run("verify store --json report.json");
+    EXPECT_EQ(verified.exit_code, 1);
+    EXPECT_THAT(verified.errors, named);
+    EXPECT_EQ(json_of("report.json")["sound"], false);
+    for (const char* command : {"copy", "export"}) {
+      SCOPED_TRACE(command);
+      const auto refused = run(fmt::format("{} store --to to", command));
+      EXPECT_NE(refused.exit_code, 0);
+      EXPECT_THAT(refused.errors, AllOf(named, HasSubstr("--from 'two' (step 2 of store)")));
+      EXPECT_FALSE(fs::exists(path("to")));
+      EXPECT_EQ(run(fmt::format("{} store --from two --to to", command)).exit_code, 0);
+      fs::remove_all(path("to"));
+    }
+    EXPECT_TRUE(look_at_store(path("store")).commits.empty());
+  }
+  std::string file(int rank, const char* suffix) const { return fmt::format("{}/rank-{:05}.{}", newer_, rank, suffix); }
+
+  std::string newer_;
+};
+
+TEST_F(NewestStore, WithoutARanksFilesIsSaid) {
+  train(3);
+  {
+    const test::FilesAway away({file(2, "data"), file(2, "manifest")});
+    expect_refusals("no files of rank 2 are here");
+  }
+  {
+    const test::FilesAway away({file(1, "manifest")});
+    expect_refusals("rank-00001.manifest is missing");
+  }
+  EXPECT_THAT(run("inspect store").output, Not(HasSubstr("holds a training, but")));
+  EXPECT_EQ(run("inspect store").exit_code, 0);
+  EXPECT_EQ(run("verify store").exit_code, 0);
+}
+
+TEST_F(NewestStore, OfOneRankWithoutAManifestIsSaid) {
+  train(1);
+  const test::FilesAway away({file(0, "manifest")});
+  expect_refusals("rank-00000.manifest is missing");
+}
+
+TEST_F(NewestStore, WithADamagedManifestIsSaid) {
+  train(1);
+  test::flip_bits(file(0, "manifest"), 130);
+  expect_refusals("cannot be used");
+  test::flip_bits(file(0, "manifest"), 130);
+  for (const std::uint32_t slot : {0u, 1u}) test::damage_slot(newer_, 0, slot);
+  expect_refusals("commit slot 1");
+}
+
+// Its first commit is on one rank only. The other one has its files: it had not got so far.
+TEST_F(NewestStore, ThatIsUnfinishedIsPassedOver) {
+  train(3, 2);
+  for (const std::uint32_t slot : {0u, 1u}) test::blank_slot(newer_, 1, slot);
+  const auto inspected = run("inspect store");
+  EXPECT_EQ(inspected.exit_code, 0);
+  EXPECT_THAT(inspected.output, AllOf(HasSubstr("resumes from  step 2"), Not(HasSubstr("reshard-0001"))));
+  EXPECT_EQ(run("verify store").exit_code, 0);
+  EXPECT_EQ(run("copy store --to to").exit_code, 0);
+  // With files away it is, too, as long as the older store holds its step.
+  for (const char* suffix : {"data", "manifest"}) fs::remove(file(1, suffix));
+  EXPECT_EQ(run("inspect store").exit_code, 0);
+}
+
+// Only it holds the training.
+TEST_F(NewestStore, WhoseFirstCommitIsOutOfReachIsTheTraining) {
+  train(3, 2);
+  for (const char* suffix : {"data", "manifest"}) fs::remove(file(1, suffix));
+  for (const int rank : {0, 1})
+    for (const char* suffix : {"data", "manifest"}) fs::remove(path(fmt::format("store/rank-{:05}.{}", rank, suffix)));
+  EXPECT_EQ(look_at_store(path("store")).directory, newer_);
+  EXPECT_THAT(run("inspect store").output, HasSubstr("some are not here"));
+}
+
+}  // namespace
+}  // namespace hoist::newest_store_test
