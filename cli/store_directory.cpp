@@ -70,8 +70,9 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
     if (std::ranges::find(job.commits, checkpoint->step, &tiers::CommitHeader::step) != job.commits.end()) continue;
     held += fmt::format("{}{} ('{}')", held.empty() ? "" : ", ", checkpoint->step, checkpoint->name);
   }
-  throw_not_held(job, fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
-                                  held.empty() ? "no step that every rank has" : "the steps " + held));
+  throw_not_held(job, fmt::format("--step {}: {} {} {}{}", text, names_of(job), several ? "have in common" : "holds",
+                                  held.empty() ? "no step that every rank has" : "the steps " + held,
+                                  before.empty() ? "" : "; older stores keep checkpoints: " + before));
 }
 
 tiers::CommitHeader chosen_checkpoint(const std::string& name, const StoredJob& job) {
@@ -117,7 +118,8 @@ void add_stores(CLI::App& command, std::vector<std::string>& stores) {
 }
 
 void add_commit_options(CLI::App& command, std::string& step, std::string& from) {
-  command.add_option("--step", step, "One of the steps that `hoist inspect` lists; the newest by default")
+  command
+      .add_option("--step", step, "One of the newest store's steps, which `hoist inspect` lists; the newest by default")
       ->type_name("N");
   command.add_option("--from", from, "The checkpoint of this name instead")->excludes("--step")->type_name("NAME");
 }

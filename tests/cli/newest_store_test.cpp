@@ -122,5 +122,14 @@ TEST_F(NewestStore, WhoseFirstCommitIsOutOfReachIsTheTraining) {
   EXPECT_THAT(run("inspect store").output, HasSubstr("some are not here"));
 }
 
+TEST_F(NewestStore, DoesNotHideTheStepsOfOlderOnes) {
+  train(3);
+  for (const char* command : {"copy", "export"}) {
+    const auto refused = run(fmt::format("{} store --step 2 --to to", command));
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_THAT(refused.errors, AllOf(HasSubstr("holds the steps 4, 3"), HasSubstr("--from 'two' (step 2 of store)")));
+  }
+}
+
 }  // namespace
 }  // namespace hoist::newest_store_test
