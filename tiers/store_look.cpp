@@ -90,10 +90,14 @@ std::optional<std::string> Store::holder(const std::string& directory, int rank)
 bool Store::lacks_a_drive(const std::string& directory, int rank, std::span<const std::string> elsewhere) {
   const Found found = look(directory, rank);
   const auto drive_count = static_cast<unsigned>(found.stripe_directories.size()) + 1;
-  for (unsigned d = 1; d < drive_count; ++d)
-    if (!detail::find_drive(found.stripe_directories[d - 1], elsewhere, rank,
-                            {found.store_number, d, drive_count, directory}))
-      return true;
+  try {
+    for (unsigned d = 1; d < drive_count; ++d)
+      if (!detail::find_drive(found.stripe_directories[d - 1], elsewhere, rank,
+                              {found.store_number, d, drive_count, directory}))
+        return true;
+  } catch (const StoreError&) {  // what is there is another store's
+    return true;
+  }
   return false;
 }
 
@@ -122,7 +126,7 @@ std::vector<std::string> Store::wrong_data_files(const std::string& directory, i
       try {
         if (!detail::find_drive(made_in, {}, rank, {view.superblock->store_number, d, drive_count, directory}))
           wrong.push_back(fmt::format("{} belongs to another store, or has lost its label", drive.data));
-      } catch (const IoError& error) {
+      } catch (const Error& error) {
         wrong.emplace_back(error.what());
       }
     }

@@ -101,6 +101,42 @@ TEST_F(StoreDrivesTest, IsReadWithoutSayingWhereTheDrivesAre) {
   EXPECT_NO_THROW(reader.read(RecordId{0}, Region::state, 0, tiles, buffer.span()));
 }
 
+// The files were copied by other means than ours, so the copy's manifest and labels name the original's directories.
+TEST_F(StoreDrivesTest, ACopyNeverReadsTheDrivesOfItsOriginal) {
+  const auto copied = [&](const std::string& directory) { return directory + "-copied"; };
+  std::vector<std::string> drives = options_.stripe_directories;
+  for (std::string& drive : drives) {
+    fs::copy(drive, copied(drive));
+    drive = copied(drive);
+    const auto bytes = read_file(drive + "/rank-00000.data");
+    for (std::uint64_t offset = 0; offset < bytes.size(); offset += 4096)
+      poke(drive + "/rank-00000.data", offset, std::vector(1, ~bytes[offset]));
+  }
+  const std::string copy = copied(options_.directory);
+  fs::copy(options_.directory, copy);
+  const CommitHeader commit = Store::look(copy, 0).commits.front();
+  const auto read = [&](const std::string& store, std::span<const std::string> elsewhere) {
+    StoreReader reader(store, 0, options_.records, commit, *queue_, StoreReader::Lock::none, elsewhere);
+    const RecordLayout& layout = options_.records[0].layout;
+    const Buffer buffer(layout.region_bytes(Region::state));
+    reader.read(RecordId{0}, Region::state, 0, static_cast<std::uint32_t>(layout.tiles().size()), buffer.span());
+  };
+  EXPECT_THROW(read(copy, drives), CorruptionError);  // that of its own drives
+  EXPECT_FALSE(Store::lacks_a_drive(copy, 0, drives));
+  const auto is_original = testing::AllOf(HasSubstr(options_.stripe_directories[0] + " is a drive of the store in"),
+                                          HasSubstr(copy + " is a copy"), HasSubstr("hoist copy"));
+  EXPECT_THAT([&] { read(copy, {}); }, testing::ThrowsMessage<StoreError>(is_original));
+  EXPECT_TRUE(Store::lacks_a_drive(copy, 0, {}));
+  EXPECT_THAT(Store::wrong_data_files(copy, 0), testing::Contains(is_original));
+  EXPECT_NO_THROW(read(options_.directory, {}));
+  const std::string link = directory_ / "link";
+  fs::create_directory_symlink(options_.directory, link);
+  EXPECT_NO_THROW(read(link, {}));
+  // Once the first one is gone, it is no copy: the store has been moved.
+  fs::rename(options_.directory, directory_ / "away");
+  EXPECT_NO_THROW(read(copy, {}));
+}
+
 TEST_F(StoreDrivesTest, DamageNamesADataFileAndAnOffsetInIt) {
   const std::string path = drive_file(2, "data");
   const auto bytes = read_file(path);

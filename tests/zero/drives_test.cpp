@@ -7,6 +7,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/tests/support/damage.hpp>
+#include <hoist/tests/support/log_capture.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
 #include "toy_ranks.hpp"
@@ -82,6 +84,25 @@ TEST(Drives, FewerAtTheNextStartAreRefusedAndNothingIsLost) {
 }
 
 // A new store takes over the state, from where the configuration says that the drives are now, or from where they were.
+// The copy of the second drive is damaged, and the original's is whole.
+TEST(Drives, OfACopyAreReadWhereTheConfigurationSaysTheyAre) {
+  const TempDirectory directory;
+  ToySetup setup = setup_on(directory, 2);
+  train_once(setup, kShape, 1);
+  std::string& store = setup.engine.store_directory;
+  std::string& drive = setup.engine.stripe_directories[0];
+  for (std::string* const part : {&store, &drive}) {
+    const std::string copy = directory / ("copy-of-" + std::to_string(part == &drive ? 1 : 0));
+    std::filesystem::copy(*part, copy);
+    *part = copy;
+  }
+  flip_bits(drive + "/rank-00000.data", 5, 4096);
+  EXPECT_THAT(verify_job(std::vector{store})[0].not_done, testing::HasSubstr("is a copy"));
+  setup.engine.keep_steps = 1;  // needs a new store
+  ToyModel model(setup, kShape);
+  EXPECT_THAT([&] { model.restore(); }, testing::ThrowsMessage<CorruptionError>(testing::HasSubstr("copy-of-")));
+}
+
 TEST(Drives, MountedElsewhereAreFoundByAStoreThatTakesOver) {
   const TempDirectory directory;
   ToySetup setup = setup_on(directory, 3);

@@ -16,6 +16,7 @@
 #include <hoist/core/kernel_files.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/tiers/detail/manifest_view.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 
 namespace hoist::tiers::detail {
@@ -203,19 +204,52 @@ void check_label(const StorePaths& drive, const DriveLabel& expected) {
       drive.directory, expected.drive, expected.drive_count, expected.home, expected.store_number, shown(*found)));
 }
 
+namespace {
+
+// The store's own directory, as a label has it.
+std::string home_in(const std::string& label) {
+  constexpr std::string_view kKey = "\nhome ";
+  const std::size_t key = label.find(kKey);
+  if (key == std::string::npos) return {};
+  const std::size_t begin = key + kKey.size();
+  return label.substr(begin, label.find('\n', begin) - begin);
+}
+
+// The drive was found where the store was made. If that store is still there, and the one that is read is in another
+// directory, the latter is a copy of its files, and its drives are elsewhere.
+void refuse_originals_drive(const StorePaths& drive, const std::string& label, int rank, const DriveLabel& expected) {
+  const std::string home = home_in(label);
+  if (home.empty() || is_same_place(home, expected.home)) return;
+  std::optional<Superblock> original;
+  try {
+    original = view_superblock(StorePaths(home, rank).manifest).superblock;
+  } catch (const IoError&) {  // out of reach: the drives may have been moved without it
+  }
+  if (!original || original->store_number != expected.store_number) return;
+  throw StoreError(
+      fmt::format("{} is a drive of the store in {}, of which the one in {} is a copy: name the copy's own drives in "
+                  "nvme_path, mount them there while that store is away, or make copies with `hoist copy`",
+                  drive.directory, home, expected.home));
+}
+
+}  // namespace
+
 std::optional<StorePaths> find_drive(const std::string& made_in, std::span<const std::string> elsewhere, int rank,
                                      const DriveLabel& expected) {
-  std::vector<std::string> candidates{made_in};
-  candidates.insert(candidates.end(), elsewhere.begin(), elsewhere.end());
+  std::vector<std::string> candidates{elsewhere.begin(), elsewhere.end()};
+  candidates.push_back(made_in);
   std::exception_ptr unreadable;  // the first: the drive may be in another place, and that one another's
-  for (const std::string& directory : candidates) {
-    StorePaths drive(directory, rank);
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    StorePaths drive(candidates[i], rank);
+    std::optional<std::string> found;
     try {
-      const auto found = read_label(drive);
-      if (found && found->starts_with(identity_lines(expected))) return drive;
+      found = read_label(drive);
     } catch (const IoError&) {
       if (!unreadable) unreadable = std::current_exception();
     }
+    if (!found || !found->starts_with(identity_lines(expected))) continue;
+    if (i == elsewhere.size()) refuse_originals_drive(drive, *found, rank, expected);
+    return drive;
   }
   if (unreadable) std::rethrow_exception(unreadable);
   return std::nullopt;

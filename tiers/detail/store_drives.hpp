@@ -45,8 +45,9 @@ struct DriveLabel {
 void write_label(const StorePaths& drive, const DriveLabel& label);
 // Refuses a further drive without a label, or with another store's.
 void check_label(const StorePaths& drive, const DriveLabel& expected);
-// Where a further drive of a store is now: in the directory where it was when the store was made, or in one of
-// `elsewhere`. nullopt if no label says so.
+// Where a further drive of a store is now: in one of `elsewhere`, or in the directory where it was when the store was
+// made. nullopt if no label says so. Errors: StoreError if the latter is a drive of the store in another directory, and
+// this one is a copy of that one's files.
 std::optional<StorePaths> find_drive(const std::string& made_in, std::span<const std::string> elsewhere, int rank,
                                      const DriveLabel& expected);
 // Whether a rank has lost its manifest: its data, which are not blank, are on its own drive without any.
