@@ -132,7 +132,7 @@ std::string find_store(const std::string& path) {
   for (const std::string& directory : {path, below})
     if (has_store(directory)) return directory;
   for (const std::string& directory : {path, below})  // only then, or a stray file would hide the store below
-    if (!tiers::Store::ranks_without_manifest(directory).empty()) return directory;
+    if (has_data_without_manifest(directory)) return directory;
   throw UsageError(fmt::format("there is no store in {} (a store is the subdirectory hoist of nvme_path)", path));
 }
 

@@ -35,7 +35,8 @@ class Steps(NamedTuple):
 
 
 def steps(directory: str | os.PathLike[str]) -> Steps:
-    """Returns the steps in a store, which another process may be using."""
+    """Returns the steps in a store, which another process may be using. Errors: StoreError if the newest store of a run is
+    incomplete, and an older one is not."""
     commits, checkpoints = _hoist.steps_in_store(_find(directory))
     return Steps([step for step, _ in commits], {name: step for step, name in checkpoints})
 

@@ -140,12 +140,14 @@ void bind_stored(nb::module_& module) {
   module.def(
       "steps_in_store",
       [](const std::string& directory) {
-        const StoreSummary store = look_at_store(directory);
-        return std::make_pair(steps_of(store.commits), steps_of(store.checkpoints));
+        const StoredJob job = look_at_job(std::vector{directory});
+        // Without a commit, it would pass for a run that was never begun.
+        if (const std::string gap = incomplete_text(job); !gap.empty()) throw StoreError(gap);
+        return std::make_pair(steps_of(job.commits), steps_of(job.checkpoints));
       },
       "directory"_a, no_gil,
       "(commits that every rank has, newest first; named checkpoints, oldest first), each as (step, name). Also "
-      "of a store in use.");
+      "of a store in use. Errors: StoreError if the newest store is incomplete, and an older one is not.");
 
   nb::class_<Stored>(module, "StoredModel", "One commit of a store, read without the program that trained it.")
       .def(nb::init<const std::string&, std::optional<std::uint64_t>, const std::string&>(), "directory"_a,

@@ -98,6 +98,33 @@ TEST_F(NewestStore, WithADamagedManifestIsSaid) {
   expect_refusals("commit slot 1");
 }
 
+// A host of several has the whole older store, and its own ranks' part of the newest. A real fault of that is said,
+// too.
+TEST_F(NewestStore, OfWhichAHostHasItsPartIsNotGivenUp) {
+  train(3);
+  const test::FilesAway away({file(1, "data"), file(1, "manifest"), file(2, "data"), file(2, "manifest")});
+  const auto is_said =
+      AllOf(HasSubstr("these ranks have their files on other hosts"), HasSubstr("only to give its steps up"));
+  EXPECT_THAT(run("inspect store").output, is_said);
+  EXPECT_THAT(run("verify store").errors, AllOf(is_said, Not(HasSubstr("holds no commit"))));
+  for (const std::uint32_t slot : {0u, 1u}) test::damage_slot(newer_, 0, slot);
+  EXPECT_THAT(run("verify store").errors, AllOf(is_said, HasSubstr("holds no commit that every rank has")));
+}
+
+// There is no older one.
+TEST_F(NewestStore, AloneWithoutAManifestIsFound) {
+  train(1);
+  const test::FilesAway away({file(0, "manifest")});
+  for (const int rank : {0, 1})
+    for (const char* suffix : {"data", "manifest"}) fs::remove(path(fmt::format("store/rank-{:05}.{}", rank, suffix)));
+  for (const char* command : {"inspect store", "verify store", "export store --to to"}) {
+    const auto result = run(command);
+    EXPECT_NE(result.exit_code, 0) << command;
+    EXPECT_THAT(result.output + result.errors,
+                AllOf(HasSubstr("rank-00000.manifest is missing"), Not(HasSubstr("there is no store"))));
+  }
+}
+
 // Its first commit is on one rank only. The other one has its files: it had not got so far.
 TEST_F(NewestStore, ThatIsUnfinishedIsPassedOver) {
   train(3, 2);

@@ -96,6 +96,24 @@ def test_a_run_continues_from_a_copy(settings, tmp_path):
         train(engine, 1)
 
 
+def test_a_run_whose_newest_store_is_incomplete_is_not_begun_anew(settings, tmp_path):
+    config = settings(store="store/rank-0")
+    for kept, first in (1, 0), (2, 2):  # the second needs a new store
+        config["hoist"]["keep_steps"] = kept
+        with hoist.torch.wrap(Gpt(), config, resume=True) as engine:
+            train(engine, 2, first=first)
+            if kept == 1:
+                engine.save("two").wait()
+    before = tmp_path / "store/rank-0/hoist"
+    assert hoist.store.steps(before).commits[0] == 4
+    manifest, = before.glob("reshard-*/*.manifest")
+    manifest.rename(tmp_path / "manifest")
+    with pytest.raises(hoist.StoreError, match="manifest is missing"):
+        hoist.store.steps(before)
+    with pytest.raises(hoist.StoreError, match="manifest is missing"):
+        hoist.torch.wrap(Gpt(), settings(), resume=True)
+
+
 def test_a_step_and_a_checkpoint_are_two_choices(tmp_path):
     with pytest.raises(hoist.UsageError, match="give one of them"):
         hoist.store.open(tmp_path, step=2, checkpoint="best")

@@ -123,8 +123,8 @@ TEST_F(StoreDrivesTest, ACopyNeverReadsTheDrivesOfItsOriginal) {
   };
   EXPECT_THROW(read(copy, drives), CorruptionError);  // that of its own drives
   EXPECT_FALSE(Store::lacks_a_drive(copy, 0, drives));
-  const auto is_original = testing::AllOf(HasSubstr(options_.stripe_directories[0] + " is a drive of the store in"),
-                                          HasSubstr(copy + " is a copy"), HasSubstr("hoist copy"));
+  const auto is_original = testing::AllOf(HasSubstr(options_.stripe_directories[0] + " belongs to the store in"),
+                                          HasSubstr(copy + " is a copy"), HasSubstr("no longer used, move it away"));
   EXPECT_THAT([&] { read(copy, {}); }, testing::ThrowsMessage<StoreError>(is_original));
   EXPECT_TRUE(Store::lacks_a_drive(copy, 0, {}));
   EXPECT_THAT(Store::wrong_data_files(copy, 0), testing::Contains(is_original));

@@ -6,9 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/tests/support/damage.hpp>
 #include <hoist/tests/support/log_capture.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
 #include "toy_ranks.hpp"
@@ -83,7 +83,6 @@ TEST(Drives, FewerAtTheNextStartAreRefusedAndNothingIsLost) {
   EXPECT_EQ(model.restore().step, 1u);
 }
 
-// A new store takes over the state, from where the configuration says that the drives are now, or from where they were.
 // The copy of the second drive is damaged, and the original's is whole.
 TEST(Drives, OfACopyAreReadWhereTheConfigurationSaysTheyAre) {
   const TempDirectory directory;
@@ -103,6 +102,7 @@ TEST(Drives, OfACopyAreReadWhereTheConfigurationSaysTheyAre) {
   EXPECT_THAT([&] { model.restore(); }, testing::ThrowsMessage<CorruptionError>(testing::HasSubstr("copy-of-")));
 }
 
+// A new store takes over the state, from where the configuration says that the drives are now, or from where they were.
 TEST(Drives, MountedElsewhereAreFoundByAStoreThatTakesOver) {
   const TempDirectory directory;
   ToySetup setup = setup_on(directory, 3);

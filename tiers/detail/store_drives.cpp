@@ -226,10 +226,10 @@ void refuse_originals_drive(const StorePaths& drive, const std::string& label, i
   } catch (const IoError&) {  // out of reach: the drives may have been moved without it
   }
   if (!original || original->store_number != expected.store_number) return;
-  throw StoreError(
-      fmt::format("{} is a drive of the store in {}, of which the one in {} is a copy: name the copy's own drives in "
-                  "nvme_path, mount them there while that store is away, or make copies with `hoist copy`",
-                  drive.directory, home, expected.home));
+  throw StoreError(fmt::format(
+      "{0} belongs to the store in {1}, and {2} is a copy of that store. If the copy has drives of its own, "
+      "name them in nvme_path or mount them at {0}; if {1} is no longer used, move it away",
+      drive.directory, home, expected.home));
 }
 
 }  // namespace

@@ -145,10 +145,13 @@ std::string incomplete_text(const StoredJob& job) {
     const std::string of_group = missing_in(group);
     if (!of_group.empty()) missing += (missing.empty() ? "" : "; ") + of_group;
   }
+  const bool has_all_ranks = std::ranges::all_of(job.groups, is_whole);
   return fmt::format(
-      "the newest store, in {}, holds a training, but no commit that every rank has{}: bring its files back, or move "
-      "it away to go back to the store before it, which holds step {}",
-      job.groups.front().directory, missing.empty() ? "" : " (" + missing + ")", before->commits.front().step);
+      "the newest store, in {}, holds a training, but no commit that every rank has{}: bring its files back{}; move it "
+      "away only to give its steps up, and go back to the store before it, which holds step {}",
+      job.groups.front().directory, missing.empty() ? "" : " (" + missing + ")",
+      has_all_ranks ? "" : ", or, if these ranks have their files on other hosts, run this there",
+      before->commits.front().step);
 }
 
 StoredJob look_at_job(std::span<const std::string> directories) {
@@ -156,7 +159,8 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   std::set<std::uint64_t, std::greater<>> orders;
   for (const std::string& directory : directories)
     for (const detail::StoreDirectory& place : detail::readable_stores(directory)) orders.insert(place.order);
-  // Passes over the newer stores that restore() passes over. One that it refuses is the job.
+  // Passes over the newer stores that restore() passes over. One that it refuses is the job, and so is one whose ranks
+  // are not all here, which restore() may find on their hosts.
   StoredJob job;
   std::optional<Place> out_of_reach;  // the one with the newest step
   std::set<std::string> names;        // of the checkpoints in newer stores

@@ -144,6 +144,10 @@ bool has_store(const std::string& directory) {
   });
 }
 
+bool has_data_without_manifest(const std::string& directory) {
+  return !Store::ranks_without_manifest(directory).empty() || !detail::readable_stores(directory).empty();
+}
+
 bool is_whole(const StoreSummary& store) {
   return store.world_size && store.ranks.size() == static_cast<std::size_t>(*store.world_size);
 }

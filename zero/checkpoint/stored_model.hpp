@@ -68,6 +68,8 @@ StoreSummary look_at_store(const std::string& directory);
 StoreSummary without_passing_damage(StoreSummary store);
 // Whether there is one to look at.
 bool has_store(const std::string& directory);
+// Where has_store() is false: whether there is one that has lost all its manifests.
+bool has_data_without_manifest(const std::string& directory);
 // Whether all its ranks are here.
 bool is_whole(const StoreSummary& store);
 // The same of the store whose files are in `directory` itself.

@@ -233,7 +233,10 @@ std::vector<Verification> verify_job(std::span<const std::string> directories, c
     for (const CommitHeader& checkpoint : job.groups.front().ranks.front().checkpoints)
       if (!named_checkpoint(job, checkpoint).empty()) results.push_back(current.verify(checkpoint));
   }
-  if (!gap.empty()) results.front().not_done = gap;  // however whole the part is that is here
+  if (!gap.empty()) {  // however whole the part is that is here
+    std::string& not_done = results.front().not_done;
+    not_done = gap + (not_done.empty() ? "" : "; " + not_done);
+  }
   for (const StoredJob& older : job.older) {
     Verifier verifier(directories, options, older);
     for (const CommitHeader& checkpoint : older.checkpoints) results.push_back(verifier.verify(checkpoint));
