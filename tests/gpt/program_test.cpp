@@ -196,7 +196,7 @@ TEST_F(Program, AStoreThatCannotBeResumedIsNotCalledEmpty) {
   ASSERT_EQ(std::remove(path("store/hoist/rank-00000.manifest").c_str()), 0);
   const Outcome refused = run(usual(2, {"--resume"}));
   EXPECT_NE(refused.code, 0);
-  EXPECT_THAT(refused.error, HasSubstr("bring the manifest back"));
+  EXPECT_THAT(refused.error, HasSubstr("rank 0 finds data of rank 0, and not their manifest"));
   EXPECT_THAT(refused.out, testing::Not(HasSubstr("nothing to resume")));
 }
 
