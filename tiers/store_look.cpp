@@ -95,7 +95,7 @@ bool Store::lacks_a_drive(const std::string& directory, int rank, std::span<cons
       if (!detail::find_drive(found.stripe_directories[d - 1], elsewhere, rank,
                               {found.store_number, d, drive_count, directory}))
         return true;
-  } catch (const StoreError&) {  // what is there is another store's
+  } catch (const StoreError&) {  // the drive there belongs to another store
     return true;
   }
   return false;

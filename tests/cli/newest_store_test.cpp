@@ -23,21 +23,8 @@ using ::testing::Not;
 
 class NewestStore : public test::ProgramTest {
  protected:
-  // Two ranks train to step 2 and keep it as "two"; then so many ranks train to step 4, in a store of their own.
   void train(int ranks, std::uint64_t last_step = 4) {
-    test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
-    setup.engine.keep_steps = 1;
-    test::on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
-      test::ToyModel model(setup, join);
-      model.initialize();
-      model.train(1, 2);
-      model.engine().save("two", {}).wait();
-    });
-    test::on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
-      test::ToyModel model(setup, join);
-      model.restore();
-      if (last_step > 2) model.train(3, last_step);
-    });
+    test::make_two_stores(path("store"), ranks, last_step);
     newer_ = path(fmt::format("store/reshard-0001-ranks-{}", ranks));
   }
   // `missing`: what the commands say of the newest store.

@@ -36,6 +36,24 @@ inline Masters make_store(const std::string& directory, int world_size, std::uin
   return masters;
 }
 
+// Two ranks train to step 2 and keep it as "two"; then `ranks` train to `last_step`, in a store of their own below
+// `directory`.
+inline void make_two_stores(const std::string& directory, int ranks, std::uint64_t last_step = 4) {
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+  setup.engine.keep_steps = 1;
+  on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+    ToyModel model(setup, join);
+    model.initialize();
+    model.train(1, 2);
+    model.engine().save("two", {}).wait();
+  });
+  on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
+    ToyModel model(setup, join);
+    model.restore();
+    if (last_step > 2) model.train(3, last_step);
+  });
+}
+
 // Pre: the model has a tensor of this name and of values of type T.
 template <typename T>
 std::vector<T> values_of(const interchange::SafetensorsModel& model, const std::string& name) {

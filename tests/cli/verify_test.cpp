@@ -126,19 +126,7 @@ TEST_F(Verify, ReadsNamedCheckpointsToo) {
 
 // After a start with another number of ranks, the store before stays for its checkpoints.
 TEST_F(Verify, ReadsCheckpointsOfOlderStoresToo) {
-  test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
-  setup.engine.keep_steps = 1;
-  test::on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
-    test::ToyModel model(setup, join);
-    model.initialize();
-    model.train(1, 2);
-    model.engine().save("two", {}).wait();
-  });
-  test::on_ranks(1, [&](int, const Runtime::MakeCommunicator& join) {
-    test::ToyModel model(setup, join);
-    model.restore();
-    model.train(3, 4);
-  });
+  test::make_two_stores(path("store"), 1);
   EXPECT_THAT(run("inspect store --json report.json").output,
               HasSubstr("store stays for its checkpoints, two (step 2)"));
   const auto older = json_of("report.json")["older_stores"];

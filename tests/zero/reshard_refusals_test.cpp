@@ -74,7 +74,7 @@ TEST_P(ReshardTest, AStoreThatAnotherProcessTakesOverFromIsNotContinuedInPlace) 
   continue_with(2, 4);
 }
 
-// A run that goes back by a name, to a store that nobody uses, while another process trains in the newest one.
+// A run that goes back by a name, to a store that no process uses, while another process trains in the newest one.
 TEST_P(ReshardTest, NoOtherStoreIsTakenOverWhileTheNewestIsInUse) {
   begin_and_keep_two(3);
   continue_with(3, 4);

@@ -106,7 +106,8 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const bool goes_back = found && (found->commits.front().step > step || given_up);
   const bool same_run = found && !goes_back && found->same_ranks && found->has_room &&
                         survey.is_of_run(found->commits.front(), store_number);
-  // The store that says so is kept, and its files are made anew.
+  // What says so is an empty store of the run beside that of the copy (has_given_up()). It is the mark of a step back:
+  // it is kept, and its files are made anew.
   const bool uses_mark =
       given_up && ranks_.all_true_in_job(survey.directories().front().world_size == ranks_.group().size());
   const std::uint64_t mark = uses_mark ? survey.newest_order() : 0;

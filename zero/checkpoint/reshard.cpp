@@ -86,7 +86,7 @@ bool may_be_removed(const RankAgreement& ranks, const EngineOptions& options, co
   return ranks.all_true_in_job(may_be);
 }
 
-// The same once more under the locks. Somebody who holds one keeps the store until the next start.
+// The same once more under the locks. If another process holds one, the store stays until the next start.
 void remove_unfinished_now(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& store) {
   try {
     remove_store(options.drive_directories(), store, Nanoseconds{0}, [&] { check_unfinished(ranks, options, store); });

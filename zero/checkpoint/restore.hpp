@@ -30,7 +30,7 @@ struct RestorePlan {
   bool in_place = false;
   // Of the newest store in the offload directory that had a commit of all ranks; 0: none, or the first one.
   std::uint64_t newest_order = 0;
-  // The stores that nobody else may go on in while this run takes over the source's state.
+  // Newer stores in which no other process may train while this run takes over the source's state.
   NewerStores newer_stores() const { return {from_mirror ? StoreDirectory{} : source.directory, newest_order, ""}; }
 };
 

@@ -46,11 +46,13 @@ struct Place {
   std::uint64_t step_out_of_reach = 0;
 };
 
+bool has_manifest(const StoreSummary& store, int rank) {
+  return std::ranges::find(store.ranks, rank, &StoreSummary::Rank::rank) != store.ranks.end();
+}
+
 bool lacks_files(const StoreSummary& store) {
-  for (int rank = 0; rank < store.world_size.value_or(0); ++rank) {
-    const tiers::Store::Found found = tiers::Store::look(store.directory, rank);
-    if (!found.exists && !found.is_half_made) return true;
-  }
+  for (int rank = 0; rank < store.world_size.value_or(0); ++rank)
+    if (!has_manifest(store, rank) && !tiers::Store::look(store.directory, rank).is_half_made) return true;
   return false;
 }
 
@@ -112,8 +114,7 @@ StoredJob job_of(Place place) {
 std::string missing_in(const StoreSummary& store) {
   std::vector<std::string> missing;
   for (int rank = 0; rank < store.world_size.value_or(0); ++rank)
-    if (std::ranges::find(store.ranks, rank, &StoreSummary::Rank::rank) == store.ranks.end())
-      missing.push_back(fmt::format("no files of rank {} are here", rank));
+    if (!has_manifest(store, rank)) missing.push_back(fmt::format("no files of rank {} are here", rank));
   for (const StoreSummary::Rank& rank : store.ranks)
     for (const tiers::ManifestDamage& part : rank.damage) missing.push_back(part.text);
   return fmt::to_string(fmt::join(missing, "; "));
