@@ -73,7 +73,7 @@ std::string model_text(const Findings& findings) {
 
 std::string resume_text(const StoreSummary& store) {
   if (store.durability == tiers::Durability::none) return "nothing: made with durability \"none\", which never commits";
-  if (!store.commits.empty()) return fmt::format("step {}", store.commits.front().step);
+  if (!store.restorable().empty()) return fmt::format("step {}", store.restorable().front().step);
   if (store.world_size && !is_whole(store))
     return "unknown: the newest step that all ranks have, and some are not here";
   return "nothing: no step that every rank has";
@@ -140,7 +140,7 @@ Json findings_json(const Findings& findings) {
             {"durability", store.durability == tiers::Durability::step ? "step" : "none"},
             {"checkpoints", is_whole(store) ? checkpoints_json(store.checkpoints) : Json(nullptr)},
             {"checkpoints_max", store.checkpoints_max},
-            {"resumes_from_step", store.commits.empty() ? Json(nullptr) : Json(store.commits.front().step)},
+            {"resumes_from_step", store.restorable().empty() ? Json(nullptr) : Json(store.restorable().front().step)},
             {"units", store.unit_count},
             {"elements", findings.elements(true) + findings.elements(false)},
             {"frozen_elements", findings.elements(false)},

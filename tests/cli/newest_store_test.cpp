@@ -2,11 +2,13 @@
 // The commands on a run with two stores, whose newest one is incomplete, damaged or unfinished: an older store is never
 // taken for the training without a word.
 #include <filesystem>
+#include <fstream>
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <hoist/tests/support/damage.hpp>
+#include <hoist/tests/support/file_contents.hpp>
 #include <hoist/tests/zero/reshard_fixture.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
@@ -110,6 +112,62 @@ TEST_F(NewestStore, AloneWithoutAManifestIsFound) {
     EXPECT_THAT(result.output + result.errors,
                 AllOf(HasSubstr("rank-00000.manifest is missing"), Not(HasSubstr("there is no store"))));
   }
+}
+
+// One rank went back to step 3, and the others died before they did: only the commit that it abandoned is common.
+TEST_F(NewestStore, WithAnAbandonedCommitAloneIsComplete) {
+  train(3);
+  const auto without_step = [&](int rank, std::uint64_t step) {
+    const std::string bytes = test::contents_of(file(rank, "manifest"));
+    for (const std::uint32_t slot : {0u, 1u}) {
+      test::blank_slot(newer_, rank, slot);
+      if (tiers::Store::look(newer_, rank).commits.front().step != step) return;
+      std::ofstream(file(rank, "manifest"), std::ios::binary) << bytes;
+    }
+  };
+  const std::string whole = path("whole");
+  fs::copy(newer_, whole);
+  without_step(2, 4);
+  test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  setup.engine.keep_steps = 1;
+  const auto restored_step = [&] {
+    std::uint64_t step = 0;
+    test::on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+      test::ToyModel model(setup, join);
+      model.restore();
+      if (rank == 0) step = model.engine().step_count();
+    });
+    return step;
+  };
+  EXPECT_EQ(restored_step(), 3u);
+  for (const int rank : {1, 2}) {
+    for (const char* suffix : {"data", "manifest"})
+      fs::copy(fs::path(whole) / fs::path(file(rank, suffix)).filename(), file(rank, suffix),
+               fs::copy_options::overwrite_existing);
+    without_step(rank, 3);
+  }
+  // As a crash would leave it that came before rank 0 wrote over step 4.
+  const std::string adopted = test::contents_of(file(0, "manifest"));
+  const std::string before = test::contents_of(fs::path(whole) / "rank-00000.manifest");
+  const tiers::Superblock superblock = *tiers::detail::view_manifest(file(0, "manifest")).superblock;
+  for (const std::uint32_t slot : {0u, 1u}) {
+    if (!tiers::Store::look(newer_, 0).abandoned.empty()) break;
+    std::string both = adopted;
+    both.replace(superblock.slot_offset(slot), superblock.slot_bytes(), before, superblock.slot_offset(1 - slot),
+                 superblock.slot_bytes());
+    std::ofstream(file(0, "manifest"), std::ios::binary) << both;
+  }
+  ASSERT_EQ(tiers::Store::look(newer_, 0).abandoned.size(), 1u);
+  ASSERT_EQ(tiers::Store::look(newer_, 0).commits.front().step, 3u);
+  ASSERT_EQ(tiers::Store::look(newer_, 1).commits.front().step, 4u);
+  const auto inspected = run("inspect store");
+  EXPECT_EQ(inspected.exit_code, 0);
+  EXPECT_THAT(inspected.output, AllOf(HasSubstr("resumes from  step 4"), Not(HasSubstr("holds a training, but"))));
+  const auto verified = run("verify store");
+  EXPECT_EQ(verified.exit_code, 0) << verified.errors;
+  EXPECT_EQ(run("copy store --to to").exit_code, 0);
+  EXPECT_EQ(look_at_store(path("to/hoist")).commits.front().step, 4u);
+  EXPECT_EQ(restored_step(), 4u);
 }
 
 // Its first commit is on one rank only. The other one has its files: it had not got so far.

@@ -101,6 +101,10 @@ Place look_at_place(std::span<const std::string> directories, std::uint64_t orde
     if (!found.job.commits.empty() || (found.is_unfinished && found.step_out_of_reach == 0)) break;
     found = look_at_place_once(directories, order);
   }
+  // As StoreSurvey::look().
+  const std::span<const StoreSummary> groups(found.job.groups);
+  if (found.job.commits.empty() && !groups.empty() && found.is_whole())
+    found.job.commits = detail::common_commits(groups, &StoreSummary::all_commits);
   return found;
 }
 

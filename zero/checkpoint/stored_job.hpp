@@ -18,7 +18,7 @@ namespace hoist {
 
 struct StoredJob {
   std::vector<StoreSummary> groups{};              // as they were named
-  std::vector<tiers::CommitHeader> commits{};      // that all groups have, newest first
+  std::vector<tiers::CommitHeader> commits{};      // that all groups have, newest first; abandoned ones if no others
   std::vector<tiers::CommitHeader> checkpoints{};  // likewise, oldest first
   // The stores before these that stay for named checkpoints, newest first; without names that a newer store has. Those
   // that cannot be looked at are left out. If `commits` is empty, also the newest one that has commits.

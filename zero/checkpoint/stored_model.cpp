@@ -309,14 +309,14 @@ class StoredModel::Impl {
 
   static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
     if (!options.from.empty()) return choose_checkpoint(summary, options);
-    for (const CommitHeader& commit : options.revision ? summary.all_commits : summary.commits) {
+    for (const CommitHeader& commit : options.revision ? summary.all_commits : summary.restorable()) {
       const bool other_revision = options.revision && commit.revision != *options.revision;
       if (!options.step || (commit.step == *options.step && !other_revision)) return commit;
     }
     for (auto checkpoint = summary.checkpoints.rbegin(); checkpoint != summary.checkpoints.rend(); ++checkpoint)
       if (options.step == checkpoint->step && !options.revision) return *checkpoint;
     std::string held;
-    for (const CommitHeader& commit : summary.commits) held += fmt::format(" {}", commit.step);
+    for (const CommitHeader& commit : summary.restorable()) held += fmt::format(" {}", commit.step);
     for (const CommitHeader& kept : summary.checkpoints) held += fmt::format(" {} ('{}')", kept.step, kept.name);
     if (!options.step || held.empty()) {
       std::string damage;

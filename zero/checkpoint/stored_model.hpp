@@ -58,6 +58,9 @@ struct StoreSummary {
   std::vector<tiers::CommitHeader> all_commits;  // the same, with abandoned ones (Store::commits_and_abandoned())
   std::vector<tiers::CommitHeader> checkpoints;  // likewise, oldest first
   std::uint32_t checkpoints_max = 0;  // a run with a mirror needs one of these places for the commit that is copied
+
+  // What a restore chooses from: an abandoned commit only if there is no other.
+  const std::vector<tiers::CommitHeader>& restorable() const { return commits.empty() ? all_commits : commits; }
 };
 // Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it:
 // that of look_at_job() (stored_job.hpp).

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -41,18 +42,17 @@ std::string damage_of(const StoredJob& job) {
 
 // The parts of a commit of which all ranks whose files are here have theirs; empty if there is none that `wanted`
 // accepts.
-template <typename Wanted>
-std::vector<Part> find_commit(const StoredJob& job, std::vector<CommitHeader> StoreSummary::Rank::*list,
-                              const Wanted& wanted) {
-  for (const CommitHeader& candidate : job.groups.front().ranks.front().*list) {
+template <typename List, typename Wanted>
+std::vector<Part> find_commit(const StoredJob& job, const List& list, const Wanted& wanted) {
+  for (const CommitHeader& candidate : std::invoke(list, job.groups.front().ranks.front())) {
     if (!wanted(candidate)) continue;
     std::vector<Part> parts;
     bool everywhere = true;
     for (std::size_t g = 0; g < job.groups.size(); ++g) {
       for (const StoreSummary::Rank& rank : job.groups[g].ranks) {
-        const auto own =
-            std::ranges::find_if(rank.*list, [&](const CommitHeader& c) { return c.same_commit(candidate); });
-        everywhere = everywhere && own != (rank.*list).end();
+        const std::vector<CommitHeader> commits = std::invoke(list, rank);
+        const auto own = std::ranges::find_if(commits, [&](const CommitHeader& c) { return c.same_commit(candidate); });
+        everywhere = everywhere && own != commits.end();
         if (everywhere) parts.push_back({g, rank.rank, *own});
       }
     }
@@ -61,8 +61,9 @@ std::vector<Part> find_commit(const StoredJob& job, std::vector<CommitHeader> St
   return {};
 }
 
-std::vector<Part> newest_commit(const StoredJob& job) {
-  return find_commit(job, &StoreSummary::Rank::commits, [](const CommitHeader&) { return true; });
+template <typename List>
+std::vector<Part> newest_commit(const StoredJob& job, const List& list) {
+  return find_commit(job, list, [](const CommitHeader&) { return true; });
 }
 
 std::vector<Part> named_checkpoint(const StoredJob& job, const CommitHeader& checkpoint) {
@@ -119,14 +120,16 @@ class Verifier {
     // Ranks are read one after the other and may commit in between, so a look may find no commit that all ranks have.
     constexpr int kLooks = 100;
     for (int look = 1; look < kLooks; ++look) {
-      if (std::vector<Part> parts = look_once(); !parts.empty()) return parts;
+      if (std::vector<Part> parts = look_once(/*abandoned=*/false); !parts.empty()) return parts;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    if (std::vector<Part> parts = look_once(/*abandoned=*/true); !parts.empty()) return parts;
     throw StoreError(fmt::format("{} holds no commit that every rank has{}", groups_.front().directory,
                                  damage_of(look_at_job(directories_))));
   }
 
-  std::vector<Part> look_once() const {
+  // `abandoned`: also commits that a restore chooses only if there are no others.
+  std::vector<Part> look_once(bool abandoned) const {
     const StoredJob all = look_at_job(directories_);
     const auto is_this = [&](const StoredJob& job) { return are_same(job, groups_); };
     const auto older = std::ranges::find_if(all.older, is_this);
@@ -138,7 +141,9 @@ class Verifier {
       throw StoreError(
           fmt::format("{} has the files of another store than when it was looked at first; verify it again",
                       groups_.front().directory));
-    std::vector<Part> parts = checkpoint_ ? named_checkpoint(*job, *checkpoint_) : newest_commit(*job);
+    std::vector<Part> parts = checkpoint_ ? named_checkpoint(*job, *checkpoint_)
+                              : abandoned ? newest_commit(*job, &StoreSummary::Rank::commits_and_abandoned)
+                                          : newest_commit(*job, &StoreSummary::Rank::commits);
     if (parts.empty() && checkpoint_)
       throw RetiredError(fmt::format("checkpoint '{}' was removed meanwhile", checkpoint_->name));
     return parts;
@@ -147,7 +152,7 @@ class Verifier {
   // Whether a named checkpoint, which was there, is gone.
   bool is_retired() const {
     try {
-      static_cast<void>(look_once());
+      static_cast<void>(look_once(/*abandoned=*/false));
       return false;
     } catch (const RetiredError&) {
       return true;
