@@ -75,7 +75,10 @@ def test_ranks_meet_again_after_a_restore_on_one_alone(settings, tmp_path):
             engine.restore() if rank == 1 else train_share(engine, rank, size, 1)
         except hoist.CommError as error:
             text = str(error)
-        engine.close()
+        try:
+            engine.close()
+        except hoist.CommError:
+            pass  # where step() has failed, and not forward(): on an accelerator, whose collectives run later
         dist.barrier()
         engine = hoist.torch.wrap(make(), config, resume=True)
         train_share(engine, rank, size, 1)

@@ -368,6 +368,7 @@ def quantized_modules():
     return torch.nn.ModuleList([packed, blocks, gptq])
 
 
+@pytest.mark.cpu_tensors("to() of another type of device makes plain parameters of PackedInFloats")
 @pytest.mark.parametrize("marked", [False, True])
 def test_quantized_parts_of_a_reference_stay(tmp_path, caplog, monkeypatch, marked):
     """Of a model that transformers has quantized (marked), all stays."""
