@@ -11,6 +11,7 @@
 #include <hoist/zero/checkpoint/verification.hpp>
 
 #include "mirror_run.hpp"
+#include "reshard_fixture.hpp"
 
 namespace hoist::test::mirror_restore_test {
 namespace {
@@ -210,11 +211,24 @@ TEST_P(MirrorRestoreTest, AStoreThatTheRunHasLeftBehindIsRefused) {
   });
   fs::remove_all(store);
   fs::rename(away, store);
-  on_engines(2, [&](int, ToyModel& model) {
-    EXPECT_THAT([&] { model.restore(); },
-                testing::ThrowsMessage<StoreError>(
-                    testing::AllOf(HasSubstr("ends with step 2"), HasSubstr("has step 4"), HasSubstr(store))));
-  });
+  const auto expect_refused = [&](const std::string& way) {
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_THAT([&] { model.restore(); },
+                  testing::ThrowsMessage<StoreError>(
+                      testing::AllOf(HasSubstr("the store in " + store + " ends with step 2"), HasSubstr("has step 4"),
+                                     HasSubstr("To go on from step 4, " + way + "move the store away"))));
+    });
+  };
+  expect_refused("");
+  // Nor is it continued, and the copy replaced, while a rank's part of the copy is missing.
+  const std::string manifest = setup_.engine.mirror.directory + "/reshard-0001-ranks-2/rank-00001.manifest";
+  for (const bool with_data : {false, true}) {
+    SCOPED_TRACE(with_data ? "its data, too" : "its manifest");
+    std::vector<std::string> files{manifest};
+    if (with_data) files.push_back(fs::path(manifest).replace_extension(".data"));
+    const FilesAway missing(files);
+    expect_refused("bring its missing files back and ");
+  }
   expect_restored(2, 4, states);
 }
 

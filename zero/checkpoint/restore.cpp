@@ -164,6 +164,40 @@ bool has_gone_back(const RankAgreement& ranks, const EngineOptions& options, con
 
 }  // namespace
 
+namespace {
+
+// Refuses to continue from the store where the mirror has come further and the run has not gone back: what comes after
+// the store's step would be given up without a word. `step`: in a store of the mirror. `how`: to go on from that.
+void refuse_mirror_ahead(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan& continued,
+                         const StoreDirectory& mirror, std::uint64_t step, std::string_view how) {
+  const std::uint64_t own = continued.source.commits.front().step;
+  if (step <= own || has_gone_back(ranks, options, continued)) return;
+  throw CommonStoreError(fmt::format(
+      "the store in {} ends with step {}, and its mirror in {} has step {}: the run has gone on elsewhere since this "
+      "drive was used, or went back by a name and has copied nothing since, or the store is damaged (hoist inspect). "
+      "To go on from step {}, {}move the store away; to go on from step {}, move the mirror away, or name another "
+      "directory in hoist.mirror.path",
+      continued.source.directory.in(continued.directory), own, mirror.in(options.mirror.directory), step, step, how,
+      own));
+}
+
+// The same for copies that are newer than `newest`, and of which some ranks' files are missing.
+void refuse_incomplete_copy_ahead(const RankAgreement& ranks, const EngineOptions& options,
+                                  const RestorePlan& continued, const RestorePlan* newest) {
+  const EngineOptions mirror = mirror_options(options);
+  const StoreSurvey survey(ranks, mirror);
+  for (const StoreDirectory& where : survey.directories()) {
+    if (newest != nullptr && where.order <= newest->source.directory.order) return;
+    const RestoreSource copy = survey.look(where);
+    const bool alike =
+        copy.store_number == 0 || are_of_one_training(copy.store_number, continued.source.commits.front().run);
+    if (!ranks.all_true_in_job(alike)) continue;
+    refuse_mirror_ahead(ranks, options, continued, where, copy.newest_step, "bring its missing files back and ");
+  }
+}
+
+}  // namespace
+
 void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& options, const RestorePlan* continued,
                          const std::string& from) {
   if (options.mirror.directory.empty()) return;
@@ -177,19 +211,13 @@ void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& option
   });
   if (!continued) refuse_other_stores(ranks, mirror_options(options));
   const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
+  if (continued && !continued->from_mirror && from.empty())
+    refuse_incomplete_copy_ahead(ranks, options, *continued, found ? &*found : nullptr);
   if (!found) return;
   const CommonCommit& newest = found->source.commits.front();
   if (continued && are_of_one_training(newest.run, continued->source.commits.front().run)) {
-    const std::uint64_t step = continued->source.commits.front().step;
-    const bool goes_back_unasked = newest.step > step && from.empty() && !has_gone_back(ranks, options, *continued);
-    if (!goes_back_unasked) return;
-    throw CommonStoreError(fmt::format(
-        "the store in {} ends with step {}, and its mirror in {} has step {}: the run has gone on elsewhere since this "
-        "drive was used, or went back by a name and has copied nothing since, or the store is damaged (hoist inspect). "
-        "To go on from step {}, move the store away; to go on from step {}, move the mirror away, or name another "
-        "directory in hoist.mirror.path",
-        continued->source.directory.in(continued->directory), step, found->source.directory.in(found->directory),
-        newest.step, newest.step, step));
+    if (from.empty()) refuse_mirror_ahead(ranks, options, *continued, found->source.directory, newest.step, "");
+    return;
   }
   throw CommonStoreError(
       fmt::format("the mirror in {} holds step {} of {}, or name another directory in hoist.mirror.path",
