@@ -145,6 +145,26 @@ TEST_P(MirrorRestoreTest, OneOfARanksDrivesIsEnoughToLose) {
   }
 }
 
+// The directory of the new store is not named as one of which only the part on a further drive is left.
+TEST_P(MirrorRestoreTest, ADriveThatHasLostTheOthersKeepsItsPart) {
+  const auto& states = undisturbed(4);
+  const std::string further = directory_ / "further";
+  setup_.engine.stripe_directories = {further};
+  train_and_mirror(2, 2);
+  for (const std::string& drive : {setup_.engine.store_directory, further}) fs::remove_all(drive);
+  on_engines(2, [&](int, ToyModel& model) {
+    model.restore();
+    for (const std::uint64_t step : {3u, 4u}) take_step(model, step);
+    model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+  });
+  fs::remove_all(setup_.engine.store_directory);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().mirror, setup_.engine.mirror.directory);
+    EXPECT_EQ(state_digests(model), states.at(4));
+  });
+  EXPECT_TRUE(fs::exists(further + "/reshard-0001-ranks-2/rank-00000.data"));
+}
+
 TEST_P(MirrorRestoreTest, AnAdditionalDriveIsNotALostOne) {
   train_and_mirror(1, 2);
   setup_.engine.stripe_directories = {directory_ / "further"};

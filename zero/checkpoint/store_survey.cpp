@@ -134,7 +134,13 @@ std::vector<StoreDirectory> StoreSurvey::directories() const {
 
 std::uint64_t StoreSurvey::newest_order() const {
   const std::vector<StoreDirectory> stores = directories();
-  return stores.empty() ? 0 : stores.front().order;
+  std::int64_t mine = stores.empty() ? 0 : static_cast<std::int64_t>(stores.front().order);
+  ranks_.run_in_job("look for stores on further drives", [&] {
+    for (const std::string& drive : options_.stripe_directories)
+      for (const StoreDirectory& part : store_directories(drive))
+        mine = std::max(mine, static_cast<std::int64_t>(part.order));
+  });
+  return static_cast<std::uint64_t>(std::ranges::max(comm::values_of_all(ranks_.job(), mine)));
 }
 
 // --- stores ----------------------------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class StoreSurvey {
 
   // [J] Every store that any rank sees, newest first. The n-th is of one attempt on all ranks.
   std::vector<StoreDirectory> directories() const;
-  std::uint64_t newest_order() const;  // [J] of them; 0 where there is none
+  // [J] Of them, and of those of which only a further drive is left; 0 where there is none.
+  std::uint64_t newest_order() const;
   // [J] What the ranks hold of one of them. `from`: nothing for a store's commits, "" for all its named checkpoints, or
   // the name of one.
   RestoreSource look(const StoreDirectory& where, const std::optional<std::string>& from = std::nullopt) const;
