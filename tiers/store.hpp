@@ -149,6 +149,8 @@ class Store {
   // no other store's data on a further drive. `world_size`: of the run that begins. Only one of as many ranks knows
   // that files that are missing here are missing everywhere. `took_over`: as in has_more_than_first_commit().
   static void check_unfinished(std::span<const std::string> directories, int world_size, bool took_over);
+  // StoreError if a rank's data are in this directory, and their manifest is missing. So does making a store there.
+  static void refuse_lost_manifest(const std::string& directory, int rank);
 
   // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError if a store with a commit
   // is there, or was and is unreadable now, and with BudgetError{tier "nvme"} if the file system is too small; then no

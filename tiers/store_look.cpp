@@ -178,4 +178,8 @@ void Store::check_unfinished(std::span<const std::string> directories, int world
   }
 }
 
+void Store::refuse_lost_manifest(const std::string& directory, int rank) {
+  detail::refuse_data_without_manifest(StorePaths(directory, rank));
+}
+
 }  // namespace hoist::tiers

@@ -101,6 +101,8 @@ bool is_blank(const std::string& path) {
   return blank;
 }
 
+}  // namespace
+
 // A manifest is on disk before any data are. Data without one are of a store that has lost it, unless that store was
 // being replaced or removed, which leaves the manifest under the other name.
 void refuse_data_without_manifest(const StorePaths& home) {
@@ -110,8 +112,6 @@ void refuse_data_without_manifest(const StorePaths& home) {
                   "remove the data to start anew",
                   home.data, home.manifest));
 }
-
-}  // namespace
 
 bool has_lost_manifest(const StorePaths& home) {
   const auto lacks = [&] { return !exists(home.label) && !exists(home.manifest_new) && !exists(home.manifest); };

@@ -52,6 +52,7 @@ std::optional<StorePaths> find_drive(const std::string& made_in, std::span<const
                                      const DriveLabel& expected);
 // Whether a rank has lost its manifest: its data, which are not blank, are on its own drive without any.
 bool has_lost_manifest(const StorePaths& home);
+void refuse_data_without_manifest(const StorePaths& home);  // Errors: StoreError
 // The ranks of which that is true.
 std::vector<int> ranks_without_manifest(const std::string& directory);
 // Refuses to make files in a directory that has data of a store that was, or may have been, committed. `home`: the

@@ -213,7 +213,11 @@ void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& option
   const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
   if (continued && !continued->from_mirror && from.empty())
     refuse_incomplete_copy_ahead(ranks, options, *continued, found ? &*found : nullptr);
-  if (!found) return;
+  if (!found) {  // the mirror would make a store, and be refused when the run may have gone back already
+    ranks.run_in_job("look at its mirror",
+                     [&] { tiers::Store::refuse_lost_manifest(options.mirror.directory, ranks.group().rank()); });
+    return;
+  }
   const CommonCommit& newest = found->source.commits.front();
   if (continued && are_of_one_training(newest.run, continued->source.commits.front().run)) {
     if (from.empty()) refuse_mirror_ahead(ranks, options, *continued, found->source.directory, newest.step, "");
