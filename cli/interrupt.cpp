@@ -16,7 +16,7 @@ volatile std::sig_atomic_t signal_seen = 0;
 
 // `timeout` and shells may send a process the same signal twice in a row; only a person asks again after this time.
 constexpr double kImpatientSeconds = 0.5;
-double first_signal_at = 0;  // of CLOCK_MONOTONIC; 0: none yet
+double first_signal_at = 0;  // in seconds of CLOCK_MONOTONIC, once signal_seen is not 0
 
 extern "C" void on_signal(int number) {
   timespec now{};

@@ -176,7 +176,7 @@ std::string cost_text(const PlanReport& report, const PlanRow& best) {
       fmt::format("  a step takes {:.3g} kJ of energy", joules(report.machine, report.layout, seconds) / 1e3);
   const StepCost costs = cost(report.machine, report.layout, seconds);
   const std::string& currency = report.machine.rates.currency;
-  if (costs.energy > 0) text += fmt::format(", which cost {:.3g} {}", costs.energy, currency);
+  if (costs.energy > 0) text += fmt::format(", which costs {:.3g} {}", costs.energy, currency);
   if (costs.rent > 0) text += fmt::format("; the machine costs {:.3g} {} a step", costs.rent, currency);
   return text + "\n";
 }
@@ -186,10 +186,9 @@ std::string what_ifs_text(const PlanReport& report, const PlanRow& best) {
   for (const WhatIf& one : report.what_ifs) {
     const double saved = 1 - one.seconds / best.time.expected_seconds;
     text += fmt::format("  {}: {} a step", one.name, seconds_text(one.seconds));
-    if (saved >= 0.001)
-      text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, placement_id(one.parameters),
-                          placement_id(one.optimizer));
-    text += saved >= 0.001 ? "\n" : ", which is no gain\n";
+    text += saved < 0.001 ? ", which is no gain\n"
+                          : fmt::format(", {:.1f} % less, on {} / {}\n", 100 * saved, placement_id(one.parameters),
+                                        placement_id(one.optimizer));
   }
   return text;
 }
@@ -213,11 +212,10 @@ std::string disturbance_text(const PlanReport& report, const PlanRow& best) {
                      seconds_text(disturbed), 100 * (disturbed / planned - 1), resource_name(best.disturbed->limit));
 }
 
-// How units are fetched, if not as the engine does without being told.
 std::string fetching_text(const PlanRow& best) {
   return best.engine.prefetch_elements > 0
              ? ""
-             : "  units are fetched when they are needed: fetching ahead would be slower\n";
+             : "  units are fetched when they are needed, not ahead (stage3_prefetch_bucket_size 0)\n";
 }
 
 std::string commits_text(const EngineOptions& engine) {

@@ -30,8 +30,8 @@ constexpr Names kMpi[] = {{Launcher::mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WOR
                           {Launcher::mpi, "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
                            "MV2_COMM_WORLD_LOCAL_SIZE"}};
 
-// A number, or srun's list of numbers: "4(x2),3" are two machines with 4 processes each and one with 3. Which of them
-// this one is, it does not say: the largest counts. All, where nothing is announced.
+// A number, or srun's list of numbers: "4(x2),3" are two machines with 4 processes each and one with 3. It does
+// not say which of them this machine is, so the largest number counts. Without an announced number, all ranks are here.
 int local_size(const char* announced, int size) {
   if (announced == nullptr) return size;
   int most = 0;

@@ -185,7 +185,11 @@ class NcclCommunicator final : public Communicator {
       // The control plane last: it may itself wait for a host that is gone.
       std::optional<std::string> own;
       if (!ending_) {
-        own = failure();
+        try {
+          own = failure();
+        } catch (const std::exception& error) {  // a lost GPU
+          own = error.what();
+        }
         const std::optional<std::string> why = own ? own : control_->broken();
         if (!why) continue;
         end(*why);

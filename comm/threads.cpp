@@ -239,7 +239,7 @@ class ThreadTransport final : public Transport {
         group_(std::move(group)) {}
 
   // From now on a wait for this rank would never end.
-  ~ThreadTransport() override { channel_->fail(fmt::format("rank {} has left", rank_)); }
+  ~ThreadTransport() override { channel_->fail(fmt::format("rank {} has left", rank_in_world_)); }
 
   int rank() const override { return rank_; }
   int size() const override { return channel_->size(); }
@@ -316,7 +316,7 @@ class ThreadTransport final : public Transport {
 
   std::shared_ptr<Channel> channel_;
   const int rank_;
-  const int rank_in_world_;  // its name in errors
+  const int rank_in_world_;  // names it when it has failed or left
   const std::chrono::milliseconds timeout_;
   const GroupCalls group_;
 };

@@ -38,6 +38,7 @@ char last_before(std::string_view text, std::size_t offset) {
 }
 
 std::string about_word(std::string_view word) {
+  if (word == "true" || word == "false" || word == "null") return {};  // it is right, but not here
   const std::string name = lower(word);
   const std::string_view unsigned_name =
       name.starts_with('-') || name.starts_with('+') ? std::string_view(name).substr(1) : std::string_view(name);

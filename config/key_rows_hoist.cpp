@@ -259,8 +259,9 @@ std::vector<KeyRow> engine_rows() {
       {.path = "hoist.numa_placement",
        .type = ValueType::boolean,
        .default_value = "true",
-       .meaning = "Whether pinned memory and update threads are on the NUMA node of the GPU, or divided among the "
-                  "processes of a machine, and staging buffers and I/O threads on that of the drives.",
+       .meaning =
+           "Binds memory and threads to NUMA nodes: pinned memory and update threads to the GPU's node (without "
+           "a GPU, the machine's processes divide the nodes), staging buffers and I/O threads to the drives' node.",
        .apply = [](Draft& d, const Value& v) { d.runtime.numa_placement = as_bool(v); }},
       {.path = "hoist.io_engine",
        .type = ValueType::choice,

@@ -30,7 +30,7 @@ class Completion {
 
   bool done() const noexcept;
   void wait() const;
-  // For those to whom an error means nothing, or who have had it.
+  // Ignores an error: for callers that do not need it, or have received it before.
   void wait_quietly() const noexcept;
   // False if the time-out passes first.
   [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) const;

@@ -43,8 +43,9 @@ BudgetError::BudgetError(Need n, const std::string& sentence) : Error(sentence),
 
 BudgetError BudgetError::machine(Need n) {
   if (n.have_bytes >= n.need_bytes) {
-    const std::string sentence = fmt::format("{} ({} bytes) of {} memory are free, but refused, for {}; lower {}",
-                                             format_bytes(n.need_bytes), n.need_bytes, n.tier, n.detail, n.key);
+    const std::string sentence =
+        fmt::format("the system refused {} ({} bytes) of {} memory for {}, although as much is free; lower {}",
+                    format_bytes(n.need_bytes), n.need_bytes, n.tier, n.detail, n.key);
     return BudgetError(std::move(n), sentence);
   }
   const std::string sentence = fmt::format(

@@ -48,8 +48,8 @@ class BudgetError : public Error {
     std::string detail;        // what the bytes are for
   };
   explicit BudgetError(Need need);
-  // The machine has too little memory: `have_bytes` is what it offers, `key` the setting to lower. With as
-  // much as is needed, the kernel has refused it.
+  // The machine has too little memory: `have_bytes` is what it offers, `key` the setting to lower. If that is as much
+  // as is needed, the system has refused it nevertheless.
   static BudgetError machine(Need need);
   const Need need;
 

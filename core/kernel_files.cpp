@@ -132,7 +132,9 @@ std::optional<Mount> mount_of(const std::filesystem::path& path, const std::file
   for (Mount& mount : mounts(proc))
     if (is_above(mount.point)) above.push_back(std::move(mount));
   // One that a later mount hides is listed all the same. Subvolumes of btrfs have device numbers that are in no list.
-  const std::string device = device_of(at);
+  std::filesystem::path existing = at;
+  while (device_of(existing).empty() && existing.has_relative_path()) existing = existing.parent_path();
+  const std::string device = device_of(existing);
   const auto is_of_device = [&](const Mount& mount) { return mount.device == device; };
   const bool is_listed = std::ranges::any_of(above, is_of_device);
   std::optional<Mount> nearest;

@@ -35,14 +35,14 @@ FILES = ["comm/host_communicator.cpp", "python/src/unit_manager.cpp",
          "zero/step/update_policy.cpp", "zero/update/tile_pipeline.cpp"]
 # These waits, or the lines they are in, order nothing.
 NO_ORDER = {
-    'engine_->save("", caller_state).wait()': "delivers errors; the engine ends after its commits",
+    'engine().save("", caller_state).wait()': "delivers errors; the engine ends after its commits",
     "held_.front().used.wait_quietly()": "sleeps instead of asking again and again",
     "abandoned.wait_quietly()": "sleeps instead of asking again and again",
     "buffer.idle.wait();  // rethrows a failed write": "is of a write that is done",
     "if (submitted.done()) return submitted.wait();  // rethrows": "is of a fetch that is submitted",
     "adding_.back().added.wait()": "bounds how much memory of PyTorch's is kept",
     "last_made_.wait()": "tells the time of the program's kernels from waits; the streams are synchronized after it",
-    "state.reduction->arrived.wait()": "delivers errors; the streams have been synchronized",
+    "arrival.arrived.wait()": "delivers errors; the streams have been synchronized",
 }
 VARIABLE = "HOIST_REMOVED_WAIT"
 HEADER = f"""#pragma once
@@ -219,7 +219,10 @@ def main() -> int:
         print(*waits, sep="\n")
         return 0
     if options.only:
-        waits = [wait for wait in waits if str(wait.number) in options.only.split(",")]
+        chosen = set(options.only.split(","))
+        if unknown := chosen - {str(wait.number) for wait in waits}:
+            parser.error(f"--only {options.only}: --list has no number {', '.join(sorted(unknown))}")
+        waits = [wait for wait in waits if str(wait.number) in chosen]
     build(texts)
 
     (WORK / "log").mkdir(exist_ok=True)

@@ -154,7 +154,8 @@ def measure(engine, batch: int, arguments) -> dict:
 
 
 def be_deterministic(arguments) -> None:
-    """Else no two runs end in the same bits. Strictly if a small model can be trained so: flash attention needs that."""
+    """Makes PyTorch's kernels deterministic, so that two runs end in the same bits; strictly if a small model can be trained
+    so, because flash attention has its deterministic backward pass only then."""
     import torch
     import torch.nn.functional as F
     from llama import build

@@ -85,11 +85,16 @@ Section look_at_io_uring(const MachineSources& machine) {
     section.findings.push_back(part("SINGLE_ISSUER, DEFER_TASKRUN", support.deferred_tasks,
                                     "the kernel interrupts the I/O thread for every finished block",
                                     "use Linux 6.1 or newer"));
+    const auto remedy = [](int code, int usual, const char* usual_remedy) -> std::string {
+      if (code == EPERM) return "allow io_uring_register in the seccomp filter";
+      return code == usual ? usual_remedy : "";
+    };
     section.findings.push_back(part("registered files", support.registered_files,
-                                    "the kernel looks up the file at each transfer", "use Linux 5.11 or newer"));
+                                    "the kernel looks up the file at each transfer",
+                                    remedy(support.registered_files, EINVAL, "use Linux 5.11 or newer")));
     section.findings.push_back(part("registered buffers", support.registered_buffers,
                                     "the kernel pins each buffer's pages again at each transfer",
-                                    "raise the memlock limit, see below"));
+                                    remedy(support.registered_buffers, ENOMEM, "raise the memlock limit, see below")));
   }
   section.findings.push_back(locked_memory(machine));
   return section;

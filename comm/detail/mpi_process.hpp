@@ -52,8 +52,8 @@ class MpiUser {
 };
 
 // Initialises MPI with MPI_THREAD_MULTIPLE unless the program has. In that case the end of the process also finalises
-// it, after the destructors of the program's globals. Users that are alive even then have no thread that will end them:
-// MPI is finalised when they have been quiet for a moment, and their later calls are refused. If they are not, the log
+// it, after the destructors of the program's globals. Nothing will destroy a user that is alive even then: MPI is
+// finalised when no call has run for a moment, and later calls are refused. If calls never stop for that long, the log
 // says so, MPI is left as it is, and the launcher reports a failure.
 void initialize_mpi();
 // Refuses a process that is alone in its MPI although a launcher announced several ranks. The others are alone as well,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations of public projects, unchanged and without a section "hoist", for models that those projects train:
-// hoist check says whether the model fits a machine, and if not, which memory it lacks, with the numbers. The machines
-// come from files, so the result does not depend on where the test runs.
+// Configurations with the values of public projects' files (tests/config/data/wild), to which no section "hoist" was
+// added, for models that those projects train: hoist check says whether the model fits a machine, and if not, which
+// memory it lacks, with the numbers. The machines come from files, so the result does not depend on where the test
+// runs.
 #include <string>
 #include <string_view>
 

@@ -61,9 +61,10 @@ TEST(Error, MemoryThatIsFreeButRefusedIsNoLack) {
     return std::string(BudgetError::machine({"pinned", have, 4096, "hoist.pinned_memory", "the buffers (why)"}).what());
   };
   EXPECT_THAT(refusal(1024), HasSubstr("offers 1.0 KiB (1024 bytes) of pinned memory, but 4.0 KiB"));
-  EXPECT_EQ(refusal(4096),
-            "4.0 KiB (4096 bytes) of pinned memory are free, but refused, for the buffers (why); lower "
-            "hoist.pinned_memory");
+  EXPECT_EQ(
+      refusal(4096),
+      "the system refused 4.0 KiB (4096 bytes) of pinned memory for the buffers (why), although as much is free; lower "
+      "hoist.pinned_memory");
 }
 
 TEST(Error, CorruptionErrorNamesUnitRegionFileAndOffset) {

@@ -10,11 +10,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from hoist.torch.transformers import fill_in  # noqa: E402
 
 
+def filled_in(tmp_path, config, **arguments):
+    return fill_in(config, transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **arguments), steps=10)
+
+
 def filled(tmp_path, optim, kind):
-    arguments = {} if optim is None else {"optim": optim}
-    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **arguments)
     config = {} if kind is None else {"optimizer": {"type": kind, "params": {"lr": "auto"}}}
-    return fill_in(config, args, steps=10)
+    return filled_in(tmp_path, config, **({} if optim is None else {"optim": optim}))
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "galore_adamw", "lion_32bit"])
@@ -31,10 +33,6 @@ def test_another_optimizer_than_the_files_is_refused(tmp_path, optim):
                                              ("paged_adamw_32bit", "ADAMW")])
 def test_the_same_optimizer_and_the_default_are_accepted(tmp_path, optim, kind):
     assert filled(tmp_path, optim, kind)["optimizer"]["type"] == kind
-
-
-def filled_in(tmp_path, config, **arguments):
-    return fill_in(config, transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **arguments), steps=10)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16"])

@@ -55,8 +55,12 @@ def test_modules_may_be_called_inside_of_transformations(wrapped, name):
 def test_units_inside_of_vmap_come_and_go(wrapped):
     """The device holds three of the six blocks at a time."""
     expected = trained(Transformed(TRANSFORMATIONS["vmap"], count=6))
-    with wrapped(Transformed(TRANSFORMATIONS["vmap"], count=6), memory="40KiB") as engine:
-        close_to(run(engine), expected)
+    fetched = []
+    for memory in ("40KiB", "1MiB"):
+        with wrapped(Transformed(TRANSFORMATIONS["vmap"], count=6), memory=memory) as engine:
+            close_to(run(engine), expected)
+            fetched.append(engine.statistics()["links"]["host_to_device"])
+    assert fetched[0] > fetched[1]
 
 
 def other_weight(x):

@@ -135,7 +135,11 @@ TEST(Vertical, InFp32OnOneRankTheBitsAreThoseOfHorizontalOrder) {
       gradients_in(in_order(MicroBatchOrder::horizontal, Placement::pinned, Placement::pinned, "", kFour), 1, nullptr);
   const auto down =
       gradients_in(in_order(MicroBatchOrder::vertical, Placement::pinned, Placement::pinned, "", kFour), 1, nullptr);
-  for (std::size_t p = 1; p < across.size(); p += 2) EXPECT_EQ(down[p], across[p]);  // the vectors
+  ASSERT_GT(across.size(), 1u);
+  for (std::size_t p = 1; p < across.size(); p += 2) {  // the vectors
+    EXPECT_EQ(down[p], across[p]);
+    EXPECT_THAT(across[p], testing::Contains(testing::Ne(0)));
+  }
 }
 
 TEST(Vertical, APassThatHoldsOneIsAStepAsEver) {
@@ -188,8 +192,7 @@ TEST(Vertical, ARunGoesOnFromItsCommit) {
   }
 }
 
-// --- what it saves, and what it takes
-// ---------------------------------------------------------------------------------
+// --- what it moves, and what it takes --------------------------------------------------------------------------------
 
 struct Moved {
   MovedBytes bytes;

@@ -81,7 +81,8 @@ Completion Checkpointer::commit_as(const std::string& name, const CommitState& s
   const Completion done = store_->commit(encode(name, state), [this](const auto& problem) { barrier_.agree(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit_ = promise->completion();
-  // After a wait for the commit, committed_step() has it, and the commit does not need this object any more.
+  // Whoever waits for the promise may destroy this object: before it is done, committed_step() has the step, and the
+  // copy has begun.
   done.then([this, promise, step, mirrored](std::exception_ptr error) {
     if (error && mirrored) mirror_->drop(error);
     if (error) return promise->fail(error);

@@ -423,11 +423,12 @@ bool Mirror::keep_pace(TimePoint not_before, const MeetingThread& meetings) {
 // first of the ranks that share a directory removes them.
 void Mirror::remove_others() noexcept {
   try {
+    const int first = tiers::Store::ranks_in(store_options_.directory).front();
     for (const StoreDirectory& other : store_directories(options_.store_directory)) {
       if (other.order == directory_.order) continue;
       const std::string directory = other.in(options_.store_directory);
+      if (store_options_.identity.rank > first) continue;
       const std::vector<int> ranks = tiers::Store::ranks_in(directory);
-      if (!ranks.empty() && store_options_.identity.rank > ranks.front()) continue;
       const auto is_useless = [&](int rank) {
         const auto found = tiers::Store::look(directory, rank);
         return found.identity && found.identity->layout == table_.identity() && found.checkpoints.empty() &&

@@ -21,7 +21,7 @@ namespace hoist {
 namespace {
 
 detail::UnitTable table_of(const EngineOptions& engine, const Model& model, int world_size) {
-  if (world_size < 1) throw UsageError(fmt::format("{} ranks cannot train anything", world_size));
+  if (world_size < 1) throw UsageError(fmt::format("world_size is {}: it must be at least 1", world_size));
   if (model.units().empty()) throw UsageError("the model has no units");
   return detail::UnitTable(model, detail::state_forms(engine, model), world_size, detail::gradient_sums(engine));
 }
@@ -49,7 +49,7 @@ scheduler::AccessTrace plain_pass(const detail::UnitTable& table) {
   return trace;
 }
 
-// The fetches that the engine's planner makes of it.
+// The fetches that the engine's planner makes for plain_pass().
 std::vector<PlannedFetch> fetches_of(const EngineOptions& engine, const detail::MemoryPlan& memory) {
   using scheduler::AccessKind;
   const scheduler::PlanInputs inputs =
@@ -202,7 +202,7 @@ void describe_step(const EngineOptions& engine, const detail::MemoryPlan& plan, 
 
 Prediction predict(const RuntimeOptions& given, const EngineOptions& options, const Model& model, int world_size,
                    const ProgramMemory& program) {
-  if (options.commit_every < 1) throw UsageError("a step cannot be predicted of a store that commits every 0 steps");
+  if (options.commit_every < 1) throw UsageError("EngineOptions::commit_every is 0: it must be at least 1");
   const Setting setting = setting_of(given, options, model, world_size, program);
   const detail::UnitTable& table = setting.table;
   const detail::MachineFacts& facts = setting.facts;

@@ -28,8 +28,9 @@ class StepUpdate {
   void check(const UnitTable& table, bool has_store) const;
 
  private:
-  // Stochastic rounding draws by the parameter's place in its segment, so that every number of ranks draws alike (in
-  // segments of up to 2^32 elements: a tile across that boundary draws by its first element's half).
+  // Stochastic rounding draws by the parameter's place in its segment, so that every number of ranks draws alike. That
+  // holds for segments of up to 2^32 elements: in a longer one, a tile that contains element 2^32 draws for all of its
+  // elements with the upper half of its first element's index.
   optim::Rounding rounding(const TileAccess& tile) const;
   // Tiles of one segment that lie behind each other, all but the last of full length.
   void enqueue(UnitId unit, const Segment& segment, std::span<const tiers::Tile> tiles, const Memory& memory,
@@ -39,7 +40,7 @@ class StepUpdate {
   std::uint64_t rank_;
   std::vector<std::uint64_t> seeds_;                     // by group
   std::vector<optim::UpdateCoefficients> coefficients_;  // by group
-  std::atomic<std::uint32_t> broken_{~0u};               // a unit with a state that cannot be committed
+  std::atomic<std::uint32_t> broken_{~0u};               // a unit with a state that cannot be committed; ~0u: none
 };
 
 }  // namespace hoist::detail

@@ -18,6 +18,7 @@ import dataclasses
 import math
 import os
 import re
+import shlex
 import sys
 import types
 import typing
@@ -138,7 +139,9 @@ class _Plan:
 def _as_meant(key: str, value: Any) -> Any:
     """YAML reads 2e-5, which has no point, as text, and `no` as False."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
+        value = float(value)
+    if isinstance(value, float) and value.is_integer() and key in _POSITIVE:
+        return int(value)
     return "no" if key.endswith("_strategy") and value is False else value
 
 
@@ -155,7 +158,7 @@ def _wanted(value: Any, hint: Any) -> str:
 
 def _problem_of(key: str, value: Any, hint: Any) -> str:
     if key in _POSITIVE:
-        wanted = "a number of 1 or more" if not isinstance(value, int) or value < 1 else ""
+        wanted = "a whole number of 1 or more" if _wanted(value, int) or value < 1 else ""
     elif key == "warmup_ratio":
         wanted = "a share of the steps, from 0 to 1" if _wanted(value, float) or not 0 <= value <= 1 else ""
     elif key in ("datasets", "test_datasets"):
@@ -274,7 +277,7 @@ def _pair_rows(plan: _Plan, arguments: dict[str, Any]) -> None:
 
 
 def _of_llama_factory(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dict[str, Any]:
-    if given.get("warmup_steps") == 0:  # then the ratio counts
+    if given.get("warmup_steps") == 0:  # warmup_ratio counts then
         del given["warmup_steps"]
     warmup = min(recipe.get("warmup_ratio", 0), math.nextafter(1, 0))  # transformers takes 1 for a number of steps
     return {"learning_rate": 5e-5, "logging_steps": 500, "warmup_steps": warmup, "max_length": 2048,
@@ -479,7 +482,8 @@ def main(words: list[str] | None = None) -> int:
         except yaml.YAMLError as error:
             parser.error(f"--set {change} cannot be read: {error}")
 
-    command = " ".join(["python -m hoist.torch.finetune", options.recipe, *(f"--set {change}" for change in options.set)])
+    settings = [word for change in options.set for word in ("--set", change)]
+    command = shlex.join(["python", "-m", "hoist.torch.finetune", options.recipe, *settings])
 
     def work() -> None:
         try:
