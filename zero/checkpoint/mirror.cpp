@@ -423,11 +423,11 @@ bool Mirror::keep_pace(TimePoint not_before, const MeetingThread& meetings) {
 // first of the ranks that share a directory removes them.
 void Mirror::remove_others() noexcept {
   try {
-    const int first = tiers::Store::ranks_in(store_options_.directory).front();
+    const std::vector<int> sharing = tiers::Store::ranks_in(store_options_.directory);
+    if (sharing.empty() || sharing.front() != store_options_.identity.rank) return;
     for (const StoreDirectory& other : store_directories(options_.store_directory)) {
       if (other.order == directory_.order) continue;
       const std::string directory = other.in(options_.store_directory);
-      if (store_options_.identity.rank > first) continue;
       const std::vector<int> ranks = tiers::Store::ranks_in(directory);
       const auto is_useless = [&](int rank) {
         const auto found = tiers::Store::look(directory, rank);

@@ -213,9 +213,12 @@ void refuse_unfit_mirror(const RankAgreement& ranks, const EngineOptions& option
   const auto found = find_in_mirror(ranks, options, Incomplete::pass_over);
   if (continued && !continued->from_mirror && from.empty())
     refuse_incomplete_copy_ahead(ranks, options, *continued, found ? &*found : nullptr);
-  if (!found) {  // the mirror would make a store, and be refused when the run may have gone back already
+  if (!found) {
+    const EngineOptions mirror = mirror_options(options);
+    if (!StoreSurvey(ranks, mirror).directories().empty()) return;
+    // There the mirror would make its store, and be refused when the run may have gone back already.
     ranks.run_in_job("look at its mirror",
-                     [&] { tiers::Store::refuse_lost_manifest(options.mirror.directory, ranks.group().rank()); });
+                     [&] { tiers::Store::refuse_lost_manifest(mirror.store_directory, ranks.group().rank()); });
     return;
   }
   const CommonCommit& newest = found->source.commits.front();
