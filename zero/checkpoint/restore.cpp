@@ -192,7 +192,8 @@ void refuse_incomplete_copy_ahead(const RankAgreement& ranks, const EngineOption
     const bool alike =
         copy.store_number == 0 || are_of_one_training(copy.store_number, continued.source.commits.front().run);
     if (!ranks.all_true_in_job(alike)) continue;
-    refuse_mirror_ahead(ranks, options, continued, where, copy.newest_step, "bring its missing files back and ");
+    refuse_mirror_ahead(ranks, options, continued, where, copy.step_out_of_reach(),
+                        "bring its missing files back and ");
   }
 }
 
