@@ -46,7 +46,8 @@ def raised(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return True
     handlers = _noted | _handlers_of(signal.valid_signals())
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+    # By identity: code that torch.compile has made may have constants that cannot be hashed.
+    return any(frame.f_code is handler for frame, _ in traceback.walk_tb(error.__traceback__) for handler in handlers)
 
 
 @contextlib.contextmanager
