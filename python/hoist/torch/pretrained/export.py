@@ -57,9 +57,10 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
 
     def adapters(folder: str | None) -> None:
         tensors = _adapters(engine)
-        prompts = [name for name in engine._parameters.by_name if name.startswith("prompt_encoder.")]
-        # PEFT computes the prompts that it saves, on the first rank, and some encoders read their parameters outside of a call.
-        with torch.no_grad(), engine.gathered(prompts) if prompts else contextlib.nullcontext():
+        # On the first rank, PEFT computes the prompts that it saves, for which some encoders read their parameters outside of a
+        # call, and asks modules_to_save for their state_dict() once more. That would be a collective call.
+        read = [name for name in engine._parameters.by_name if name.startswith("prompt_encoder.") or ".modules_to_save." in name]
+        with torch.no_grad(), engine.gathered(read) if read else contextlib.nullcontext():
             if folder is not None:
                 model.save_pretrained(folder, state_dict=tensors)
 
