@@ -240,7 +240,10 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
       for (const tiers::ManifestDamage& damage : tiers::Store::look(former_store, rank).damage)
         log_warning("{}", damage.text);
   }
-  remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1}, step);
+  // One of which a rank's files are only out of reach stays until the state has been read from the mirror and
+  // committed.
+  remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1},
+                           plan.from_mirror ? 0 : step);
   const StoreDirectory directory = new_store_directory(survey.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create, plan.source.commits.front().run);
   try {  // locks on the source are shared: another process may have made a new store at the same time
