@@ -8,8 +8,7 @@ Each layer takes 10 ms in the forward pass and 20 ms in the backward pass. The l
 (hoist.host_link_bytes_per_second) and takes 0.95 of the time of a layer's forward pass to copy its weights, or 1.5 where it is
 called too slow. DIR holds what is on NVMe. For each cell, in shares of a step: computing; what the device waited for, by cause;
 and when it had nothing to do, what the program waited for, and the program's own time (Python, PyTorch and hoist's hooks). The
-rest is what nothing explains. The first cell is PyTorch with torch.optim. All figures are medians of the
-steps.
+rest is what nothing explains. The first cell is PyTorch with torch.optim. Figures are medians.
 """
 
 import argparse

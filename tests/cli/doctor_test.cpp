@@ -235,7 +235,8 @@ TEST_F(DoctorMachine, AMountThatALaterOneHidesDoesNotCount) {
                                          "23 22 0:1 / {} rw - xfs /dev/hidden rw\n"
                                          "24 22 {} / {} rw - ext4 /dev/shown rw",
                                          inner, device, outer));
-  EXPECT_EQ(mount_of(inner + "/self", machine().proc)->source, "/dev/shown");
+  for (const char* path : {"/self", "/to/be/made"})
+    EXPECT_EQ(mount_of(inner + path, machine().proc)->source, "/dev/shown") << path;
 }
 
 TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {

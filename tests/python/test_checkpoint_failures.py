@@ -123,6 +123,17 @@ def test_an_alarm_in_a_write_is_raised_where_torch_hides_it(tmp_path, alarm):
     assert os.listdir(tmp_path) == []
 
 
+def test_an_error_out_of_code_that_cannot_be_hashed_is_told_from_a_handlers():
+    """torch.compile makes code whose constants are objects of any kind."""
+    def fail():
+        raise LookupError("of the program")
+
+    fail.__code__ = fail.__code__.replace(co_consts=(*fail.__code__.co_consts, {}))
+    with pytest.raises(LookupError) as raised:
+        fail()
+    assert not signal_handlers.raised(raised.value)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_after_a_failed_write_is_raised(tmp_path, error):
     def fail_and_interrupt(file):

@@ -11,6 +11,7 @@ import torch
 
 import hoist
 import hoist.torch
+import ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -180,6 +181,25 @@ def test_what_a_model_has_beside_its_weights_is_saved(tmp_path, caplog):
     if not transformers.__version__.startswith("4."):  # that loads no complex numbers
         plain = from_pretrained(transformers.LlamaForCausalLM, tmp_path / "out")
         assert "conjugate" not in dict(plain.named_buffers())  # tensors that a model lacks are passed over
+
+
+def test_adapters_with_modules_to_save_on_two_ranks(tmp_path):
+    pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    said = ranks.results(ranks.start(f"""
+        import peft, transformers
+        from hoist.torch.transformers import save_pretrained
+        join()
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{SMALL!r}))
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        with hoist.torch.wrap(model, config) as engine:
+            save_pretrained(engine, directory + "/out")
+            head = engine.state_dict()["base_model.model.lm_head.modules_to_save.default.weight"]
+        print(json.dumps(head.tolist()))
+    """, tmp_path, config_of(tmp_path / "nvme")))
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    for head in said:
+        assert torch.equal(found["base_model.model.lm_head.weight"], torch.tensor(head))
 
 
 def test_quantized_weights_are_refused(tmp_path):

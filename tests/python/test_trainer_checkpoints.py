@@ -58,8 +58,9 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
     assert checkpoints == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     with pytest.raises(hoist.StoreError, match="holds a run"):
         run("killed")
-    with pytest.raises(hoist.StoreError, match=r"'global_step3'.*'global_step6' \(step 6\), 'global_step9' \(step 9\)"
-                                                r".* larger hoist\.keep_steps .*hoist_options=\{'weights': '.*checkpoint-3'\}"):
+    kept = r"'global_step3'.*'global_step6' \(step 6\), 'global_step9' \(step 9\)"
+    remedies = r"A larger hoist\.keep_steps keeps more .*hoist_options=\{'weights': '.*checkpoint-3'\}"
+    with pytest.raises(hoist.StoreError, match=f"{kept}.*{remedies}"):
         run("killed", resume_from_checkpoint=str(tmp_path / "killed" / "out" / "checkpoint-3"))
     resumed = run("killed", seed=5, resume_from_checkpoint=True)
     assert resumed.state.global_step == resumed.engine.global_steps == 12

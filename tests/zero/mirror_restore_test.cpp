@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/damage.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/checkpoint/verification.hpp>
 
@@ -143,6 +144,34 @@ TEST_P(MirrorRestoreTest, OneOfARanksDrivesIsEnoughToLose) {
     }
     for (const auto& entry : fs::directory_iterator(directory_ / "")) fs::remove_all(entry);
   }
+}
+
+// A drive that is not mounted for one start is no reason to remove what the other ranks have: the mirror may be
+// damaged.
+TEST_P(MirrorRestoreTest, TheOthersPartsStayUntilTheMirrorHasBeenRead) {
+  own_drives_ = true;
+  const auto& states = undisturbed(4);
+  train_and_mirror(2, 4);
+  lose_stores(2);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 4u);
+    if (!on_nvme()) model.engine().save("", bytes_of("step 4")).wait();
+  });
+  const std::string store = of_rank(1).engine.store_directory, away = store + "-away";
+  fs::rename(store, away);
+  for (const auto& [name, order, ranks] : stores_in(setup_.engine.mirror.directory))
+    for (const std::string rank : {"0", "1"}) {
+      const std::string data = setup_.engine.mirror.directory + "/" + name + "/rank-0000" + rank + ".data";
+      flip_bits(data, 100, 4096);
+    }
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), Error); });
+  EXPECT_TRUE(fs::exists(of_rank(0).engine.store_directory + "/reshard-0001-ranks-2/rank-00000.manifest"));
+  fs::remove_all(store);
+  fs::rename(away, store);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().mirror, "");
+    EXPECT_EQ(state_digests(model), states.at(4));
+  });
 }
 
 // The directory of the new store is not named as one of which only the part on a further drive is left.

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random lives of a run: starts with any number of ranks, named checkpoints and ways back to them, a mirror, drives
-// that are lost or not mounted for one start, a rank's files that are gone for one start, operations that fail. After
-// each start a simple model says what may have happened:
-//  - The state that a run goes on from is that of an undisturbed run at that step, bit by bit, on every rank.
-//  - With its files in place a run goes on from its newest commit; it never goes on from an older step than that of the
-//    newest copy whose files are all there, and never begins anew beside one.
-//  - What is refused changes nothing: with everything mounted again the run goes on from its newest commit.
-//  - Where the store is lost and the mirror is not, the run goes on from the mirror.
+// that are lost or not mounted for one start, a rank's files that are gone for one start, operations that fail. A
+// simple model of the files says what a start may come to:
+//  - A run goes on from the state of an undisturbed run at that step, bit by bit, on every rank.
+//  - If the files of its store are in place, it goes on from its newest commit.
+//  - If its store is lost and its mirror is whole, it goes on from the mirror.
+//  - A start that is refused changes nothing: when everything is mounted again, the run goes on from its newest commit.
+//  - A run begins anew only where nothing is left of it.
 //
 // The test plays seeds from HOIST_TEST_FIRST_SEED (1) on: at least 6, and for at least HOIST_TEST_SECONDS (4).
 // HOIST_TEST_SEED=N plays one seed, and prints what happens.
@@ -39,7 +39,7 @@ namespace fs = std::filesystem;
 constexpr std::uint64_t kSteps = 40;  // of the undisturbed run; a life ends before
 constexpr int kStarts = 12;           // of a life
 
-// The step of a copy lies in here: a range, where an operation has failed in the session that made it.
+// The step of a copy is in this range. It is several steps wide after a session in which an operation failed.
 struct Steps {
   std::uint64_t low = 0, high = 0;
   bool has(std::uint64_t step) const { return low <= step && step <= high; }
@@ -63,6 +63,17 @@ class Unmounted {
   std::string directory_, aside_;
   bool is_away_ = false;
 };
+
+enum class Event : std::uint8_t {
+  all_stores_lost,
+  drive_lost,
+  drive_not_mounted,
+  mirror_lost,
+  mirror_not_mounted,
+  files_of_store_away,
+  files_of_mirror_away,
+};
+constexpr std::uint64_t kEvents = 7;
 
 class Life {
  public:
@@ -144,61 +155,47 @@ class Life {
     if (!own_drives_ && rng_.below(3) == 0) ranks_ = 1 << rng_.below(3);
     say() << ranks_ << " ranks";
     const std::uint64_t events = rng_.below(10) < 5 ? 0 : rng_.below(10) < 7 ? 1 : 2;
-    for (std::uint64_t event = 0; event < events; ++event) happen_once(rng_.below(7));
+    for (std::uint64_t event = 0; event < events; ++event) happen_once(static_cast<Event>(rng_.below(kEvents)));
   }
-  void happen_once(std::uint64_t event) {
+  void happen_once(Event event) {
     const auto of = [&](const std::vector<std::string>& all) { return all[rng_.below(all.size())]; };
-    const bool of_mirror = event == 3 || event == 4 || event == 6;
+    const auto name_of = [](const std::string& directory) { return fs::path(directory).filename().string(); };
+    const bool of_mirror =
+        event == Event::mirror_lost || event == Event::mirror_not_mounted || event == Event::files_of_mirror_away;
     if (of_mirror ? !has_mirror() || mirror_is_away_ : store_is_away_) return;
+    const std::string chosen = of(of_mirror ? mirrors() : event == Event::files_of_store_away ? stores() : drives());
     switch (event) {
-      case 0: {
-        if (rng_.below(2) == 0) break;
+      case Event::all_stores_lost:
         say() << ", all stores are lost";
         lose_all_drives();
-        break;
-      }
-      case 1: {
-        const std::string lost = of(drives());
-        say() << ", lost: " << fs::path(lost).filename().string();
-        fs::remove_all(lost);
+        return;
+      case Event::drive_lost: {
+        say() << ", lost: " << name_of(chosen);
+        fs::remove_all(chosen);
         const bool has_others = drives().size() > 1;
         is_mixed_ = is_mixed_ && has_others;
         is_partly_lost_ = is_partly_lost_ || (has_others && store_);
         store_.reset();
-        break;
+        return;
       }
-      case 2: {
-        const std::string away = of(drives());
-        if (!fs::exists(away)) break;
-        say() << ", not mounted: " << fs::path(away).filename().string();
-        unmounted_.emplace_back(away, away + "-away");
-        store_is_away_ = true;
-        break;
-      }
-      case 3:
-      case 4: {
-        const std::string mirror = of(mirrors());
-        if (!fs::exists(mirror)) break;
-        say() << (event == 3 ? ", not mounted: " : ", lost: ") << fs::path(mirror).filename().string();
-        if (event == 3) {
-          unmounted_.emplace_back(mirror, mirror + "-away");
-          mirror_is_away_ = true;
-          is_part_of_mirror_away_ = own_mirrors_;
-        } else {
-          fs::remove_all(mirror);
-          mirror_.reset();
-          may_be_mirrored_ = own_mirrors_;  // the other ranks' parts are there
-        }
-        break;
-      }
-      case 5:
-      case 6: {
-        const bool of_store = event == 5;
-        take_files(of(of_store ? stores() : mirrors()), of_store);
-        break;
-      }
-      default:
-        break;
+      case Event::mirror_lost:
+        say() << ", lost: " << name_of(chosen);
+        fs::remove_all(chosen);
+        mirror_.reset();
+        may_be_mirrored_ = own_mirrors_;  // the other ranks' parts are there
+        return;
+      case Event::drive_not_mounted:
+      case Event::mirror_not_mounted:
+        if (!fs::exists(chosen)) return;
+        say() << ", not mounted: " << name_of(chosen);
+        unmounted_.emplace_back(chosen, chosen + "-away");
+        (of_mirror ? mirror_is_away_ : store_is_away_) = true;
+        is_part_of_mirror_away_ = of_mirror && own_mirrors_;
+        return;
+      case Event::files_of_store_away:
+      case Event::files_of_mirror_away:
+        take_files(chosen, !of_mirror);
+        return;
     }
   }
   // Those of one rank, in the newest store there.
@@ -265,7 +262,8 @@ class Life {
       names_.clear();
       return;
     }
-    if (whole && mirrored && mirror_->high > store_->low) {  // of a run that has gone back: its error says what to do
+    if (whole && mirrored &&
+        mirror_->high > store_->low) {  // the run has gone back: the error says to remove the mirror
       for (const std::string& mirror : mirrors()) fs::remove_all(mirror);
       mirror_.reset();
       return;
@@ -273,7 +271,7 @@ class Life {
     EXPECT_FALSE(whole && !mirror_is_away_) << restored.refused;
     if (!whole && mirrored && !store_is_away_ && !store_ && !is_mixed_ && !is_partly_lost_)
       ADD_FAILURE() << "the mirror holds step " << mirror_->low << ": " << restored.refused;
-    if (is_mixed_ && !store_is_away_ && !mirror_is_away_) {  // as its error says, a person removes what is not wanted
+    if (is_mixed_ && !store_is_away_ && !mirror_is_away_) {  // a person removes the stores then
       lose_all_drives();
       return;
     }
@@ -320,7 +318,7 @@ class Life {
 
   Outcome session(const std::string& from) {
     Outcome outcome;
-    std::set<std::string> refusals, steps;
+    std::set<std::uint64_t> steps;
     int refused = 0;
     std::mutex mutex;
     last_step_ = 0;
@@ -336,18 +334,15 @@ class Life {
             const std::lock_guard lock(mutex);
             outcome.step = report.step;
             outcome.from_mirror = !report.mirror.empty();
-            steps.insert(std::to_string(report.step));
+            steps.insert(report.step);
           }
           if (report.step > 0) {
             EXPECT_EQ(state_digests(model), undisturbed_.at(report.step)) << "rank " << rank;
           }
           train(model, report.step, rank, outcome);
-        } catch (const Error& error) {
+        } catch (const Error&) {
           const std::lock_guard lock(mutex);
-          if (!is_restored) {
-            refusals.insert(error.what());
-            ++refused;
-          }
+          refused += is_restored ? 0 : 1;
           throw;
         }
       });
@@ -383,11 +378,10 @@ class Life {
     }
     if (!on_nvme_ && trains_ > 0) save("", false);
     engine.settle();
-    if (rank == 0) {
-      outcome.committed = engine.committed_step();
-      last_step_ = step;
-    }
-    if (rank == 0) outcome.mirrored = engine.mirror().step;
+    if (rank != 0) return;
+    outcome.committed = engine.committed_step();
+    outcome.mirrored = engine.mirror().step;
+    last_step_ = step;
   }
 
   // The model after a session that went on.
@@ -395,8 +389,7 @@ class Life {
     const bool goes_back = !from.empty();
     const bool failed = !outcome.failure.empty() || fails_;
     const std::uint64_t begin = outcome.step, end = std::max(last_step_, begin);
-    is_partly_lost_ =
-        is_partly_lost_ || (outcome.from_mirror && drives().size() > 1);  // healthy drives keep older files
+    if (outcome.from_mirror && drives().size() > 1) is_partly_lost_ = true;  // healthy drives keep older files
     if (commits_nothing()) return;
     if (goes_back && mirror_) mirror_->low = std::min(mirror_->low, begin);
     names_ = failed || store_is_away_ ? Names{} : outcome.names;

@@ -81,8 +81,8 @@ Completion Checkpointer::commit_as(const std::string& name, const CommitState& s
   const Completion done = store_->commit(encode(name, state), [this](const auto& problem) { barrier_.agree(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit_ = promise->completion();
-  // Whoever waits for the promise may destroy this object: before it is done, committed_step() has the step, and the
-  // copy has begun.
+  // The program may destroy this object as soon as the promise is done. So committed_step_ is set, and the copy begun,
+  // before that.
   done.then([this, promise, step, mirrored](std::exception_ptr error) {
     if (error && mirrored) mirror_->drop(error);
     if (error) return promise->fail(error);

@@ -240,8 +240,8 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const RestoreOptions
       for (const tiers::ManifestDamage& damage : tiers::Store::look(former_store, rank).damage)
         log_warning("{}", damage.text);
   }
-  // One of which a rank's files are only out of reach stays until the state has been read from the mirror and
-  // committed.
+  // A store of which a rank's files may only be out of reach stays until what the mirror holds has been read, and is
+  // committed here: remove_replaced_stores() removes it then.
   remove_unfinished_stores(ranks, options, {.first = plan.from_mirror ? 1 : plan.source.directory.order + 1},
                            plan.from_mirror ? 0 : step);
   const StoreDirectory directory = new_store_directory(survey.newest_order() + 1, runtime.world_size());

@@ -488,12 +488,10 @@ class Trainer(transformers.Trainer):
         try:
             found = self._made.load_checkpoint(checkpoint)[0]
         except _hoist.StoreError as error:
-            if any(os.path.isdir(os.path.join(checkpoint, name)) for name in self._made.checkpoints()):
-                raise
-            raise type(error)(f"{error}. Trainer keeps the directory of its best checkpoint for longer; with a larger "
-                              "hoist.keep_steps the store does, too. To go on from that checkpoint's weights with new moments: "
-                              f"train(), with another directory for the store and hoist_options={{'weights': {checkpoint!r}}}"
-                              ) from error
+            weights = ("" if hasattr(self.model, "peft_config") else
+                       ". To begin with this checkpoint's weights, and new moments, call train() with another directory for the "
+                       f"store and hoist_options={{'weights': {checkpoint!r}}}")
+            raise type(error)(f"{error}. A larger hoist.keep_steps keeps more checkpoints{weights}") from error
         if found is None:
             raise _hoist.StoreError(f"{checkpoint} has no checkpoint to continue from: its file `latest` is missing")
         cast(Any, self.lr_scheduler).load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
